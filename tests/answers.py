@@ -1,11 +1,13 @@
 """Random pairs, states after their prompts, made-up calibrations, and drafted answers against one-token decoding."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from treeflash_jax import GenerateConfig, Result, TreeFlash, drafters
 from treeflash_jax.core import parameters
@@ -18,8 +20,20 @@ from treeflash_jax.models import verifier
 
 BUCKETS = [2, 4, 8, 16]
 SIZES = {"candidates": 8, "children": 8}
+TREE = {"nodes": 8, "candidates": 4, "children": 4}
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0], "top_k": [0, 0, 9, 0]}  # of four prompts
 AUTO = {"nodes": "auto"} | SIZES
 FLAT, MIXED = [1.0] * 4, [1.0, 1.2, 1.5, 2.1]
+
+
+def slow_unless(is_quick: bool, *values: Any) -> Any:
+    """Parameters of a test that is marked slow with all but the quick ones."""
+    return pytest.param(*values, marks=() if is_quick else pytest.mark.slow)
+
+
+def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(dtype)
 
 
 def make_pair(config: Any, drafter: Any, *, dtype: Any = jnp.float32, scale: float = 0.3, mesh: Any = None) -> TreeFlash:
@@ -61,6 +75,15 @@ def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any
         assert (got.ids, got.finished) == (expected.ids, expected.finished), (draft, settings, prompt)
         assert 1 + sum(got.accept_lengths) == len(got.ids)
     return drafted
+
+
+@partial(jax.jit, static_argnames=("config", "taps", "residual_dtype"))
+def read_texts(weights: Any, config: Any, tokens_bt: Any, **options) -> tuple[verifier.Output, jax.Array]:
+    """The verifier's output for whole texts, and its logits."""
+    batch, size = tokens_bt.shape
+    mask_btt = verifier.causal_mask(batch, size)
+    out = verifier.forward(weights, config, tokens_bt, jnp.arange(size)[None], mask_btt, **options)
+    return out, verifier.logits(weights, out.hidden_btd)
 
 
 def assert_same_positions(got: Any, expected: Any, length_b: Any, atol: float = 1e-12) -> None:

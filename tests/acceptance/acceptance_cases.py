@@ -33,7 +33,7 @@ class Case:
     builder: str
     nodes: int
     shape: TreeShape
-    draft: Callable[[toys.Drafter, oracle.Run, int], oracle.Tree]
+    draft: Callable[..., oracle.Tree]  # of a drafter, a run and `depths`
 
     @property
     def distribution(self) -> str:
@@ -41,7 +41,7 @@ class Case:
 
 
 def paths_case(nodes: int, branches: int, trunk: int = 0) -> Case:
-    draft = lambda d, run, depths: toys.draft_paths(d, run, nodes, branches, trunk, depths)  # noqa: E731
+    draft = partial(toys.draft_paths, num_nodes=nodes, branches=branches, trunk=trunk)
     return Case("delayed" if trunk else "paths", nodes, TreeShape(branches=branches, trunk=trunk), draft)
 
 
@@ -53,7 +53,7 @@ def without_replacement_case(nodes: int, branches: int) -> Case:
 
 
 def hybrid_case(nodes: int, skeleton: float) -> Case:
-    draft = lambda d, run, depths: toys.draft_hybrid(d, run, nodes, skeleton, depths)  # noqa: E731
+    draft = partial(toys.draft_hybrid, num_nodes=nodes, skeleton=skeleton)
     return Case("hybrid", nodes, TreeShape(skeleton=skeleton), draft)
 
 
@@ -77,7 +77,7 @@ class World:
 
     def drafts(self, case: Case) -> list[tuple[float, oracle.Tree]]:
         """Every draft with its probability."""
-        runs = oracle.outcomes(lambda run: case.draft(self.drafter, run, self.depths))
+        runs = oracle.outcomes(partial(case.draft, self.drafter, depths=self.depths))
         return [(run.probability, tree) for run, tree in runs]
 
     def table(self, batch: int) -> TransitionTable:
@@ -199,7 +199,7 @@ def walked(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
     return last_b1[:, 0], jax.nn.softmax(residual_bv, axis=-1)
 
 
-def library_distribution(world: World, case: Case, rule: str, tokens: int, edge: float = 1e-9) -> np.ndarray:
+def library_distribution(world: World, case: Case, rule: str, edge: float = 1e-9) -> np.ndarray:
     """The distribution of the first tokens by the library's own builder and walk.
 
     Every draft is forced through the noise, and every coin is put just inside both edges of the threshold that the oracle
@@ -207,7 +207,7 @@ def library_distribution(world: World, case: Case, rule: str, tokens: int, edge:
     """
     drafts = world.drafts(case)
     tree, proposal = world.build(case, world.noise(case, drafts))
-    distribution = np.zeros((world.vocabulary,) * tokens)
+    distribution = np.zeros((world.vocabulary,) * (world.depths + 1))
     places, coins, chances, prefixes_of = [], [], [], []
     totals: dict[oracle.Prefix, np.ndarray] = {}
     for b, (probability, drafted) in enumerate(drafts):

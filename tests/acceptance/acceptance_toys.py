@@ -23,7 +23,6 @@ class Context:
 class Drafter:
     contexts: dict[Prefix, Context]
     vocabulary: int
-    leaves: bool = False
 
     def distribution(self, node: Prefix, goes_on: bool, without: tuple[int, ...] = ()) -> np.ndarray | None:
         """q after a prefix: the node over tokens that go on if the tree does; None if nothing can be drawn."""
@@ -32,18 +31,17 @@ class Drafter:
             return None
         free = [i for i, t in enumerate(context.tokens) if np.isfinite(context.log_probs[i]) and t not in without]
         onward = [i for i in free if context.continues[i]]
-        admitted = onward if goes_on and onward and not self.leaves else free
+        admitted = onward if goes_on and onward else free
         distribution = np.zeros(self.vocabulary)
         for i in admitted:
             distribution[context.tokens[i]] = np.exp(context.log_probs[i])
         return distribution / distribution.sum() if admitted else None
 
 
-def draft_paths(drafter: Drafter, run: Run, num_nodes: int, branches: int, trunk: int, depths: int) -> Tree:
+def draft_paths(drafter: Drafter, run: Run, num_nodes: int, branches: int, depths: int, trunk: int = 0) -> Tree:
     tree = Tree()
     lanes = [((), 0)]
-    place, levels = 0, trunk + (num_nodes - 1 - trunk) // branches
-    levels = min(levels, depths)
+    place, levels = 0, min(trunk + (num_nodes - 1 - trunk) // branches, depths)
     for level in range(levels):
         if level == trunk:
             lanes = lanes * branches
@@ -138,9 +136,7 @@ def random_verifier(seed: int, vocabulary: int, depth: int, scale: float = 1.5) 
     return contexts.__getitem__
 
 
-def random_drafter(
-    seed: int, p: Distribution, vocabulary: int, depths: int, children: int, *, leaves: bool = False, ends=0.2
-):
+def random_drafter(seed: int, p: Distribution, vocabulary: int, depths: int, children: int, *, ends=0.2) -> Drafter:
     """Nodes near p, truncated to `children` tokens, some of them without a node of their own."""
     rng = np.random.default_rng([seed, 1])
     contexts: dict[Prefix, Context] = {}
@@ -154,4 +150,4 @@ def random_drafter(
             tokens = np.argsort(-q, kind="stable")[:children].tolist()
             goes = [bool(length + 1 < depths and rng.random() > ends) for _ in tokens]
             contexts[node] = Context(tokens, np.log(q[tokens]), goes)
-    return Drafter(contexts, vocabulary, leaves)
+    return Drafter(contexts, vocabulary)

@@ -30,7 +30,7 @@ CASES = {
     "hybrid": cases.hybrid_case(7, 0.34),
     "hybrid, no child left": cases.hybrid_case(7, 0.67),
 }
-SIZES = {"full": (0, 3, 2, 3, 1.0), "truncated": (3, 4, 2, 3, 1.0), "top-p": (5, 4, 2, 3, 0.8)}  # seed, v, depth, c, top-p
+SIZES = {"full": (0, 3, 2, 3), "truncated": (3, 4, 2, 3), "top-p": (5, 4, 2, 3, 0.8)}  # seed, v, depths, children, top-p
 LOSSLESS = [
     (name, rule) for name, case in CASES.items() for rule in RULES if case.distribution in RULES[rule].DISTRIBUTIONS
 ]
@@ -38,61 +38,57 @@ TESTED = [pair for pair in LOSSLESS if pair[1] != "sample-and-match"]  # its wal
 
 
 @cache
-def world(size: str) -> cases.World:
-    seed, vocabulary, depths, children, top_p = SIZES[size]
+def world(seed: int, vocabulary: int, depths: int, children: int, top_p: float = 1.0, **ends) -> cases.World:
     p = toys.random_verifier(seed, vocabulary, depths + 1)
-    return cases.World(vocabulary, depths, p, toys.random_drafter(seed, p, vocabulary, depths, children), top_p)
+    return cases.World(vocabulary, depths, p, toys.random_drafter(seed, p, vocabulary, depths, children, **ends), top_p)
 
 
 def error(distribution: np.ndarray, p) -> float:
     return np.abs(distribution - oracle.continuations(p, (), distribution.ndim)).max()
 
 
+def oracle_error(here: cases.World, draft, rule) -> float:
+    return error(oracle.distribution_for(draft, rule, here.p, here.vocabulary, here.depths + 1), here.p)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("name", "rule"), LOSSLESS)
 def test_the_oracle_is_lossless(name, rule, size):
-    here = world(size)
-    draft = lambda run: CASES[name].draft(here.drafter, run, here.depths)  # noqa: E731
-    distribution = oracle.distribution_for(draft, oracle.RULES[rule], here.p, here.vocabulary, here.depths + 1)
-    assert error(distribution, here.p) < 1e-12
+    here = world(*SIZES[size])
+    draft = partial(CASES[name].draft, here.drafter, depths=here.depths)
+    assert oracle_error(here, draft, oracle.RULES[rule]) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["recursive", "naive-tree", "k-sequential", "traversal", "multi-path-block"])
 def test_the_oracle_is_lossless_on_three_paths_and_three_levels(rule):
-    p = toys.random_verifier(1, 3, 4)
-    drafter = toys.random_drafter(1, p, 3, 3, 3, ends=0.0)
+    here = world(1, 3, 3, 3, ends=0.0)
     for branches in (3, 2):
-        draft = lambda run, k=branches: toys.draft_paths(drafter, run, 7, k, 0, 3)  # noqa: E731
-        depth = 6 // branches
-        assert error(oracle.distribution_for(draft, oracle.RULES[rule], p, 3, depth + 1), p) < 1e-12
+        draft = partial(toys.draft_paths, here.drafter, num_nodes=7, branches=branches, depths=3)
+        assert oracle_error(here, draft, oracle.RULES[rule]) < 1e-12
 
 
 def test_broken_rules_fail_the_same_test():
     """Greedy nodes tested as samples, early stops, the chosen path under plain q, unrenormalised siblings, re-ranking."""
-    p = toys.random_verifier(0, 3, 3)
-    drafter = toys.random_drafter(0, p, 3, 2, 3, ends=0.0)
-    distribution = partial(drafter.distribution, goes_on=False)
+    here = world(0, 3, 2, 3, ends=0.0)
+    distribution = partial(here.drafter.distribution, goes_on=False)
+    one = partial(toys.draft_paths, here.drafter, num_nodes=3, branches=1, depths=2)
+    two = partial(toys.draft_paths, here.drafter, num_nodes=5, branches=2, depths=2)
 
     def greedy(run):
         drawn = oracle.Tree()
-        for node in toys.best_first(drafter, 4):
+        for node in toys.best_first(here.drafter, 4):
             if node:
                 drawn.add(node[:-1], node[-1], distribution(node[:-1]))
         return drawn
 
     def unrenormalised(run):
-        drawn = toys.draft_without_replacement(drafter, run, [0, 0, 1, 1])
+        drawn = toys.draft_without_replacement(here.drafter, run, [0, 0, 1, 1])
         return oracle.Tree({node: [(x, distribution(node)) for x, _ in draws] for node, draws in drawn.draws.items()})
 
     def reranked(run):
-        drawn = toys.draft_paths(drafter, run, 5, 2, 0, 2)
-        ranked = {
-            node: sorted(draws, key=lambda d, node=node: -distribution(node)[d[0]]) for node, draws in drawn.draws.items()
-        }
-        return oracle.Tree(ranked)
+        drawn = two(run).draws.items()
+        return oracle.Tree({node: sorted(draws, key=lambda d, at=node: -distribution(at)[d[0]]) for node, draws in drawn})
 
-    one = lambda run: toys.draft_paths(drafter, run, 3, 1, 0, 2)  # noqa: E731
-    two = lambda run: toys.draft_paths(drafter, run, 5, 2, 0, 2)  # noqa: E731
     broken = {
         "greedy nodes": (greedy, oracle.recursive),
         "stops early": (one, partial(oracle.block, stops_early=True)),
@@ -100,37 +96,32 @@ def test_broken_rules_fail_the_same_test():
         "unrenormalised": (unrenormalised, oracle.recursive),
         "re-ranked": (reranked, oracle.recursive),
     }
-    errors = {name: error(oracle.distribution_for(*pair, p, 3, 3), p) for name, pair in broken.items()}
+    errors = {name: oracle_error(here, *pair) for name, pair in broken.items()}
     assert min(errors.values()) > 0.005, errors
 
 
 def test_coins_belong_to_rounds_and_not_to_positions():
-    p = toys.random_verifier(0, 3, 5)
-    drafter = toys.random_drafter(0, p, 3, 5, 3, ends=0.0)
+    here = world(0, 3, 5, 3, ends=0.0)
 
     def draft(run, out):
-        below = toys.Drafter(
-            {node[len(out) :]: context for node, context in drafter.contexts.items() if node[: len(out)] == out}, 3
-        )
-        return toys.draft_paths(below, run, 3, 1, 0, 2)
+        below = {node[len(out) :]: x for node, x in here.drafter.contexts.items() if node[: len(out)] == out}
+        return toys.draft_paths(toys.Drafter(below, 3), run, num_nodes=3, branches=1, depths=2)
 
-    assert error(oracle.distribution_of_two_rounds(draft, p, 3, 4, by_position=False), p) < 1e-12
-    assert error(oracle.distribution_of_two_rounds(draft, p, 3, 4, by_position=True), p) > 0.005
+    assert error(oracle.distribution_of_two_rounds(draft, here.p, 3, 4, by_position=False), here.p) < 1e-12
+    assert error(oracle.distribution_of_two_rounds(draft, here.p, 3, 4, by_position=True), here.p) > 0.005
 
 
 @pytest.mark.parametrize("size", ["full", pytest.param("top-p", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "rule"), TESTED)
 def test_the_library_is_lossless(float64, name, rule, size):
-    here = world(size)
-    assert error(cases.library_distribution(here, CASES[name], rule, here.depths + 1), here.p) < 1e-12
+    here = world(*SIZES[size])
+    assert error(cases.library_distribution(here, CASES[name], rule), here.p) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [WITH_REPLACEMENT, DETERMINISTIC])
 def test_the_library_is_lossy_under_a_wrong_distribution(float64, monkeypatch, kind):
     """Siblings drawn without replacement, tested as with it: q is not renormalised; or drawn nodes tested as fixed ones."""
-    p = toys.random_verifier(0, 3, 3)
-    here, case = cases.World(3, 2, p, toys.random_drafter(0, p, 3, 2, 3, ends=0.0)), CASES["without-replacement"]
-    build = cases.World.build
+    here, build = world(0, 3, 2, 3, ends=0.0), cases.World.build
 
     def wrong(self, case, noise):
         built, proposal = build(self, case, noise)
@@ -138,7 +129,7 @@ def test_the_library_is_lossy_under_a_wrong_distribution(float64, monkeypatch, k
 
     monkeypatch.setattr(cases.World, "build", wrong)
     monkeypatch.setattr(cases, "assert_same_tree", lambda *_: None)
-    assert error(cases.library_distribution(here, case, "recursive", here.depths + 1), here.p) > 0.005
+    assert error(cases.library_distribution(here, CASES["without-replacement"], "recursive"), here.p) > 0.005
 
 
 # Random trees of up to 64 nodes.
@@ -156,6 +147,14 @@ LARGE = {
 }
 
 
+@partial(jax.jit, static_argnames=("builder", "nodes", "shape", "padded_nodes"))
+def grow(builder: str, nodes: int, shape: TreeShape, table, key_b, padded_nodes: int):
+    """Trees that a builder draws, and their proposals."""
+    noise = trees.draw_noise(key_b, table, nodes)
+    grown = trees.BUILDERS[builder].build(table, jnp.zeros(len(key_b), jnp.int32), nodes, shape, noise)
+    return cases.padded(*grown, padded_nodes)
+
+
 @pytest.fixture(scope="module")
 def forest():
     """Two trees of every kind in one batch, with verifier logits for their nodes."""
@@ -168,17 +167,8 @@ def forest():
     table = trees.TransitionTable(
         jnp.asarray(order, jnp.int32), jnp.take_along_axis(log_probs, order, axis=-1), jnp.asarray(next_context, jnp.int32)
     )
-
-    @jax.jit
-    def grow_all(table):
-        grown = []
-        for i, (builder, nodes, sizes) in enumerate(LARGE.values()):
-            noise = trees.draw_noise(jax.random.split(jax.random.key(i), 2), table, nodes)
-            drawn = trees.BUILDERS[builder].build(table, jnp.zeros(2, jnp.int32), nodes, sizes, noise)
-            grown.append(cases.padded(*drawn, NODES))
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *grown)
-
-    drawn, proposal = grow_all(table)
+    grown = [grow(*case, table, jax.random.split(jax.random.key(i), 2), NODES) for i, case in enumerate(LARGE.values())]
+    drawn, proposal = jax.tree.map(lambda *x: jnp.concatenate(x), *grown)
     q = jnp.zeros((*drawn.tokens_bn.shape, VOCABULARY))
     at = jnp.arange(q.shape[0])[:, None, None], jnp.arange(NODES)[:, None], proposal.support_bnc
     q = q.at[at].set(jnp.exp(proposal.log_q_bnc))
@@ -229,28 +219,20 @@ def test_rules_that_are_equal_on_one_path_or_on_fixed_nodes(forest):
 SMALL = {name: CASES[name] for name in ("one path", "paths", "delayed")}
 SMALL |= {"without-replacement": cases.without_replacement_case(5, 4), "hybrid": cases.hybrid_case(6, 0.4)}
 SMALL_LOSSLESS = [(name, rule) for name, rule in TESTED if name in SMALL]
-NEARLY_ONE = np.float32(1 - 2**-24)
-COINS = np.concatenate([[0.0, NEARLY_ONE], np.random.default_rng(0).random(510)]).astype(np.float32)
+COINS = np.concatenate([[0.0, 1 - 2**-24], np.random.default_rng(0).random(510)]).astype(np.float32)
 P = np.array([0.5, 0.3, 0.1, 0.06, 0.04])
-
-
-@partial(jax.jit, static_argnames="name")
-def grown(name: str, table, key_b):
-    case, anchor_b = SMALL[name], jnp.zeros(len(key_b), jnp.int32)
-    noise = trees.draw_noise(key_b, table, case.nodes)
-    return cases.padded(*trees.BUILDERS[case.builder].build(table, anchor_b, case.nodes, case.shape, noise), 7)
 
 
 def small(name: str, q, logits_v):
     """Trees from the node `q` at both depths, logits that all nodes share, one coin for all tests of a tree, and noise."""
-    q = np.asarray(q, np.float32)
+    case, q = SMALL[name], np.asarray(q, np.float32)
     order = np.argsort(-q, kind="stable")
     with np.errstate(divide="ignore"):
         log_q = np.log(q[order])
     next_context = np.array([0, -1])[:, None, None]
     arrays = (np.broadcast_to(x, (len(COINS), 2, 1, len(q))) for x in (order.astype(np.int32), log_q, next_context))
     table = trees.TransitionTable(*map(jnp.asarray, arrays))
-    drawn, proposal = grown(name, table, jax.random.split(jax.random.key(0), len(COINS)))
+    drawn, proposal = grow(case.builder, case.nodes, case.shape, table, jax.random.split(jax.random.key(0), len(COINS)), 7)
     logits = jnp.broadcast_to(jnp.asarray(logits_v, jnp.float32), (len(COINS), 7, len(q)))
     coins = jnp.broadcast_to(COINS[:, None], (len(COINS), 6))
     return drawn, proposal, logits, coins, jax.random.gumbel(jax.random.key(1), (len(COINS), len(q)))
@@ -305,10 +287,8 @@ def test_greedy_keeps_the_likeliest_path_and_emits_the_argmax(name, rule):
     weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, *inputs, 0.0, 1.0))
     assert (bonus_b == 0).all()
     tree = jax.tree.map(np.asarray, inputs[0])
-    best_bn = np.ones(tree.tokens_bn.shape, bool)
-    for node in range(1, best_bn.shape[1]):
-        above_b = best_bn[np.arange(len(best_bn)), tree.parent_bn[:, node]]
-        best_bn[:, node] = tree.valid_bn[:, node] & (tree.tokens_bn[:, node] == 0) & above_b
+    is_other_bnu = trees.ancestor_mask(tree.parent_bn, 2) & (tree.tokens_bn != 0)[:, None]  # the root has token 0
+    best_bn = tree.valid_bn & ~np.any(is_other_bnu, axis=-1)
     np.testing.assert_allclose(weights_bn, best_bn, atol=1e-6)
     np.testing.assert_array_equal(length_b, best_bn.sum(1))
 

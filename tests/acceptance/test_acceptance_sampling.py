@@ -14,22 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import make_pair, read_texts, slow_unless
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy import stats
 
-from treeflash_jax import GenerateConfig, TreeFlash, drafters
+from treeflash_jax import GenerateConfig, TreeFlash
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.acceptance.draws import make_rule, reject_all, walk_down
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import tree_selector
-from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
+from treeflash_jax.decoding.loops import DecodePlan, Sampling
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.tree_selector import SelectorPolicy
 from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
-from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
-from treeflash_jax.engine.planning import choose_tree
-from treeflash_jax.models import verifier
 from treeflash_jax.trees import BUILDERS, Bucket
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every token occurs often: n-grams match
@@ -55,25 +52,21 @@ TREES = {
     "without-replacement": {"builder": "without-replacement", "nodes": 7, "branches": 2},
     "hybrid": {"builder": "hybrid", "nodes": 7, "skeleton": 0.4},
 }
+DRAFT = {"candidates": 3, "children": 3, "ngrams": 0}
 IN_TURN = "rules in turn"
 
 
 @pytest.fixture(scope="module")
-def weights() -> Weights:
-    specs = verifier.specs(MODEL), backbone.specs(DRAFTER), HEADS["mlp"].specs(DRAFTER)
-    made = [parameters.initialize(spec, jax.random.key(i), scale=0.7) for i, spec in enumerate(specs)]
-    return Weights(made[0], {"backbone": made[1], "head": made[2]})
+def pair() -> TreeFlash:
+    return make_pair(MODEL, DRAFTER, scale=0.7)
 
 
 @pytest.fixture(scope="module")
-def exact(weights) -> np.ndarray:
+def exact(pair) -> np.ndarray:
     """P(first NEW tokens after the prompt), one axis a token."""
     strings = np.array(list(itertools.product(range(VOCABULARY), repeat=NEW - 1)))
     ids = jnp.asarray(np.concatenate([np.broadcast_to(PROMPT, (len(strings), len(PROMPT))), strings], axis=1))
-    size = ids.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(size), ids.shape)
-    out = verifier.forward(weights.verifier, MODEL, ids, positions, verifier.causal_mask(len(strings), size))
-    log_p = np.asarray(jax.nn.log_softmax(verifier.logits(weights.verifier, out.hidden_btd)), np.float64)
+    log_p = np.asarray(jax.nn.log_softmax(read_texts(pair.weights.verifier, MODEL, ids)[1]), np.float64)
     log_p = log_p[:, len(PROMPT) - 1 :]
     path = sum(log_p[np.arange(len(strings)), i, strings[:, i]] for i in range(NEW - 1))
     return np.exp(path[:, None] + log_p[:, NEW - 1]).reshape((VOCABULARY,) * NEW)
@@ -91,18 +84,13 @@ def asked(part: int, size: int = BATCH, new: int = NEW) -> tuple[jax.Array, jax.
     return tokens_bs, full(len(PROMPT), jnp.int32), sampling
 
 
-def planned(rule: str, settings: dict, **changes) -> DecodePlan:
-    builder, _, shape = choose_tree(GenerateConfig(**settings))
-    plan = DecodePlan(
-        verifier=MODEL, drafter=DRAFTER, num_nodes=settings["nodes"], draft=DraftSettings(candidates=3, children=3),
-        builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT),
-    )  # fmt: skip
-    return replace(plan, **changes)
+def planned(pair: TreeFlash, rule: str, settings: dict, policy=None) -> DecodePlan:
+    return replace(pair.plan(GenerateConfig(**settings)), rule=rule, prefill_chunk=len(PROMPT), policy=policy)
 
 
-def answers(weights: Weights, plan: DecodePlan, policy=None, *, batches: int = 1, size: int = BATCH, new: int = NEW):
+def answers(pair: TreeFlash, plan: DecodePlan, policy=None, *, batches: int = 1, size: int = BATCH, new: int = NEW):
     """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key."""
-    runner = Runner(plan, weights.replace(policy=policy))
+    runner = Runner(plan, pair.weights.replace(policy=policy))
     states = [runner.run(runner.start(asked(part, size, new)), new, size) for part in range(batches)]
     assert all(bool(jnp.all(state.done_b)) for state in states)
     return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states
@@ -132,8 +120,8 @@ PLANS += [("k-sequential", TREES["delayed"] | {"trunk": "auto"})]  # past rounds
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "tree"), PLANS)
-def test_answers_have_the_verifiers_distribution(weights, exact, rule, tree):
-    tokens, states = answers(weights, planned(rule, tree), batches=2)
+def test_answers_have_the_verifiers_distribution(pair, exact, rule, tree):
+    tokens, states = answers(pair, planned(pair, rule, DRAFT | tree), batches=2)
     rounds = count_rounds(states)
     assert p_value(tokens, exact) > 0.001
     assert np.mean(rounds >= 2) > 0.6 and len(np.unique(rounds)) > 2
@@ -150,23 +138,18 @@ def in_turn(names: list[str]) -> SimpleNamespace:
     return SimpleNamespace(walk=walk)
 
 
-QUICK = ("ngram", "hybrid")
+PAIRS = [slow_unless(pair == ("ngram", "hybrid"), *pair) for pair in itertools.product(DRAFTERS, TREES)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"),
-    [pytest.param(*pair, marks=[] if pair == QUICK else pytest.mark.slow) for pair in itertools.product(DRAFTERS, TREES)],
-)
-def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkeypatch, kind, tree):
+@pytest.mark.parametrize(("kind", "tree"), PAIRS)
+def test_answers_have_it_with_every_drafter_tree_and_rule(exact, monkeypatch, kind, tree):
     """Regression: an entry without a child that named another entry's token brought rejected tokens back."""
     drafter, settings = DRAFTERS[kind]
-    config = GenerateConfig(**settings, **TREES[tree])
-    builder, _, shape = choose_tree(config)
-    fitting = [name for name, rule in RULES.items() if BUILDERS[builder].distribution_for(shape) in rule.DISTRIBUTIONS]
+    pair = make_pair(MODEL, drafter, scale=0.7)
+    plan = planned(pair, IN_TURN, settings | TREES[tree])
+    distribution = BUILDERS[plan.builder].distribution_for(plan.shape)
+    fitting = [name for name, rule in RULES.items() if distribution in rule.DISTRIBUTIONS]
     monkeypatch.setitem(RULES, IN_TURN, in_turn(fitting))
-    made = parameters.initialize(drafters.get(drafter).specs(drafter), jax.random.key(1), scale=0.7)
-    pair = weights.replace(drafter=made)
-    plan = replace(TreeFlash(MODEL, pair, drafter=drafter).plan(config), rule=IN_TURN, prefill_chunk=len(PROMPT))
     tokens, states = answers(pair, plan, size=EACH * len(fitting), new=4)
     assert len(np.unique(count_rounds(states))) > 1
     parts = zip(fitting, np.split(tokens, len(fitting)), strict=True)
@@ -175,13 +158,13 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
 
 
 @pytest.mark.slow
-def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
+def test_answers_have_it_where_a_selector_chooses_the_tree(pair, exact):
     """The selector is an arbitrary function of its inputs."""
     buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
-    plan = planned("traversal", TREES["delayed"] | {"nodes": 7}, policy=SelectorPolicy(buckets))
+    plan = planned(pair, "traversal", DRAFT | TREES["delayed"] | {"nodes": 7}, SelectorPolicy(buckets))
     config = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=plan.rule)
     selector = parameters.initialize(tree_selector.specs(config), jax.random.key(11), scale=1.0)
-    tokens, states = answers(weights, plan, selector, batches=2)
+    tokens, states = answers(pair, plan, selector, batches=2)
     assert p_value(tokens, exact) > 0.001
     nodes = np.concatenate([state.nodes_bs for state in states])
     counts = np.bincount(nodes.ravel())[1:]
@@ -189,7 +172,7 @@ def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
 
 
 @pytest.mark.slow
-def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
+def test_a_biased_rule_is_rejected(pair, exact, monkeypatch):
     """A rejected draw is followed by a token of p, not of the residual."""
 
     def stop(tree, draws, coins_bx):
@@ -198,5 +181,5 @@ def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
 
     biased = SimpleNamespace(walk=make_rule(lambda tree, draws: None, stop)[1])
     monkeypatch.setitem(RULES, "biased", biased)
-    tokens, _ = answers(weights, planned("biased", TREES["without-replacement"]), batches=1)
+    tokens, _ = answers(pair, planned(pair, "biased", DRAFT | TREES["without-replacement"]))
     assert p_value(tokens, exact) < 1e-9

@@ -7,7 +7,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import AUTO, MIXED, beside, prefilled, table
+from answers import AUTO, MIXED, TREE, beside, prefilled, slow_unless, table
 from conftest import random_pair
 
 from treeflash_jax.core import programs
@@ -15,15 +15,13 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.engine.batching import Slots
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
-TREE = {"nodes": 8, "candidates": 4, "children": 4}
 SAMPLED = {"temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]}
 
 
-@pytest.mark.parametrize("settings", [
-    TREE | SAMPLED,
-    pytest.param({"builder": "none"}, marks=pytest.mark.slow),
-    pytest.param(TREE | {"builder": "hybrid", "temperature": 1.0}, marks=pytest.mark.slow),
-])  # fmt: skip
+HYBRID = TREE | {"builder": "hybrid", "temperature": 1.0}
+
+
+@pytest.mark.parametrize("settings", [TREE | SAMPLED, *(slow_unless(False, how) for how in ({"builder": "none"}, HYBRID))])
 def test_answers_do_not_depend_on_the_batch(trained, settings):
     how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **settings}
     whole = trained.generate(PROMPTS, batch_size=7, **how)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import answers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import AUTO, BUCKETS, FLAT, MIXED, assert_same_positions, beside, make_runner, table
+from answers import AUTO, BUCKETS, FLAT, MIXED, PROMPTS, beside, make_runner, table
 from conftest import FOLDERS
 from refusals import refused
 
-from treeflash_jax import GenerateConfig, TreeFlash, load, trees
+from treeflash_jax import GenerateConfig, Result, TreeFlash, load, trees
 from treeflash_jax.cli import commands
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import budget, calibration, loops
@@ -24,15 +25,13 @@ from treeflash_jax.decoding.budget import BudgetChoice, Measured, choose_bucket,
 from treeflash_jax.decoding.calibration import fit_round_times
 from treeflash_jax.engine.planning import make_requests
 
-PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [100, 3, 50, 60, 61, 62, 63], [9]]
-SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": [1, 2, 3, 4]}
+SETTINGS = {"max_new_tokens": 70, "stop_ids": []} | answers.SAMPLED
 
 
 @pytest.fixture(scope="module")
-def plain(trained) -> list[list[int]]:
+def plain(trained) -> list[Result]:
     """Answers of one-token decoding."""
-    results = trained.generate(PROMPTS, builder="none", max_new_tokens=70, stop_ids=[], **SAMPLED)
-    return [result.ids for result in results]
+    return trained.generate(PROMPTS, builder="none", **SETTINGS)
 
 
 def measured(seconds_cn, step, *, positions=(256,)) -> Measured:
@@ -82,12 +81,9 @@ CHOICES += [pytest.param(*choice, marks=pytest.mark.slow) for choice in SLOW]
 @pytest.mark.parametrize(("seconds", "step", "taken"), CHOICES)
 def test_answers_are_those_of_one_token_decoding_for_every_choice(trained, plain, tmp_path, seconds, step, taken):
     model = beside(trained, tmp_path / "a.json", table(trained, seconds, step))
-    results = model.generate(PROMPTS, max_new_tokens=70, stop_ids=[], **AUTO, **SAMPLED)
-    assert [result.ids for result in results] == plain
-    nodes = {n for result in results for n in result.nodes}
-    assert taken <= nodes <= {1, *BUCKETS}
+    results = answers.drafted_as_plain(model, PROMPTS, AUTO, plain=plain, **SETTINGS)
+    assert taken <= {n for result in results for n in result.nodes} <= {1, *BUCKETS}
     for result in results:
-        assert len(result.nodes) == len(result.accept_lengths) and 1 + sum(result.accept_lengths) >= 70
         assert all(length <= count for length, count in zip(result.accept_lengths, result.nodes, strict=True))
 
 
@@ -102,9 +98,7 @@ def test_one_token_decoding_keeps_the_requested_settings(trained, tmp_path):
     config = GenerateConfig(**AUTO, attention="xla", log_probs=True)  # no default
     model = beside(trained, tmp_path / "budget.json", table(trained, FLAT, 0.2, attention="xla"))
     plan = model.make_runner(config, make_requests([[3]], config, model.verifier), 1, 199).plan
-    assert plan.builder == "none" and plan == trained.plan(replace(config, nodes=None)).one_token()
-    assert plan.attention == "xla" and plan.log_probs
-    assert plan == model.plan(replace(config, builder="none", nodes=None))
+    assert plan == model.plan(replace(config, builder="none", nodes=None)) and plan.attention == "xla" and plan.log_probs
 
 
 @pytest.mark.slow
@@ -136,7 +130,7 @@ def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_
     assert state.policy.pending_b.tolist() == [0, 0]
     ours, theirs = state.drafter.context, expected.drafter.context
     assert ours.length_b.tolist() == theirs.length_b.tolist() == state.cache.length_b.tolist()
-    assert_same_positions(ours, theirs, ours.length_b.tolist(), atol=1e-5)
+    answers.assert_same_positions(ours, theirs, ours.length_b.tolist(), atol=1e-5)
     drafts = [loops.draft(trained.weights, each, replace(plan, policy=None)) for each in (state, expected)]
     np.testing.assert_array_equal(drafts[0].tokens_bn, drafts[1].tokens_bn)
 
@@ -183,24 +177,18 @@ def test_reliability_is_the_ratio_of_accepted_to_expected_tokens():
 def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, monkeypatch):
     model = beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.42))
     whole = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
-    assert {1} < set(whole.nodes) and whole.ids[:70] == plain[0]
+    assert {1} < set(whole.nodes) and whole.ids[:70] == plain[0].ids
     monkeypatch.setattr("treeflash_jax.engine.model.INITIAL_ROOM", 8)
-    *chunks, result = model.stream(PROMPTS[0], max_new_tokens=300, stop_ids=[], rounds_per_dispatch=5, **AUTO)
+    *chunks, result = model.stream(PROMPTS[0], max_new_tokens=300, stop_ids=[], rounds_per_dispatch=3, **AUTO)
     assert programs.compiled(loops.grow) and (result.ids, result.nodes) == (whole.ids, whole.nodes) and len(chunks) > 20
     for round_index in (0, len(whole.nodes) - 1):
         assert len(whole.tree(round_index).labels) <= whole.nodes[round_index]
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"nodes": "many"}, "nodes 'many', expected a valid integer or 'auto'"),
-    ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
-    ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
-    ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
-    ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs the file that `treeflash calibrate` writes"),
-])  # fmt: skip
-def test_mistakes_are_one_line(trained, tmp_path, settings, words):
+def test_a_missing_calibration_is_refused_before_any_compute(trained, tmp_path):
     model, before = beside(trained, tmp_path / "a.json"), len(programs.compiled())
-    refused(lambda: model.generate(PROMPTS[0], **settings), words)
+    words = "a.json not found; nodes 'auto' needs the file that `treeflash calibrate` writes"
+    refused(lambda: model.generate(PROMPTS[0], nodes="auto"), words)
     assert len(programs.compiled()) == before
 
 
@@ -300,10 +288,10 @@ def test_calibrate_writes_what_generate_reads(tmp_path, capsys, monkeypatch):
     assert (np.array(entry.round_seconds) > np.array(entry.tree_seconds)).all() and np.min(entry.step_seconds) > 0
     assert all(1 <= tau[0] <= tau[1] <= 4 for tau in entry.tau)
     prompt = ["--verifier", "tiny", "--prompt-ids", "5 6 7", "--max-new-tokens", "5", "--json", *sizes]
-    answers = []
+    ids = []
     for draft in (["--nodes", "auto"], ["--builder", "none"]):
         assert commands.main(["generate", *draft, *prompt]) == 0
-        answers.append(json.loads(capsys.readouterr().out)["ids"])
-    assert answers[0] == answers[1]
+        ids.append(json.loads(capsys.readouterr().out)["ids"])
+    assert ids[0] == ids[1]
     assert commands.main(["generate", "--nodes", "auto", *prompt, "--candidates", "5"]) == 2
     assert "got a calibration for candidates 4, expected 5" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import SIZES, read_texts
 from compiled import copies_in_loops
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from refusals import refused
@@ -21,21 +22,13 @@ from treeflash_jax.engine.results import Result
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.models import verifier
 
-TREE = {"nodes": 16, "candidates": 8, "children": 8}
+TREE = {"nodes": 16} | SIZES
 PROMPT = [3, 4, 5, 17, 29]
 
 
 @pytest.fixture(scope="module")
 def greedy(trained) -> Result:
     return trained.generate(PROMPT, max_new_tokens=60, **TREE)[0]
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_streaming_gives_the_same_answer(trained, greedy, rounds):
-    *chunks, result = trained.stream(PROMPT, max_new_tokens=60, rounds_per_dispatch=rounds, **TREE)
-    assert (result.ids, result.accept_lengths) == (greedy.ids, greedy.accept_lengths)
-    assert [i for chunk in chunks for i in chunk.ids] == greedy.ids
-    assert len(chunks) == 1 + -(-len(greedy.accept_lengths) // rounds)
 
 
 def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
@@ -52,7 +45,7 @@ def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
         assert result.tau == (count - 1) / len(result.accept_lengths)
         assert result.accepted_before_cut == greedy.accepted_before_cut[: len(result.accept_lengths)]
         assert result.cut == sum(result.accepted_before_cut) + 1 - count
-        *chunks, streamed = trained.stream(PROMPT, **TREE | ending)
+        *_, streamed = trained.stream(PROMPT, **TREE | ending)
         assert (streamed.accept_lengths, streamed.cut) == (result.accept_lengths, result.cut)
     assert trained.generate(PROMPT, max_new_tokens=before + 1, **TREE)[0].cut == greedy.accept_lengths[last] - 1 > 0
 
@@ -61,11 +54,8 @@ def test_log_probs_are_the_verifiers(trained, greedy):
     settings = {"max_new_tokens": 30, "log_probs": True, "temperature": 0.9, "top_p": 0.8}
     tree = trained.generate(PROMPT, **settings, **TREE)[0]
     ids = jnp.asarray([PROMPT + tree.ids])
-    size = ids.shape[1]
-    weights, mask = trained.weights.verifier, verifier.causal_mask(1, size)
-    out = verifier.forward(weights, trained.verifier, ids, jnp.arange(size)[None], mask)
-    log_probs_tv = jax.nn.log_softmax(verifier.logits(weights, out.hidden_btd)[0])
-    expected = log_probs_tv[jnp.arange(len(PROMPT) - 1, size - 1), ids[0, len(PROMPT) :]]
+    log_probs_tv = jax.nn.log_softmax(read_texts(trained.weights.verifier, trained.verifier, ids)[1][0])
+    expected = log_probs_tv[jnp.arange(len(PROMPT) - 1, ids.size - 1), ids[0, len(PROMPT) :]]
     np.testing.assert_allclose(tree.log_probs, expected, atol=1e-4)
     assert greedy.log_probs is None
 
@@ -74,16 +64,11 @@ def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_floa
     config = replace(RANDOM_MODEL, num_layers=16)
     narrow = parameters.initialize(verifier.specs(config), jax.random.key(0), jnp.bfloat16, scale=0.1)
     ids = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
-    places = jnp.broadcast_to(jnp.arange(16), ids.shape), verifier.causal_mask(8, 16)
-
-    @partial(jax.jit, static_argnames="dtype")
-    def run(weights, dtype=None):
-        out = verifier.forward(weights, config, ids, *places, taps=(3,), residual_dtype=dtype)
-        return out.features_btj, verifier.logits(weights, out.hidden_btd)
-
-    (features, plain), (wide_features, wide) = run(narrow), run(narrow, dtype=jnp.float32)
-    assert (plain.dtype, wide.dtype, features.dtype, wide_features.dtype) == ("bfloat16", "float32", "bfloat16", "bfloat16")
-    exact = run(jax.tree.map(lambda x: x.astype(jnp.float32), narrow))[1]
+    read = partial(read_texts, config=config, tokens_bt=ids, taps=(3,))
+    (out, plain), (wide_out, wide) = (read(narrow, residual_dtype=dtype) for dtype in (None, jnp.float32))
+    assert (plain.dtype, wide.dtype) == ("bfloat16", "float32")
+    assert out.features_btj.dtype == wide_out.features_btj.dtype == "bfloat16"
+    _, exact = read(jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
     rounded, ours, theirs = (jnp.std(x.astype(jnp.float32) - exact) for x in (wide.astype(jnp.bfloat16), wide, plain))
     assert ours < rounded < 0.8 * theirs, "both the logits and the stream bring them nearer"
 
@@ -145,9 +130,18 @@ def test_tiny_temperatures_are_greedy(trained, greedy):
     [
         *(({name: value}, f"{name} {value!r}") for name, value in (
             ("max_new_tokens", 0), ("nodes", 0), ("block_size", 99), ("candidates", 132), ("children", 132),
-            ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5), ("builder", "heap"), ("head", "linear"),
-            ("shortlist", -1), ("shortlist", 10**6),
+            ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5), ("builder", "heap"), ("head", "linear"), ("branches", 0),
+            ("shortlist", -1), ("shortlist", 10**6), ("acceptance", "luck"), ("trunk", -1), ("skeleton", 1.5),
         )),
+        ({"attention": "flash9"}, "got attention 'flash9', expected one of "),
+        ({"builder": "hybrid", "nodes": 1}, "nodes 1"),
+        ({"acceptance": "traversal"}, "distribution 'deterministic', expected sampled nodes with their distribution"),
+        ({"builder": "hybrid", "acceptance": "block"}, "tree of distribution 'hybrid', expected one sampled path"),
+        ({"builder": "without-replacement", "acceptance": "k-sequential"}, "siblings drawn independently"),
+        ({"nodes": "many"}, "nodes 'many', expected a valid integer or 'auto'"),
+        ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
+        ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
+        ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
         ({"temperature": [0.0, 1.0]}, "2 values of temperature for 1 prompts"),
         ({"stop_ids": [131]}, "stop id 131"),
         ({"stop": "\n"}, "stop strings, but the verifier's folder has no tokenizer"),

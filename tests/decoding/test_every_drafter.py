@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import cut_by_stops, drafted_as_plain, make_pair, make_runner, prefilled
+from answers import cut_by_stops, drafted_as_plain, make_pair, make_runner, prefilled, slow_unless
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations, needs_8_devices
 from refusals import refused
@@ -41,10 +41,6 @@ KINDS = {
 }
 PROMPTS = [[3, 4, 5, 3, 4], [8]]
 TREE = {"nodes": 8, "children": 4}
-
-
-def slow_unless(is_quick: bool, *values) -> object:
-    return pytest.param(*values, marks=() if is_quick else pytest.mark.slow)
 
 
 # Answers, of pairs whose vocabulary is so small that drafts are accepted and answers stop inside rounds.

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from answers import make_pair
+from answers import PROMPTS, SAMPLED, TREE, make_pair
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 
 from treeflash_jax import make_mesh
@@ -22,10 +22,6 @@ MODEL = replace(
     model_type="qwen3_moe",
 )  # fmt: skip
 DRAFTER = replace(RANDOM_DRAFTER, layers=fresh_layers(MODEL, 1))
-PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
-TREE = {"nodes": 8, "candidates": 4, "children": 4}
-SETTINGS = {"max_new_tokens": 24, "temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0]}
-
 pytestmark = pytest.mark.slow
 
 
@@ -36,9 +32,10 @@ pytestmark = pytest.mark.slow
     {"data": 2, "model": 2, "experts": 2},
 ])  # fmt: skip
 def test_eight_devices_answer_as_one_and_no_round_moves_weights(sizes):
-    expected = make_pair(MODEL, DRAFTER).generate(PROMPTS, builder="none", **SETTINGS)
+    expected = make_pair(MODEL, DRAFTER).generate(PROMPTS, builder="none", max_new_tokens=24, **SAMPLED)
     programs.clear()
-    results = make_pair(MODEL, DRAFTER, mesh=make_mesh(**sizes)).generate(PROMPTS, **TREE, **SETTINGS)
+    sharded = make_pair(MODEL, DRAFTER, mesh=make_mesh(**sizes))
+    results = sharded.generate(PROMPTS, **TREE, max_new_tokens=24, **SAMPLED)
     assert [result.ids for result in results] == [result.ids for result in expected]
     text = "".join(program.run.as_text() for program in programs.compiled(loops.decode))
     gathered = [shape.split(",") for shape in re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", text)]

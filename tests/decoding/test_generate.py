@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import pytest
+from answers import TREE
 from refusals import refused
 
 import treeflash_jax as tf
@@ -14,7 +15,6 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.engine import model as engine
 
 CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
-TREE = {"nodes": 8, "candidates": 4, "children": 4}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,8 @@ def test_a_stop_string_ends_the_text_before_it(tiny, answer):
 @pytest.mark.parametrize("rounds", [1, 5])
 def test_a_stream_shows_the_text_and_never_takes_back(tiny, answer, rounds):
     *chunks, result = tiny.stream(CHAT, max_new_tokens=40, rounds_per_dispatch=rounds, **TREE)
+    assert [i for chunk in chunks for i in chunk.ids] == result.ids == answer.ids
+    assert result.accept_lengths == answer.accept_lengths and len(chunks) == 1 + -(-len(answer.accept_lengths) // rounds)
     assert "".join(chunk.text for chunk in chunks) == result.text == answer.text
     stop = answer.text[12:16]
     *chunks, result = tiny.stream(CHAT, max_new_tokens=40, stop=stop, rounds_per_dispatch=rounds, **TREE)

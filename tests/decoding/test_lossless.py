@@ -11,7 +11,7 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
-from answers import AUTO, MIXED, SIZES, beside, cut_by_stops, drafted_as_plain, random_weights, table
+from answers import AUTO, MIXED, SIZES, beside, cut_by_stops, drafted_as_plain, random_weights, slow_unless, table
 from conftest import FOLDERS
 
 from treeflash_jax import TreeFlash, load
@@ -51,12 +51,10 @@ def fresh(specs, seed: int, scale: float, *, noisy: bool = False):
 OTHER_DRAFTS = {"nodes": 1}, {"nodes": 64}, {"nodes": 16, "head": "marginal"}, {"builder": "walk"}, {"builder": "chain"}
 
 
-@pytest.mark.parametrize(
-    "draft", [{"nodes": 16}, *(pytest.param(how, marks=pytest.mark.slow) for how in OTHER_DRAFTS)], ids=str
-)
+@pytest.mark.parametrize("draft", [{"nodes": 16}, *(slow_unless(False, how) for how in OTHER_DRAFTS)], ids=str)
 def test_a_trained_pair_and_random_ones_lose_nothing(draft):
     trained = load(**FOLDERS, dtype="float64")
-    draw, sizes, results = random.Random(4), {"candidates": 8, "children": 8}, []
+    draw, draft, results = random.Random(4), SIZES | draft, []
     for kind in ["trained"] * 6 + ["random drafter"] * 2 + ["random pair"] * 2:
         weights, seed = trained.weights, draw.randrange(10**6)
         if kind != "trained":
@@ -65,11 +63,11 @@ def test_a_trained_pair_and_random_ones_lose_nothing(draft):
             weights = weights.replace(verifier=fresh(verifier.specs(trained.verifier), seed + 3, 0.4))
         model = TreeFlash(trained.verifier, weights, drafter=trained.drafter, stop_ids=(2,))
         prompts, settings = draw_call(draw, 60, range(3, 130), (3, 20))
-        results += drafted_as_plain(model, prompts, sizes | draft, **settings)
+        results += drafted_as_plain(model, prompts, draft, **settings)
         # A token from the middle of an answer as stop id: the cut then falls inside accepted paths.
         settings = {"max_new_tokens": 40, "seed": 5, "batch_size": 5}
         ids = model.generate(prompts[:1], builder="none", **settings)[0].ids
-        results += drafted_as_plain(model, prompts, sizes | draft, stop_ids=[ids[len(ids) // 2]], **settings)
+        results += drafted_as_plain(model, prompts, draft, stop_ids=[ids[len(ids) // 2]], **settings)
     cut_at_the_limit = sum(result.finished == "length" and result.cut > 0 for result in results)
     least = 0 if draft.get("nodes") == 1 else 10
     assert len(results) >= 60 and min(cut_by_stops(results), cut_at_the_limit) >= least

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import PROMPTS, SAMPLED, SIZES
 from conftest import random_pair
 from refusals import refused
 from safetensors.numpy import save_file
@@ -22,10 +23,8 @@ from treeflash_jax.decoding.tree_selector import OBSERVED, SCALARS, Features, Se
 from treeflash_jax.formats import safetensors, selector_file
 from treeflash_jax.trees import Bucket
 
-PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [100, 3, 50, 60, 61, 62, 63], [9]]
 BUCKETS = (Bucket(1, 2, 0), Bucket(2, 0, 1), Bucket(2, 1, 2), Bucket(3, 0, 2))
-HOW = {"builder": "delayed", "acceptance": "sample-and-match", "candidates": 8, "children": 8, "stop_ids": []}
-SAMPLED = {"temperature": [0.0, 0.7, 1.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": [1, 2, 3, 4]}
+HOW = {"builder": "delayed", "acceptance": "sample-and-match", "stop_ids": []} | SIZES
 
 
 def made_for(model, rule: str, buckets=BUCKETS) -> SelectorConfig:
@@ -115,9 +114,10 @@ def test_mistakes_are_one_line(tmp_path, trained):
     refused(ask(trained, branches=3), "branches 3", "selector")
     refused(ask(trained, nodes=4), "nodes 4", "at least 7")
     refused(ask(trained, nodes="auto"), "'best-first' with nodes 'auto'")
-    refused(partial(SelectorConfig, buckets=(Bucket(1, 1, 0),) * 13, width=1, pair="", rule=""), "13 buckets", "1 to 12")
-    refused(partial(SelectorConfig, buckets=(Bucket(1, 0, 0),), width=1, pair="", rule=""), "bucket")
-    refused(partial(SelectorConfig, buckets=(Bucket(5, 1, 1000),), width=1, pair="", rule=""), "5002 nodes", "4096")
+    choose_from = partial(partial, SelectorConfig, width=1, pair="", rule="")
+    refused(choose_from(buckets=(Bucket(1, 1, 0),) * 13), "13 buckets", "1 to 12")
+    refused(choose_from(buckets=(Bucket(1, 0, 0),)), "bucket")
+    refused(choose_from(buckets=(Bucket(5, 1, 1000),)), "5002 nodes", "4096")
     made = made_for(trained, "sample-and-match")
     for change in ({"width": "6"}, {"width": 2**40}, {"buckets": [[2, 2**31, 1]]}, {"buckets": [[1, 2]]}, {"buckets": 3}):
         text = json.dumps(vars(made) | {"buckets": [*map(astuple, BUCKETS)]} | change)

@@ -6,6 +6,7 @@ import re
 
 import jax
 import pytest
+from answers import PROMPTS, SAMPLED, TREE
 from conftest import RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 
@@ -15,10 +16,7 @@ from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine.planning import make_requests
 
-PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
-SETTINGS = {"max_new_tokens": 24, "temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0], "top_k": [0, 0, 9, 0]}
-TREE = {"nodes": 8, "candidates": 4, "children": 4}
-
+SETTINGS = {"max_new_tokens": 24} | SAMPLED
 pytestmark = needs_8_devices
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import read_texts
 from conftest import CONFORMANCE, DATA
 
 import treeflash_jax as tf
@@ -20,7 +21,7 @@ from treeflash_jax import trees
 from treeflash_jax.drafters import Inputs, block
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
-from treeflash_jax.models import verifier, vocab
+from treeflash_jax.models import vocab
 
 TOLERANCE = 1e-4
 
@@ -29,9 +30,7 @@ TOLERANCE = 1e-4
 def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     """One round by hand, from the prompt to the tree."""
     length = prompt_bt.shape[1]
-    positions_bt, mask_btt = jnp.arange(length)[None], verifier.causal_mask(1, length)
-    out = verifier.forward(weights.verifier, config, prompt_bt, positions_bt, mask_btt, taps=fit.target_layer_ids)
-    logits_btv = verifier.logits(weights.verifier, out.hidden_btd)
+    out, logits_btv = read_texts(weights.verifier, config, prompt_bt, taps=fit.target_layer_ids)
     anchor_b = jnp.argmax(logits_btv[:, -1], axis=-1).astype(jnp.int32)
     params, tables, count_b = weights.drafter["backbone"], weights.verifier, jnp.array([length])
     empty = block.init(fit, 1, 64, jnp.float32)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import assert_same_positions, make_pair, prefilled
+from answers import assert_same_positions, make_pair, prefilled, read_texts, slow_unless
 from conftest import DATA, RANDOM_MODEL
 from draft_trees import paths
 from refusals import refused
@@ -35,12 +35,7 @@ FORMS = sorted(path.name for path in FOLDER.iterdir())
 TOLERANCE = 1e-4
 SLOTS, STEPS = 16, 3
 VERIFIER = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def opened(form: str):
@@ -94,9 +89,10 @@ def run(params, tables, features_btj, tokens_bt, *, config):
 
 @pytest.fixture(scope="module", params=FORMS)
 def actual(request):
-    config, params, tables, expected = opened(request.param)
-    features, tokens = jnp.asarray(expected["features"], jnp.float64), jnp.asarray(expected["tokens"])
-    return config, expected, jax.tree.map(np.asarray, run(params, tables, features, tokens, config=config))
+    with jax.enable_x64(True):
+        config, params, tables, expected = opened(request.param)
+        features, tokens = jnp.asarray(expected["features"], jnp.float64), jnp.asarray(expected["tokens"])
+        return config, expected, jax.tree.map(np.asarray, run(params, tables, features, tokens, config=config))
 
 
 def test_hidden_states_and_distributions_are_those_of_pytorch(actual):
@@ -200,9 +196,7 @@ def oracle(lookahead: float) -> TreeFlash:
     return TreeFlash(sizes, Weights(weights, drafter), drafter=config, stop_ids=())
 
 
-@pytest.mark.parametrize(
-    "how", [{"nodes": 17}, pytest.param({"builder": "walk", "depths": 3}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("how", [{"nodes": 17}, slow_unless(False, {"builder": "walk", "depths": 3})], ids=str)
 def test_a_drafter_with_the_verifiers_distribution_is_accepted_to_full_depth(how):
     how = {"max_new_tokens": 40, "drafter_temperature": 0.02, "children": 4} | how
     [result] = oracle(0.0).generate([[3, 4, 5]], **how)
@@ -224,19 +218,10 @@ def test_the_drafter_is_shown_every_token_once():
     end_b, drafter = np.asarray(state.end_b), state.drafter
     np.testing.assert_array_equal(drafter.context.length_b, end_b - 1)
     assert (end_b > [len(prompt) + 4 for prompt in prompts]).any()
-    size = int(end_b.max()) - 1
-
-    @jax.jit
-    def at_once(weights, tokens_bt, count_b):
-        out = verifier.forward(
-            weights.verifier, VERIFIER, tokens_bt[:, :-1], jnp.broadcast_to(jnp.arange(size), (3, size)),
-            verifier.causal_mask(3, size), taps=config.taps,
-        )  # fmt: skip
-        nothing, tables = eagle3.init(config, 3, 256, jnp.float64), weights.verifier
-        return eagle3.extend(
-            weights.drafter, tables, config, nothing, out.features_btj, tokens_bt[:, 1:], count_b, attention="xla"
-        )
-
-    whole = at_once(model.weights, state.tokens_bs[:, : size + 1], jnp.asarray(end_b - 1))
+    tokens_bt, tables = state.tokens_bs[:, : end_b.max()], model.weights.verifier
+    out, _ = read_texts(tables, VERIFIER, tokens_bt[:, :-1], taps=config.taps)
+    extend = jax.jit(partial(eagle3.extend, attention="xla"), static_argnums=2)
+    seen = eagle3.init(config, 3, 256, jnp.float64), out.features_btj, tokens_bt[:, 1:], jnp.asarray(end_b - 1)
+    whole = extend(model.weights.drafter, tables, config, *seen)
     np.testing.assert_allclose(drafter.hidden_bd, whole.hidden_bd, atol=1e-10)
     assert_same_positions(drafter.context, whole.context, end_b - 1, atol=1e-10)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 from scipy.special import log_softmax
 
 import treeflash_jax as tf
@@ -18,35 +17,48 @@ from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed, mlp
 from treeflash_jax.engine.planning import make_plan
 
-BATCH, V, D = 3, RANDOM_DRAFTER.layers.vocab_size, RANDOM_DRAFTER.layers.hidden_size
+BATCH, V, D, DEPTHS = 3, 60, RANDOM_MODEL.hidden_size, RANDOM_DRAFTER.num_depths  # no other size is 60
+DRAFTER = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=V))
+TEMPERATURES = np.array([1.0, 0.7, 1.6])
+vocabularies = pytest.mark.parametrize("ids_z", [None, np.arange(1, V, 2)], ids=["all", "frequent"])
 
 
 @pytest.fixture(scope="module")
 def block():
     """Random tables, hidden states of a block, and anchors."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    table_vd, other_vd = (jax.random.normal(key, (V, D)) for key in keys[:2])
-    hidden_bqd = jax.random.normal(keys[2], (BATCH, RANDOM_DRAFTER.block_size, D))
+    keys = jax.random.split(jax.random.key(0), 3)
+    table_vd, other_vd = (0.3 * jax.random.normal(key, (V, D)) for key in keys[:2])
+    hidden_bqd = jax.random.normal(keys[2], (BATCH, DEPTHS + 1, D))
     return Unembed(table_vd, other_vd, jnp.ones(D), 1e-6), hidden_bqd, jnp.asarray([5, 40, 11], jnp.int32)
 
 
 def make_weights(name: str):
     """Returns weights none of which is zero, so that the token before matters."""
-    specs = HEADS[name].specs(RANDOM_DRAFTER)
+    specs = HEADS[name].specs(DRAFTER)
     return {key: 0.3 * jax.random.normal(jax.random.key(i), spec.shape) for i, (key, spec) in enumerate(specs.items())}
 
 
+def expand(name: str, block, settings: DraftSettings, ids_z=None):
+    """Returns the compiled function that gives the table of a block, over all tokens or these, and its arguments."""
+    unembed, hidden_bqd, anchor_b = block
+    if ids_z is not None:
+        unembed = unembed.replace(unembed_vd=unembed.unembed_vd[ids_z], ids_v=jnp.asarray(ids_z))
+    arguments = make_weights(name), unembed, hidden_bqd, anchor_b, settings, jnp.asarray(TEMPERATURES)
+    return jax.jit(HEADS[name].expand, static_argnums=4), arguments
+
+
+def run(name: str, block, settings: DraftSettings, ids_z=None):
+    function, arguments = expand(name, block, settings, ids_z)
+    return jax.tree.map(np.asarray, function(*arguments))
+
+
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("ids_z", [None, np.arange(3, V, 3)], ids=["all", "frequent"])
+@vocabularies
 def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, ids_z):
-    """With all tokens, or all of a draft vocabulary, as candidates and children, at temperatures of 1, 0.7 and 1.6."""
-    whole, hidden_bqd, anchor_b = block
-    unembed = whole if ids_z is None else whole.replace(unembed_vd=whole.unembed_vd[ids_z], ids_v=jnp.asarray(ids_z))
-    size = V if ids_z is None else ids_z.size
-    head, params, settings = HEADS[name], make_weights(name), DraftSettings(candidates=size, children=size)
-    temperature_b = jnp.asarray([1.0, 0.7, 1.6])
-    expand = jax.jit(head.expand, static_argnums=4)
-    table = jax.tree.map(np.asarray, expand(params, unembed, hidden_bqd, anchor_b, settings, temperature_b))
+    """With all tokens, or all of a draft vocabulary, as candidates and children."""
+    unembed, hidden_bqd, anchor_b = block
+    head, params, size = HEADS[name], make_weights(name), V if ids_z is None else ids_z.size
+    table = run(name, block, DraftSettings(candidates=size, children=size), ids_z)
     _, depths, contexts, _ = table.tokens_bimc.shape
     before_bim = np.zeros((BATCH, depths, contexts), np.int32)
     before_bim[:, 0] = anchor_b[:, None]
@@ -56,10 +68,10 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, id
             before_bim[b, depth, context[context >= 0]] = tokens[context >= 0]
     for depth in range(depths):
         hidden_brd = jnp.repeat(hidden_bqd[:, depth + 1 : depth + 2], contexts, axis=1)
-        logits_brv = head.logits(params, whole, jnp.asarray(before_bim[:, depth]), hidden_brd)
+        logits_brv = head.logits(params, unembed, jnp.asarray(before_bim[:, depth]), hidden_brd)
         if ids_z is not None:
             logits_brv = jnp.full_like(logits_brv, -jnp.inf).at[:, :, ids_z].set(logits_brv[:, :, ids_z])
-        expected = jax.nn.log_softmax(logits_brv / temperature_b[:, None, None], axis=-1)
+        expected = jax.nn.log_softmax(logits_brv / TEMPERATURES[:, None, None], axis=-1)
         got = np.full((BATCH, contexts, V), -np.inf)
         np.put_along_axis(got, table.tokens_bimc[:, depth], table.log_probs_bimc[:, depth], axis=2)
         np.testing.assert_allclose(got, expected, atol=2e-5)
@@ -68,7 +80,7 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, id
 @pytest.mark.parametrize("name", HEADS)
 def test_a_fresh_head_drafts_from_the_marginals(block, name):
     unembed, hidden_bqd, anchor_b = block
-    fresh = parameters.initialize(HEADS[name].specs(RANDOM_DRAFTER), jax.random.key(0))
+    fresh = parameters.initialize(HEADS[name].specs(DRAFTER), jax.random.key(0))
     settings, one_b = DraftSettings(candidates=6, children=5), jnp.ones(BATCH)
     got = HEADS[name].expand(fresh, unembed, hidden_bqd, anchor_b, settings, one_b)
     plain = HEADS["marginal"].expand({}, unembed, hidden_bqd, anchor_b, settings, one_b)
@@ -95,49 +107,27 @@ def test_a_short_list_keeps_the_mass_of_what_it_leaves_out(block):
 
 # The second stage over a shortlist: equal to the whole vocabulary if it lists all tokens, else still a draft.
 
-VOCAB, M, K = 60, 5, 6  # a vocabulary as wide as nothing else
-DEPTHS = RANDOM_DRAFTER.num_depths
+M, K = 5, 6
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return random_pair()
+def short_list(size: int) -> DraftSettings:
+    return DraftSettings(candidates=M, children=K, shortlist=size)
 
 
-def expand(pair, shortlist: int, ids_z=None):
-    """Returns the function that gives the table of random blocks, and its arguments; drafter temperatures differ."""
-    keys = jax.random.split(jax.random.key(3), 2)
-    hidden_bqd = jax.random.normal(keys[0], (BATCH, DEPTHS + 1, RANDOM_MODEL.hidden_size))
-    anchor_b = jax.random.randint(keys[1], (BATCH,), 0, VOCAB)
-    tables, drafter = pair.weights.verifier, pair.weights.drafter["backbone"]
-    unembed = Unembed(tables["embed"][:VOCAB], tables["unembed"][:VOCAB], drafter["norm"], eps=1e-6)
-    if ids_z is not None:
-        unembed = unembed.replace(unembed_vd=unembed.unembed_vd[ids_z], ids_v=ids_z)
-    settings, temperature_b = DraftSettings(candidates=M, children=K, shortlist=shortlist), jnp.array([0.5, 1.0, 1.6])
-    arguments = pair.weights.drafter["head"], unembed, hidden_bqd, anchor_b, settings, temperature_b
-    return jax.jit(HEADS["mlp"].expand, static_argnums=4), arguments
-
-
-def run(pair, shortlist: int, ids_z=None):
-    function, arguments = expand(pair, shortlist, ids_z)
-    return jax.tree.map(np.asarray, function(*arguments))
-
-
-@pytest.mark.parametrize("ids_z", [None, jnp.arange(1, VOCAB, 2)], ids=["all", "frequent"])
-def test_a_list_of_all_tokens_changes_nothing(pair, ids_z):
-    whole, listed = run(pair, 0, ids_z), run(pair, VOCAB if ids_z is None else ids_z.size, ids_z)
+@vocabularies
+def test_a_list_of_all_tokens_changes_nothing(block, ids_z):
+    whole, listed = (run("mlp", block, short_list(size), ids_z) for size in (0, V if ids_z is None else ids_z.size))
     np.testing.assert_array_equal(listed.tokens_bimc, whole.tokens_bimc)
     np.testing.assert_array_equal(listed.next_context_bimc, whole.next_context_bimc)
     np.testing.assert_allclose(listed.log_probs_bimc, whole.log_probs_bimc, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_own(pair, size):
+def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_own(block, size):
     """The list, and the mass off it, by hand: scores of the head's full contexts, mass off the list from the marginals."""
-    table = run(pair, size)
-    whole = run_full_contexts(pair)
+    table, whole = run("mlp", block, short_list(size)), run_full_contexts(block)
     assert table.tokens_bimc.shape[-1] == min(K, size * DEPTHS)
-    for b, temperature in enumerate((0.5, 1.0, 1.6)):
+    for b, temperature in enumerate(TEMPERATURES):
         likely_iv = np.argsort(-whole["marginal"][b], axis=-1, kind="stable")
         listed = set(likely_iv[:, :size].flatten().tolist())
         for i in range(DEPTHS):
@@ -152,12 +142,12 @@ def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_o
                 np.testing.assert_allclose(table.log_probs_bimc[b, i, m][got], np.log(mass_v[best] / total), atol=1e-4)
 
 
-def run_full_contexts(pair):
+def run_full_contexts(block):
     """Logits of all marginals [b, i, v] and of all corrected contexts [b, i, m, v], one call per context."""
-    _, (params, unembed, hidden_bqd, anchor_b, *_) = expand(pair, 0)
+    params, (unembed, hidden_bqd, anchor_b) = make_weights("mlp"), block
     normed_bqd = unembed.normed(hidden_bqd)
     marginal_biv = np.asarray(normed_bqd[:, 1:] @ unembed.unembed_vd.T, np.float64)
-    corrected = np.zeros((BATCH, DEPTHS, M, VOCAB))
+    corrected = np.zeros((BATCH, DEPTHS, M, V))
     for i in range(DEPTHS):
         candidates_bm = np.argsort(-marginal_biv[:, i - 1], axis=-1, kind="stable")[:, :M]
         for m in range(M):
@@ -167,12 +157,11 @@ def run_full_contexts(pair):
     return {"marginal": marginal_biv, "corrected": corrected}
 
 
-def test_no_logits_of_all_contexts_are_formed(pair):
-    contexts = 1 + (DEPTHS - 1) * M
-    for shortlist, expected in ((0, True), (2, False)):
-        function, args = expand(pair, shortlist)
+def test_no_logits_of_all_contexts_are_formed(block):
+    for size, expected in ((0, True), (2, False)):
+        function, args = expand("mlp", block, short_list(size))
         text = function.lower(*args).as_text()
-        assert bool(re.search(rf"tensor<{BATCH}x{contexts}x{VOCAB}x", text)) == expected
+        assert (f"tensor<{BATCH}x{1 + (DEPTHS - 1) * M}x{V}x" in text) == expected
 
 
 @pytest.mark.parametrize(
@@ -191,9 +180,9 @@ def test_a_cpu_shortlists_a_large_vocabulary_by_default(device, vocab_size, shor
 
 
 @needs_8_devices
-def test_sharded_equals_unsharded(pair):
-    whole = run(pair, 3)
+def test_sharded_equals_unsharded(block):
+    whole = run("mlp", block, short_list(3))
     with jax.set_mesh(tf.make_mesh(2, 4)):
-        split = run(pair, 3)
+        split = run("mlp", block, short_list(3))
     np.testing.assert_array_equal(split.tokens_bimc, whole.tokens_bimc)
     np.testing.assert_allclose(split.log_probs_bimc, whole.log_probs_bimc, atol=1e-5)

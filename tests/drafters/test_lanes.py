@@ -20,15 +20,10 @@ from treeflash_jax.models.kv_cache import KVCache, LayerKV
 BATCH, VOCAB, DRAFT_VOCAB, WIDTH, DEPTHS, SLOTS, CHILDREN = 3, 29, 17, 8, 4, 6, 5
 LENGTHS = [0, 2, 6]
 ANCHORS = jnp.asarray([3, 4, 5], jnp.int32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def shared() -> dict:
     """Weights of the network, the keys and values of three texts, and which tokens it may draft."""
     rng = np.random.default_rng(0)
@@ -90,18 +85,13 @@ class Rollout:
         return hidden
 
 
-def scored(built: trees.DraftTree, b: int) -> dict[tuple[int, ...], float]:
-    """The log-probability of every node of one tree, by its path."""
-    return dict(zip(paths(built, b), np.asarray(built.log_prob_bn)[b].tolist(), strict=False))
-
-
 @pytest.mark.parametrize(("nodes", "lanes"), [(14, 3), (14, 13), (6, 1)])
 def test_the_tree_is_the_ledger_of_eagle_2_over_paths_run_alone(shared, nodes, lanes):
     built = jax.jit(lambda shared: trees.best_first(expander(shared), ANCHORS, nodes, lanes))(shared)
     for b in range(BATCH):
         rollout = Rollout(shared, b)
         expected = eagle_2(lambda path, rollout=rollout: zip(*rollout.children(path), strict=True), DEPTHS, nodes, lanes)
-        got = {path: score for path, score in scored(built, b).items() if path}
+        got = dict(zip(paths(built, b)[1:], built.log_prob_bn[b, 1:].tolist(), strict=False))
         assert got.keys() == expected.keys()
         np.testing.assert_allclose([got[path] for path in expected], [*expected.values()], atol=1e-10)
 

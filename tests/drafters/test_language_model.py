@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import assert_same_positions, beside, drafted_as_plain, prefilled, table
+from answers import assert_same_positions, beside, drafted_as_plain, make_pair, prefilled, table
 from conftest import RANDOM_MODEL
 from extending import goes_through_everything
 from refusals import refused
@@ -18,7 +18,6 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import causal_lm
 from treeflash_jax.engine import pairs
 from treeflash_jax.formats import conversions, models
@@ -29,24 +28,12 @@ TEXTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12] * 9, [13]]  # the second is l
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def fresh(config, seed: int, scale: float = 0.3, dtype=jnp.float64):
-    return parameters.initialize(verifier.specs(config), jax.random.key(seed), dtype, scale)
-
-
 @cache
 def noisy_pair(noise: float) -> tf.TreeFlash:
     """A random verifier, and as its drafter the same weights with noise on them."""
-    weights = fresh(RANDOM_MODEL, 0)
-    drafter = jax.tree.map(lambda x, y: x + noise * y, weights, fresh(RANDOM_MODEL, 1))
-    config = causal_lm.LanguageModelConfig(layers=RANDOM_MODEL)
-    return tf.TreeFlash(RANDOM_MODEL, Weights(weights, drafter), drafter=config)
-
-
-def assert_same_state(got, expected) -> None:
-    """Up to the slots past the end of a text."""
-    np.testing.assert_array_equal(got.context.length_b, expected.context.length_b)
-    np.testing.assert_allclose(got.hidden_bd, expected.hidden_bd, atol=1e-12)
-    assert_same_positions(got.context, expected.context, np.asarray(expected.context.length_b))
+    pair = make_pair(RANDOM_MODEL, causal_lm.LanguageModelConfig(layers=RANDOM_MODEL), dtype=jnp.float64)
+    drafter = jax.tree.map(lambda x, y: x + noise * y, pair.weights.verifier, pair.weights.drafter)
+    return tf.TreeFlash(RANDOM_MODEL, pair.weights.replace(drafter=drafter), drafter=pair.drafter)
 
 
 @pytest.mark.slow
@@ -56,11 +43,13 @@ def test_the_context_holds_the_text_and_the_anchor():
     plan, state = prefilled(pair, TEXTS, nodes=8)
 
     def check(state) -> None:
-        np.testing.assert_array_equal(state.drafter.context.length_b, state.cache.length_b + 1)
-        np.testing.assert_array_equal(state.drafter.context.length_b, state.end_b)
-        empty = causal_lm.init(pair.drafter, 3, 256, jnp.float64)
+        got, empty = state.drafter, causal_lm.init(pair.drafter, 3, 256, jnp.float64)
+        np.testing.assert_array_equal(got.context.length_b, state.cache.length_b + 1)
         read = partial(causal_lm.extend, pair.weights.drafter, None, pair.drafter, attention="streamed")
-        assert_same_state(state.drafter, read(empty, None, state.tokens_bs[:, :128], state.end_b))
+        expected = read(empty, None, state.tokens_bs[:, :128], state.end_b)
+        assert got.context.length_b.tolist() == expected.context.length_b.tolist() == state.end_b.tolist()
+        np.testing.assert_allclose(got.hidden_bd, expected.hidden_bd, atol=1e-12)
+        assert_same_positions(got.context, expected.context, state.end_b.tolist())
 
     check(state)
     check(loops.decode(pair.weights, state, jnp.int32(4), plan=plan))
@@ -103,7 +92,8 @@ def test_a_tree_is_drawn_from_the_anchor_that_the_round_had(how):
 def test_a_folder_of_a_language_model_drafts_and_what_does_not_fit_is_refused(tmp_path):
     big, small, other = (tmp_path / name for name in ("big", "small", "other"))
     for folder, config in ((big, RANDOM_MODEL), (small, SMALL), (other, replace(SMALL, vocab_size=60))):
-        models.save_verifier(folder, config, fresh(config, 3, dtype=jnp.float32), jnp.float32)
+        weights = parameters.initialize(verifier.specs(config), jax.random.key(3))
+        models.save_verifier(folder, config, weights, jnp.float32)
     model = tf.load(big, drafter=small, dtype="float32")
     assert model.drafter == causal_lm.LanguageModelConfig(layers=models.read_verifier_config(small))
     jax.tree.map(np.testing.assert_array_equal, model.weights.drafter, models.load_verifier(small)[1])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import random_weights
+from answers import assert_same_positions, random_weights
 from conftest import DATA, RANDOM_MODEL
 from refusals import refused
 from safetensors.numpy import save_file
@@ -127,11 +127,8 @@ def test_reading_a_text_in_parts_is_reading_it_at_once(float64):
         weights, size, jnp.take_along_axis(tokens_bt, at_bt, axis=1), jnp.arange(9)[None], verifier.causal_mask(2, 9),
         shift=lambda layer: jnp.where(is_last_bt, of_layer(layer), 0),
     )  # fmt: skip
-    new_positions = [jnp.swapaxes(x, 1, 2) for x in jax.tree.leaves(whole.new_kv)]
     np.testing.assert_allclose(state.hidden_bd, whole.hidden_btd[jnp.arange(2), jnp.asarray([8, 5])], atol=1e-12)
-    for x, y in zip(jax.tree.leaves(state.context.layers), new_positions, strict=True):
-        for b, length in enumerate((9, 6)):
-            np.testing.assert_allclose(x[b, :, :length], y[b, :, :length], atol=1e-12)
+    assert_same_positions(state.context, jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), whole.new_kv), (9, 6))
 
 
 @pytest.mark.slow

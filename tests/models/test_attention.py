@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import draw
+from conftest import RANDOM_MODEL
 
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.attention import tree_attention
-from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import LayerKV
 from treeflash_jax.trees import ancestor_mask
 
 B, T, S, H, K, E = 3, 7, 12, 6, 2, 8
 LENGTHS = np.array([0, 5, 12])
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0, 0]], jnp.int32)
+CAUSAL = jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
 attention = jax.jit(tree_attention, static_argnames="implementation")
-
-
-def draw(*axes: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *axes]).normal(size=axes).astype(np.float32)
 
 
 def dense(q_bthe, k_bxke, v_bxke, mask_btx):
@@ -54,11 +54,10 @@ def test_dense_softmax(heads, kv_heads):
 
 def test_no_prefix_is_an_empty_prefix():
     q_bthe, k_buke, v_buke = draw(B, T, H, E), draw(B, T, K, E, seed=1), draw(B, T, K, E, seed=2)
-    mask_btu = np.broadcast_to(np.tri(T, dtype=bool), (B, T, T))
-    got = attention(q_bthe, k_buke, v_buke, jnp.asarray(mask_btu))
-    np.testing.assert_allclose(got, dense(q_bthe, k_buke, v_buke, mask_btu), atol=3e-6)
+    got = attention(q_bthe, k_buke, v_buke, CAUSAL)
+    np.testing.assert_allclose(got, dense(q_bthe, k_buke, v_buke, CAUSAL), atol=3e-6)
     empty = node_prefix(draw(B, S, K, E), draw(B, S, K, E))
-    again = attention(q_bthe, k_buke, v_buke, jnp.asarray(mask_btu), empty, jnp.zeros(B, jnp.int32))
+    again = attention(q_bthe, k_buke, v_buke, CAUSAL, empty, jnp.zeros(B, jnp.int32))
     np.testing.assert_allclose(again, got, atol=1e-6)
 
 
@@ -66,42 +65,26 @@ def test_large_logits_and_bfloat16_stay_finite():
     """The prefix holds the peak of some positions, the new positions that of others: both must enter the maximum."""
     q_bthe, k_buke, v_buke = (jnp.asarray(draw(B, T, *x), jnp.bfloat16) for x in ((H, E), (K, E), (K, E)))
     prefix = jax.tree.map(lambda x: x.astype(jnp.bfloat16), node_prefix(draw(B, S, K, E, seed=3), draw(B, S, K, E, seed=4)))
-    mask_btu = jnp.asarray(np.broadcast_to(np.tri(T, dtype=bool), (B, T, T)))
-    out = attention(q_bthe * 1e4, k_buke, v_buke, mask_btu, prefix, jnp.asarray(LENGTHS))
+    out = attention(q_bthe * 1e4, k_buke, v_buke, CAUSAL, prefix, jnp.asarray(LENGTHS))
     assert out.dtype == jnp.bfloat16 and bool(jnp.isfinite(out).all()) and bool((jnp.abs(out) < 10).all())
-
-
-CONFIG = ModelConfig(
-    vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=H, num_kv_heads=K, head_dim=E
-)  # fmt: skip
-append = jax.jit(kv_cache.append)
-
-
-def new_positions(batch: int, width: int, seed: int):
-    """Keys and values of both layers, [b, t, k, e] each."""
-    return tuple(tuple(draw(batch, width, K, E, seed=seed + 2 * i + kind) for kind in (0, 1)) for i in (0, 1))
 
 
 @pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
 def test_append_commits_paths_in_order(backend_form, batch, dtype):
     """Random commits, some of nothing, against lists; garbage of one commit is gone or hidden after the next."""
-    rng = np.random.default_rng(batch)
-    cache, width = kv_cache.allocate(CONFIG, batch, 40, dtype), 5
-    expected = [[[[], []], [[], []]] for _ in range(batch)]  # [b][layer][keys, values]
+    rng, width, append = np.random.default_rng(batch), 5, jax.jit(kv_cache.append)
+    cache = kv_cache.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype)
+    expected = [[] for _ in range(batch)]  # of every sequence, the keys and values of both layers, position by position
     for step in range(6):
-        new = jax.tree.map(lambda draw: draw.astype(dtype), new_positions(batch, 9, seed=10 * step))
+        new_btlxke = draw(batch, 9, 2, 2, K, E, seed=step, dtype=dtype)  # l layers, x keys and values
         count_b = rng.integers(0, width + 1, batch) if step else np.zeros(batch, int)
         path_bp = np.stack([rng.permutation(9)[:width] for _ in range(batch)])
+        new = tuple(tuple(new_btlxke[:, :, layer, kind] for kind in (0, 1)) for layer in (0, 1))
         cache = append(cache, new, jnp.asarray(count_b), jnp.asarray(path_bp))
-        for b in range(batch):
-            for layer in (0, 1):
-                for kind in (0, 1):
-                    expected[b][layer][kind] += list(new[layer][kind][b, path_bp[b, : count_b[b]]])
-        assert cache.layers[0].keys_bkse.shape[2] == 40 and cache.length_b.tolist() == [
-            len(sequence[0][0]) for sequence in expected
-        ]
-        for b, length in enumerate(cache.length_b.tolist()):
-            for layer, kv in enumerate(cache.layers):
-                for kind, slots_bkse in enumerate((kv.keys_bkse, kv.values_bkse)):
-                    committed_ske = np.asarray(slots_bkse)[b].swapaxes(0, 1)[:length]
-                    np.testing.assert_array_equal(committed_ske, np.reshape(expected[b][layer][kind], committed_ske.shape))
+        slots_lxbkse = np.stack([[kv.keys_bkse, kv.values_bkse] for kv in cache.layers])
+        assert slots_lxbkse.shape[4] == 40
+        for b, text in enumerate(expected):
+            text += list(new_btlxke[b, path_bp[b, : count_b[b]]])
+            assert cache.length_b[b] == len(text)
+            for got_lxke, expected_lxke in zip(np.moveaxis(slots_lxbkse[:, :, b], 3, 0), text, strict=False):
+                np.testing.assert_array_equal(got_lxke, expected_lxke)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import drafted_as_plain
+from answers import TREE, drafted_as_plain, slow_unless
 from conftest import needs_8_devices
 from jax.sharding import AbstractDevice, AbstractMesh
 from refusals import refused
@@ -139,16 +139,11 @@ def test_kernels_refuse_odd_sizes():
     refused(lambda: tree_attention(*arrays, implementation="pallas-gpu"), words)
 
 
-@pytest.mark.parametrize("name", ["streamed", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+@pytest.mark.parametrize("name", [slow_unless(name == "streamed", name) for name in NAMES])
 def test_drafted_ids_are_those_of_one_token_decoding(name, trained):
     """Prompts of unequal length, one over a block's edge."""
     rng, settings = np.random.default_rng(0), {"max_new_tokens": 8, "temperature": [0.0, 0.8]}
     prompts = [rng.integers(4, trained.verifier.vocab_size, size).tolist() for size in (508, 40)]
     plain = trained.generate(prompts, builder="none", attention="xla", **settings)
-    tree = {"nodes": 8, "candidates": 4, "children": 4, "builder": "best-first", "attention": name}
-    drafted_as_plain(trained, prompts, tree, plain=plain, **settings)
-
-
-def test_unknown_implementations_are_refused(trained):
-    words = "got attention 'flash9', expected one of ", "'pallas-gpu'"
-    refused(lambda: trained.resolve(None, {"attention": "flash9"}), *words)
+    draft = TREE | {"builder": "best-first", "attention": name}
+    drafted_as_plain(trained, prompts, draft, plain=plain, **settings)

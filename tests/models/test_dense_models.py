@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import read_texts
 from conftest import DATA, needs_8_devices
 
 import treeflash_jax as tf
 from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.formats import models
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import quantized
 from treeflash_jax.models.config import Rope
 
 FOLDER = DATA / "qwen2"
@@ -27,14 +28,8 @@ def model():
 def outputs(config, params, folder=FOLDER) -> tuple[jax.Array, jax.Array]:
     """Logits, and features after the first layer, of the stored prompt."""
     tokens = jnp.asarray(np.load(folder / "expected.npz")["prompt"])
-    positions = jnp.arange(tokens.shape[1])[None]
-
-    @jax.jit
-    def run(params):
-        out = verifier.forward(params, config, tokens, positions, verifier.causal_mask(1, tokens.shape[1]), taps=(0,))
-        return verifier.logits(params, out.hidden_btd), out.features_btj
-
-    return run(params)
+    out, logits = read_texts(params, config, tokens, taps=(0,))
+    return logits, out.features_btj
 
 
 @pytest.mark.parametrize(("name", "rope"), [("llama", "llama3"), ("qwen2", "yarn")])

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DATA
+from answers import draw
+from conftest import DATA, RANDOM_MODEL
 from published_configs import QWEN3_4B, parse, without
 
 from treeflash_jax.core.parameters import initialize
 from treeflash_jax.models import layers
-from treeflash_jax.models.config import ModelConfig, Rope
+from treeflash_jax.models.config import Rope
 
 LLAMA3 = Rope(
     theta=500_000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )  # fmt: skip
 YARN = Rope(theta=10_000.0, kind="yarn", factor=8.0, original_max_positions=2048, attention_factor=1.25)
-CONFIG = ModelConfig(
-    vocab_size=8, hidden_size=12, intermediate_size=20, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6
-)  # fmt: skip
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
 
 
 def normed(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
@@ -34,19 +29,17 @@ def normed(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
 
 
 def test_rms_norm_sums_bfloat16_in_float32():
-    x = jnp.asarray(normal(1, 4096), jnp.bfloat16)
+    x = jnp.asarray(draw(1, 4096), jnp.bfloat16)
     out = layers.rms_norm(x, jnp.ones(4096, jnp.bfloat16), 1e-6)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(out, np.float32), normed(np.asarray(x, np.float32), np.ones(4096), 1e-6), rtol=2**-8
-    )
+    np.testing.assert_allclose(np.asarray(out, np.float32), normed(x, np.ones(4096), 1e-6), rtol=2**-8)
 
 
 @pytest.mark.parametrize(
     "rope", [Rope(theta=10_000.0), Rope(theta=1_000_000.0), LLAMA3, YARN], ids=["small", "large", "llama3", "yarn"]
 )
 def test_rotation_is_multiplication_by_a_complex_number(rope):
-    positions_bt, x_bthe = np.array([[0, 1, 17], [5, 100, 3000]]), normal(2, 3, 4, 16)
+    positions_bt, x_bthe = np.array([[0, 1, 17], [5, 100, 3000]]), draw(2, 3, 4, 16)
     got = layers.rotate(jnp.asarray(x_bthe), layers.rotary_table(rope, 16, jnp.asarray(positions_bt)))
     plane = x_bthe[..., :8].astype(complex) + 1j * x_bthe[..., 8:]
     frequencies = published_frequencies(rope, 16) if rope.kind != "yarn" else layers.rope_frequencies(rope, 16)
@@ -93,9 +86,10 @@ def test_yarn_is_that_of_transformers(case):
 
 
 def test_decoder_layer_is_pre_norm_with_two_residuals():
-    params = initialize(layers.layer_specs(CONFIG), jax.random.key(1), scale=0.3)
-    params = {name: x * normal(*x.shape, seed=7) if name.endswith("norm") else x for name, x in params.items()}
-    x_btd, mixed_bthe, eps = normal(2, 3, 12), normal(2, 3, 4, 6), 1e-3
+    config = replace(RANDOM_MODEL, hidden_size=12, intermediate_size=20, head_dim=6)
+    params = initialize(layers.layer_specs(config), jax.random.key(1), scale=0.3)
+    params = {name: x * draw(*x.shape, seed=7) if name.endswith("norm") else x for name, x in params.items()}
+    x_btd, mixed_bthe, eps = draw(2, 3, 12), draw(2, 3, 4, 6), 1e-3
 
     def attend(given, normed_btd):
         assert given is params

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import PROMPTS, SAMPLED, TREE, draw
 from conftest import FOLDERS, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 from refusals import mistake, refused
@@ -30,11 +32,7 @@ from treeflash_jax.models.quantized import Quantized, quantize
 from treeflash_jax.models.vocab import embed, unembed
 
 LAYER = layers.layer_specs(RANDOM_MODEL)
-MATRICES = {"q": (2,), "k": (2,), "v": (2,), "o": (1, 2), "gate": (1,), "up": (1,), "down": (1,)}
-
-
-def draw(shape, seed=0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+PRODUCTS = {"q": ("btd,hed->bthe", (2,)), "down": ("btf,df->btd", (1,)), "o": ("bthe,dhe->btd", (1, 2))}
 
 
 def widened(weight: Quantized, inputs: tuple[int, ...]) -> np.ndarray:
@@ -46,6 +44,15 @@ def assert_same(tree, other) -> None:
 
 
 @pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """The folder of a random verifier."""
+    folder = tmp_path_factory.mktemp("verifier")
+    weights = parameters.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0))
+    models.save_verifier(folder, RANDOM_MODEL, weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def int8() -> tf.TreeFlash:
     return tf.load(**FOLDERS, quantize="int8")
 
@@ -54,7 +61,7 @@ def int8() -> tf.TreeFlash:
 @pytest.mark.parametrize("name", ["q", "o", "down", "table"])
 def test_values_and_scales_by_hand(name, dtype):
     spec = LAYER.get(name) or verifier.specs(RANDOM_MODEL)["embed"]
-    weight = draw(spec.shape).astype(dtype)
+    weight = draw(*spec.shape, dtype=dtype)
     weight[(0,) * weight.ndim] *= 40  # a channel of its own scale
     weight[(..., 3) if name != "table" else 3] = 0
     got = jax.jit(lambda w: quantize(w, spec.inputs))(weight)
@@ -71,10 +78,10 @@ def test_values_and_scales_by_hand(name, dtype):
     assert (widened(got, spec.inputs)[weight == 0] == 0).all() and np.abs(got.values).max() == 127
 
 
-@pytest.mark.parametrize(("equation", "name"), [("btd,hed->bthe", "q"), ("btf,df->btd", "down"), ("bthe,dhe->btd", "o")])
-def test_linear_is_the_product_with_the_rounded_weight(equation, name):
-    weight, inputs = draw(LAYER[name].shape), MATRICES[name]
-    x = draw((2, 3, *(weight.shape[axis] for axis in inputs)), 1)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_linear_is_the_product_with_the_rounded_weight(name):
+    weight, (equation, inputs) = draw(*LAYER[name].shape), PRODUCTS[name]
+    x = draw(2, 3, *(weight.shape[axis] for axis in inputs))
     small = quantize(jnp.asarray(weight), inputs)
     expected = np.einsum(equation, x, widened(small, inputs))
     product = layers.merge_heads({"o": small}, x) if name == "o" else quantized.product(equation, x, small)
@@ -83,7 +90,7 @@ def test_linear_is_the_product_with_the_rounded_weight(equation, name):
 
 def test_loops_carry_int8_and_no_wide_copy():
     """XLA moves what a loop does not change out of it, unless it is tied to what changes."""
-    small = quantize(jnp.asarray(draw((32, 32))), (0,))
+    small = quantize(jnp.asarray(draw(32, 32)), (0,))
 
     @jax.jit
     def repeat(weight, x, times):
@@ -95,7 +102,7 @@ def test_loops_carry_int8_and_no_wide_copy():
 
 
 def test_embedding_positions_and_logits():
-    table, ids, hidden = draw((64, 32)), np.array([[3, 0], [63, 3]]), draw((2, 3, 32), 1)
+    table, ids, hidden = draw(64, 32), np.array([[3, 0], [63, 3]]), draw(2, 3, 32)
     small = quantize(jnp.asarray(table), (1,))
     np.testing.assert_allclose(embed(small, ids), widened(small, (1,))[ids], rtol=1e-6)
     np.testing.assert_allclose(unembed(small, hidden), hidden @ widened(small, (1,)).T, rtol=1e-5, atol=1e-4)
@@ -105,9 +112,6 @@ def test_embedding_positions_and_logits():
 @pytest.mark.slow
 @needs_8_devices
 def test_a_mesh_answers_as_one_device_does():
-    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
-    settings = {"max_new_tokens": 16, "temperature": [0.0, 0.7, 1.0, 0.0]}
-
     def load(mesh=None) -> tf.TreeFlash:
         pair, specs = random_pair(mesh), verifier.specs(RANDOM_MODEL)
         quantise = lambda spec, weight: quantized.compress(weight, spec, "int8", mesh)  # noqa: E731
@@ -122,29 +126,26 @@ def test_a_mesh_answers_as_one_device_does():
         assert layer[name].scale.sharding.spec == PartitionSpec(*axes), name
     assert layer["o"].values.sharding.spec == PartitionSpec(None, "model", None)
     assert sharded.weights.verifier["embed"].scale.sharding.spec == PartitionSpec("model")
-    tree = sharded.generate(prompts, nodes=8, candidates=4, children=4, **settings)
-    plain = single.generate(prompts, builder="none", **settings)
+    tree = sharded.generate(PROMPTS, **TREE, max_new_tokens=16, **SAMPLED)
+    plain = single.generate(PROMPTS, builder="none", max_new_tokens=16, **SAMPLED)
     assert [result.ids for result in tree] == [result.ids for result in plain]
 
 
 @needs_8_devices
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_loading_quantises_what_the_files_hold(tmp_path, dtype):
-    specs = verifier.specs(RANDOM_MODEL)
-    models.save_verifier(tmp_path, RANDOM_MODEL, parameters.initialize(specs, jax.random.key(0)))
+def test_loading_quantises_what_the_files_hold(files, dtype):
     for mesh in (None, tf.make_mesh(4, 2)):
-        _, wide = models.load_verifier(tmp_path, dtype=dtype, mesh=mesh)
-        _, small = models.load_verifier(tmp_path, dtype=dtype, mesh=mesh, quantize="int8")
+        _, wide = models.load_verifier(files, dtype=dtype, mesh=mesh)
+        _, small = models.load_verifier(files, dtype=dtype, mesh=mesh, quantize="int8")
         quantise = lambda spec, weight: quantize(weight, spec.inputs) if spec.inputs else weight  # noqa: E731
-        assert_same(small, jax.tree.map(quantise, specs, wide, is_leaf=parameters.is_spec))
+        assert_same(small, jax.tree.map(quantise, verifier.specs(RANDOM_MODEL), wide, is_leaf=parameters.is_spec))
         assert small["embed"].dtype == dtype
         assert [quantized.quantization_scheme(weights) for weights in (small, wide)] == ["int8", None]
 
 
-def test_loading_holds_one_wide_matrix_at_a_time(tmp_path, monkeypatch):
-    specs = verifier.specs(RANDOM_MODEL)
-    models.save_verifier(tmp_path, RANDOM_MODEL, parameters.initialize(specs, jax.random.key(0)))
-    matrices = {spec.shape for spec in jax.tree.leaves(specs, is_leaf=parameters.is_spec) if spec.inputs}
+def test_loading_holds_one_wide_matrix_at_a_time(files, monkeypatch):
+    specs = jax.tree.leaves(verifier.specs(RANDOM_MODEL), is_leaf=parameters.is_spec)
+    matrices = {spec.shape for spec in specs if spec.inputs}
     program, held = quantized.compile_quantize, []
 
     def wide() -> int:
@@ -152,7 +153,7 @@ def test_loading_holds_one_wide_matrix_at_a_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(quantized, "compile_quantize", lambda *args: held.append(wide()) or program(*args))
     before = wide()
-    models.load_verifier(tmp_path, dtype=jnp.bfloat16, quantize="int8")
+    models.load_verifier(files, dtype=jnp.bfloat16, quantize="int8")
     assert held == [before + 1] * (3 * 7 + 2) and wide() == before
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import read_texts
 from conftest import DATA, needs_8_devices
 from published_configs import parse
 from refusals import refused
@@ -17,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 
 from treeflash_jax import make_mesh
 from treeflash_jax.formats import models, safetensors, storage
-from treeflash_jax.models import verifier
 
 FOLDER = DATA / "qwen3_moe"
 RAW = json.loads((FOLDER / "apart" / "config.json").read_text())
@@ -28,19 +28,11 @@ def test_logits_and_routes_in_both_layouts():
     expected = np.load(FOLDER / "expected.npz")
     assert config.runs == ((True, 2), (False, 1), (True, 1)) and config.normalize_experts
     tokens = jnp.asarray(expected["prompt"])
-    size = tokens.shape[1]
-
-    @jax.jit
-    def run(params, tokens):
-        mask, positions = verifier.causal_mask(1, size), jnp.arange(size)[None]
-        out = verifier.forward(params, config, tokens, positions, mask, taps=(1,))
-        return verifier.logits(params, out.hidden_btd), out.features_btj, out.routes
-
-    logits, features, routes = run(params, tokens)
+    out, logits = read_texts(params, config, tokens, taps=(1,))
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
-    np.testing.assert_allclose(features, expected["after_second_layer"], atol=1e-4)
-    assert [ids.shape for ids in routes] == [(1, size, 2)] * 3
-    assert set(np.unique(np.stack(routes))) == {0, 1, 2, 3}
+    np.testing.assert_allclose(out.features_btj, expected["after_second_layer"], atol=1e-4)
+    assert [ids.shape for ids in out.routes] == [(*tokens.shape, 2)] * 3
+    assert set(np.unique(np.stack(out.routes))) == {0, 1, 2, 3}
     fused_config, fused = models.load_verifier(FOLDER / "fused")
     assert fused_config == config
     jax.tree.map(np.testing.assert_array_equal, fused, params)
