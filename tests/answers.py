@@ -22,9 +22,12 @@ AUTO = {"nodes": "auto"} | SIZES
 FLAT, MIXED = [1.0] * 4, [1.0, 1.2, 1.5, 2.1]
 
 
-def make_pair(config: Any, drafter: Any, *, dtype: Any = jnp.float32, scale: float = 0.3, mesh: Any = None) -> TreeFlash:
+def make_pair(
+    config: Any, drafter: Any, drafter_specs: Any = None, *, dtype: Any = jnp.float32, scale: float = 0.3, mesh: Any = None
+) -> TreeFlash:
     """Random weights of a verifier and of a drafter of any kind (None: no drafter), equal wherever they are placed."""
-    specs = [verifier.specs(config)] + ([] if drafter is None else [drafters.get(drafter).specs(drafter)])
+    specs = [verifier.specs(config)]
+    specs += [] if drafter is None else [drafter_specs or drafters.get(drafter).specs(drafter)]
     trees = [parameters.initialize(spec, jax.random.key(i), dtype, scale) for i, spec in enumerate(specs)]
     if mesh is not None:
         trees = [jax.device_put(tree, parameters.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
