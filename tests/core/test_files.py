@@ -110,8 +110,7 @@ def test_outputs_never_replace_what_is_not_theirs(tmp_path, capsys, run, text):
     assert snapshot(tmp_path) == {"notes.txt": text.encode()}
 
 
-def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
     system = fsspec.filesystem("memory")
     for name in ("config.json", "inside/weights"):
         system.pipe(f"/models/drafter/{name}", name.encode())
