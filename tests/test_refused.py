@@ -37,9 +37,6 @@ def resolved(**settings) -> GenerateConfig:
     return resolve(None, settings, RANDOM_MODEL, RANDOM_DRAFTER)
 
 
-# Settings of generate
-
-
 def test_settings_of_generate():
     """Every field with every wrong value; what is taken has the field's type."""
     names = GenerateConfig.__dataclass_fields__
@@ -93,9 +90,6 @@ def test_any_value_of_a_setting_is_served_or_refused_in_one_line(name, value):
     assert len(shown) <= checks.QUOTED and "\n" not in shown and shown.isprintable()
 
 
-# Names and choices of other libraries, and slips
-
-
 @pytest.mark.parametrize("name, meant", [
     ("max_tokens", "max_new_tokens"), ("n", "samples"), ("do_sample", "temperature"), ("eos_token_id", "stop_ids"),
     ("temprature", "temperature"), ("num_speculative_tokens", "nodes"),
@@ -125,9 +119,6 @@ def test_no_alias_stands_for_a_name_of_ours_that_is_known_beside_it():
     settings = [field.name for field in fields(GenerateConfig)]
     assert all(checks.suggestion(name, settings) == name for name in settings)
     assert not {alias for words in checks.ALIASES.values() for alias in words.split()} & set(settings)
-
-
-# Prompts and templates
 
 
 def test_prompts(tiny):
@@ -181,9 +172,6 @@ def test_broken_tokenizer_files(tiny, tmp_path):
         refused(lambda: Tokenizer.load(tmp_path), "tokenizer.json")
 
 
-# What the calibration left
-
-
 CALIBRATION = {
     "identity": {"pair": "x"}, "nodes": [1, 2], "batch": [1], "positions": [64], "round_seconds": [[[0.1, 0.2]]],
     "tree_seconds": [[[0.0, 0.1]]], "step_seconds": [[0.1]], "temperatures": [0.0], "tau": [[1.0, 2.0]],
@@ -206,9 +194,6 @@ def test_calibrations(tmp_path):
     for text in ("", "[]", "{}", '{"entries": [{"nodes": 1}]}'):
         path.write_text(text)
         refused(lambda: calibration.read(path), "got no calibration")
-
-
-# Python and the command line
 
 
 def test_arguments_of_functions(trained, monkeypatch):

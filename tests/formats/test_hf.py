@@ -257,10 +257,6 @@ def in_place_of(name: str, make):
     return lambda folder: ((folder / name).unlink(), make(folder / name))
 
 
-def write(name: str, text: str):
-    return lambda folder: (folder / name).write_text(text)
-
-
 def truncate(folder: Path) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:-100])
@@ -273,10 +269,10 @@ DAMAGE = {
     "transposed tensor": (partial(change_tensors, change=lambda t: t | {UP: t[UP].T.copy()}), (UP, "[8, 20]", "[20, 8]")),
     "integers": (partial(change_tensors, change=lambda t: t | {NORM: t[NORM].astype(np.int32)}), (NORM, "I32")),
     "truncated": (truncate, (WEIGHTS, "damaged")),
-    "junk": (write(WEIGHTS, "<html></html>" * 20), (WEIGHTS, "damaged")),
+    "junk": (lambda folder: (folder / WEIGHTS).write_text("<html></html>" * 20), (WEIGHTS, "damaged")),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), (WEIGHTS, "not found")),
     "part without a listed tensor": (partial(split_in_two, lost=1), (PARTS[1], "no tensor")),
-    "deep index": (write(INDEX, "[" * 200_000), (INDEX, "nested too deeply")),
+    "deep index": (lambda folder: (folder / INDEX).write_text("[" * 200_000), (INDEX, "nested too deeply")),
     "pipe for weights": (in_place_of(WEIGHTS, os.mkfifo), (WEIGHTS, "named pipe")),
     "pipe for a config": (in_place_of("config.json", os.mkfifo), ("config.json", "named pipe")),
     "folder for weights": (in_place_of(WEIGHTS, Path.mkdir), (WEIGHTS,)),
