@@ -1,7 +1,5 @@
 """Changes to files of models in place, and comparisons of what is read from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

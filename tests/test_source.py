@@ -1,7 +1,5 @@
 """The source itself: layers, cycles, names of files, how little an import brings in, and words that stop a reader."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

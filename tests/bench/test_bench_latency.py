@@ -3,8 +3,6 @@
 No test looks at a time: on a busy machine times are noise.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket

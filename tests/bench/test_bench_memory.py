@@ -1,7 +1,5 @@
 """`treeflash bench memory`: sums of real arrays, collectives of the shipped round, and what cannot fit refused in time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

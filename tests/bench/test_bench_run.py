@@ -1,7 +1,5 @@
 """`bench run`: what is measured, how a run is resumed, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from copy import copy, deepcopy

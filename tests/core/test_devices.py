@@ -1,7 +1,5 @@
 """Defaults of devices that are not here, and what programs are compiled with."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Compiled programs are kept between processes unless the user chose otherwise."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

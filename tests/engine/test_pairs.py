@@ -1,7 +1,5 @@
 """Paths of models by name: pairs, folders, GGUF files and Hub ids."""
 
-from __future__ import annotations
-
 import json
 import time
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Prompts in every form that `generate` takes, and one-line errors for anything else."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from functools import partial

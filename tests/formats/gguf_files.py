@@ -1,7 +1,5 @@
 """Small GGUF files, written as llama.cpp's converter writes them: Llama query and key rows pairwise, names of its own."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Configs: published files read right, and everything that might change the numbers is refused in one line."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

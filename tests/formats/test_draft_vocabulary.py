@@ -1,7 +1,5 @@
 """draft_vocabulary.json: the tokens that a drafter is limited to."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

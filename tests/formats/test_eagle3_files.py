@@ -1,7 +1,5 @@
 """EAGLE-3 files: what the published forms mean, what is written, and what is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Refusals of model files: wrong keys of config.json, layers without tensors, and weights that are not numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

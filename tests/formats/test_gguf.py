@@ -1,7 +1,5 @@
 """GGUF files: the weights, sizes and tokenizer that they mean, read in slices."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

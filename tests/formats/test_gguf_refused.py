@@ -1,7 +1,5 @@
 """Bad GGUF files: one clear line for each, whatever is wrong with it."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hugging Face folders: the same bits back, the published names, any sharding, and one clear line for every bad file."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

