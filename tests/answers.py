@@ -36,9 +36,12 @@ def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(dtype)
 
 
-def make_pair(config: Any, drafter: Any, *, dtype: Any = jnp.float32, scale: float = 0.3, mesh: Any = None) -> TreeFlash:
+def make_pair(
+    config: Any, drafter: Any, drafter_specs: Any = None, *, dtype: Any = jnp.float32, scale: float = 0.3, mesh: Any = None
+) -> TreeFlash:
     """Random weights of a verifier and of a drafter of any kind (None: no drafter), equal wherever they are placed."""
-    specs = [verifier.specs(config)] + ([] if drafter is None else [drafters.get(drafter).specs(drafter)])
+    specs = [verifier.specs(config)]
+    specs += [] if drafter is None else [drafter_specs or drafters.get(drafter).specs(drafter)]
     trees = [parameters.initialize(spec, jax.random.key(i), dtype, scale) for i, spec in enumerate(specs)]
     if mesh is not None:
         trees = [jax.device_put(tree, parameters.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]

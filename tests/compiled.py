@@ -1,7 +1,5 @@
 """Checks of compiled programs."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -49,11 +49,11 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
+from answers import make_pair  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
 from treeflash_jax.core import parameters, programs  # noqa: E402
-from treeflash_jax.decoding.loops import Weights  # noqa: E402
 from treeflash_jax.drafters import block  # noqa: E402
 from treeflash_jax.drafters.block.block_config import DrafterConfig  # noqa: E402
 from treeflash_jax.engine import pairs  # noqa: E402
@@ -103,7 +103,8 @@ def forget_programs() -> Iterator[None]:
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
         programs.clear()
-    if memory_maps() > MOST_MAPS:
+    maps = Path("/proc/self/maps")  # on Linux only
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
         programs.clear()
     gc.collect()
 
@@ -140,12 +141,6 @@ def as_users_compile(monkeypatch) -> None:
     )
 
 
-def memory_maps() -> int:
-    """Returns the number of memory maps of this process; 0 if the system does not report it."""
-    maps = Path("/proc/self/maps")
-    return maps.read_bytes().count(b"\n") if maps.exists() else 0
-
-
 @contextmanager
 def compilations() -> Iterator[list[str]]:
     """Yields a list to which JAX adds the name of every program that it compiles inside, however the program is called."""
@@ -162,9 +157,10 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.fixture(scope="session")
-def data() -> Path:
-    return DATA
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch) -> None:
+    """An empty folder in place of the user's cache, which keeps tokenizers, calibrations and what is fetched from URLs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="session")
@@ -176,16 +172,8 @@ def trained() -> TreeFlash:
 def random_pair(mesh=None) -> TreeFlash:
     """A pair of random weights whose sizes a model axis of 2 divides, placed on `mesh`."""
     specs = block.specs(RANDOM_DRAFTER)
-    specs = (
-        verifier.specs(RANDOM_MODEL),
-        specs["backbone"],
-        specs["head"] | {"down": parameters.Spec((64, 32), ("ffn", None))},
-    )
-    trees = [parameters.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
-    if mesh is not None:
-        trees = [jax.device_put(tree, parameters.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
-    weights = Weights(trees[0], {"backbone": trees[1], "head": trees[2]})
-    return TreeFlash(RANDOM_MODEL, weights, drafter=RANDOM_DRAFTER, mesh=mesh)
+    head = specs["head"] | {"down": replace(specs["head"]["down"], init="normal")}
+    return make_pair(RANDOM_MODEL, RANDOM_DRAFTER, specs | {"head": head}, mesh=mesh)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Paths of draft trees, and the trees of EAGLE-2 by their definition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import numpy as np

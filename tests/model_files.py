@@ -1,12 +1,19 @@
-"""Changes to files of models in place."""
-
-from __future__ import annotations
+"""Changes to files of models in place, and comparisons of what is read from them."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 from safetensors.numpy import load_file, save_file
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Two trees, such as a config and its weights, are equal bit for bit."""
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), got, expected)
 
 
 def change_json(path: Path, **changes) -> None:

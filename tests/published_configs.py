@@ -1,7 +1,5 @@
 """config.json of published models, to the letter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What users run: commands in a new process and an empty home, compiled with XLA's and JAX's own defaults."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
+from answers import drafted_as_plain
 from extending import ASK, CHAT, OPTIONS, SMALL, generated, goes_through_everything
 from refusals import refused
 from safetensors.numpy import load_file
@@ -72,10 +73,9 @@ def _fork(expander, anchor_b, num_nodes, shape, noise_bnc):
 
 def test_a_builder(monkeypatch, tiny, capsys):
     monkeypatch.setitem(trees.BUILDERS, "fork", trees.Builder(_fork))
-    plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
-    drafted = tiny.generate(CHAT, max_new_tokens=12, builder="fork", **SMALL)[0]
-    assert drafted.ids == plain.ids and 1 < max(drafted.accept_lengths) <= 3
-    assert generated(capsys, "--verifier", "tiny", *ASK, "--builder", "fork", *OPTIONS) == plain.ids
+    [drafted] = drafted_as_plain(tiny, [CHAT], {"builder": "fork"} | SMALL, max_new_tokens=12)
+    assert 1 < max(drafted.accept_lengths) <= 3
+    assert generated(capsys, "--verifier", "tiny", *ASK, "--builder", "fork", *OPTIONS) == drafted.ids
 
 
 # An acceptance rule: never more than one drafted token, which is lossless as well.
@@ -93,10 +93,9 @@ def test_an_acceptance_rule(monkeypatch, tiny, capsys):
     limits = {"DISTRIBUTIONS": ("deterministic",), "NEEDS": "a tree of no random nodes"}
     rule = SimpleNamespace(walk=_one_at_most, weights=sample_and_match.weights, **limits)
     monkeypatch.setitem(RULES, "one at most", rule)
-    plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
-    drafted = tiny.generate(CHAT, max_new_tokens=12, acceptance="one at most", **SMALL)[0]
-    assert drafted.ids == plain.ids and max(drafted.accept_lengths) == 2
-    assert generated(capsys, "--verifier", "tiny", *ASK, "--acceptance", "one at most", *OPTIONS) == plain.ids
+    [drafted] = drafted_as_plain(tiny, [CHAT], {"acceptance": "one at most"} | SMALL, max_new_tokens=12)
+    assert max(drafted.accept_lengths) == 2
+    assert generated(capsys, "--verifier", "tiny", *ASK, "--acceptance", "one at most", *OPTIONS) == drafted.ids
     refused(lambda: tiny.generate(CHAT, acceptance="one at most", builder="paths"), "a tree of no random nodes")
 
 
@@ -126,12 +125,11 @@ def test_an_architecture(monkeypatch, tiny, tmp_path, capsys):
     model = tf.load(verifier=folder, drafter="tiny")
     assert model.verifier == config
     prompt = tiny.encode(CHAT)
-    plain = tiny.generate([prompt], max_new_tokens=12, builder="none")[0]
-    assert model.generate([prompt], max_new_tokens=12, **SMALL)[0].ids == plain.ids
+    plain = tiny.generate([prompt], max_new_tokens=12, builder="none")
+    drafted_as_plain(model, [prompt], SMALL, plain=plain, max_new_tokens=12)
     words = ["--verifier", str(folder), "--drafter", "tiny", "--prompt-ids", " ".join(map(str, prompt))]
-    assert generated(capsys, *words, *OPTIONS) == plain.ids
-    words = ["--shape", str(folder), "--no-compile", "--dtype", "float32"]
-    assert main(["bench", "memory", *words]) == 0
+    assert generated(capsys, *words, *OPTIONS) == plain[0].ids
+    assert main(["bench", "memory", "--shape", str(folder), "--no-compile", "--dtype", "float32"]) == 0
     for change, word in (({"logit_scale": 2.0}, "logit_scale"), ({"vocab_size": 3}, "vocab_size")):
         (folder / "config.json").write_text(json.dumps(raw | change))
         refused(lambda: models.read_verifier_config(folder), word)

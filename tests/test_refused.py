@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import time
+import timeit
 from dataclasses import fields, replace
 from functools import partial
 
@@ -34,9 +35,6 @@ WRONG = (None, "x", "", [], {}, object(), b"3", 1.5, math.nan, math.inf, -math.i
 
 def resolved(**settings) -> GenerateConfig:
     return resolve(None, settings, RANDOM_MODEL, RANDOM_DRAFTER)
-
-
-# Settings of generate
 
 
 def test_settings_of_generate():
@@ -75,13 +73,7 @@ def test_exact_scalars_of_numpy_and_jax_are_fine():
 
 def test_checking_settings_costs_less_than_a_millisecond():
     settings = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 64, "nodes": 16, "stop": ["\n"], "stop_ids": [1, 2]}
-    resolved(**settings)
-    times = []
-    for _ in range(50):
-        began = time.thread_time()
-        resolved(**settings)
-        times.append(time.thread_time() - began)
-    assert min(times) < 1e-3
+    assert min(timeit.repeat(lambda: resolved(**settings), timer=time.thread_time, number=1, repeat=50)) < 1e-3
 
 
 VALUES = strategies.recursive(
@@ -96,9 +88,6 @@ def test_any_value_of_a_setting_is_served_or_refused_in_one_line(name, value):
     understood(resolved, **{name: value})
     shown = checks.quoted(value)
     assert len(shown) <= checks.QUOTED and "\n" not in shown and shown.isprintable()
-
-
-# Names and choices of other libraries, and slips
 
 
 @pytest.mark.parametrize("name, meant", [
@@ -132,18 +121,12 @@ def test_no_alias_stands_for_a_name_of_ours_that_is_known_beside_it():
     assert not {alias for words in checks.ALIASES.values() for alias in words.split()} & set(settings)
 
 
-# Prompts and templates
-
-
-BAD_PROMPTS = [  # beside those of tests/engine/test_prompts.py
-    1.5, None, True, {}, object(), [[]], ["3"], [True], [b"3"], "\ud800", "a\udfff", {5, 6}, frozenset("ab"),
-    [{"role": "user", "content": "\ud800"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": b"x"}],
-    "word " * 10**6, [{"role": "user", "content": "word " * 10**6}],
-]  # fmt: skip
-
-
 def test_prompts(tiny):
-    for prompt in BAD_PROMPTS:
+    for prompt in (  # beside those of tests/engine/test_prompts.py
+        1.5, None, True, {}, object(), [[]], ["3"], [True], [b"3"], "\ud800", "a\udfff", {5, 6}, frozenset("ab"),
+        [{"role": "user", "content": "\ud800"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": b"x"}],
+        "word " * 10**6, [{"role": "user", "content": "word " * 10**6}],
+    ):  # fmt: skip
         refused(lambda prompt=prompt: tiny.encode(prompt))
     refused(lambda: tiny.generate([HUGE]), "expected 0 to")
     refused(lambda: tiny.generate(["fine", "\ud800"]), "prompt 1", "U+D800")
@@ -189,9 +172,6 @@ def test_broken_tokenizer_files(tiny, tmp_path):
         refused(lambda: Tokenizer.load(tmp_path), "tokenizer.json")
 
 
-# What the calibration left
-
-
 CALIBRATION = {
     "identity": {"pair": "x"}, "nodes": [1, 2], "batch": [1], "positions": [64], "round_seconds": [[[0.1, 0.2]]],
     "tree_seconds": [[[0.0, 0.1]]], "step_seconds": [[0.1]], "temperatures": [0.0], "tau": [[1.0, 2.0]],
@@ -214,9 +194,6 @@ def test_calibrations(tmp_path):
     for text in ("", "[]", "{}", '{"entries": [{"nodes": 1}]}'):
         path.write_text(text)
         refused(lambda: calibration.read(path), "got no calibration")
-
-
-# Python and the command line
 
 
 def test_arguments_of_functions(trained, monkeypatch):
@@ -244,17 +221,14 @@ def test_arguments_of_functions(trained, monkeypatch):
     refused(lambda: next(trained.stream([5], session=1)), "session 1")
 
 
-LINES = (
+@pytest.mark.parametrize("words", [
     ("--nodes", "1000000"), ("--batch-size", str(2**40)), ("--top-k", "2147483648"), ("--nodes", "9" * 5000),
     ("--samples", str(2**40)), ("--temperature", "nan"), ("--stop-ids", "9" * 5000), ("--builder", ""),
     ("--prompt-ids", "x" * 5000), ("--stop", "\udcff"), ("--builder", "delayed", "--selector", "x" * 5000),
     ("--revision", "x" * 5000), ("--verifier", "x" * 5000), ("--verifier", "x/" * 900),
     ("--verifier", "x" * 300 + ".gguf"), ("--verifier", "x" * 99 + "/x"), ("--drafter", "x" * 5000),
     ("--steering", "x" * 5000), ("--steering", "x/" * 900), ("check", "--near-tie", "nan"), ("check", "--near-tie", "-1"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("words", LINES, ids=lambda words: " ".join(words)[:30])
+], ids=lambda words: " ".join(words)[:30])  # fmt: skip
 def test_command_lines(words, capsys):
     command, *options = ("generate",) * words[0].startswith("-") + words
     assert len(mistake(capsys, main, [command, "--verifier", "tiny", *options, "--prompt-ids", "5 6 7"])) <= 330

@@ -1,7 +1,5 @@
 """The source itself: layers, cycles, names of files, how little an import brings in, and words that stop a reader."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json
@@ -80,6 +78,16 @@ def test_kernels_are_imported_by_attention_alone_and_inside_a_function():
         assert not is_importer or path.name == "attention_kernels.py", path
     top = ast.parse((PACKAGE / "models" / "backend" / "attention_kernels.py").read_text(encoding="utf-8")).body
     assert not [node for node in top if isinstance(node, ast.ImportFrom) and "backend" in node.module]
+
+
+def test_only_devices_asks_which_backend_or_chip_runs_and_sets_the_compiler_options():
+    """`jax.jit` alone serves what `programs.call` or `bench.phases` compiles, and what is compiled for other devices."""
+    compiled_elsewhere = {"devices.py", "check.py", "loops.py", "phases.py", "compile.py", "draft_vocabulary.py"}
+    for path in (*FILES, *TRAIN_FILES):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)]
+        assert not {node.attr for node in nodes} & {"default_backend", "device_kind"} or path.name == "devices.py", path
+        jitted = [node for node in nodes if ast.unparse(node) == "jax.jit"]
+        assert not jitted or path.name in compiled_elsewhere, f"{path}:{jitted[0].lineno} uses jax.jit, not devices.jit"
 
 
 def test_importing_the_library_is_quick_and_light():

@@ -1,7 +1,5 @@
 """A stage small enough to be written out: a regression with noise."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

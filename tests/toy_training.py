@@ -10,11 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -117,17 +114,17 @@ def exported(run: Path, verifier: Path) -> tf.TreeFlash:
     return model
 
 
-def start(command: list[str], devices: int = 1, **environment: str) -> subprocess.Popen:
-    """Starts a process of this clone on this many CPU devices, its two streams joined."""
+def start(command: list[str], **environment: str) -> subprocess.Popen:
+    """Starts a process of this clone on one CPU device, its two streams joined."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_") or "CACHE" in k} | {"JAX_PLATFORMS": "cpu"}
-    env |= {"TOY_DEVICES": str(devices), "PYTHONPATH": str(ROOT), **environment}
+    env |= {"PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: subprocess.Popen) -> str:
-    """Waits until a process has ended well; returns its output."""
+def finish(process: subprocess.Popen, status: int = 0) -> str:
+    """Waits until a process has ended with a status; returns its output."""
     output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
+    assert process.returncode == status, output
     return output
 
 
@@ -135,26 +132,6 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
-
-
-@contextmanager
-def metadata_server(workers: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
-    """Yields the value of GCE_METADATA_IP for each of the workers of a TPU pod, whose attributes a local server gives."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            _, worker, *_, attribute = self.path.split("/")
-            value = workers[int(worker)].get(attribute)
-            self.send_response(404 if value is None else 200)
-            self.end_headers()
-            self.wfile.write((value or "").encode())
-
-        def log_message(self, *_) -> None: ...
-
-    with ThreadingHTTPServer(("localhost", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield [f"localhost:{server.server_port}/{worker}" for worker in range(len(workers))]
-        server.shutdown()
 
 
 def read_log(run: Path) -> list[dict]:
@@ -192,8 +169,6 @@ def record_batches(path: Path) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
-    if "TOY_DEVICES" in os.environ:
-        jax.config.update("jax_num_cpu_devices", int(os.environ["TOY_DEVICES"]))
     if "TOY_TERMINATE_AFTER" in os.environ:
         terminate_after(int(os.environ["TOY_TERMINATE_AFTER"]))
     if "TOY_RECORD" in os.environ:

@@ -3,8 +3,6 @@
 No test looks at a time: on a busy machine times are noise.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -17,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DATA, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
+from conftest import DATA, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 from refusals import mistake
 
@@ -116,7 +114,7 @@ def test_a_dispatch_that_ends_early_is_no_measurement(bench, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (fake ones on a CPU)")
+@needs_8_devices
 def test_on_a_mesh_every_stage_takes_the_layout_that_the_one_before_gives():
     model = random_pair(make_mesh(2, 2))
     bench = phases.Bench(model, make_plans(model, 8), batch=2, context=40)
@@ -164,13 +162,13 @@ def test_floors_by_hand():
         assert work["prefill"].bytes == pytest.approx(4 * prompt / 20)
 
 
+@needs_8_devices
 def test_random_weights_are_finite_and_differ_by_layer():
-    mesh = make_mesh(1, 2) if jax.device_count() > 1 else None
-    model = shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.bfloat16, mesh)
+    model = shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.bfloat16, make_mesh(1, 2))
     for array in jax.tree.leaves(model.weights):
         assert array.dtype == jnp.bfloat16 and jnp.isfinite(array).all() and array.any()
     first, second = (model.weights.verifier["groups"][0][i]["gate"] for i in (0, 1))
-    assert mesh is None or first.sharding.spec == PartitionSpec("model", None)
+    assert first.sharding.spec == PartitionSpec("model", None)
     assert not np.array_equal(first, second)
 
 

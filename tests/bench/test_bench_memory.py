@@ -1,7 +1,5 @@
 """`treeflash bench memory`: sums of real arrays, collectives of the shipped round, and what cannot fit refused in time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,6 +12,7 @@ from unittest.mock import Mock
 import jax
 import jax.numpy as jnp
 import pytest
+from answers import make_runner, prefilled
 from conftest import FOLDERS, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.experimental import topologies as jax_topologies
 from jax.sharding import AbstractMesh
@@ -26,12 +25,10 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core import devices, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.loops import DecodePlan
-from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.engine import device_memory, loading
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, memory_limit
-from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import models
 from treeflash_jax.models import vocab
 
@@ -47,24 +44,11 @@ def bytes_on_one_device(tree) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def state_of(model, batch: int, capacity: int, plan: DecodePlan):
-    """A real state after prefill: `batch` one-token prompts in caches of `capacity` positions."""
-    config = tf.GenerateConfig(max_new_tokens=4)
-    requests = make_requests([[1]] * batch, config, model.verifier)
-    inputs = model.make_batch(requests, config, batch_size=batch, capacity=capacity)
-    return Runner(plan, model.weights, model.mesh).prefill(inputs)
-
-
-def make_plan(nodes: int, **sizes) -> DecodePlan:
-    settings = {"verifier": MODEL, "drafter": DRAFTER, "draft": DraftSettings(candidates=4, children=4)}
-    return DecodePlan(num_nodes=nodes, prefill_chunk=32, **settings | sizes)
-
-
 @needs_8_devices
 @pytest.mark.parametrize("sizes", [None, (4, 2), (2, 4)])
 def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
     model = random_pair(sizes and tf.make_mesh(*sizes))
-    state = state_of(model, 4, 256, make_plan(8, verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER))
+    _, state = prefilled(model, [[1]] * 4)
     count = partial(footprint, RANDOM_MODEL, RANDOM_DRAFTER, batch=4, capacity=256)
     whole = count(mesh=model.mesh, dtype=jnp.float32)
     assert asdict(whole) == {
@@ -81,10 +65,10 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
 
 @needs_8_devices
 def test_programs_compiled_from_shapes_take_what_real_ones_take():
-    mesh, plan = tf.make_mesh(4, 2), make_plan(8, verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER)
-    model = random_pair(mesh)
-    state = state_of(model, 4, 256, plan)
-    _, decode = memory.compile_programs(plan, mesh, 4, 256, jnp.float32)
+    model = random_pair(tf.make_mesh(4, 2))
+    runner, batch = make_runner(model, [[1]] * 4, nodes=8, candidates=4, children=4)
+    state = runner.prefill(batch)
+    _, decode = memory.compile_programs(runner.plan, model.mesh, 4, 256, jnp.float32)
     held = decode.memory_analysis()
     assert held.argument_size_in_bytes == bytes_on_one_device((model.weights, state)) + 4  # the number of rounds
     generated = decode(model.weights, state, jnp.int32(3))  # the very program that `generate` would run
@@ -94,20 +78,21 @@ def test_programs_compiled_from_shapes_take_what_real_ones_take():
 @pytest.mark.slow
 @needs_8_devices
 def test_a_round_is_counted_once_with_its_collectives(monkeypatch):
-    def collectives(plan):
+    def collectives(nodes=8, verifier=MODEL, drafter=DRAFTER):
+        draft = DraftSettings(candidates=4, children=4)
+        plan = DecodePlan(num_nodes=nodes, prefill_chunk=32, verifier=verifier, drafter=drafter, draft=draft)
         _, decode = memory.compile_programs(plan, tf.make_mesh(4, 2), 4, 256, jnp.float32)
         return [collective for collective in find_collectives(decode.as_text()) if collective.in_loop]
 
-    shipped = collectives(make_plan(8))
+    shipped = collectives()
     assert count_moved(shipped, 1, MODEL.vocab_size) == 0
     assert sum(c.kind == "all-gather" for c in shipped if not c.in_branch) >= 2, "candidates and children travel"
-    layers = {"verifier": replace(MODEL, num_layers=4), "drafter": replace(DRAFTER, num_target_layers=4)}
-    deeper = collectives(make_plan(8, **layers))
+    deeper = collectives(verifier=replace(MODEL, num_layers=4), drafter=replace(DRAFTER, num_target_layers=4))
     three, four = (sum_collectives(found)["all-reduce"]["count"] for found in (shipped, deeper))
     assert four - three == 2, "attention and feed-forward of one more layer, in one round"
 
     monkeypatch.setattr(vocab, "top_k", jax.lax.top_k)
-    assert count_moved(collectives(make_plan(7)), 1, MODEL.vocab_size) > 0, "automatic partitioning gathers logits"
+    assert count_moved(collectives(nodes=7), 1, MODEL.vocab_size) > 0, "automatic partitioning gathers logits"
 
 
 def test_a_gpu_that_is_not_here_compiles_the_round(tmp_path):
@@ -196,16 +181,15 @@ def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
         tf.load(**FOLDERS)
 
 
-class Computed(Exception):
-    """A request went through."""
-
-
 @pytest.fixture
 def no_compute(monkeypatch):
-    def call(*_, **__):
-        raise Computed
+    """A request that is not refused fails with "computed"."""
+    monkeypatch.setattr(programs, "call", lambda *_, **__: pytest.fail("computed"))
 
-    monkeypatch.setattr(programs, "call", call)
+
+def computes(model, *prompts, **settings) -> None:
+    with pytest.raises(pytest.fail.Exception, match="computed"):
+        model.generate(list(prompts), **{"max_new_tokens": 8} | settings)
 
 
 def test_impossible_requests_are_refused_before_any_compute(no_compute, monkeypatch, trained):
@@ -216,12 +200,11 @@ def test_impossible_requests_are_refused_before_any_compute(no_compute, monkeypa
     refused(lambda: next(trained.stream([1], max_new_tokens=1000)), "caches")
     # Two sequences, and a third that takes a place.
     refused(lambda: trained.generate([[1]] * 6, batch_size=2, max_new_tokens=8), "smaller batch")
-    for prompts, settings in (([[1], [2]], {}), ([[1]] * 6, {"batch_size": 1}), ([[1]], {"max_new_tokens": 500})):
-        with pytest.raises(Computed):
-            trained.generate(prompts, **{"max_new_tokens": 8} | settings)
+    computes(trained, [1], [2])
+    computes(trained, *[[1]] * 6, batch_size=1)
+    computes(trained, [1], max_new_tokens=500)
     monkeypatch.setattr(engine, "usable_memory", lambda mesh: needs.total - needs.drafter_cache)
-    with pytest.raises(Computed):
-        trained.generate([[1], [2]], builder="none", max_new_tokens=8)
+    computes(trained, [1], [2], builder="none")
     refused(lambda: trained.generate([[1], [2]], max_new_tokens=8, nodes=16), "caches")
 
 
@@ -248,9 +231,8 @@ def test_a_mesh_shares_what_one_device_cannot_hold(no_compute, monkeypatch):
     asked = []
     monkeypatch.setattr(engine, "usable_memory", lambda mesh: asked.append(mesh) or shared.total)
     model = random_pair(mesh)
-    with pytest.raises(Computed):
-        model.generate([[1]] * 3, max_new_tokens=4)
-    refused(lambda: model.generate([[1]] * 5, max_new_tokens=4), "mesh 4 x 2")  # five sequences are padded to eight
+    computes(model, [1], [1], [1])
+    refused(lambda: model.generate([[1]] * 5, max_new_tokens=8), "mesh 4 x 2")  # five sequences are padded to eight
     assert asked == [mesh, mesh]
 
 

@@ -1,7 +1,5 @@
 """`bench report`: statistics of records made by hand, with known answers, and files it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 

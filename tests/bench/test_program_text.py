@@ -1,7 +1,5 @@
 """Collectives and memory traffic, read from the text of compiled programs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from conftest import needs_8_devices

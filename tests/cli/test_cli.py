@@ -1,7 +1,5 @@
 """The command line as a user types it: results, and one line for every mistake."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

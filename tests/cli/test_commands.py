@@ -1,7 +1,5 @@
 """`check`, `chat` and `convert`, as a user runs them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -41,9 +41,6 @@ def no_hang():
     signal.signal(signal.SIGALRM, before)
 
 
-# Named pipes in place of files.
-
-
 PIPES = {
     "gguf": ("model.gguf", lambda path: gguf_reader.read(path)),
     "tokenizer": ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
@@ -61,8 +58,6 @@ def test_pipes_are_refused(tmp_path, no_hang, file, read):
     os.mkfifo(tmp_path / file)
     refused(lambda: read(tmp_path / file), "is a named pipe", file)
 
-
-# Shard indices.
 
 INDICES = {
     "parent": ({"a": "../model.safetensors"}, "the name of a file in this folder"),
@@ -84,8 +79,6 @@ def test_indices_name_files_of_their_folder(tmp_path, weight_map, words):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     refused(lambda: safetensors.open_folder(folder).__enter__(), "model.safetensors.index.json", words)
 
-
-# Output files with other content.
 
 OUTPUTS = {
     "bench run": lambda out: cli(["bench", "run", "--out", out]),
@@ -110,8 +103,7 @@ def test_outputs_never_replace_what_is_not_theirs(tmp_path, capsys, run, text):
     assert snapshot(tmp_path) == {"notes.txt": text.encode()}
 
 
-def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
     system = fsspec.filesystem("memory")
     for name in ("config.json", "inside/weights"):
         system.pipe(f"/models/drafter/{name}", name.encode())
@@ -128,7 +120,7 @@ def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(tmp_path, monkey
 
 @pytest.mark.parametrize("suite", ["run", "latency"])
 def test_refused_benchmarks_leave_no_file(tmp_path, capsys, suite):
-    out = ["--out", str(tmp_path / "out.json"), *(["--plot", str(tmp_path / "a.png")] if suite != "run" else [])]
+    out = ["--out", str(tmp_path / "out.json"), "--plot", str(tmp_path / "a.png")]
     mistake(capsys, cli, ["bench", suite, *out, "--temperature", "-1"])
     assert not list(tmp_path.iterdir())
 
@@ -142,9 +134,6 @@ def test_figures_replace_figures_alone(tmp_path):
     for name in ("b.png", "b.svg", "b.pdf"):
         plots.draw({}, tmp_path / name)
         plots.check(tmp_path / name)
-
-
-# The writer of folders.
 
 
 def fill(target, **named):

@@ -1,7 +1,5 @@
 """Progress of measurements, and log lines about anything that takes over a second."""
 
-from __future__ import annotations
-
 import io
 import logging
 import time

@@ -1,7 +1,5 @@
 """Paths of models by name: pairs, folders, GGUF files and Hub ids."""
 
-from __future__ import annotations
-
 import json
 import time
 from importlib import metadata
@@ -24,8 +22,7 @@ TINY = pairs.locate("tiny"), pairs.locate("tiny", "drafter")
 
 
 @pytest.fixture(autouse=True)
-def own_caches(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def own_caches(own_cache, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 

@@ -1,15 +1,13 @@
 """Prompts in every form that `generate` takes, and one-line errors for anything else."""
 
-from __future__ import annotations
-
 import copy
-import json
 import shutil
 from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_files import change_json
 from refusals import refused
 
 import treeflash_jax as tf
@@ -81,11 +79,7 @@ def test_a_string_is_a_message_if_there_is_a_template_and_a_text_is_continued_as
 
 def test_thinking_is_a_setting_of_the_model_that_its_drafter_should_share(tmp_path, caplog):
     pair = {part: shutil.copytree(locate("tiny", part), tmp_path / part) for part in ("verifier", "drafter")}
-
-    def edit(path, **values):
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    edit(pair["verifier"] / "tokenizer_config.json", chat_template="{{ enable_thinking }}, {{ effort }}")
+    change_json(pair["verifier"] / "tokenizer_config.json", chat_template="{{ enable_thinking }}, {{ effort }}")
     for trained, thinking, words in (
         (None, False, ""),
         (None, True, "the drafter is not known to be trained with thinking, and thinking is True"),
@@ -94,7 +88,7 @@ def test_thinking_is_a_setting_of_the_model_that_its_drafter_should_share(tmp_pa
         (True, True, ""),
     ):
         caplog.clear()
-        edit(pair["drafter"] / "config.json", thinking=trained)
+        change_json(pair["drafter"] / "config.json", thinking=trained)
         model = tf.load(**pair, thinking=thinking, template={"effort": "high"})
         assert model.encode(CHAT) == model.tokenizer.encode(f"{thinking}, high")
         assert [words in record.getMessage() for record in caplog.records] == [True] * bool(words)

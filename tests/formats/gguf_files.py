@@ -1,28 +1,28 @@
 """Small GGUF files, written as llama.cpp's converter writes them: Llama query and key rows pairwise, names of its own."""
 
-from __future__ import annotations
-
 import hashlib
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from answers import random_weights
 from safetensors.numpy import load_file
 
-from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig, Rope
 
-F32, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
+
+F32 = gguf.GGMLQuantizationType.F32
 QWEN3 = ModelConfig(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
     max_positions=128, rope=Rope(theta=5e5), eos_token_ids=(2,),
@@ -32,13 +32,11 @@ LLAMA = replace(QWEN3, model_type="llama", qk_norm=False, tie_embeddings=True, r
 QWEN3_MOE = replace(
     QWEN3, model_type="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=32, normalize_experts=True
 )
-
-
-def name_of(name: str, config: ModelConfig) -> str:
-    """Returns llama.cpp's name of a tensor of a Hugging Face file."""
-    architectures = {label: kind for kind, label in gguf.MODEL_ARCH_NAMES.items()}
-    architecture = architectures[config.model_type.replace("_", "")]
-    return gguf.get_tensor_name_map(architecture, config.num_layers).get_name(name, (".weight", ".bias"))
+YARN = Rope(theta=5e5, kind="yarn", factor=4.0, original_max_positions=32, attention_factor=0.1 * math.log(4) + 1)
+MODELS = {
+    "qwen3": QWEN3, "llama": LLAMA, "untied llama": replace(LLAMA, tie_embeddings=False), "qwen2": QWEN2,
+    "qwen3_moe": QWEN3_MOE, "qwen2 with yarn": replace(QWEN2, tie_embeddings=True, rope=YARN),
+}  # fmt: skip
 
 
 def pairwise(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -46,10 +44,16 @@ def pairwise(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
-def stored(name: str, rows: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """The rows of a Hugging Face tensor as a GGUF file of this config holds them, quantised or not."""
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-    return pairwise(rows, heads) if heads and config.model_type == "llama" else rows
+def as_stored(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors of a Hugging Face file, quantised or not, with llama.cpp's names and its order of rows."""
+    architectures = {label: kind for kind, label in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[config.model_type.replace("_", "")], config.num_layers)
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.model_type == "llama" else {}
+    stored = {}
+    for name, x in tensors.items():
+        num_heads = heads.get(name.split(".")[-2])
+        stored[names.get_name(name, (".weight", ".bias"))] = pairwise(x, num_heads) if num_heads else x
+    return stored
 
 
 def metadata(config: ModelConfig) -> dict[str, Any]:
@@ -138,17 +142,15 @@ def digests(tokenizer: Tokenizer, strings: list[str]) -> list[str]:
 
 def save_hf(folder: Path, config: ModelConfig, dtype=jnp.float32) -> dict[str, np.ndarray]:
     """A folder of random weights, norms included; its tensors by name."""
-    random = np.random.default_rng(0)
-    draw = lambda spec: random.normal(scale=0.4, size=spec.shape).astype(np.float32)  # noqa: E731
-    models.save_verifier(folder, config, jax.tree.map(draw, verifier.specs(config), is_leaf=is_spec), dtype)
+    models.save_verifier(folder, config, random_weights(verifier.specs(config)), dtype)
     return load_file(folder / "model.safetensors")
 
 
 def as_gguf(tensors: dict[str, np.ndarray], config: ModelConfig, kind=F32) -> dict:
     """The same tensors as a GGUF file has them: matrices of type `kind`, norms in float32, experts of a layer in one."""
-    rows = {name: stored(name, x.astype(np.float32), config) for name, x in stacked(tensors).items()}
-    kinds = {name: kind if x.ndim > 1 else F32 for name, x in rows.items()}
-    return {name_of(name, config): (gguf.quantize(x, kinds[name]), kinds[name]) for name, x in rows.items()}
+    stored = as_stored({name: x.astype(np.float32) for name, x in stacked(tensors).items()}, config)
+    kinds = {name: kind if x.ndim > 1 else F32 for name, x in stored.items()}
+    return {name: (gguf.quantize(x, kinds[name]), kinds[name]) for name, x in stored.items()}
 
 
 def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,7 +1,5 @@
 """Configs: published files read right, and everything that might change the numbers is refused in one line."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -14,19 +12,18 @@ from treeflash_jax.models.config import ModelConfig, Rope
 
 
 def test_published_files():
-    sizes = [parse("verifier", raw) for raw in (QWEN3_4B, QWEN25_7B_YARN, LLAMA_31_8B)]
-    assert sizes[0] == ModelConfig(
+    assert parse("verifier", QWEN3_4B) == ModelConfig(
         vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32, num_kv_heads=8,
         head_dim=128, rms_norm_eps=1e-6, rope=Rope(theta=1e6), max_positions=40960, tie_embeddings=True, qk_norm=True,
         model_type="qwen3", eos_token_ids=(151645,),
     )  # fmt: skip
-    assert sizes[1] == ModelConfig(
+    assert parse("verifier", QWEN25_7B_YARN) == ModelConfig(
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4,
         head_dim=128, rms_norm_eps=1e-6, max_positions=32768, tie_embeddings=False, qk_norm=False, qkv_bias=True,
         model_type="qwen2", eos_token_ids=(151645,),
         rope=Rope(theta=1e6, kind="yarn", factor=4.0, original_max_positions=32768, attention_factor=0.1 * math.log(4) + 1),
     )  # fmt: skip
-    assert sizes[2] == ModelConfig(
+    assert parse("verifier", LLAMA_31_8B) == ModelConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
         head_dim=128, rms_norm_eps=1e-5, max_positions=131072, tie_embeddings=False, qk_norm=False, model_type="llama",
         eos_token_ids=(128001, 128008, 128009), rope=Rope(

@@ -1,19 +1,17 @@
 """draft_vocabulary.json: the tokens that a drafter is limited to."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
-import jax
 import numpy as np
 import pytest
+from answers import drafted_as_plain
 from conftest import needs_8_devices
+from model_files import assert_same
 from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.bench.shapes import describe_tree
-from treeflash_jax.core.sharding import make_mesh
 from treeflash_jax.decoding import calibration
 from treeflash_jax.drafters.block.block_config import VOCABULARIES
 from treeflash_jax.engine.pairs import locate
@@ -39,7 +37,7 @@ def drafted(model, **settings):
 
 
 def test_only_listed_tokens_are_drafted_and_answers_stay(folder, tiny):
-    model = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32")
+    model = tf.load("tiny", drafter=folder)
     table_vd = model.weights.verifier.get("unembed", model.weights.verifier["embed"])
     np.testing.assert_array_equal(model.weights.drafter["unembed"], table_vd[::2])
     whole, few, every = drafted(tiny), drafted(model), drafted(model, draft_vocabulary="all")
@@ -57,51 +55,40 @@ def test_a_language_model_scores_listed_rows_of_its_own_table(tmp_path, tiny):
     folder = limited(locate("tiny"), tmp_path / "drafter")
     weights = tiny.weights.verifier
     models.save_verifier(folder, tiny.verifier, weights | {"embed": weights["embed"] * 1.05}, dtype="float32")
-    model = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32")
+    model = tf.load("tiny", drafter=folder)
     np.testing.assert_array_equal(model.weights.drafter["unembed"], (weights["embed"] * 1.05)[::2])
-    plain = tiny.generate(PROMPTS, max_new_tokens=24, builder="none")
-    few = model.generate(PROMPTS, max_new_tokens=24, nodes=8, depths=4, children=4)
-    assert [result.ids for result in few] == [result.ids for result in plain]
+    few = drafted_as_plain(model, PROMPTS, {"nodes": 8, "depths": 4, "children": 4}, max_new_tokens=24)
     assert 1.2 < np.mean([result.tau for result in few]) < 4
     refused(lambda: model.generate(PROMPTS, children=1025), "children 1025", "1 to 1024")
 
 
 @needs_8_devices
 def test_rows_of_the_table_are_sharded_like_it(folder):
-    one = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32")
-    many = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32", mesh=make_mesh(4, 2))
-    jax.tree.map(np.testing.assert_array_equal, many.weights.drafter, one.weights.drafter)
+    one, many = (tf.load("tiny", drafter=folder, mesh=mesh) for mesh in (None, tf.make_mesh(4, 2)))
+    assert_same(many.weights.drafter, one.weights.drafter)
     assert many.weights.drafter["unembed"].sharding.spec[0] == "model"
 
 
-def test_quantized_verifiers_lend_rounded_rows(folder):
-    model = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32", quantize="int8")
-    table_vd = tf.load("tiny", dtype="float32").weights.verifier["embed"]
-    plan = model.plan(tf.GenerateConfig(nodes=8))
-    whole = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32")
+def test_quantized_verifiers_lend_rounded_rows(folder, tiny):
+    whole, model = (tf.load("tiny", drafter=folder, quantize=quantize) for quantize in (None, "int8"))
+    table_vd, plan = tiny.weights.verifier["embed"], model.plan(tf.GenerateConfig(nodes=8))
     assert calibration.pair_digest(whole.weights, plan) == calibration.pair_digest(model.weights, plan)
     assert 0 < np.abs(model.weights.drafter["unembed"] - table_vd[::2]).max() < 0.02 * np.abs(table_vd).max()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"ids": [1, 2, 1]}', ["an id twice"]),
-        ('{"ids": [2048]}', ["2048", "from 0 to 2047"]),
-        ('{"ids": []}', ["ids"]),
-        ('{"ids": [1], "tokens": 3}', ["tokens"]),
-        ("[1]", [draft_vocabulary.NAME]),
-    ],
-)
+@pytest.mark.parametrize("text, words", [
+    ('{"ids": [1, 2, 1]}', ["an id twice"]), ('{"ids": [2048]}', ["2048", "from 0 to 2047"]), ('{"ids": []}', ["ids"]),
+    ('{"ids": [1], "tokens": 3}', ["tokens"]), ("[1]", []),
+])  # fmt: skip
 def test_damaged_lists(folder, text, words):
     (folder / draft_vocabulary.NAME).write_text(text)
-    refused(lambda: tf.load(verifier=locate("tiny"), drafter=folder), draft_vocabulary.NAME, *words)
+    refused(lambda: tf.load("tiny", drafter=folder), draft_vocabulary.NAME, *words)
 
 
 def test_other_drafters_have_no_list(folder, tmp_path):
     ngram = shutil.copytree(locate("ngram", "drafter"), tmp_path / "ngram")
     shutil.copy(folder / draft_vocabulary.NAME, ngram)
-    refused(lambda: tf.load(verifier=locate("tiny"), drafter=ngram), "kind 'ngram'", "block drafter")
+    refused(lambda: tf.load("tiny", drafter=ngram), "kind 'ngram'", "block drafter")
 
 
 def test_conversions_keep_it(folder, tmp_path):

@@ -1,17 +1,14 @@
 """EAGLE-3 files: what the published forms mean, what is written, and what is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA
-from model_files import change_tensors
+from model_files import assert_same, change_tensors
 from published_configs import parse, without
 from refusals import refused
 from safetensors.numpy import load_file
@@ -33,17 +30,17 @@ def sizes(num_layers: int = 6, hidden_size: int = 12, **others) -> ModelConfig:
     return ModelConfig(num_layers=num_layers, hidden_size=hidden_size, **sizes)
 
 
-def raw_of(form: str) -> dict:
+def read_raw(form: str) -> dict:
     return json.loads((FOLDER / form / "config.json").read_text())
 
 
-def of_form(form: str, **changes):
-    return parse("drafter", raw_of(form) | changes)
+def read_config(form: str, **changes):
+    return parse("drafter", read_raw(form) | changes)
 
 
 @pytest.mark.parametrize("form", TAPS)
 def test_a_form_is_recognised_and_names_its_layers(form):
-    keys = models.Keys(raw_of(form), "config.json")
+    keys = models.Keys(read_raw(form), "config.json")
     assert dialects.recognise(FOLDER / form, keys, "drafter").name == DIALECT.get(form, "speculators")
     config = models.read_drafter_config(FOLDER / form).fitted(sizes(hidden_size=8 if form == "specforge" else 12))
     assert config.taps == TAPS[form] and config.num_taps == len(config.taps)
@@ -60,11 +57,11 @@ def test_every_form_names_the_published_layers(num_layers, inputs):
         "speculators": {"eagle_aux_hidden_state_layer_ids": list(inputs)},
         "deepspec": {"target_layer_ids": outputs},
     }.items():
-        assert list(of_form(form, **changes).fitted(sizes(num_layers)).taps) == outputs, form
+        assert list(read_config(form, **changes).fitted(sizes(num_layers)).taps) == outputs, form
 
 
 def test_where_no_layers_are_named_the_rule_of_the_repository_holds():
-    config = of_form("speculators", eagle_aux_hidden_state_layer_ids=None)
+    config = read_config("speculators", eagle_aux_hidden_state_layer_ids=None)
     assert config.taps is None and config.fitted(sizes(36)).taps == (1, 17, 32)
 
 
@@ -76,9 +73,8 @@ def test_a_form_is_written_and_read_again(form, tmp_path, capsys):
     assert main(["convert", str(first), str(again), "--to", "speculators"]) == 0
     capsys.readouterr()
     config, params = models.load_drafter(FOLDER / form)
-    got_config, got = models.load_drafter(first)
-    assert replace(got_config, taps_are_inputs=config.taps_are_inputs) == config
-    jax.tree.map(np.testing.assert_array_equal, got, params)
+    converted, got = models.load_drafter(first)
+    assert_same((replace(converted, taps_are_inputs=config.taps_are_inputs), got), (config, params))
     assert (first / "config.json").read_text() == (again / "config.json").read_text()
     assert json.loads((first / "config.json").read_text())["speculators_model_type"] == "eagle3"
     names = load_file(first / "model.safetensors")
@@ -108,7 +104,7 @@ REFUSED_KEYS = {
 
 @pytest.mark.parametrize("form, changes, words", REFUSED_KEYS.values(), ids=REFUSED_KEYS)
 def test_configs_that_are_refused(form, changes, words):
-    raw = raw_of(form) | changes
+    raw = read_raw(form) | changes
     if changes.get("speculators_model_type"):
         del raw["draft_vocab_size"]
     refused(lambda: parse("drafter", raw), words)
@@ -121,7 +117,7 @@ def test_configs_that_are_refused(form, changes, words):
     ("speculators", sizes(num_layers=4), "[5], read as inputs of layers"),
 ])  # fmt: skip
 def test_drafters_of_another_verifier_are_refused(form, model, words):
-    refused(lambda: of_form(form).fitted(model), words)
+    refused(lambda: read_config(form).fitted(model), words)
 
 
 # d2t[i] + i is the i-th token of the drafter.
@@ -159,4 +155,4 @@ def test_files_that_can_run_code_are_not_read(tmp_path):
 def test_a_list_of_all_tokens_says_nothing(tmp_path):
     folder = shutil.copytree(FOLDER / "deepspec", tmp_path / "drafter")
     change_tensors(folder, lambda t: t | {"d2t": np.zeros(48, np.int64), "verifier_norm.weight": np.ones(12)})
-    jax.tree.map(np.testing.assert_array_equal, models.load_drafter(folder), models.load_drafter(FOLDER / "deepspec"))
+    assert_same(models.load_drafter(folder), models.load_drafter(FOLDER / "deepspec"))

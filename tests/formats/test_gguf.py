@@ -1,70 +1,32 @@
 """GGUF files: the weights, sizes and tokenizer that they mean, read in slices."""
 
-from __future__ import annotations
-
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA, needs_8_devices
+from gguf_files import F32, LLAMA, MODELS, add, as_gguf, as_stored, digests, gguf, save_hf, vocabulary, write, write_small
+from model_files import assert_same
 from published_configs import LLAMA_31_8B, parse
 from refusals import refused
 from safetensors.numpy import save_file
 
-gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
+import treeflash_jax as tf
+from treeflash_jax.cli.commands import main
+from treeflash_jax.engine.pairs import locate
+from treeflash_jax.formats import gguf_reader, models
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models import layers, quantized
+from treeflash_jax.models.config import Rope
 
-from gguf_files import (  # noqa: E402
-    BF16,
-    F16,
-    F32,
-    LLAMA,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    add,
-    as_gguf,
-    digests,
-    name_of,
-    save_hf,
-    stored,
-    vocabulary,
-    write,
-    write_small,
-)
-
-import treeflash_jax as tf  # noqa: E402
-from treeflash_jax.cli.commands import main  # noqa: E402
-from treeflash_jax.engine.pairs import locate  # noqa: E402
-from treeflash_jax.formats import gguf_reader, models  # noqa: E402
-from treeflash_jax.formats.tokenizer import Tokenizer  # noqa: E402
-from treeflash_jax.models import layers, quantized  # noqa: E402
-from treeflash_jax.models.config import Rope  # noqa: E402
-
-YARN = Rope(theta=5e5, kind="yarn", factor=4.0, original_max_positions=32, attention_factor=0.1 * math.log(4) + 1)
-MODELS = {
-    "qwen3": QWEN3,
-    "llama": LLAMA,
-    "untied llama": replace(LLAMA, tie_embeddings=False),
-    "qwen2": QWEN2,
-    "qwen3_moe": QWEN3_MOE,
-    "qwen2 with yarn": replace(QWEN2, tie_embeddings=True, rope=YARN),
-}
 WIDE = replace(LLAMA, hidden_size=256, intermediate_size=256, num_layers=1, head_dim=64)  # rows of whole K-quant blocks
 EOS = {"tokenizer.ggml.eos_token_id": 2}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def assert_same(got, expected) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, expected)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -73,15 +35,14 @@ def small(tmp_path) -> Path:
     return write_small(tmp_path / "small.gguf")
 
 
-@pytest.mark.parametrize("kind, dtype", [(F32, jnp.float32), (F16, jnp.float16), (BF16, jnp.bfloat16)])
+@pytest.mark.parametrize("kind, dtype", [("F32", jnp.float32), ("F16", jnp.float16), ("BF16", jnp.bfloat16)])
 @pytest.mark.parametrize("name", MODELS)
 def test_float_files_load_as_the_folder_they_were_made_of(tmp_path, name, kind, dtype):
-    config = MODELS[name]
+    config, kind = MODELS[name], gguf.GGMLQuantizationType[kind]
     path = write(tmp_path / "x.gguf", config, as_gguf(save_hf(tmp_path, config, dtype), config, kind), EOS)
-    got, expected = models.load_verifier(path), models.load_verifier(tmp_path)
-    assert got[0] == expected[0] == config
-    assert_same(got[1], expected[1])
-    assert_same(models.load_verifier(path, dtype=dtype)[1], models.load_verifier(tmp_path, dtype=dtype)[1])
+    assert models.read_verifier_config(path) == config
+    for dtype_loaded in (jnp.float32, dtype):
+        assert_same(*(models.load_verifier(place, dtype=dtype_loaded) for place in (path, tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +59,7 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
         else random.normal(size=s).astype(np.float32)
         for name, s in shapes.items()
     }  # fmt: skip
-    tensors = {name_of(name, config): (stored(name, x, config), kind if x.ndim == 2 else F32) for name, x in raw.items()}
+    tensors = {name: (x, kind if x.ndim == 2 else F32) for name, x in as_stored(raw, config).items()}
     meant = {name: gguf.dequantize(x, kind) if x.ndim == 2 else x for name, x in raw.items()}
     assert all(np.isfinite(x).all() and np.std(x) > 0 for x in meant.values())
     save_file(meant, tmp_path / "model.safetensors")
@@ -116,13 +77,10 @@ def test_a_mesh_reads_slices_and_gets_the_same(tmp_path, name, monkeypatch):
     dequantize = gguf.dequantize
     monkeypatch.setattr(gguf, "dequantize", lambda data, kind: read.append(len(data)) or dequantize(data, kind))
     placed = models.load_verifier(path, mesh=tf.make_mesh(2, 4))[1]
-    assert_same(jax.tree.map(np.asarray, placed), jax.tree.map(np.asarray, whole))
+    assert_same(placed, whole)
     assert placed["embed"].addressable_shards[0].data.shape == (24, 64)
     assert max(read) <= config.intermediate_size, "no shard of the vocabulary or of the heads reads all rows"
-    assert_same(
-        jax.tree.map(np.asarray, models.load_verifier(path, quantize="int8")[1]),
-        jax.tree.map(np.asarray, models.load_verifier(path, mesh=tf.make_mesh(1, 2), quantize="int8")[1]),
-    )
+    assert_same(*(models.load_verifier(path, mesh=mesh, quantize="int8") for mesh in (None, tf.make_mesh(1, 2))))
 
 
 def test_rounding_quantised_weights_again_is_said(tmp_path):
@@ -144,19 +102,19 @@ def test_rope_divisors_are_llama3_scaling(tmp_path):
     got, expected = (layers.rope_frequencies(config.rope, config.head_dim) for config, _ in both)
     np.testing.assert_allclose(got, expected, rtol=1e-7)
     main(["convert", str(path), str(tmp_path / "written")])
-    config, params = models.load_verifier(tmp_path / "written")
-    assert config == both[0][0] and config.rope.kind == "longrope"
-    assert_same(params, both[0][1])
+    assert_same(models.load_verifier(tmp_path / "written"), both[0])
+    assert both[0][0].rope.kind == "longrope"
 
 
 def test_yarn_of_llama_cpp(tmp_path):
     """Its attention factor is multiplied with the one of the scaling."""
     written = {"rope.scaling.attn_factor": 0.5, "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
     neutral = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": True}
-    config = replace(QWEN2, rope=YARN, tie_embeddings=True)
+    config = MODELS["qwen2 with yarn"]
     tensors = as_gguf(save_hf(tmp_path, config), config)
     rope = models.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, written | neutral)).rope
-    assert rope == replace(YARN, attention_factor=YARN.attention_factor / 2, beta_fast=16.0, beta_slow=2.0)
+    factor = config.rope.attention_factor / 2
+    assert rope == replace(config.rope, attention_factor=factor, beta_fast=16.0, beta_slow=2.0)
     without = {"rope.scaling.original_context_length": None}
     rope = models.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, without)).rope
     assert rope.original_max_positions == config.max_positions
@@ -216,12 +174,10 @@ def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does(tmp_path):
 
 def test_a_tokenizer_is_kept_until_its_file_changes(small, tmp_path, monkeypatch):
     Tokenizer.load(small)
-    kept = list((tmp_path / "cache").rglob("tokenizer.json"))
-    assert len(kept) == 1
-    monkeypatch.setattr(gguf_reader, "read", lambda path: pytest.fail("read again"))
-    assert Tokenizer.load(small).encode("a b")
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert len(list((tmp_path / "cache").rglob("tokenizer.json"))) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_reader, "read", lambda path: pytest.fail("read again"))
+        assert Tokenizer.load(small).encode("a b")
     write(small, LLAMA, {}, vocabulary("gpt-2"))
     assert len(Tokenizer.load(small).encode("1212")) < 4, "gpt-2 joins digits"
     (tmp_path / "cache-is-a-file").write_text("")
@@ -249,14 +205,11 @@ def test_a_file_is_a_model_wherever_one_is_named(small, tmp_path, capsys):
 def test_conversion_keeps_every_bit_and_the_text(small, tmp_path, capsys):
     target = tmp_path / "folder"
     assert main(["convert", str(small), str(target)]) == 0
-    got, expected = models.load_verifier(target), models.load_verifier(small)
-    assert got[0] == expected[0] and models.stop_ids(target, got[0]) == (2,)
-    assert_same(got[1], expected[1])
+    assert_same(models.load_verifier(target), models.load_verifier(small))
+    assert models.stop_ids(target, models.read_verifier_config(target)) == (2,)
     assert Tokenizer.load(target).encode("It's 12.") == Tokenizer.load(small).encode("It's 12.")
     assert main(["convert", str(small), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
-    assert_same(
-        models.load_verifier(tmp_path / "half", dtype=jnp.bfloat16)[1], models.load_verifier(small, dtype=jnp.bfloat16)[1]
-    )
+    assert_same(*(models.load_verifier(path, dtype=jnp.bfloat16) for path in (tmp_path / "half", small)))
     for wrong in ([str(small), str(target)], [str(small), str(tmp_path / "new"), "--to", "dflash"], [str(target), "new"]):
         capsys.readouterr()
         assert main(["convert", *wrong]) == 2 and capsys.readouterr().err.count("\n") == 1

@@ -1,28 +1,22 @@
 """Bad GGUF files: one clear line for each, whatever is wrong with it."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_files import F32, write_small
 from refusals import mistake, refused
 
-pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
-
-from gguf_files import F32, write_small  # noqa: E402
-
-import treeflash_jax as tf  # noqa: E402
-from treeflash_jax.cli.commands import main  # noqa: E402
+import treeflash_jax as tf
+from treeflash_jax.cli.commands import main
 from treeflash_jax.formats import gguf_reader
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch) -> Path:
+def small(tmp_path, own_cache) -> Path:
     """A good file, to be damaged."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return write_small(tmp_path / "small.gguf")
 
 

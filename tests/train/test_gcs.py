@@ -84,9 +84,8 @@ def test_every_stage_works_on_a_bucket(environment, tmp_path, monkeypatch):
     toy, here = toy_training.write(tmp_path / "toy", documents=60).parent, tmp_path / "here"
     here.mkdir()
     monkeypatch.setattr(toy_training, "ROOT", here)  # working directory of the processes
-    terminated = toy_training.start([sys.executable, __file__, str(toy), "4"], **environment)
-    output = terminated.communicate(timeout=200)[0]
-    assert terminated.returncode == 143 and "terminated: saved step 4 of 6" in output, output
+    output = toy_training.finish(toy_training.start([sys.executable, __file__, str(toy), "4"], **environment), 143)
+    assert "terminated: saved step 4 of 6" in output, output
     output = toy_training.finish(toy_training.start([sys.executable, __file__, str(toy), "0"], **environment))
     assert "60 answers in gs://bucket/project/answers.jsonl\nprocess" in output, "none was made again"
     assert "continuing at step 4 of 6" in output and "of the folder loaded again" in output and not [*here.iterdir()]

@@ -1,5 +1,8 @@
 """Joining the other processes of a job by JAX's own detection, in the environments that it knows."""
 
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import jax
@@ -63,6 +66,25 @@ def test_launchers_are_detected(cluster, environment, joined):
     assert cluster(environment) == joined
 
 
+@contextmanager
+def metadata_server(attributes):
+    """Yields the value of GCE_METADATA_IP for a worker of a TPU pod, whose attributes a local server gives."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            value = attributes.get(self.path.rpartition("/")[2])
+            self.send_response(404 if value is None else 200)
+            self.end_headers()
+            self.wfile.write((value or "").encode())
+
+        def log_message(self, *_): ...
+
+    with ThreadingHTTPServer(("localhost", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"localhost:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.mark.parametrize("attributes, environment, joined", [
     (WORKER, {}, ("localhost:8482", 2, 4)),
     (WORKER | {"tpu-env": SLICE}, {}, ("localhost:8482", 6, 8)),
@@ -70,7 +92,7 @@ def test_launchers_are_detected(cluster, environment, joined):
     (WORKER | {"agent-worker-number": "0", ENDPOINTS: "localhost"}, {}, ("localhost:8482", 0, 1)),
 ], ids=["pod", "two slices", "GKE", "one TPU machine"])  # fmt: skip
 def test_tpu_machines_are_detected_by_their_metadata(cluster, attributes, environment, joined):
-    with toy_training.metadata_server([attributes]) as [address]:
+    with metadata_server(attributes) as address:
         assert cluster({"GCE_METADATA_IP": address} | environment, is_tpu_vm=True) == joined
 
 

@@ -115,16 +115,13 @@ def test_turns_after_the_last_answer_and_answers_that_open_a_chat_are_left_out(t
     assert supervised(tokenizer, documents[2]) == ["2 + 3 = 5<|im_end|>"]
 
 
-FORMS = [
+@pytest.mark.parametrize("form", [
     {"id": "0", "messages": CHAT, "conversations": None},
     {"conversations": [{"from": "human", "value": " What is 2 + 3?\r\n"}, {"from": "gpt", "value": "2 + 3 = 5"}]},
     {"id": "mt/1", "turns": ["What is 2 + 3?", "And now?"], "reference": {"code": "2 + 3 = 5\n"}},
     {"prompt": "What is 2 + 3?", "reference": {"code": "2 + 3 = 5\n"}},
     {"prompt": CHAT},
-]
-
-
-@pytest.mark.parametrize("form", FORMS)
+])  # fmt: skip
 def test_chat_forms(form):
     assert records.parse_chat(form) == CHAT
 
@@ -258,7 +255,9 @@ def test_evaluation_sets_are_refused(tmp_path):
 GOOD = {"messages": CHAT}
 LONG = {"messages": [{"role": "user", "content": "one " * 90}, {"role": "assistant", "content": "two"}]}
 ANSWER = {"prompt": [1], "response": [2]}
-BAD_LINES = [
+
+
+@pytest.mark.parametrize("format, line, message", [
     ("chat", '{"messages": [\n', "line 2: not valid JSON: Expecting value"),
     ("chat", {"text": "x"}, "line 2: got keys 'text', expected 'conversations' or 'messages'"),
     ("chat", {"messages": [{"role": "user"}]}, "line 2: got a message without role and content"),
@@ -269,10 +268,7 @@ BAD_LINES = [
     ("responses", {"prompt": [1], "response": ["2"]}, "line 2: got no 'response'"),
     ("responses", {"prompt": [1], "response": [2048]}, "line 2: got token id 2048, expected 0 to 2047"),
     ("responses", {"prompt": [-1], "response": [2]}, "line 2: got no 'prompt'"),
-]
-
-
-@pytest.mark.parametrize("format, line, message", BAD_LINES)
+])  # fmt: skip
 def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, line, message):
     good = {"chat": GOOD, "text": {"text": "words of a text"}, "responses": ANSWER}[format]
     path = write_lines(tmp_path / "set.jsonl", [good, line, good])
@@ -282,16 +278,13 @@ def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, lin
     assert "1 malformed" in opened.summary()
 
 
-BAD_PLACES = [
+@pytest.mark.parametrize("name, content, message", [
     ("missing.jsonl", None, "missing.jsonl: no such file; expected a JSONL file, a text file"),
     ("empty.jsonl", "\n \n", "empty.jsonl: got no records, expected at least one"),
     ("list.json", '[{"messages": []}]', "list.json: got a JSON list, expected one JSON object a line"),
     ("long.jsonl", json.dumps(LONG), "long.jsonl: got no document to train on (1 too long)"),
     ("set.jsonl", b'{"messages": "\xff"}\n', "set.jsonl.*can't decode"),
-]
-
-
-@pytest.mark.parametrize("name, content, message", BAD_PLACES)
+])  # fmt: skip
 def test_bad_places(tmp_path, tokenizer, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())

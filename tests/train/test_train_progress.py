@@ -2,16 +2,13 @@
 
 import io
 import logging
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from toy_training import write_lines
+from toy_training import finish, start, write_lines
 
 from train.runtime import run_config, watch
 
-ROOT = Path(__file__).parents[2]
 LOG = [
     {"step": 20, "loss": 3.25, "top1": [0.5, 0.25], "tokens_per_second": 900.0, "mfu": 0.25, "seconds": 61.0},
     {"step": 40, "loss": 2.5, "tokens_per_second": 1100.0, "tau_estimate": 1.75, "seconds": 118.0},
@@ -113,23 +110,22 @@ def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
     assert watch.summary(run)["goodput"] == "37% of the time in steps"
 
 
-def curves(*arguments, hidden=""):
-    """Runs `python -m train.runtime.watch` with a module hidden; returns its exit status and both streams."""
+def curves(*arguments, hidden="", status=0):
+    """Returns the output of `python -m train.runtime.watch` with a module hidden, which ends with a status."""
     script = (
         f"import sys, runpy; sys.modules.update(dict.fromkeys({hidden.split()!r})); sys.argv[1:] = {list(arguments)!r}\n"
         "runpy.run_module('train.runtime.watch', run_name='__main__', alter_sys=True)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+    return finish(start([sys.executable, "-c", script]), status)
 
 
 def test_curves_need_matplotlib_and_help_does_not(run, tmp_path):
-    status, shown = curves("--help", hidden="matplotlib")
-    assert status == 0 and shown.startswith("usage:") and "RUN/curves.png" in shown
+    shown = curves("--help", hidden="matplotlib")
+    assert shown.startswith("usage:") and "RUN/curves.png" in shown
     needed = "error: curves need matplotlib; install it with pip install matplotlib\n"
-    assert curves(str(run), hidden="matplotlib") == (1, needed)
-    status, shown = curves(str(tmp_path / "none"))
-    assert status == 1 and shown.count("\n") == 1 and "got no log.jsonl" in shown
+    assert curves(str(run), hidden="matplotlib", status=1) == needed
+    shown = curves(str(tmp_path / "none"), status=1)
+    assert shown.count("\n") == 1 and "got no log.jsonl" in shown
 
 
 def test_curves_are_drawn(run):

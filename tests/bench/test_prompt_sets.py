@@ -1,0 +1,67 @@
+"""Prompts of `bench run`: files in every form of a chat, the published wording and draw, and files that are refused."""
+
+import random
+
+import pytest
+from refusals import refused
+from toy_training import write_lines
+
+import treeflash_jax as tf
+from treeflash_jax.bench import prompt_sets, run
+from treeflash_jax.bench.harness import System
+
+
+def plain_system(model):
+    return System(name="ar", model=model, config=tf.GenerateConfig(builder="none", max_new_tokens=512))
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "prompts.jsonl: got no prompts"),
+    ('{"id": null, "turns": ["x"]}\n', "prompts.jsonl:1: got id None"),
+    ('{"id": "prompts-2", "turns": ["x"]}\n{"turns": ["x"]}\n', "prompts.jsonl:2: got id 'prompts-2'"),
+    ('{"words": "x"}\n', "prompts.jsonl:1: got keys 'words', expected 'conversations' or 'messages'"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "prompts.jsonl:1: got no user turn"),
+    ('{"messages": [{"role": "tool", "content": "x"}]}\n', "prompts.jsonl:1: got a message of the role 'tool'"),
+    ('{"id": "a", "turns": ["x"]}\n\n{"id": "a", "turns": ["y"]}\n', "prompts.jsonl:3: got id 'a'"),
+    ('{"id": "a", "turns": ["x", 3]}\n', "prompts.jsonl:1: got turns ['x', 3]"),
+])  # fmt: skip
+def test_bad_prompts_are_named_by_file_and_line(tmp_path, text, words):
+    refused(lambda: prompt_sets.read_prompts(write_lines(tmp_path / "prompts.jsonl", [text])), words)
+
+
+def test_training_files_are_prompt_files_too(tiny, tmp_path):
+    """Every form of a chat gives the prompt that the published one gives; ids are invented where there are none."""
+    forms = [
+        {"id": "a", "turns": ["x", "y"], "reference": None},
+        {"conversations": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "an answer"}]},
+        {"messages": [{"role": "system", "content": "s"}, {"from": "human", "value": "x"}]},
+        {"prompt": "x"},
+    ]
+    prompts = prompt_sets.read_prompts(write_lines(tmp_path / "mixed.jsonl", forms))
+    expected = [("a", ("x", "y"), None), ("mixed-2", ("x",), None), ("mixed-3", ("x",), "s"), ("mixed-4", ("x",), None)]
+    assert [(prompt.id, prompt.turns, prompt.system) for prompt in prompts] == expected
+    assert prompts[1].hash == prompts[3].hash != prompts[2].hash
+    opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
+    assert prompt_sets.make_chat(prompts[2], "chat", []) == prompt_sets.empty_chat(prompts[2], "chat") == opening
+    words = "'mixed-3': got a system message, expected one turn alone with the format raw"
+    refused(lambda: run.check([plain_system(tiny)], prompts[2:], "raw", [], "out"), words)
+
+
+@pytest.mark.parametrize("turn, format, expected", [
+    ("1 + {turn}?", "raw", "1 + {turn}?"), ("1 + {turn}?", "chat", "1 + {turn}?"),
+    ("Q", "math", "Q\nPlease reason step by step, and put your final answer within \\boxed{}."),
+    ("def f():", "humaneval", "passes the tests:\n```python\ndef f():\n```"),
+])  # fmt: skip
+def test_published_formats(turn, format, expected):
+    prompt = prompt_sets.make_chat(prompt_sets.BenchPrompt(id="a", turns=(turn,)), format, [])
+    assert isinstance(prompt, tf.Text) == (format == "raw")
+    text = prompt if format == "raw" else prompt[0]["content"]
+    assert text.endswith(expected) and (text == expected or format == "humaneval")
+
+
+def test_the_published_draw(tiny):
+    every = prompt_sets.read_prompts(prompt_sets.BUNDLED)
+    chosen = sorted(random.Random(42).sample(range(len(every)), 5))
+    assert prompt_sets.draw(every, 5) == [every[i] for i in chosen]
+    assert prompt_sets.draw(every, None) == prompt_sets.draw(every, 99) == every
+    run.check([plain_system(tiny)], every, "chat", [], "out.jsonl")  # all fit
