@@ -1,7 +1,5 @@
 """Verifiers and drafters of few tokens: every draft of every builder and rule, by the oracle and by the library."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

@@ -5,8 +5,6 @@ arrays of nodes. A prefix (a tuple of tokens) names a node. Randomness goes thro
 replays until every possible run was seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Toy verifiers and drafters over few tokens, and trees drawn from their nodes as the definitions of the builders say."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from dataclasses import dataclass

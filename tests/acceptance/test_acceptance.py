@@ -4,8 +4,6 @@ The oracle (acceptance_oracle.py) is proven first; the library then runs its own
 side of every coin (acceptance_cases.py).
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import acceptance_cases as cases

@@ -4,8 +4,6 @@
 drafter, sampled tree and rule that fit together. test_acceptance.py enumerates every rule exactly.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Options made from the fields of dataclasses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

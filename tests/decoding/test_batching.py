@@ -1,7 +1,5 @@
 """Waiting prompts replace finished sequences: same answers, fewer rounds, no new programs, no copied caches."""
 
-from __future__ import annotations
-
 import re
 
 import jax.numpy as jnp

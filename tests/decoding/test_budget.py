@@ -3,8 +3,6 @@
 No test looks at a time: tables are made up, and what they make a round do is counted.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

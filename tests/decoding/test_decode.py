@@ -1,7 +1,5 @@
 """The decode round and its loops: streaming, growing caches, statistics, no transfers, donation, no recompilation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

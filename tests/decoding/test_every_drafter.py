@@ -3,8 +3,6 @@
 Losslessness of block drafters: test_lossless.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """A mixture of experts as a verifier of whole answers: on a mesh as on one device, in int8, checked, measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The Python API on the shipped pair: samples, stop strings, streams, pictures, interrupts."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

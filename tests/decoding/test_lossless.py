@@ -3,8 +3,6 @@
 Temperatures, filters, seeds, lengths, stop ids and weights are data, so few compiled programs serve many cases.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Selectors of delayed trees: answers that do not depend on them, their files, refusals. Training: tests/train."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple
 from functools import partial

@@ -1,7 +1,5 @@
 """Caches that are kept between the answers of a conversation, and prompts that are read in pieces."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

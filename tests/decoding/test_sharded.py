@@ -1,7 +1,5 @@
 """The same answers on a (data, model) mesh of 8 devices as on one, with weights, caches and vocabulary sharded."""
 
-from __future__ import annotations
-
 import re
 
 import jax

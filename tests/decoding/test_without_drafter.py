@@ -1,7 +1,5 @@
 """A verifier without a drafter decodes one token at a time, with a note, and refuses settings of drafting."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 

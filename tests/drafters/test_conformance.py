@@ -3,8 +3,6 @@
 The folders are described in tests/data/conformance; each has settings.json and expected.npz beside its weights.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ tests/data/eagle3 has one folder per form, as it is published, with expected.npz
 sequences, what the layer gives for every position, and three steps more, each on the likeliest token of the step before.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Heads of block drafters: trees are built from what training compares with the verifier, over a shortlist if asked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """Drafters whose network runs once per level, on a small recurrent network with attention over its own path."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

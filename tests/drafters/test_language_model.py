@@ -1,7 +1,5 @@
 """Language models as drafters: state, full acceptance of the verifier's own drafts, files; see test_every_drafter.py"""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache, partial

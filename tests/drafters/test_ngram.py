@@ -1,7 +1,5 @@
 """n-gram drafting: its trees against a plain search of the text, and rounds without a draft. See test_every_drafter.py."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ data/steering holds a Llama model of two layers, its steering, and the logits of
 steers, four under the features of the prompt's last position, and two under those of a later one.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from functools import partial

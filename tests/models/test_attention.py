@@ -1,7 +1,5 @@
 """Attention over prefix and new positions against a dense float64 softmax; caches after commits of any length."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

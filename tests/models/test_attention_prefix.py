@@ -1,7 +1,5 @@
 """Attention that reads only the filled part of a cache, block by block, against "xla"; kernels run interpreted here."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Functions with a form for some backends: the plain form and the CPU's give the same results, each as it should run."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A Llama with llama3 scaling and a Qwen2 with YaRN against logits of transformers (float32, random weights)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

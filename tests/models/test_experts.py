@@ -1,7 +1,5 @@
 """Mixtures of experts against a loop in NumPy, in float64: every form, ties, experts that no token or everybody picks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """A mixture of experts on a CPU reads each of its weights once and copies none."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The pieces of a decoder layer against restatements in plain NumPy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Attention within packed sequences against "chunked": splash attention interpreted, and XLA in place of cuDNN."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """int8 verifiers: rounding by hand, products, loading, bytes, meshes, and what `check` compares."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """A mixture of experts against logits that transformers 5.23 computed (float32, random weights), in both file layouts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Vocabulary reductions: sharded equals unsharded, thresholds equal a sort, noise depends on its key alone."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 

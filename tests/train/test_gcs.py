@@ -4,8 +4,6 @@ TensorStore writes checkpoints, gcsfs settings, logs, locks, answers and models,
 script this is the process that trains: `python tests/train/test_gcs.py FOLDER [STEP]`; it gets SIGTERM after that step.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

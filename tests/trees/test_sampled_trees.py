@@ -1,7 +1,5 @@
 """Sampled trees in the decode round: what stays equal, what is refused, streams, meshes, the comparison of all rules."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Draft trees against a heap: 3,000 random tables in one compiled program, every corner case among them."""
 
-from __future__ import annotations
-
 import heapq
 from functools import partial
 
