@@ -39,9 +39,7 @@ def run(task, steps, sizes=None, *, accumulate=1, log_every=2, optimizer=OPTIMIZ
         )
         now = start(training_state.place(params, SPECS, mesh, jnp.float32))
         frozen = training_state.place(frozen, FROZEN, mesh, task.compute_dtype)
-        update = jax.jit(
-            training_state.make_update(task, transform, accumulate=accumulate, seed=SEED, log_every=log_every)
-        )
+        update = jax.jit(training_state.make_update(task, transform, accumulate=accumulate, seed=SEED, log_every=log_every))
         for step in range(steps):
             now = update(now, frozen, batches(step))
             states.append(jax.device_get(now))
