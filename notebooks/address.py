@@ -20,7 +20,8 @@ GITHUB = "https://github.com/"
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 UPLOAD = "run `git archive -o treeflash.zip HEAD` in a clone of treeflash_jax and upload treeflash.zip beside this notebook"
 MISSING = "no clone and no treeflash.zip here: upload it as described above"
-TRAIN = {"03_train_a_head.ipynb", "04_many_devices.ipynb"}  # notebooks that import train/, which only a clone has
+# notebooks that import train/ or read results, which only a clone has
+TRAIN = {"03_train_a_head.ipynb", "04_many_devices.ipynb", "05_which_drafter_pays.ipynb"}
 
 CELL = """\
 try:

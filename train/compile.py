@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from train.data.packing import Batch
 from train.runtime import hosts, training_state
-from train.runtime.training_state import Stage, TrainState
-from train.stages.drafting import DraftingStage, make_stage
+from train.runtime.training_state import TrainState, TrainTask
+from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
@@ -45,23 +45,23 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any], *, steps
     model = shapes.find_verifier(shape)
     drafter = settings.shaped_config(model)
     mesh = hosts.make_mesh(settings.mesh, chips)
-    stage = make_stage(settings, model, drafter, mesh)
+    task = make_task(settings, model, drafter, mesh)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with sharding.ambient(mesh):
         batch = training_state.abstract_batch(settings.loop.batch, settings.data.sequence_length, mesh)
-        transform = training_state.make_optimizer(settings.optimizer, 1000, stage.specs)
-        state = training_state.abstract_state(stage, transform, batch, mesh)
-        frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype, mesh)
-        update = training_state.make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10)
+        transform = training_state.make_optimizer(settings.optimizer, 1000, task.specs)
+        state = training_state.abstract_state(task, transform, batch, mesh)
+        frozen = parameters.abstract(task.frozen_specs, task.compute_dtype, mesh)
+        update = training_state.make_update(task, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10)
         update = jax.jit(update, donate_argnums=0, out_shardings=_shardings(state))
         compiled = update.lower(state, frozen, batch).compile()
         measured = {}
         if steps:
-            arrays = random_arrays(stage, transform, state, frozen, batch, model.vocab_size)
+            arrays = random_arrays(task, transform, state, frozen, batch, model.vocab_size)
             seconds = run_steps(compiled, *arrays, steps=steps)
-            peak = ceilings.peak_flops(mesh.size, stage.compute_dtype)
+            peak = ceilings.peak_flops(mesh.size, task.compute_dtype)
             measured = {"steps": steps, "seconds_per_step": seconds, "tokens_per_second": batch.tokens_bt.size / seconds}
-            measured["mfu"] = stage.flops / seconds / peak if peak else None
+            measured["mfu"] = task.flops / seconds / peak if peak else None
     memory, text = compiled.memory_analysis(), compiled.as_text()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
@@ -78,8 +78,8 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any], *, steps
             "temporary": memory.temp_size_in_bytes,
             "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         },
-        "flops_per_step": stage.flops,
-        "flops_per_chip": stage.flops / mesh.size,
+        "flops_per_step": task.flops,
+        "flops_per_chip": task.flops / mesh.size,
         "bytes_accessed_per_chip": count_bytes(text),
         "collectives": sum_collectives(find_collectives(text)),
         "jax": jax.__version__,
@@ -87,7 +87,7 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any], *, steps
 
 
 def random_arrays(
-    stage: Stage, transform: Any, state: TrainState, frozen: Any, batch: Batch, vocab_size: int
+    task: TrainTask, transform: Any, state: TrainState, frozen: Any, batch: Batch, vocab_size: int
 ) -> tuple[TrainState, Any, Batch]:
     """Makes fresh weights, and sequences of one document of random tokens each, laid out as these shapes are."""
     keys, shape = jax.random.split(jax.random.key(0), 3), batch.tokens_bt.shape
@@ -98,9 +98,9 @@ def random_arrays(
         positions_bt=position_bt,
         weights_bt=(position_bt > 0).astype(jnp.float32),
     )
-    params = jax.device_put(parameters.initialize(stage.specs, keys[1]), _shardings(state.params))
-    held = jax.device_put(parameters.initialize(stage.frozen_specs, keys[2], stage.compute_dtype), _shardings(frozen))
-    start = partial(training_state.initial_state, stage, transform, batch=batch)
+    params = jax.device_put(parameters.initialize(task.specs, keys[1]), _shardings(state.params))
+    held = jax.device_put(parameters.initialize(task.frozen_specs, keys[2], task.compute_dtype), _shardings(frozen))
+    start = partial(training_state.initial_state, task, transform, batch=batch)
     return jax.jit(start, out_shardings=_shardings(state))(params), held, jax.device_put(full, _shardings(batch))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from train.data import packing
 from train.runtime.loop import Evaluating
-from train.runtime.training_state import Stage, gather
+from train.runtime.training_state import TrainTask, gather
 from treeflash_jax import drafters
 from treeflash_jax.core import devices
 from treeflash_jax.core.checks import bounded
@@ -42,7 +42,7 @@ class EvaluateConfig:
 
 
 def make_tau_measure(
-    settings: Any, stage: Stage, pair: TreeFlash, corpus: packing.Corpus, frozen: Mapping[str, Any]
+    settings: Any, task: TrainTask, pair: TreeFlash, corpus: packing.Corpus, frozen: Mapping[str, Any]
 ) -> Callable[[Any, Evaluating], dict[str, float]]:
     """Returns a function that measures tau of trained weights by number of nodes, decoding in every way the stage names.
 
@@ -53,7 +53,7 @@ def make_tau_measure(
     """
     config, options = settings.evaluate, drafters.get(pair.drafter).OPTIONS
     prompts, known = held_out_prompts(corpus, config.prompts), dict[str, float]()
-    cast = devices.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
+    cast = devices.jit(lambda params: gather(params, task.specs, task.compute_dtype))
     sizes = {name: config.candidates for name in ("candidates", "children") if hasattr(options, name)}
 
     def measure(params: Any, report: Evaluating) -> dict[str, float]:

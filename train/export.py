@@ -25,8 +25,8 @@ from train.evaluate import assemble, held_out_prompts
 from train.runtime import folders, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.run_config import LoopConfig
-from train.runtime.training_state import Stage, abstract_batch, abstract_state, make_optimizer
-from train.stages.drafting import DraftingStage, make_stage
+from train.runtime.training_state import TrainTask, abstract_batch, abstract_state, make_optimizer
+from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
 from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
@@ -79,7 +79,7 @@ def main(settings: ExportStage) -> None:
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, sampled_above=settings.sampled_above or None)
     dialect = settings.dialect or drafters.get(drafter).DIALECT
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
-    step, params = read_params(settings, trained, make_stage(trained, trained.verifier_config, drafter))
+    step, params = read_params(settings, trained, make_task(trained, trained.verifier_config, drafter))
     whole = assemble(drafter, trained.stored(drafter) | params)
     with folders.filled(settings.out, overwrite=settings.overwrite) as out:
         models.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
@@ -91,14 +91,14 @@ def main(settings: ExportStage) -> None:
     print(f"wrote {settings.out} from step {step}\n{tau}")
 
 
-def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> tuple[int, Any]:
+def read_params(settings: ExportStage, trained: DraftingStage, task: TrainTask) -> tuple[int, Any]:
     """Returns the chosen step and its weights, whole, on one device."""
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    transform = make_optimizer(trained.optimizer, 1, stage.specs)
+    transform = make_optimizer(trained.optimizer, 1, task.specs)
     batch = abstract_batch(trained.loop.batch, trained.data.sequence_length)
     with Checkpoints(settings.run, trained.loop) as checkpoints:
         step = choose_step(checkpoints.metrics(), settings.step, trained.loop)
-        return step, checkpoints.load(step, abstract_state(stage, transform, batch, mesh)).params
+        return step, checkpoints.load(step, abstract_state(task, transform, batch, mesh)).params
 
 
 def measure_tau(trained: DraftingStage, folder: Path) -> str:

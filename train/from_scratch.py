@@ -25,7 +25,7 @@ from train.data import packing
 from train.data.documents import DataConfig
 from train.data.records import Source, read
 from train.runtime import folders, hosts, loop, run_config, watch
-from train.runtime.training_state import Stage, Sums, place
+from train.runtime.training_state import Sums, TrainTask, place
 from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.checks import bounded
@@ -127,9 +127,9 @@ def main(settings: FromScratchStage) -> None:
     params, length = place(initial, specs, mesh, jnp.float32), settings.data.sequence_length
     sums = partial(next_token_sums, model=model, dtype=dtype)
     flops = 6.0 * parameters.count(params) * settings.loop.batch * length
-    stage = Stage(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)
+    task = TrainTask(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
-    params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, began=began)
+    params = loop.fit(task, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, began=began)
     params = sharding.to_host(params)
     if hosts.is_first():
         target = epath.Path(settings.run) / "model"

@@ -30,7 +30,7 @@ from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_c
 from train.stages import losses
 from train.stages.drafting import DraftingStage, load_drafter, read_drafter
 from train.stages.drafting import train as main
-from train.stages.objective import sample_vocabulary
+from train.stages.objective import counted, sample_vocabulary, sampled_vectors
 from train.stages.teacher import teach
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import AtLeast0, bounded
@@ -192,21 +192,15 @@ def language_model_sums(
         sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, other_keys_b)
         labels_bt = sample.places(labels_bt)
 
-    def scored(trees: Any) -> jax.Array:
-        table_vd = trees.get("unembed", trees["embed"])
-        return table_vd if sample is None else vocab.embed(table_vd, sample.ids_bc)
-
-    def logits(table: jax.Array, hidden_btd: jax.Array) -> jax.Array:
-        logits_btv = vocab.unembed(table, hidden_btd)
-        return logits_btv if sample is None else logits_btv + sample.log_counts_bc[:, None].astype(logits_btv.dtype)
-
-    table, verifier_table = scored(weights), scored(tables)
+    table, verifier_table = (sampled_vectors(x.get("unembed", x["embed"]), sample) for x in (weights, tables))
     needs_verifier = settings.loss in losses.NEEDS_VERIFIER
 
     @jax.checkpoint
     def chunk_sums(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:
-        logits_btv = logits(table, hidden_btd)
-        log_p_btv = losses.log_softmax(logits(verifier_table, verifier_btd)) if needs_verifier else None
+        logits_btv = counted(vocab.unembed(table, hidden_btd), sample)
+        log_p_btv = None
+        if needs_verifier:
+            log_p_btv = losses.log_softmax(counted(vocab.unembed(verifier_table, verifier_btd), sample))
         targets, total = losses.Targets(labels_bt, log_p_btv), jnp.sum(weights_bt)
         sums = {"loss": (jnp.sum(weights_bt * losses.LOSSES[settings.loss](logits_btv, targets)), total)}
         logits_btv = lax.stop_gradient(logits_btv)

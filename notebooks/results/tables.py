@@ -280,6 +280,28 @@ def drafters() -> str:
     return section(header, rows, note, [runs["command"]])
 
 
+def drafters_smollm2() -> str:
+    """Formats tau by nodes, and costs and gains of 8 nodes, over all sets of prompts together."""
+    runs, rows = read("drafters_smollm2.json"), []
+
+    def total(entries: str, drafter: str, nodes: int | None, top: str, bottom: str) -> float | None:
+        found = [x for x in runs[entries] if (x["drafter"], x["nodes"]) == (drafter, nodes)]
+        return sum(x[top] for x in found) / sum(x[bottom] for x in found) if found else None
+
+    plain = total("greedy", "none", None, "tokens", "seconds")
+    for drafter in dict.fromkeys(entry["drafter"] for entry in runs["greedy"] if entry["nodes"]):
+        taus = [total("greedy", drafter, nodes, "committed", "rounds") for nodes in (4, 8, 16, 32)]
+        taus.append(total("sampled", drafter, 8, "committed", "rounds"))
+        ratios = [total("greedy", drafter, nodes, "tokens", "seconds") for nodes in (4, 8, 16)]
+        times = runs["phases_ms"].get(drafter)
+        drafted = f"{sum(times.get(phase, 0) for phase in ('draft', 'expand', 'tree')):.1f}" if times else ""
+        costs = [drafted, f"{times['round'] / times['step']:.2f}" if times else ""]
+        cells = [f"{tau:.2f}" if tau else "" for tau in taus]
+        rows.append([drafter, *cells, *costs, *(f"{ratio / plain:.2f}" if ratio else "" for ratio in ratios)])
+    header = "drafter | tau, 4 nodes | 8 | 16 | 32 | T = 0.7, 8 nodes | drafting, ms | round / step | speedup, 4 nodes"
+    return section(f"{header} | 8 | 16", rows, f"{runs['note']}:", runs["commands"])
+
+
 def sampled_trees() -> str:
     runs = read("sampled_tiny.json")
     plain = {(row["temperature"], row["system"]): row["tau"] for row in runs["rows"]}
@@ -323,7 +345,7 @@ def options() -> str:
 
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
-SHOWN += (budget, accept_costs, fits, drafter_rounds, train_steps, train_batches, options)
+SHOWN += (budget, accept_costs, fits, drafters_smollm2, drafter_rounds, train_steps, train_batches, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),

@@ -103,9 +103,9 @@ def test_a_full_disk_is_refused_before_anything_is_computed(toy, tmp_path, monke
 def test_state_lies_over_fsdp_and_model(toy):
     settings = toy_training.settings(toy, "train_backbone=true", "mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
     mesh = hosts.make_mesh(settings.mesh)
-    stage = drafting.make_stage(settings, MODEL, WITH_HEAD)
-    transform = training_state.make_optimizer(settings.optimizer, 10, stage.specs)
-    state = training_state.abstract_state(stage, transform, training_state.abstract_batch(2, 32), mesh)
+    task = drafting.make_task(settings, MODEL, WITH_HEAD)
+    transform = training_state.make_optimizer(settings.optimizer, 10, task.specs)
+    state = training_state.abstract_state(task, transform, training_state.abstract_batch(2, 32), mesh)
     for tree in (state.params, state.optimizer[1][0].mu, state.optimizer[1][0].nu):
         assert tree["backbone"]["groups"][0][0]["gate"].sharding.spec == jax.P("model", "fsdp")
         assert tree["head"]["down"].sharding.spec == jax.P("model", "fsdp")
@@ -119,9 +119,9 @@ def test_verifier_and_blocks_attend_as_the_device_does(toy, monkeypatch, kind, e
     asked = []
     monkeypatch.setattr(packed_attention, "supports", lambda name, *arrays: bool(asked.append(name)))
     monkeypatch.setattr(devices, "describe_mesh", lambda mesh: devices.Device(mesh))
-    stage = drafting.make_stage(toy_training.settings(toy), MODEL, WITH_HEAD, kind)
-    params, frozen = (parameters.abstract(specs, "float32", None) for specs in (stage.specs, stage.frozen_specs))
-    jax.eval_shape(stage.sums, params, frozen, make_batch((20, 20)), jax.random.split(jax.random.key(0), 2))
+    task = drafting.make_task(toy_training.settings(toy), MODEL, WITH_HEAD, kind)
+    params, frozen = (parameters.abstract(specs, "float32", None) for specs in (task.specs, task.frozen_specs))
+    jax.eval_shape(task.sums, params, frozen, make_batch((20, 20)), jax.random.split(jax.random.key(0), 2))
     assert set(asked) == {expected} and len(asked) >= MODEL.num_layers + WITH_HEAD.layers.num_layers
 
 
@@ -185,9 +185,9 @@ def test_a_backbone_and_its_head_learn_from_scratch_over_samples_of_the_vocabula
     made, weights = models.load_drafter(f"{tmp_path}/run/model")
     assert made.head == "mlp" and np.any(weights["head"]["down"])
     exact = dataclasses.replace(settings, objective=dataclasses.replace(settings.objective, vocabulary=0))
-    stage, whole = (drafting.make_stage(of, MODEL, made) for of in (settings, exact))
+    task, whole = (drafting.make_task(of, MODEL, made) for of in (settings, exact))
     parts = weights, {"verifier": random_weights(verifier.specs(MODEL), 0)}, make_batch((20, 20))
     keys = jax.random.split(jax.random.key(0), 2)
-    held_out, all_tokens, some = (of(*parts, keys) for of in (stage.held_out_sums, whole.sums, stage.sums))
+    held_out, all_tokens, some = (of(*parts, keys) for of in (task.held_out_sums, whole.sums, task.sums))
     jax.tree.map(np.testing.assert_array_equal, held_out, all_tokens)
     assert not np.array_equal(some["loss"], all_tokens["loss"])

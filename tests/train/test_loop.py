@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import toy_training
 from refusals import refused
-from toy_stage import FROZEN, OPTIMIZER, SPECS, STAGE, WIDTH, make_mesh, sums, weights
+from toy_task import FROZEN, OPTIMIZER, SPECS, TASK, WIDTH, make_mesh, sums, weights
 
 from train.data import packing
 from train.data.documents import DataConfig
@@ -67,7 +67,7 @@ def test_held_out_means_are_over_every_source_and_spread_over_it(sizes):
     """Batches of 4, at most 4: every other one of the first source, all of the second of 3, then again from 0."""
     corpus, mesh, (params, frozen) = make_corpus(held_out=(32, 3)), make_mesh(**sizes), weights()
     with sharding.ambient(mesh):
-        held_out = loop.make_held_out_measure(STAGE, corpus, LoopConfig(batch=4), mesh)
+        held_out = loop.make_held_out_measure(TASK, corpus, LoopConfig(batch=4), mesh)
         placed, reports = place(mesh), []
         metrics = held_out(*placed, lambda *words: reports.append(words))
         assert reports == [(0, 2, "held-out sources"), (1, 2, "held-out sources")]
@@ -98,7 +98,7 @@ def fit(folder, evaluate=None, **changed):
     mesh = make_mesh(data=2)
     placed = place(mesh)
     named = dict(params=placed[0], frozen=placed[1], corpus=make_corpus(), evaluate=evaluate)
-    final = loop.fit(STAGE, config=settings, mesh=mesh, **named)
+    final = loop.fit(TASK, config=settings, mesh=mesh, **named)
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], jax.device_get(final)
 
 
@@ -131,7 +131,7 @@ def test_lines_checkpoints_and_evaluations_come_when_due(whole):
             # The first step is not timed; step 6 follows a checkpoint.
             seconds = {3: 6.0 / 2, 6: 6.0, 9: 6.0 / 3, 10: 6.0}[line["step"]]
             np.testing.assert_allclose(line["tokens_per_second"], 8 * WIDTH / seconds)
-            np.testing.assert_allclose(line["mfu"], STAGE.flops / seconds / 2e6)
+            np.testing.assert_allclose(line["mfu"], TASK.flops / seconds / 2e6)
     assert log[-2]["loss"] != log[-1]["loss"], "the last line is of the last step alone"
 
 

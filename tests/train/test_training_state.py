@@ -1,4 +1,4 @@
-"""The update, on a stage small enough to be written out: meshes, parts, optimisers."""
+"""The update, on a task small enough to be written out: meshes, parts, optimisers."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toy_stage import BATCH, FROZEN, OPTIMIZER, SEED, SPECS, STAGE, WIDTH, make_mesh, sums, weights
+from toy_task import BATCH, FROZEN, OPTIMIZER, SEED, SPECS, TASK, WIDTH, make_mesh, sums, weights
 from toy_training import MODEL, WITH_HEAD
 
 from train.data import packing
@@ -27,21 +27,19 @@ def make_batch(step):
     return packing.Batch(rng.integers(0, 64, zeros.shape).astype(np.int32), zeros, zeros, share)
 
 
-def run(stage, steps, sizes=None, *, accumulate=1, log_every=2, optimizer=OPTIMIZER, batches=make_batch):
+def run(task, steps, sizes=None, *, accumulate=1, log_every=2, optimizer=OPTIMIZER, batches=make_batch):
     """States after each step, on the host."""
     mesh, (params, frozen) = make_mesh(**sizes or {}), weights()
     transform, states = training_state.make_optimizer(optimizer, 8, SPECS), []
     with sharding.ambient(mesh):
-        abstract = training_state.abstract_state(stage, transform, batches(0), mesh)
+        abstract = training_state.abstract_state(task, transform, batches(0), mesh)
         start = jax.jit(
-            lambda params: training_state.initial_state(stage, transform, params, batches(0)),
+            lambda params: training_state.initial_state(task, transform, params, batches(0)),
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
         )
         now = start(training_state.place(params, SPECS, mesh, jnp.float32))
-        frozen = training_state.place(frozen, FROZEN, mesh, stage.compute_dtype)
-        update = jax.jit(
-            training_state.make_update(stage, transform, accumulate=accumulate, seed=SEED, log_every=log_every)
-        )
+        frozen = training_state.place(frozen, FROZEN, mesh, task.compute_dtype)
+        update = jax.jit(training_state.make_update(task, transform, accumulate=accumulate, seed=SEED, log_every=log_every))
         for step in range(steps):
             now = update(now, frozen, batches(step))
             states.append(jax.device_get(now))
@@ -83,7 +81,7 @@ def expected():
 
 @pytest.mark.parametrize(("sizes", "accumulate"), [({}, 4), ({"fsdp": 8}, 1), (dict(data=2, fsdp=2, model=2), 2)])
 def test_updates_are_those_of_the_whole_batch(expected, sizes, accumulate):
-    states = run(STAGE, 3, sizes, accumulate=accumulate)
+    states = run(TASK, 3, sizes, accumulate=accumulate)
     for now, (params, _, _) in zip(states, expected, strict=True):
         close(now.params, params)
     first, second, third = (totals | {"grad_norm": (norm, np.float32(1))} for _, totals, norm in expected)
@@ -117,7 +115,7 @@ def test_after_a_step_that_is_not_finite_nothing_changes(poison):
         batch = make_batch(step)
         return dataclasses.replace(batch, segments_bt=np.full_like(batch.segments_bt, 7 if step == bad else 1))
 
-    states = run(dataclasses.replace(STAGE, sums=poisoned), 5, batches=batches)
+    states = run(dataclasses.replace(TASK, sums=poisoned), 5, batches=batches)
     assert [int(now.bad_step) for now in states] == [-1, -1, bad, bad, bad]
     assert [int(now.step) for now in states] == [1, 2, 3, 4, 5]
     for now in states[bad:]:
@@ -136,9 +134,9 @@ def test_gradients_add_up_in_float32():
             "exact": (jnp.sum((params["gate"] == gate).astype(jnp.float32)), jnp.float32(1))
         }
 
-    stage = dataclasses.replace(STAGE, sums=counted, compute_dtype=jnp.bfloat16)
+    task = dataclasses.replace(TASK, sums=counted, compute_dtype=jnp.bfloat16)
     for sizes, devices in ((dict(), 1), (dict(fsdp=4), 4)):
-        [now] = run(stage, 1, sizes)
+        [now] = run(task, 1, sizes)
         expected = np.sqrt(WIDTH * 4) * 1000 * devices
         np.testing.assert_allclose(now.window["grad_norm"][0], expected, rtol=1e-6)
         assert now.window["exact"][0] == WIDTH * 4 * devices, "values are those of the compute dtype"

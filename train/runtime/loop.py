@@ -28,7 +28,7 @@ from train.data import packing
 from train.runtime import folders, hosts, lock, sinks, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
-from train.runtime.training_state import Stage, Sums, TrainState
+from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import background, devices, sharding
 from treeflash_jax.models import ceilings
 
@@ -56,7 +56,7 @@ def means(sums: Sums) -> dict[str, Any]:
 
 
 def fit(
-    stage: Stage,
+    task: TrainTask,
     *,
     config: Any,
     mesh: jax.sharding.Mesh,
@@ -85,9 +85,9 @@ def fit(
     with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}") as check_owner:
         claim(folder, config)
         with Checkpoints(config.run, loop, corpus.digests()) as checkpoints, Termination() as termination:
-            run = _Run(stage, config, steps, mesh, params, check_owner, checkpoints, termination, began)
+            run = _Run(task, config, steps, mesh, params, check_owner, checkpoints, termination, began)
             with closing(run.watch), closing(run.trace.running):
-                held_out = partial(make_held_out_measure(stage, corpus, loop, mesh), frozen=frozen)
+                held_out = partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)
                 return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])])
 
 
@@ -96,7 +96,7 @@ class _Run:
 
     def __init__(
         self,
-        stage: Stage,
+        task: TrainTask,
         config: Any,
         steps: int,
         mesh: jax.sharding.Mesh,
@@ -107,19 +107,19 @@ class _Run:
         began: float | None,
     ):
         loop: LoopConfig = config.loop
-        self.stage, self.loop, self.steps, self.mesh = stage, loop, steps, mesh
+        self.task, self.loop, self.steps, self.mesh = task, loop, steps, mesh
         self.check_owner, self.checkpoints, self.termination = check_owner, checkpoints, termination
         self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
-        transform = training_state.make_optimizer(config.optimizer, steps, stage.specs)
+        transform = training_state.make_optimizer(config.optimizer, steps, task.specs)
         example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
-        abstract = training_state.abstract_state(stage, transform, example, mesh)
+        abstract = training_state.abstract_state(task, transform, example, mesh)
         out = dict(out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
         self.state: TrainState = checkpoints.restore(abstract)
         if self.state is None:
-            initial_state = partial(training_state.initial_state, stage, transform, batch=example)
+            initial_state = partial(training_state.initial_state, task, transform, batch=example)
             self.state = devices.jit(initial_state, **out)(params)
         every = dict(accumulate=loop.accumulate, log_every=loop.log_every or steps)
-        update = training_state.make_update(stage, transform, seed=loop.seed, **every)
+        update = training_state.make_update(task, transform, seed=loop.seed, **every)
         self.update = devices.jit(update, donate_argnums=0, **out)
         self.start = int(sharding.to_host(self.state.step))
         if self.start > steps:
@@ -138,7 +138,7 @@ class _Run:
         was_cut = self.is_evaluated_at(start) and start not in self.watch.evaluated  # by a signal during the evaluation
         if start and self.termination.alone and was_cut:
             self.finish(start, {})
-        peak = ceilings.peak_flops(self.mesh.size, self.stage.compute_dtype) if hosts.is_first() else None
+        peak = ceilings.peak_flops(self.mesh.size, self.task.compute_dtype) if hosts.is_first() else None
         members = hosts.local_members(loop.batch, self.mesh)
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
         began, timed = time.perf_counter(), start
@@ -168,7 +168,7 @@ class _Run:
                 line |= {"learning_rate": float(self.rate(step - 1))}
             if logs and count:
                 line |= {"tokens_per_second": count * loop.batch * batch.tokens_bt.shape[1] / seconds}
-                line |= {"mfu": count * self.stage.flops / seconds / peak} if peak else {}
+                line |= {"mfu": count * self.task.flops / seconds / peak} if peak else {}
             self.finish(step, line, ends)
             if pauses:
                 began = time.perf_counter()  # evaluations and checkpoints are not step time
@@ -203,7 +203,7 @@ class _Run:
 
 
 def make_held_out_measure(
-    stage: Stage, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh
+    task: TrainTask, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh
 ) -> Callable[[Any, Any, Evaluating], dict[str, Any]]:
     """Returns a function of trained and frozen weights: means over a few held-out batches of every source.
 
@@ -213,15 +213,15 @@ def make_held_out_measure(
     sources = {name: packed for name, packed in corpus.held_out.items() if len(packed)}
 
     def local(params: Any, frozen: Any, batch: packing.Batch, keys_b: jax.Array) -> Sums:
-        params = training_state.gather(params, stage.specs, stage.compute_dtype)
-        frozen = training_state.gather(frozen, stage.frozen_specs, stage.compute_dtype)
-        function = stage.held_out_sums or stage.sums
+        params = training_state.gather(params, task.specs, task.compute_dtype)
+        frozen = training_state.gather(frozen, task.frozen_specs, task.compute_dtype)
+        function = task.held_out_sums or task.sums
         return lax.psum(function(params, frozen, batch, keys_b), training_state.shared_axes())
 
     @devices.jit
     def sums(params: Any, frozen: Any, batch: packing.Batch, number: jax.Array) -> Sums:
         keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), batch.tokens_bt.shape[0])
-        return training_state.by_batch(local, stage)(params, frozen, batch, keys_b)
+        return training_state.by_batch(local, task)(params, frozen, batch, keys_b)
 
     def measure(params: Any, frozen: Any, report: Evaluating) -> dict[str, Any]:
         totals: dict[str, Sums] = {}

@@ -50,7 +50,7 @@ class TrainState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class TrainTask:
     """The part of a stage that the loop needs.
 
     Attributes:
@@ -110,12 +110,12 @@ def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.Gra
     return optax.chain(optax.clip_by_global_norm(config.clip), optax.GradientTransformation(muon.init, update))
 
 
-def initial_state(stage: Stage, transform: optax.GradientTransformation, params: Any, batch: Any) -> TrainState:
+def initial_state(task: TrainTask, transform: optax.GradientTransformation, params: Any, batch: Any) -> TrainState:
     """Returns the state before the first step; the metrics' shapes follow from the shapes of `batch`."""
-    frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype)
+    frozen = parameters.abstract(task.frozen_specs, task.compute_dtype)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
-    compute = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, stage.compute_dtype), params)
-    shapes = jax.eval_shape(stage.sums, compute, frozen, batch, keys) | {"grad_norm": (jnp.zeros(()),) * 2}
+    compute = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, task.compute_dtype), params)
+    shapes = jax.eval_shape(task.sums, compute, frozen, batch, keys) | {"grad_norm": (jnp.zeros(()),) * 2}
     window = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return TrainState(jnp.int32(0), params, transform.init(params), window, jnp.int32(-1))
 
@@ -128,11 +128,11 @@ def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Ba
     return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for dtype in dtypes))
 
 
-def abstract_state(stage: Stage, transform: optax.GradientTransformation, batch: Batch, mesh: Mesh) -> TrainState:
+def abstract_state(task: TrainTask, transform: optax.GradientTransformation, batch: Batch, mesh: Mesh) -> TrainState:
     """Returns shapes and shardings of the state: weights by their specs, the memory of the optimiser like its weights."""
-    params = parameters.abstract(stage.specs, jnp.float32)
-    shapes = jax.eval_shape(lambda params: initial_state(stage, transform, params, batch), params)
-    leaves = jax.tree_util.tree_flatten_with_path(stage.specs, is_leaf=parameters.is_spec)[0]
+    params = parameters.abstract(task.specs, jnp.float32)
+    shapes = jax.eval_shape(lambda params: initial_state(task, transform, params, batch), params)
+    leaves = jax.tree_util.tree_flatten_with_path(task.specs, is_leaf=parameters.is_spec)[0]
     by_path = {jax.tree_util.keystr(path): spec for path, spec in leaves}
     replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -163,7 +163,7 @@ def split_batch(tree: Any, count: int) -> Any:
 
 
 def make_update(
-    stage: Stage, transform: optax.GradientTransformation, *, accumulate: int, seed: int, log_every: int
+    task: TrainTask, transform: optax.GradientTransformation, *, accumulate: int, seed: int, log_every: int
 ) -> Callable[[TrainState, Any, Batch], TrainState]:
     """Builds the step: gradients of the mean loss over all parts of a batch, one update, metrics added to the window.
 
@@ -172,10 +172,10 @@ def make_update(
     """
 
     def gradients(params: Any, frozen: Any, batch: Batch, keys_b: jax.Array) -> tuple[Any, Sums]:
-        frozen = gather(frozen, stage.frozen_specs, stage.compute_dtype)
+        frozen = gather(frozen, task.frozen_specs, task.compute_dtype)
 
         def loss(params: Any, part: tuple[Batch, jax.Array]) -> tuple[jax.Array, Sums]:
-            sums = stage.sums(gather_trained(params, stage.specs, stage.compute_dtype), frozen, *part)
+            sums = task.sums(gather_trained(params, task.specs, task.compute_dtype), frozen, *part)
             return sums["loss"][0], sums
 
         differentiate = partial(jax.grad(loss, has_aux=True), params)
@@ -183,12 +183,12 @@ def make_update(
             grads, sums = differentiate((batch, keys_b))
         else:
             grads, sums = sum_chunks(differentiate, split_batch((batch, keys_b), accumulate))
-        return total_gradients(grads, stage.specs), lax.psum(sums, shared_axes())
+        return total_gradients(grads, task.specs), lax.psum(sums, shared_axes())
 
     def update(state: TrainState, frozen: Any, batch: Batch) -> TrainState:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         keys_b = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(batch.tokens_bt.shape[0]))
-        grads, sums = by_batch(gradients, stage, scatters=True)(state.params, frozen, batch, keys_b)
+        grads, sums = by_batch(gradients, task, scatters=True)(state.params, frozen, batch, keys_b)
         weight = jnp.maximum(sums["loss"][1], 1e-6)
         grads = jax.tree.map(lambda x: x / weight, grads)
         norm = optax.tree.norm(grads)
@@ -205,7 +205,7 @@ def make_update(
     return update
 
 
-def by_batch(function: Callable[..., Any], stage: Stage, *, scatters: bool = False) -> Callable[..., Any]:
+def by_batch(function: Callable[..., Any], task: TrainTask, *, scatters: bool = False) -> Callable[..., Any]:
     """Runs `function(params, frozen, batch, keys_b)` per device group, on its sequences and its fsdp slices of weights.
 
     Its result is replicated, or if `scatters`, a pair of slices like those of the parameters and something replicated.
@@ -216,7 +216,7 @@ def by_batch(function: Callable[..., Any], stage: Stage, *, scatters: bool = Fal
         return function
     names = tuple(name for name in sharding.RULES["batch"] if name in mesh.axis_names)
     split = PartitionSpec(names)
-    params, frozen = (_map_specs(_fsdp_partition, specs) for specs in (stage.specs, stage.frozen_specs))
+    params, frozen = (_map_specs(_fsdp_partition, specs) for specs in (task.specs, task.frozen_specs))
     parts = dict(in_specs=(params, frozen, split, split), out_specs=(params, whole) if scatters else whole)
     return jax.shard_map(function, mesh=mesh, **parts, axis_names=set(names), check_vma=False)
 

@@ -32,7 +32,7 @@ from train.data.packing import Corpus
 from train.data.records import Source
 from train.evaluate import EvaluateConfig, assemble, make_tau_measure
 from train.runtime import folders, hosts, loop, run_config, watch
-from train.runtime.training_state import Stage, SumsFunction, place
+from train.runtime.training_state import SumsFunction, TrainTask, place
 from train.stages.teacher import record
 from treeflash_jax import drafters
 from treeflash_jax.core import devices, parameters, sharding
@@ -192,12 +192,12 @@ def copy_weights(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(sharding.to_host(x), jnp.float32), tree)
 
 
-def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> Stage:
+def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> TrainTask:
     """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
     settings = replace(settings, attention=devices.describe_mesh(mesh).training_attention(settings.attention))
     specs = drafters.get(drafter).specs(drafter)
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
-    return Stage(
+    return TrainTask(
         specs={name: specs[name] for name in settings.trains if name in specs},
         frozen_specs={"verifier": verifier.specs(model)} | others,
         sums=settings.make_sums(model, drafter),
@@ -221,25 +221,25 @@ def train(settings: DraftingStage) -> None:
     _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = settings.recorded_config(model)
     settings.check(drafter, model)
-    stage = make_stage(settings, model, drafter, mesh)
+    task = make_task(settings, model, drafter, mesh)
     if settings.data.record:
         attention = devices.describe_mesh(mesh).training_attention(settings.attention)
         recorded = dict(model=model, taps=drafter.taps, batch_size=settings.loop.batch, attention=attention, mesh=mesh)
         corpus = record(corpus, settings.data.record, weights=weights, **recorded)
     stored = settings.stored(drafter)
-    params = place(settings.fresh(drafter, weights, stored), stage.specs, mesh, jnp.float32)
+    params = place(settings.fresh(drafter, weights, stored), task.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {
-        name: place(stored[name], specs, mesh, stage.compute_dtype)
-        for name, specs in stage.frozen_specs.items()
+        name: place(stored[name], specs, mesh, task.compute_dtype)
+        for name, specs in task.frozen_specs.items()
         if name != "verifier"
     }
     del stored
     size = f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens"
     hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
     pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(folder, model), mesh=mesh)
-    measure = make_tau_measure(settings, stage, pair, corpus, frozen)
+    measure = make_tau_measure(settings, task, pair, corpus, frozen)
     params = loop.fit(
-        stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
+        task, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
     )
     whole = sharding.to_host(assemble(drafter, params | frozen))
     if hosts.is_first():

@@ -88,6 +88,16 @@ class Sample:
         return jax.vmap(jnp.searchsorted)(self.ids_bc, ids)
 
 
+def sampled_vectors(table_vd: jax.Array, sample: Sample | None) -> jax.Array:
+    """Returns the vectors of a table that the sample contains, [b, c, d]; the table itself without a sample."""
+    return table_vd if sample is None else vocab.embed(table_vd, sample.ids_bc)
+
+
+def counted(logits_btv: jax.Array, sample: Sample | None) -> jax.Array:
+    """Returns logits in which a sampled token counts as all tokens that it represents."""
+    return logits_btv if sample is None else logits_btv + sample.log_counts_bc[:, None].astype(logits_btv.dtype)
+
+
 def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample:
     """Returns all tokens of a sequence, and random others drawn without replacement."""
     if size < batch.tokens_bt.shape[1]:
@@ -172,33 +182,27 @@ def score_sums(
     previous_bt = pick(batch.tokens_bt, previous_bni).reshape(len(hidden_bnid), -1)
     hidden_btd = hidden_bnid.reshape(*previous_bt.shape, -1)
 
-    def sampled(table_vd: jax.Array) -> jax.Array:
-        return table_vd if sample is None else vocab.embed(table_vd, sample.ids_bc)
-
-    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=sampled(unembed_vd), norm=norm, eps=eps)
+    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=sampled_vectors(unembed_vd, sample), norm=norm, eps=eps)
 
     def drafter_logits(name: str, weights: Any) -> jax.Array:
-        weights = weights | {table: sampled(weights[table]) for table in HEADS[name].LOOKED_UP[1:]}
+        weights = weights | {table: sampled_vectors(weights[table], sample) for table in HEADS[name].LOOKED_UP[1:]}
         return HEADS[name].logits(weights, unembed, previous_bt, hidden_btd)
 
-    def counted(logits_btv: jax.Array) -> jax.Array:
-        """Returns logits [b, n, i, v] in which a sampled token counts as all tokens that it represents."""
-        if sample is not None:
-            logits_btv = logits_btv + sample.log_counts_bc[:, None].astype(logits_btv.dtype)
-        return logits_btv.reshape(*previous_bni.shape, -1)
+    def by_block(logits_btv: jax.Array) -> jax.Array:
+        return counted(logits_btv, sample).reshape(*previous_bni.shape, -1)
 
     labels_bni, log_p_bniv = pick(batch.tokens_bt, targets_bni), None
     if settings.loss in losses.NEEDS_VERIFIER:
         verifier_btd = pick(teacher.hidden_btd, previous_bni).reshape(*previous_bt.shape, -1)
-        log_p_bniv = losses.log_softmax(counted(vocab.unembed(unembed.unembed_vd, verifier_btd)))
+        log_p_bniv = losses.log_softmax(by_block(vocab.unembed(unembed.unembed_vd, verifier_btd)))
     targets = losses.Targets(labels_bni if sample is None else sample.places(labels_bni), log_p_bniv)
     measure = losses.LOSSES[settings.loss]
 
     logits_btv = drafter_logits("marginal", {}) if head is None else drafter_logits(drafter.head, head)
-    logits_bniv = counted(logits_btv)
+    logits_bniv = by_block(logits_btv)
     loss_bni = measure(logits_bniv, targets)
     if head is not None and settings.base_weight > 0:
-        loss_bni += settings.base_weight * measure(counted(drafter_logits("marginal", {})), targets)
+        loss_bni += settings.base_weight * measure(by_block(drafter_logits("marginal", {})), targets)
     likeliest_bni = vocab.argmax(lax.stop_gradient(logits_btv)).reshape(labels_bni.shape)
     overlap_bni = None if log_p_bniv is None else losses.overlap(lax.stop_gradient(logits_bniv), targets)
     real_bni = (weights_bni > 0).astype(jnp.float32)

@@ -231,8 +231,8 @@ def write(path: Path, entry: Calibration) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, text + "\n")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot write {path}: {reason}; name a file with --out") from None
+        reason = f"cannot write {path}: {error.strerror}" if isinstance(error, OSError) else error
+        raise ValueError(f"{reason}; name a file with --out") from None
 
 
 def _interpolate(x: float, points: Sequence[float], values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A stage small enough to be written out: a regression with noise."""
+"""A task small enough to be written out: a regression with noise."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def sums(params, frozen, batch, keys_b):
     return {"loss": (jnp.sum(loss_b * weight_b), jnp.sum(weight_b)), "y": (jnp.sum(y_bf, 0), jnp.full(4, len(y_bf), float))}
 
 
-STAGE = training_state.Stage(specs=SPECS, frozen_specs=FROZEN, sums=sums, compute_dtype=jnp.float32, flops=1e6)
+TASK = training_state.TrainTask(specs=SPECS, frozen_specs=FROZEN, sums=sums, compute_dtype=jnp.float32, flops=1e6)
 
 
 def weights():
