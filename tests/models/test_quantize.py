@@ -12,6 +12,7 @@ import pytest
 from answers import PROMPTS, SAMPLED, TREE, draw
 from conftest import FOLDERS, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
+from model_files import assert_same
 from refusals import mistake, refused
 
 import treeflash_jax as tf
@@ -35,10 +36,6 @@ PRODUCTS = {"q": ("btd,hed->bthe", (2,)), "down": ("btf,df->btd", (1,)), "o": ("
 
 def widened(weight: Quantized, inputs: tuple[int, ...]) -> np.ndarray:
     return np.asarray(weight.values, np.float32) * np.expand_dims(np.asarray(weight.scale, np.float32), inputs)
-
-
-def assert_same(tree, other) -> None:
-    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), tree, other)
 
 
 @pytest.fixture(scope="module")

@@ -170,8 +170,7 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
         refused(lambda place=place: folders.absolute(place), *words)
 
 
-def test_the_vocabulary_of_a_drafter_is_that_of_its_run(bucket, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_the_vocabulary_of_a_drafter_is_that_of_its_run(own_cache, bucket, monkeypatch):
     monkeypatch.setattr(fsspec, "url_to_fs", lambda url, **_: (fsspec.filesystem("gcs"), url.removeprefix("gs:/")))
     config = EagleConfig(
         layers=fresh_layers(toy_training.MODEL, 1), target_hidden_size=16, draft_vocab_size=9, taps=(0, 1, 2)
