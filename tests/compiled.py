@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 
 CAPACITY = 384  # in chunks of 64 tokens, no activations have the shape of a cache of this capacity
@@ -19,6 +20,13 @@ def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
         inside = line if line.endswith("{") and not line.startswith(" ") else inside
         copies += [line] if copy.search(line) and "ENTRY" not in inside else []
     return copies
+
+
+def gathered_shapes() -> list[tuple[int, ...]]:
+    """Shapes that devices gather from each other in the rounds that are compiled."""
+    text = "".join(program.run.as_text() for program in programs.compiled(loops.decode))
+    assert " all-reduce(" in text, "devices share the rounds"
+    return [tuple(map(int, sizes.split(","))) for sizes in re.findall(r"= \(?\w+\[([\d,]+)\][^=]* all-gather", text)]
 
 
 def assert_copies_nothing(program, state) -> None:

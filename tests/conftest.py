@@ -83,6 +83,8 @@ RANDOM_MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
     max_positions=1024,
 )  # fmt: skip
+# Drafts of random pairs are accepted if there are few tokens.
+FEW_TOKENS = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
 RANDOM_DRAFTER = DrafterConfig(
     layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, target_layer_ids=(0, 2),
     num_target_layers=3, head="mlp",

@@ -1,17 +1,16 @@
 """A mixture of experts as a verifier of whole answers: on a mesh as on one device, in int8, checked, measured."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
 from answers import PROMPTS, SAMPLED, TREE, make_pair
+from compiled import gathered_shapes
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 
 from treeflash_jax import make_mesh
 from treeflash_jax.cli import commands
 from treeflash_jax.core import programs
-from treeflash_jax.decoding import loops
 from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.formats.architectures import ARCHITECTURES
 
@@ -35,10 +34,8 @@ def test_eight_devices_answer_as_one_and_no_round_moves_weights(sizes):
     sharded = make_pair(MODEL, DRAFTER, mesh=make_mesh(**sizes))
     results = sharded.generate(PROMPTS, **TREE, max_new_tokens=24, **SAMPLED)
     assert [result.ids for result in results] == [result.ids for result in expected]
-    text = "".join(program.run.as_text() for program in programs.compiled(loops.decode))
-    gathered = [shape.split(",") for shape in re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", text)]
+    gathered, matrix = gathered_shapes(), {MODEL.hidden_size, MODEL.expert_size}
     assert gathered, "candidates of the vocabulary's shards travel"
-    matrix = {str(MODEL.hidden_size), str(MODEL.expert_size)}
     assert not [shape for shape in gathered if len(shape) > 2 and {*shape[-2:]} == matrix], "weights travel"
 
 

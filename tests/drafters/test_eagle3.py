@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import assert_same_positions, make_pair, prefilled, read_texts, slow_unless
-from conftest import DATA, RANDOM_MODEL
+from conftest import DATA, FEW_TOKENS
 from draft_trees import paths
 from refusals import refused
 from scipy.special import log_softmax
@@ -32,7 +32,6 @@ FOLDER = DATA / "eagle3"
 FORMS = sorted(path.name for path in FOLDER.iterdir())
 TOLERANCE = 1e-4
 SLOTS, STEPS = 16, 3
-VERIFIER = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
 pytestmark = pytest.mark.usefixtures("float64")
 
 
@@ -173,7 +172,7 @@ def oracle(lookahead: float) -> TreeFlash:
     Args:
       lookahead: share of the carried state that is left; 0 makes the drafter exact.
     """
-    sizes, d = replace(VERIFIER, num_kv_heads=4), VERIFIER.hidden_size
+    sizes, d = replace(FEW_TOKENS, num_kv_heads=4), FEW_TOKENS.hidden_size
     config = eagle3.EagleConfig(
         layers=replace(sizes, num_layers=1), target_hidden_size=d, draft_vocab_size=12, num_depths=5, taps=(0, 0, 1)
     ).fitted(sizes)
@@ -206,10 +205,10 @@ def test_a_drafter_with_the_verifiers_distribution_is_accepted_to_full_depth(how
 
 def test_the_drafter_is_shown_every_token_once():
     """After a few rounds its context has the length of the verifier's, and equals that of one prefill of the text."""
-    layers = replace(VERIFIER, num_layers=1, num_kv_heads=1)
+    layers = replace(FEW_TOKENS, num_layers=1, num_kv_heads=1)
     config = eagle3.EagleConfig(layers=layers, target_hidden_size=16, draft_vocab_size=10, num_depths=3, taps=(0, 0, 1))
-    config = config.fitted(VERIFIER)
-    model = make_pair(VERIFIER, config, dtype=jnp.float64, scale=0.5)
+    config = config.fitted(FEW_TOKENS)
+    model = make_pair(FEW_TOKENS, config, dtype=jnp.float64, scale=0.5)
     prompts = [[3, 4, 5, 6, 7], [8], [2, 9, 4, 4, 1, 0, 3, 5, 7, 6, 2]]
     plan, state = prefilled(model, prompts, nodes=12, lanes=4, children=6)
     state = loops.decode(model.weights, state, jnp.int32(4), plan=plan)
@@ -217,7 +216,7 @@ def test_the_drafter_is_shown_every_token_once():
     np.testing.assert_array_equal(drafter.context.length_b, end_b - 1)
     assert (end_b > [len(prompt) + 4 for prompt in prompts]).any()
     tokens_bt, tables = state.tokens_bs[:, : end_b.max()], model.weights.verifier
-    out, _ = read_texts(tables, VERIFIER, tokens_bt[:, :-1], taps=config.taps)
+    out, _ = read_texts(tables, FEW_TOKENS, tokens_bt[:, :-1], taps=config.taps)
     extend = jax.jit(partial(eagle3.extend, attention="xla"), static_argnums=2)
     seen = eagle3.init(config, 3, 256, jnp.float64), out.features_btj, tokens_bt[:, 1:], jnp.asarray(end_b - 1)
     whole = extend(model.weights.drafter, tables, config, *seen)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
+from conftest import FEW_TOKENS
 from refusals import refused
 
 from train import eagle3 as stage
@@ -21,12 +22,8 @@ from treeflash_jax.drafters import Inputs, eagle3
 from treeflash_jax.drafters.lanes import LaneSettings
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
-from treeflash_jax.models.config import ModelConfig
 
-MODEL = ModelConfig(
-    vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
-    tie_embeddings=True,
-)  # fmt: skip
+MODEL = replace(FEW_TOKENS, tie_embeddings=True)
 DRAFTER = eagle3.EagleConfig(
     layers=replace(MODEL, num_layers=1), target_hidden_size=16, draft_vocab_size=12, norm_output=True, taps=(0, 1, 1)
 )
