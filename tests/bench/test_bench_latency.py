@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DATA, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from answers import make_pair, prefilled
+from conftest import DATA, FEW_TOKENS, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
+from model_files import assert_same
 from refusals import mistake
 
 from treeflash_jax import make_mesh
@@ -24,8 +26,10 @@ from treeflash_jax.bench import latency, phases, shapes
 from treeflash_jax.bench import timed as timers
 from treeflash_jax.bench.floors import phase_work
 from treeflash_jax.cli import commands
+from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block.heads import DraftSettings
+from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.engine.planning import resolve
 from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.models.costs import Work
@@ -59,8 +63,18 @@ def bench(trained) -> phases.Bench:
     return bench
 
 
+def test_a_draft_is_timed_without_copying_what_it_passes_on():
+    """A drafter that runs once per level passes its weights on to the tree."""
+    pair = make_pair(FEW_TOKENS, LanguageModelConfig(layers=FEW_TOKENS))
+    plan, state = prefilled(pair, [[1, 2, 3]], nodes=4, children=4)
+    computed = phases.DRAFT(pair.weights, state, None, plan=plan, name="draft")
+    assert sum(x.nbytes for x in computed) < 500 < pair.weights.drafter["embed"].nbytes
+    whole = phases.drafted(lambda state: (pair.weights, state, None), computed, state, plan=plan, name="draft")
+    assert_same(whole, rounds.draft_stage(pair.weights, state, None, plan, "draft"))
+
+
 def test_nothing_is_compiled_per_node_count_that_does_not_depend_on_it(bench):
-    once = {"prefill": 1, "draft_stage": 2, "decode": 1 + 2}  # one-token steps and two kinds of round
+    once = {"prefill": 1, "DRAFT": 2, "decode": 1 + 2}  # one-token steps and two kinds of round
     assert bench.compiled == once | dict.fromkeys(("build_tree", "verify_tree", "accept_path", "COMMIT"), 2)
     kinds = [(timed.phase, timed.nodes) for timed in bench.timed]
     assert kinds == [(phase, None) for phase in SHARED] + [(phase, n) for n in (3, 8) for phase in OF_A_TREE]

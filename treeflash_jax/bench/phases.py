@@ -45,10 +45,37 @@ MakeArgs = Callable[[DecodeState], tuple[Any, ...]]
 ROUNDS = 16  # maximal number of rounds in one dispatch of `decode`
 COMPILERS = 8  # maximal number of programs compiled in parallel
 
-DRAFT = jax.jit(draft_stage, static_argnames=("plan", "name"))
 TREE = jax.jit(build_tree, static_argnames="plan")
 VERIFY = jax.jit(verify_tree, static_argnames="plan")
 ACCEPT = jax.jit(accept_path, static_argnames="plan")
+
+
+def source_leaves(tree: Any, inputs: Any) -> list[int | None]:
+    """Returns for every leaf of a tree the index of the leaf of `inputs` that it is, or None."""
+    index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(inputs))}
+    return [index.get(id(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+@partial(jax.jit, static_argnames=("plan", "name"))
+def DRAFT(weights, state, value, plan, name):
+    """Returns the leaves that `draft_stage` computes: it may pass on weights and caches, which a program would copy."""
+    out = draft_stage(weights, state, value, plan, name)
+    sources = source_leaves(out, (weights, state, value))
+    return [leaf for leaf, source in zip(jax.tree.leaves(out), sources, strict=True) if source is None]
+
+
+def drafted(make_args: MakeArgs, computed: list[jax.Array], state: DecodeState, *, plan: DecodePlan, name: str) -> Any:
+    """Returns the output of `draft_stage` on a state, given the leaves that DRAFT computed."""
+    inputs, sources = make_args(state), list[int | None]()
+
+    def trace(*inputs: Any) -> Any:
+        out = draft_stage(*inputs, plan, name)
+        sources[:] = source_leaves(out, inputs)
+        return out
+
+    out, given, fresh = jax.eval_shape(trace, *inputs), jax.tree.leaves(inputs), iter(computed)
+    leaves = [next(fresh) if source is None else given[source] for source in sources]
+    return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
 
 @partial(jax.jit, static_argnames="plan", donate_argnames="slots")
@@ -179,17 +206,19 @@ class Bench:
         self.add_rounds("step", None, step, {"drafter": None})
         units = self.sizes["batch"] * self.sizes["context"]
         self.add("prefill", None, prefill, partial(self.repeated, lambda state: inputs), most=4, units=units)
-        value = None
+        value_of: Callable[[DecodeState], Any] = lambda state: None  # noqa: E731
         for name in drafters.get(first.drafter).STAGES:
-            value = self.run(name, None, DRAFT, lambda state, given=value: (weights, state, given), plan=first, name=name)
+            make_args = lambda state, value_of=value_of: (weights, state, value_of(state))  # noqa: E731
+            computed = self.run(name, None, DRAFT, make_args, plan=first, name=name)
+            value_of = partial(drafted, make_args, computed, plan=first, name=name)
         for plan, whole in zip(self.plans, rounds, strict=True):
-            self._run_tree(plan, value)
+            self._run_tree(plan, value_of)
             self.add_rounds("round", plan.num_nodes, whole, {})
 
-    def _run_tree(self, plan: DecodePlan, expander: Any) -> None:
+    def _run_tree(self, plan: DecodePlan, expander_of: Callable[[DecodeState], Any]) -> None:
         """Adds the phases that depend on the number of nodes."""
         weights, run = self.weights, partial(self.run, nodes=plan.num_nodes, plan=plan)
-        tree, proposal = run("tree", function=TREE, make_args=lambda state: (state, expander))
+        tree, proposal = run("tree", function=TREE, make_args=lambda state: (state, expander_of(state)))
         verified = run("verify", function=VERIFY, make_args=lambda state: (weights, state, tree))
         if not bool(jnp.isfinite(verified.logits_bnv).all()):
             raise ValueError(f"{self.where}: got logits that are not finite")
