@@ -11,6 +11,7 @@ from jax import lax
 from scipy.special import log_softmax
 
 from treeflash_jax import trees
+from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level, likeliest_children, scratch_specs
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.kv_cache import KVCache, LayerKV
@@ -117,3 +118,18 @@ def test_on_other_platforms_than_a_cpu_no_level_is_a_branch(shared, monkeypatch)
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
     program = jax.jit(lambda shared: trees.best_first(expander(shared), ANCHORS, 14, 3)).lower(shared).compile()
     assert " conditional(" not in program.as_text()
+
+
+def test_the_network_runs_below_tokens_of_n_grams(shared):
+    """Below a token that it cannot draft itself, its next tokens are those of a rollout, and the n-gram still agrees."""
+    foreign = next(token for token in range(VOCAB) if token not in shared["ids"])
+    match = jnp.full((BATCH, 1, DEPTHS), foreign), jnp.full((BATCH, 1), 3), jnp.zeros((BATCH, 1)), jnp.zeros(BATCH)
+    joined, first = ngram.Joined(expander(shared), ngram.Continuations(*match)), jnp.int32(0)
+    state = joined.start(1)
+    child_bw = jnp.argmax(joined.children(first, state)[0] == foreign, axis=-1)
+    lanes, agrees_bwm = joined.follow(first, state, child_bw)
+    assert agrees_bwm.all() and joined.continues(first, state).all()
+    for b in range(BATCH):
+        tokens, log_probs = Rollout(shared, b).children((foreign,))
+        np.testing.assert_array_equal(lanes.tokens_bwc[b, 0], tokens)
+        np.testing.assert_allclose(lanes.log_probs_bwc[b, 0], log_probs)

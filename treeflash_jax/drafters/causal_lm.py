@@ -18,18 +18,27 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.drafters import steering
-from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
+from treeflash_jax.drafters import ngram, steering
+from treeflash_jax.drafters.lanes import (
+    LaneExpander,
+    LaneOptions,
+    LaneSettings,
+    LaneState,
+    Level,
+    likeliest_children,
+    scratch_specs,
+)
 from treeflash_jax.drafters.lanes import choose as choose
 from treeflash_jax.drafters.lanes import identity as identity
-from treeflash_jax.drafters.protocol import ContextState, DrafterSizes, Inputs, LevelOptions, draft_ids, listed_specs
+from treeflash_jax.drafters.protocol import ContextState, DrafterSizes, Inputs, draft_ids, listed_specs
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models import verifier as model
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
+from treeflash_jax.trees import Expander
 
-OPTIONS = LevelOptions
+OPTIONS = LaneOptions
 READS_TOKENS = True
 READS_PROMPT = True
 OWN_TOKENIZER = True
@@ -148,12 +157,13 @@ class ModelStep:
         return LaneState((), kv, *likeliest_children(table_vd, hidden_bwd, self.children, temperature_b, draft_ids(params)))
 
 
-def draft(inputs: Inputs, _: None) -> LaneExpander:
+def draft(inputs: Inputs, _: None) -> Expander:
     """Returns the children of the anchor, and the model that continues below them."""
     context, step = inputs.state.context, ModelStep(inputs.config, inputs.settings.children, inputs.attention)
     shared = inputs.params, inputs.state, inputs.temperature_b
     first, scratch = step.offer(shared, inputs.state.hidden_bd[:, None], ()), scratch_specs(context)
-    return LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
+    lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
+    return ngram.join(lanes, inputs)
 
 
 STAGES = {"draft": draft}  # levels below the anchor's children are drafted while the tree is built

@@ -40,6 +40,8 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.devices import Device
 from treeflash_jax.core.parameters import Spec, is_spec
+from treeflash_jax.drafters import ngram
+from treeflash_jax.drafters.protocol import JoinedOptions, LevelOptions
 from treeflash_jax.models import vocab
 from treeflash_jax.models.kv_cache import KVCache
 from treeflash_jax.trees import BUILDERS
@@ -93,10 +95,17 @@ class LaneSettings:
     Attributes:
       width: nodes per level that the network runs for: the lanes of best-first search, 1 in a chain, all nodes of a sampled
         tree.
+      ngrams: number of matches of the text's last tokens whose continuations join the tree (`ngram.join`).
     """
 
     children: int
     width: int
+    ngrams: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneOptions(JoinedOptions, LevelOptions):
+    """Options of drafters that run in lanes."""
 
 
 def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings]:
@@ -111,11 +120,12 @@ def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings
     width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
     width = 1 if builder.is_chain else width
     sizes = replace(config, num_depths=options.depths or config.num_depths)
-    return sizes, LaneSettings(children=options.children, width=width)
+    return sizes, LaneSettings(children=options.children, width=width, ngrams=ngram.default_matches(options, device))
 
 
 def identity(config: Any, settings: LaneSettings) -> dict[str, Any]:
-    return {"depths": config.num_depths, "children": settings.children, "lanes": config.lanes}
+    sizes = {"children": settings.children, "ngrams": settings.ngrams}
+    return {"depths": config.num_depths, "lanes": config.lanes} | sizes
 
 
 @struct.dataclass
@@ -159,24 +169,33 @@ class LaneExpander:
     def continues(self, depth: jax.Array, state_bw: LaneState) -> jax.Array:
         return jnp.broadcast_to(depth + 1 < self.num_depths, state_bw.tokens_bwc.shape)
 
+    def continues_below(self, depth: jax.Array, state_bw: LaneState, tokens_bwx: jax.Array) -> jax.Array:
+        """Returns whether any tokens have children, [b, w, x]: the network can run below all."""
+        return jnp.broadcast_to(depth + 1 < self.num_depths, tokens_bwx.shape)
+
     def follow(self, depth: jax.Array, state_bw: LaneState, child_bw: jax.Array) -> LaneState:
         """Runs the network for the chosen child of each lane."""
+        token_bw1 = jnp.take_along_axis(state_bw.tokens_bwc, child_bw[..., None], axis=2)
+        return self.follow_token(depth, state_bw, token_bw1[..., 0])
+
+    def follow_token(self, depth: jax.Array, state_bw: LaneState, token_bw: jax.Array) -> LaneState:
+        """Runs the network for any token in each lane."""
         if self.num_depths == 1:
             return state_bw
         with jax.named_scope("level"):
-            return lax.cond(depth + 1 < self.num_depths, self._run, lambda depth, same, _: same, depth, state_bw, child_bw)
+            return lax.cond(depth + 1 < self.num_depths, self._run, lambda depth, same, _: same, depth, state_bw, token_bw)
 
-    def _run(self, depth: jax.Array, state_bw: LaneState, child_bw: jax.Array) -> LaneState:
-        width, slots = child_bw.shape[1], jnp.arange(self.num_depths - 1)
+    def _run(self, depth: jax.Array, state_bw: LaneState, token_bw: jax.Array) -> LaneState:
+        width, slots = token_bw.shape[1], jnp.arange(self.num_depths - 1)
         self_ww = jnp.eye(width, dtype=bool)
         earlier_wx = (self_ww[:, :, None] & (slots < depth)).reshape(width, -1)
         seen_wx = jnp.concatenate([earlier_wx, self_ww], axis=1)
         level = Level(
-            token_bw=jnp.take_along_axis(state_bw.tokens_bwc, child_bw[..., None], axis=2)[..., 0],
-            position_bw=jnp.broadcast_to(self.position_b[:, None] + depth, child_bw.shape),
+            token_bw=token_bw,
+            position_bw=jnp.broadcast_to(self.position_b[:, None] + depth, token_bw.shape),
             carry=state_bw.carry,
             earlier=jax.tree.map(lambda x_bwi: x_bwi.reshape(x_bwi.shape[0], -1, *x_bwi.shape[3:]), state_bw.kv),
-            seen_bwx=jnp.broadcast_to(seen_wx, (child_bw.shape[0], *seen_wx.shape)),
+            seen_bwx=jnp.broadcast_to(seen_wx, (token_bw.shape[0], *seen_wx.shape)),
         )
         below = self.step(self.shared, level)
 

@@ -6,7 +6,7 @@ length of their matches, and with how recent they are; some of it is reserved fo
 that reaches the end of the text repeats from its first token. Without any match, the round verifies one token
 (`decoding.rounds`).
 
-`join` adds these continuations to the transition table of another drafter.
+`join` adds these continuations to the expander of another drafter.
 
 Shape suffixes: b batch, s token slots, m matches, i draft depth, w lanes, c children (one for each match,
 at most).
@@ -26,11 +26,11 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.devices import Device
-from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, LevelOptions, State
+from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, JoinedOptions, LevelOptions, State
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
+from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.containers import pick
-from treeflash_jax.trees.expander import TransitionTable
 
 OPTIONS = LevelOptions
 READS_TOKENS = False
@@ -40,7 +40,8 @@ DIALECT = "ngram"
 LONGER = 4.0  # factor of a match's weight per token of length
 OLDER = 0.9  # factor per more recent match of at least this length
 UNSEEN = 0.25  # weight of all tokens that never followed; the longest, most recent match weighs 1
-HALF = 4.0  # length of a match at which n-grams count as much as the table that they join
+HALF = 4.0  # length of a match at which n-grams count as much as the drafter that they join
+MATCHES = 8  # that join another drafter's trees by default on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,26 +128,32 @@ class Continuations:
 
 @struct.dataclass
 class Joined:
-    """A transition table joined with n-grams: an `Expander` whose state is that of both.
+    """Another drafter's expander joined with n-grams: an `Expander` whose state is that of both.
 
-    A token's probability is (1 - s) p + s q, with p from the table and q from the n-grams. The share s = l / (l + HALF)
+    A token's probability is (1 - s) p + s q, with p from the drafter and q from the n-grams. The share s = l / (l + HALF)
     grows with l, the length of the longest match that agrees with the path, path included; without one it is 0.
+
+    Attributes:
+      drafter: a `TransitionTable` or a `LaneExpander`, whose network runs below tokens of n-grams too.
     """
 
-    table: TransitionTable
+    drafter: Any
     ngrams: Continuations
-    is_table = True
+
+    @property
+    def is_table(self) -> bool:
+        return self.drafter.is_table
 
     @property
     def num_depths(self) -> int:
-        return self.table.num_depths
+        return self.drafter.num_depths
 
-    def start(self, width: int) -> tuple[jax.Array, jax.Array]:
-        return self.table.start(width), self.ngrams.start(width)
+    def start(self, width: int) -> tuple[Any, jax.Array]:
+        return self.drafter.start(width), self.ngrams.start(width)
 
-    def children(self, depth: jax.Array, state_bw: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        context_bw, agrees_bwm = state_bw
-        tokens_bwc, log_p_bwc = self.table.children(depth, context_bw)
+    def children(self, depth: jax.Array, state_bw: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        drafter_bw, agrees_bwm = state_bw
+        tokens_bwc, log_p_bwc = self.drafter.children(depth, drafter_bw)
         copied_bwm, log_q_bwm = self.ngrams.children(depth, agrees_bwm)
         length_bw1 = jnp.max(jnp.where(agrees_bwm, self.ngrams.length_bm[:, None] + depth, 0), axis=-1, keepdims=True)
         share_bw1 = (length_bw1 / (length_bw1 + HALF)).astype(log_p_bwc.dtype)
@@ -158,34 +165,38 @@ class Joined:
         cost_bwx, token_bwx = lax.sort((cost_bwx, jnp.concatenate([tokens_bwc, copied_bwm], axis=-1)), num_keys=1)
         return token_bwx, -cost_bwx
 
-    def follow(
-        self, depth: jax.Array, state_bw: tuple[jax.Array, jax.Array], child_bw: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def follow(self, depth: jax.Array, state_bw: tuple[Any, jax.Array], child_bw: jax.Array) -> tuple[Any, jax.Array]:
         token_bw1 = jnp.take_along_axis(self.children(depth, state_bw)[0], child_bw[..., None], axis=2)
-        context_bwx, agrees_bwxm = self._below(depth, state_bw, token_bw1)
-        return context_bwx[..., 0], agrees_bwxm[..., 0, :]
+        below_bw = self.drafter.follow_token(depth, state_bw[0], token_bw1[..., 0])
+        return below_bw, self._agree(depth, state_bw, token_bw1)[..., 0, :]
 
-    def continues(self, depth: jax.Array, state_bw: tuple[jax.Array, jax.Array]) -> jax.Array:
-        context_bwx, agrees_bwxm = self._below(depth, state_bw, self.children(depth, state_bw)[0])
-        return (depth + 1 < self.num_depths) & ((context_bwx >= 0) | agrees_bwxm.any(axis=-1))
+    def continues(self, depth: jax.Array, state_bw: tuple[Any, jax.Array]) -> jax.Array:
+        tokens_bwx = self.children(depth, state_bw)[0]
+        goes_on_bwx = self.drafter.continues_below(depth, state_bw[0], tokens_bwx)
+        return (depth + 1 < self.num_depths) & (goes_on_bwx | self._agree(depth, state_bw, tokens_bwx).any(axis=-1))
 
-    def _below(
-        self, depth: jax.Array, state_bw: tuple[jax.Array, jax.Array], tokens_bwx: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the table's context below each token, -1 for none, and the matches that agree with it."""
-        context_bw, agrees_bwm = state_bw
-        listed_bwc, log_p_bwc = self.table.children(depth, context_bw)
-        same_bwxc = (tokens_bwx[..., None] == listed_bwc[..., None, :]) & jnp.isfinite(log_p_bwc)[..., None, :]
-        next_bwc = self.table.next_contexts(depth, context_bw)
-        context_bwx = jnp.max(jnp.where(same_bwxc, next_bwc[..., None, :], -1), axis=-1)
+    def _agree(self, depth: jax.Array, state_bw: tuple[Any, jax.Array], tokens_bwx: jax.Array) -> jax.Array:
+        """Returns the matches that agree with each token, [b, w, x, m]."""
         after_bm = self.ngrams.tokens_bmi[:, :, depth]
-        return context_bwx, agrees_bwm[..., None, :] & (tokens_bwx[..., None] == after_bm[:, None, None])
+        return state_bw[1][..., None, :] & (tokens_bwx[..., None] == after_bm[:, None, None])
 
 
-def join(table: TransitionTable, inputs: Inputs) -> Joined:
-    """Joins the table of a round with the continuations of n-grams."""
-    inputs = replace(inputs, config=NgramConfig(), settings=inputs.settings.ngrams, depths=table.num_depths)
-    return Joined(table, look_up(inputs, None))
+def join(drafter: Any, inputs: Inputs) -> Any:
+    """Joins a drafter's expander with as many n-grams as its settings say; with 0 it stays as it is."""
+    if not inputs.settings.ngrams:
+        return drafter
+    inputs = replace(inputs, config=NgramConfig(), settings=inputs.settings.ngrams, depths=drafter.num_depths)
+    return Joined(drafter, look_up(inputs, None))
+
+
+def default_matches(options: JoinedOptions, device: Device) -> int:
+    """Returns the number of matches that join a drafter's trees: as requested, or MATCHES for trees on CPUs.
+
+    On accelerators, n-grams were never timed.
+    """
+    is_chain = BUILDERS[options.builder or "best-first"].is_chain
+    default = MATCHES if device.is_cpu and not is_chain else 0
+    return default if options.ngrams is None else options.ngrams
 
 
 def look_up(inputs: Inputs, _: None) -> Continuations:

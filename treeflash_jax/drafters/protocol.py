@@ -253,6 +253,19 @@ class ListOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JoinedOptions(ListOptions):
+    """Options of drafters whose trees n-grams can join."""
+
+    ngrams: int | None = option(
+        None,
+        "earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup); 0: none",
+        unset="0; for trees on a CPU 8",
+        least=0,
+        unit="matches",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LevelOptions(ListOptions):
     """Options of drafters that draft one level of the tree after the other."""
 

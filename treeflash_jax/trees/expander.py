@@ -76,6 +76,19 @@ class TransitionTable:
     def continues(self, depth: jax.Array, context_bw: jax.Array) -> jax.Array:
         return self.next_contexts(depth, context_bw) >= 0
 
+    def follow_token(self, depth: jax.Array, context_bw: jax.Array, token_bw: jax.Array) -> jax.Array:
+        """Returns the context below any token; -1 if that ends the branch or is no child."""
+        return self._below(depth, context_bw, token_bw[..., None])[..., 0]
+
+    def continues_below(self, depth: jax.Array, context_bw: jax.Array, tokens_bwx: jax.Array) -> jax.Array:
+        """Returns whether any tokens have children, [b, w, x]."""
+        return self._below(depth, context_bw, tokens_bwx) >= 0
+
+    def _below(self, depth: jax.Array, context_bw: jax.Array, tokens_bwx: jax.Array) -> jax.Array:
+        listed_bwc, log_p_bwc = self.children(depth, context_bw)
+        same_bwxc = (tokens_bwx[..., None] == listed_bwc[..., None, :]) & jnp.isfinite(log_p_bwc)[..., None, :]
+        return jnp.max(jnp.where(same_bwxc, self.next_contexts(depth, context_bw)[..., None, :], -1), axis=-1)
+
     def next_contexts(self, depth: jax.Array, context_bw: jax.Array) -> jax.Array:
         """Returns the context of each child at the next depth, [b, w, c]; -1 ends the branch."""
         return _entries(self.next_context_bimc, depth, context_bw)

@@ -26,7 +26,7 @@ from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_config import ALL, FREQUENT, VOCABULARIES, DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, Unembed
-from treeflash_jax.drafters.protocol import ContextState, Inputs, ListOptions, draft_ids, listed_specs, option
+from treeflash_jax.drafters.protocol import ContextState, Inputs, JoinedOptions, draft_ids, listed_specs, option
 from treeflash_jax.models import kv_cache, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
@@ -39,7 +39,7 @@ DIALECT = "treeflash"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions(ListOptions):
+class BlockOptions(JoinedOptions):
     """Options of block drafters."""
 
     head: str | None = option(
@@ -77,13 +77,6 @@ class BlockOptions(ListOptions):
         unset="frequent if there is a list",
         choices=lambda: VOCABULARIES,
     )
-    ngrams: int | None = option(
-        None,
-        "earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup); 0: none",
-        unset="0; for trees on a CPU 8",
-        least=0,
-        unit="matches",
-    )
 
 
 OPTIONS = BlockOptions
@@ -116,15 +109,14 @@ def _settings(config: DrafterConfig, options: Any, device: Device) -> DraftSetti
 
     Times are of SmolLM2 (49,152 tokens) in bfloat16 at batch 1 on two cores with avx512_bf16: 16 candidates instead of 8
     add 3 ms to a round of 8 nodes and nothing to tau; the second stage takes 85 ms over the vocabulary and 16 ms over 32
-    tokens per depth, at equal tau. Accelerators read the vocabulary table once for all contexts of that stage. N-grams were
-    never timed there.
+    tokens per depth, at equal tau. Accelerators read the vocabulary table once for all contexts of that stage.
     """
     defaults = {
         "candidates": 8 if device.pays_per_token else 16,
         "children": options.children,
         "shortlist": 32 if device.is_cpu and config.layers.vocab_size >= 2**14 else 0,
         "head": config.head,
-        "ngrams": 8 if device.is_cpu and not _is_chain(options) else 0,
+        "ngrams": ngram.default_matches(options, device),
     }
     given = {name: getattr(options, name) for name in defaults}
     return DraftSettings(**{name: defaults[name] if value is None else value for name, value in given.items()})
@@ -176,7 +168,7 @@ def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> Expander:
         unembed = unembed.replace(unembed_vd=inputs.params["unembed"], ids_v=draft_ids(inputs.params))
     head = HEADS[inputs.settings.head or inputs.config.head]
     table = head.expand(inputs.params["head"], unembed, hidden_bqd, inputs.anchor_b, inputs.settings, inputs.temperature_b)
-    return ngram.join(table, inputs) if inputs.settings.ngrams else table
+    return ngram.join(table, inputs)
 
 
 STAGES = {"draft": draft_block, "expand": expand_block}

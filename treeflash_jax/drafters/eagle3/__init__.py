@@ -18,19 +18,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.eagle3 import layer
 from treeflash_jax.drafters.eagle3.layer import EagleConfig
 from treeflash_jax.drafters.eagle3.layer import specs as specs
-from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
+from treeflash_jax.drafters.lanes import (
+    LaneExpander,
+    LaneOptions,
+    LaneSettings,
+    LaneState,
+    Level,
+    likeliest_children,
+    scratch_specs,
+)
 from treeflash_jax.drafters.lanes import choose as choose
 from treeflash_jax.drafters.lanes import identity as identity
-from treeflash_jax.drafters.protocol import ContextState, Inputs, LevelOptions, draft_ids
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
+from treeflash_jax.trees import Expander
 
-OPTIONS = LevelOptions
+OPTIONS = LaneOptions
 READS_TOKENS = True
 DIALECT = "speculators"
 
@@ -65,13 +75,14 @@ def extend(
     )
 
 
-def draft(inputs: Inputs, _: None) -> LaneExpander:
+def draft(inputs: Inputs, _: None) -> Expander:
     """Returns the children of the anchor, and the layer that continues below them."""
     context, step = inputs.state.context, LayerStep(inputs.config, inputs.settings.children, inputs.attention)
     embed = {} if inputs.config.own_embedding else {"embed": inputs.tables["embed"]}
     shared = inputs.params, embed, context, inputs.temperature_b
     first, scratch = step.offer(shared, inputs.state.hidden_bd[:, None], ()), scratch_specs(context)
-    return LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
+    lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
+    return ngram.join(lanes, inputs)
 
 
 STAGES = {"draft": draft}  # levels below the anchor's children are drafted while the tree is built
