@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -281,25 +282,22 @@ def drafters() -> str:
 
 
 def drafters_smollm2() -> str:
-    """Formats tau by nodes, and costs and gains of 8 nodes, over all sets of prompts together."""
-    runs, rows = read("drafters_smollm2.json"), []
+    """Formats tau, costs and gains with 8 nodes, over all sets of prompts together and the gain for each."""
+    results, rows = read("drafters_smollm2.json"), []
 
-    def total(entries: str, drafter: str, nodes: int | None, top: str, bottom: str) -> float | None:
-        found = [x for x in runs[entries] if (x["drafter"], x["nodes"]) == (drafter, nodes)]
+    def total(run: str, drafter: str, top: str, bottom: str, prompts: str | None = None) -> float | None:
+        found = [x for x in results["runs"][run] if x["drafter"] == drafter and prompts in (None, x["set"])]
         return sum(x[top] for x in found) / sum(x[bottom] for x in found) if found else None
 
-    plain = total("greedy", "none", None, "tokens", "seconds")
-    for drafter in dict.fromkeys(entry["drafter"] for entry in runs["greedy"] if entry["nodes"]):
-        taus = [total("greedy", drafter, nodes, "committed", "rounds") for nodes in (4, 8, 16, 32)]
-        taus.append(total("sampled", drafter, 8, "committed", "rounds"))
-        ratios = [total("greedy", drafter, nodes, "tokens", "seconds") for nodes in (4, 8, 16)]
-        times = runs["phases_ms"].get(drafter)
-        drafted = f"{sum(times.get(phase, 0) for phase in ('draft', 'expand', 'tree')):.1f}" if times else ""
-        costs = [drafted, f"{times['round'] / times['step']:.2f}" if times else ""]
-        cells = [f"{tau:.2f}" if tau else "" for tau in taus]
-        rows.append([drafter, *cells, *costs, *(f"{ratio / plain:.2f}" if ratio else "" for ratio in ratios)])
-    header = "drafter | tau, 4 nodes | 8 | 16 | 32 | T = 0.7, 8 nodes | drafting, ms | round / step | speedup, 4 nodes"
-    return section(f"{header} | 8 | 16", rows, f"{runs['note']}:", runs["commands"])
+    for drafter, measured in results["drafters"].items():
+        run, times = measured["run"], measured["phases_ms"]
+        taus = total(run, drafter, "committed", "rounds"), total("sampled", drafter, "committed", "rounds")
+        pace = partial(total, run, top="tokens", bottom="seconds")
+        gains = [pace(drafter, prompts=name) / pace("none", prompts=name) for name in (None, *results["sets"])]
+        cells = [f"{x:.2f}" if x else "" for x in (*taus, times["round"] / times["step"], *gains)]
+        rows.append([drafter, *cells])
+    header = f"drafter | tau | tau at T = 0.7 | round / step | speedup | {' | '.join(results['sets'].values())}"
+    return section(header, rows, f"{results['note']}:", results["commands"])
 
 
 def sampled_trees() -> str:
