@@ -1,6 +1,7 @@
 """Training selectors: labels against enumeration, the loss, a world to be learnt, and a run from prompts to answers."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -38,8 +39,8 @@ def test_a_label_is_what_enumeration_gives(float64, rule, which):
     nodes = max(bucket.nodes for bucket in BUCKETS)
     shape = TreeShape()
     for bucket in which:
-        draft = lambda run, b=bucket: toys.draft_paths(world.drafter, run, b.nodes, b.branches, b.trunk, 2)  # noqa: E731
-        case = cases.Case("delayed", nodes, shape, lambda drafter, run, depths, draft=draft: draft(run))
+        sizes = dict(num_nodes=bucket.nodes, branches=bucket.branches, trunk=bucket.trunk)
+        case = cases.Case("delayed", nodes, shape, partial(toys.draft_paths, **sizes))
         drafts, expected = world.drafts(case), 0.0
         for chance, drafted in drafts:
             for run, (last, _) in oracle.outcomes(lambda run, tree=drafted: oracle.RULES[rule](tree, p, run)):
