@@ -165,7 +165,8 @@ def test_options_that_a_drafter_lacks_are_refused(kind):
 
 
 SHORT = [("ngram", {}), ("block", {"shortlist": 2}), ("block", {"ngrams": 6})]  # some of their entries have no child
-FULL = [(kind, {}) for kind in KINDS if kind not in ("block", "frequent", "ngram")] + [("frequent", {"ngrams": 0})]
+SHORT += [("eagle3", {"ngrams": 6})]
+FULL = [(kind, {"ngrams": 0}) for kind in KINDS if kind not in ("block", "ngram")]
 FULL += [("block", {"head": head, "ngrams": 0}) for head in HEADS]
 
 
