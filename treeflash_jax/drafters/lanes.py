@@ -167,7 +167,7 @@ class LaneExpander:
         return state_bw.tokens_bwc, state_bw.log_probs_bwc
 
     def continues(self, depth: jax.Array, state_bw: LaneState) -> jax.Array:
-        return jnp.broadcast_to(depth + 1 < self.num_depths, state_bw.tokens_bwc.shape)
+        return self.continues_below(depth, state_bw, state_bw.tokens_bwc)
 
     def continues_below(self, depth: jax.Array, state_bw: LaneState, tokens_bwx: jax.Array) -> jax.Array:
         """Returns whether any tokens have children, [b, w, x]: the network can run below all."""
