@@ -1,7 +1,5 @@
 """Conversion of files from one dialect to another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

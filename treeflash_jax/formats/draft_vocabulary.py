@@ -6,8 +6,6 @@ fraction of the vocabulary table.
 Source: FR-Spec (arXiv 2502.14856).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ only by the dtype in which weights are loaded.
 Source: ggml-org/ggml, docs/gguf.md.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass, field

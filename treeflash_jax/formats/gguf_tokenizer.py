@@ -3,8 +3,6 @@
 Source: ggml-org/llama.cpp, src/llama-vocab.cpp (pre-tokenizers and their defaults).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Models on the Hugging Face Hub and in its local cache."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,10 +1,8 @@
 """Values of a config file: read by key, each of its type and within its bounds, or refused in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from treeflash_jax.core.checks import INT32, fit, quoted
 
@@ -35,7 +33,7 @@ class Keys:
     def truth(self, key: str, default: Any = None) -> bool:
         return self.value(bool, key, default, "true or false")
 
-    def table(self, key: str, required: bool = False) -> Keys:
+    def table(self, key: str, required: bool = False) -> Self:
         """Returns an object inside this one; an optional one that is absent is empty."""
         raw = self.value(dict[str, Any], key, None, "an object") if key in self or required else {}
         return Keys(raw, f"{self.where}: {key}")

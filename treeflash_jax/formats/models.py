@@ -1,7 +1,5 @@
 """Verifiers and drafters in folders and files: configs and weights, read and written by dialect."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Safetensors folders: one file, or parts with an index."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """selector.safetensors: the weights of a selector of delayed trees, and its config as metadata."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, astuple
 from pathlib import Path

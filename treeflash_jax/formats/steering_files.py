@@ -1,7 +1,5 @@
 """Steering in files: steering.safetensors and steering_config.json, beside the small model's files or on their own."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 An `Entry` locates a weight on disk; specs, entries and weights are trees of one structure. Output is safetensors.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

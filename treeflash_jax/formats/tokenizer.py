@@ -4,14 +4,12 @@ Tokenizers and chat templates come with models: their errors become one line, an
 context are refused before tokenisation. Templates run in the sandbox of transformers; Ctrl-C stops one that never ends.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from treeflash_jax.core.checks import clipped, quoted
 from treeflash_jax.core.files import regular
@@ -35,8 +33,8 @@ class Tokenizer:
     def __init__(self, inner: Any, template: Mapping[str, Any] | None = None):
         self.inner, self.template = inner, {"enable_thinking": False, **(template or {})}
 
-    @staticmethod
-    def load(folder: str | Path, template: Mapping[str, Any] | None = None) -> Tokenizer | None:
+    @classmethod
+    def load(cls, folder: str | Path, template: Mapping[str, Any] | None = None) -> Self | None:
         """Returns the tokenizer of a model folder or GGUF file; None if it has none. Raises ValueError if it is damaged."""
         folder = gguf_tokenizer.folder(folder) if gguf_reader.is_gguf(folder) else Path(folder)
         if folder is None or not (folder / "tokenizer.json").exists():
@@ -47,7 +45,7 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 
         with _one_line(f"{folder}: tokenizer.json or tokenizer_config.json is damaged"):
-            return Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder), template)
+            return cls(PreTrainedTokenizerFast.from_pretrained(folder), template)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

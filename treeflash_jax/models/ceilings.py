@@ -1,7 +1,5 @@
 """Measured rates of the default device, and peak rates of known chips."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Sizes and numerics of a language model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal

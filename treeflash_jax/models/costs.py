@@ -5,11 +5,9 @@ part, embeddings, positions and masks are not counted. Of a mixture of experts, 
 are read, and a token is multiplied by its own.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +26,10 @@ class Work:
     bytes: float = 0
     flops: float = 0
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: Self) -> Self:
         return Work(self.bytes + other.bytes, self.flops + other.flops)
 
-    def over(self, parts: float) -> Work:
+    def over(self, parts: float) -> Self:
         return Work(self.bytes / parts, self.flops / parts)
 
     def seconds(self, ceilings: Ceilings) -> float:

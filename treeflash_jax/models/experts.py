@@ -8,8 +8,6 @@ Source: Qwen3-MoE as transformers computes it.
 Shape suffixes: b batch, t tokens, n = b t tokens of a device, d model, x experts, f ffn of an expert, k experts of a token.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e head dim, f ffn.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

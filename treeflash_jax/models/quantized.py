@@ -6,12 +6,10 @@ values in the activations' dtype and are scaled afterwards: no dequantised weigh
 The quantised verifier is a model of its own: drafted output equals ITS one-token output, not that of the wider weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +46,7 @@ class Quantized:
     def dtype(self) -> Any:
         return self.scale.dtype
 
-    def reshape(self, *shape: int) -> Quantized:
+    def reshape(self, *shape: int) -> Self:
         """Folds or splits input axes; output axes and scale stay."""
         return self.replace(values=self.values.reshape(*shape))
 

@@ -7,8 +7,6 @@ Shape suffixes: b batch, t new positions, u new positions as keys, x positions o
 x model, v vocabulary, k experts of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

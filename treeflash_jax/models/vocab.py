@@ -8,8 +8,6 @@ Shape suffixes: b batch, t positions of a sequence, x positions of one of y chun
 `...` is any leading axes, batch first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

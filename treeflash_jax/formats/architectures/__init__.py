@@ -23,8 +23,6 @@ layers, `layer` names the weights of both kinds of layers, and `layouts` has the
 `load`, `convert`, training and the command line then read folders of that family.
 """
 
-from __future__ import annotations
-
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures.architecture import Architecture
 from treeflash_jax.formats.architectures.dense import LLAMA, QWEN2, QWEN3

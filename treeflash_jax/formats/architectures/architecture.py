@@ -1,7 +1,5 @@
 """Model families: how the keys and tensors of their files map to fields and weights of ours."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace

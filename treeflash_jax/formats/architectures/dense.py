@@ -1,7 +1,5 @@
 """Dense families: Llama 2 and 3 (also SmolLM2), Qwen2 and Qwen2.5, and Qwen3; and the keys and tensor names they share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts as the feed-forward part of most or all layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

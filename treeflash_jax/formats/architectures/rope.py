@@ -1,7 +1,5 @@
 """Rotary position embeddings in config.json: `rope_parameters` (transformers 5), or `rope_theta` + `rope_scaling`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

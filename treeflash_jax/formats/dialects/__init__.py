@@ -6,8 +6,6 @@ refines another comes after it. `read_config` of a drafter's dialect returns the
 in DRAFTERS.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from treeflash_jax.core.checks import quoted

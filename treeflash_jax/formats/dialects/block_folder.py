@@ -6,8 +6,6 @@
 Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819), their published PyTorch code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path

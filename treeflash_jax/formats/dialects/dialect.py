@@ -1,7 +1,5 @@
 """The protocol of file dialects."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager

@@ -11,8 +11,6 @@ the next step is fed the normalised output; in SpecForge's, that the vocabulary 
 Source: SafeAILab/EAGLE, Tencent/AngelSlim, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

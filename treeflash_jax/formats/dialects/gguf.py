@@ -3,8 +3,6 @@
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

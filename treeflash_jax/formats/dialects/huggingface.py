@@ -1,7 +1,5 @@
 """Folders of verifiers as transformers writes them: config.json and safetensors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Language models as drafters: the folder or file of a verifier, in the verifier's own dialect."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

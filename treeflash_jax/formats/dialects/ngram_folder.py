@@ -1,7 +1,5 @@
 """n-gram drafters: `ngram_config` in config.json, and no weights. One ships under the name "ngram"."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

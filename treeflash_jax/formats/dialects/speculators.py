@@ -3,8 +3,6 @@
 Source: vllm-project/speculators. EAGLE-3 drafters in this form are in eagle3_folder.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

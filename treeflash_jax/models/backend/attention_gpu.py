@@ -13,8 +13,6 @@ y shares of the prefix, e head dim.
 Source: Flash-Decoding (Dao et al., 2023) over FlashAttention (arXiv 2205.14135).
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

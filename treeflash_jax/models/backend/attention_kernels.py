@@ -1,7 +1,5 @@
 """Attention over a cached prefix by a Pallas kernel; the plain form is "streamed" of `models.attention`."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -10,8 +10,6 @@ y shares of the prefix (1 here), e head dim.
 Source: FlashAttention (arXiv 2205.14135).
 """
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -16,8 +16,6 @@ Shape suffixes: n tokens of a device, d model, x experts, f ffn of an expert, k 
 inputs of one step, m either of d and f, z = x f.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

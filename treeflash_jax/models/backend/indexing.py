@@ -3,8 +3,6 @@
 Shape suffixes: b batch, k key/value heads, s cache slots, p new positions, e head dim, d model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

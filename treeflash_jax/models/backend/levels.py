@@ -1,7 +1,5 @@
 """The loop over the levels of a tree, in the form that the backend runs fastest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -8,8 +8,6 @@ Shape suffixes: b sequences, t queries, x keys, h query heads, k key/value heads
 Source: FlashAttention (arXiv 2205.14135).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

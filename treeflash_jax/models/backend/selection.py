@@ -6,8 +6,6 @@ Shape suffixes: b batch, n independent score vectors, v scores, g groups of GROU
 `...` is any leading axes.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
