@@ -21,7 +21,7 @@ from treeflash_jax.bench import bench_records
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
 from treeflash_jax.decoding import calibration
-from treeflash_jax.formats import conversions, gguf_reader, safetensors, storage
+from treeflash_jax.formats import gguf_reader, models, safetensors, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 PAIR = Path(files.__file__).parents[1] / "assets" / "tiny"
@@ -218,8 +218,8 @@ def small_disk():
 
 def test_a_full_disk_leaves_no_weights_and_no_target(tmp_path, small_disk):
     source, target = PAIR / "drafter", tmp_path / "out"
-    refused(lambda: conversions.convert_drafter(source, target, "dflash", drop_head=True), "cannot write", "File too large")
+    refused(lambda: models.convert_drafter(source, target, "dflash", drop_head=True), "cannot write", "File too large")
     assert not list(tmp_path.iterdir())
     small_disk()
-    conversions.convert_drafter(source, target, "dflash", drop_head=True)
+    models.convert_drafter(source, target, "dflash", drop_head=True)
     assert storage.is_own(target / "model.safetensors") and not storage.is_own(source / "model.safetensors")

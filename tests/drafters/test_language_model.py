@@ -18,7 +18,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.drafters import causal_lm
 from treeflash_jax.engine import pairs
-from treeflash_jax.formats import conversions, models
+from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
@@ -97,7 +97,7 @@ def test_a_folder_of_a_language_model_drafts_and_what_does_not_fit_is_refused(tm
     jax.tree.map(np.testing.assert_array_equal, model.weights.drafter, models.load_verifier(small)[1])
     refused(lambda: tf.load(big, drafter=other), "a language model with a vocabulary of 60, expected the verifier's, of 64")
     for folder, dialect in ((small, "dflash"), (pairs.locate("tiny", "drafter"), causal_lm.DIALECT)):
-        convert = partial(conversions.convert_drafter, folder, tmp_path / "converted", dialect)
+        convert = partial(models.convert_drafter, folder, tmp_path / "converted", dialect)
         refused(convert, f"got dialect '{dialect}' for a drafter of kind")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     words = "got model_type 'gpt2', expected a drafter's", "or a language model of"

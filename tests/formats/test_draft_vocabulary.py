@@ -15,7 +15,7 @@ from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.decoding import calibration
 from treeflash_jax.drafters.block.block_config import VOCABULARIES
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import conversions, draft_vocabulary, models
+from treeflash_jax.formats import draft_vocabulary, models
 
 PROMPTS = ["Tom has 3 apples and buys 4 more. How many does he have?", "Write a function that adds two numbers."]
 
@@ -92,7 +92,7 @@ def test_other_drafters_have_no_list(folder, tmp_path):
 
 
 def test_conversions_keep_it(folder, tmp_path):
-    conversions.convert_drafter(folder, tmp_path / "out", "dflash", drop_head=True)
+    models.convert_drafter(folder, tmp_path / "out", "dflash", drop_head=True)
     assert draft_vocabulary.read(tmp_path / "out", 2048).tolist() == [*range(0, 2048, 2)]
 
 

@@ -172,19 +172,6 @@ def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does(tmp_path):
         assert (tokenizer.encode("a")[0] == 1) == begins
 
 
-def test_a_tokenizer_is_kept_until_its_file_changes(small, tmp_path, monkeypatch):
-    Tokenizer.load(small)
-    assert len(list((tmp_path / "cache").rglob("tokenizer.json"))) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(gguf_reader, "read", lambda path: pytest.fail("read again"))
-        assert Tokenizer.load(small).encode("a b")
-    write(small, LLAMA, {}, vocabulary("gpt-2"))
-    assert len(Tokenizer.load(small).encode("1212")) < 4, "gpt-2 joins digits"
-    (tmp_path / "cache-is-a-file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-is-a-file"))
-    assert Tokenizer.load(small).encode("a b")
-
-
 def test_files_without_a_tokenizer_take_ids(tmp_path):
     path = write(tmp_path / "x.gguf", LLAMA, as_gguf(save_hf(tmp_path, LLAMA), LLAMA), EOS)
     assert Tokenizer.load(path) is None

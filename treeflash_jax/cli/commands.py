@@ -25,7 +25,7 @@ from treeflash_jax.core.clock import slow
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.engine.settings import REFUSED, GenerateConfig, groups, settings_class
-from treeflash_jax.formats import conversions, dialects, gguf_reader
+from treeflash_jax.formats import dialects, gguf_reader, models
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -229,9 +229,9 @@ def _convert(arguments: argparse.Namespace) -> int:
         known = " or ".join(f"--to {name}" for name in dialects.written())
         raise ValueError(f"got a drafter folder without --to, or with --dtype; expected {known} alone")
     if is_gguf:
-        conversions.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
+        models.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
     else:
-        conversions.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
+        models.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
     print(f"wrote {arguments.target}")
     return 0
 

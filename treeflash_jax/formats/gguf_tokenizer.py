@@ -1,18 +1,12 @@
-"""The tokenizer of a GGUF file, rebuilt as the Hugging Face files that `Tokenizer.load` reads.
+"""The tokenizer of a GGUF file, rebuilt with Hugging Face's library.
 
 Source: ggml-org/llama.cpp, src/llama-vocab.cpp (pre-tokenizers and their defaults).
 """
 
-import hashlib
 import json
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.checks import INT32
-from treeflash_jax.core.files import user_cache, write
-from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.gguf_reader import File
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
@@ -26,49 +20,33 @@ _PRE = {  # tokenizer.ggml.pre, and the pre-tokenizer it stands for
     "smollm": "smollm",
     "gpt-2": "gpt-2",
 }  # fmt: skip
-_VERSION = 1  # of the files below; a new number makes them again
 
 
-def folder(path: str | Path) -> Path | None:
-    """Returns a folder in the user's cache with the files of a GGUF file's tokenizer; None if it has none.
+def arguments(file: File) -> dict[str, Any]:
+    """Returns the arguments of `PreTrainedTokenizerFast` for a file's tokenizer; {} if it has none.
 
     Raises:
-      ValueError: a kind of tokenizer that is not implemented.
+      ValueError: a kind of tokenizer that is not implemented, or a damaged vocabulary.
     """
-    path = Path(path).resolve()
-    if not path.exists():
-        raise ValueError(f"{path} not found; expected a GGUF file")
-    state = path.stat()
-    key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _VERSION)).encode()).hexdigest()[:16]
-    kept = user_cache() / "gguf" / f"{path.stem}-{key}"
-    if (kept / "tokenizer.json").exists():
-        return kept
-    made = files(gguf_reader.read(path))
-    if not made:
-        return None
-    try:
-        kept.mkdir(parents=True, exist_ok=True)
-        if not os.access(kept, os.W_OK):
-            raise PermissionError
-    except OSError:  # a home that cannot be written to
-        kept = Path(tempfile.mkdtemp(prefix="treeflash-"))
-    for name, text in made.items():
-        write(kept / name, text)
-    return kept
+    if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
+        return {}
+    settings: dict[str, Any] = {"tokenizer_object": _tokenizer(file)}  # checks the vocabulary that the others refer to
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    settings |= {names[role]: tokens[i] for role, i in special_ids(file).items()}
+    if "tokenizer.chat_template" in file.metadata:
+        settings["chat_template"] = file.keys.value(str, "tokenizer.chat_template", None, "a text")
+    return settings | {"clean_up_tokenization_spaces": False}
 
 
 def files(file: File) -> dict[str, str]:
-    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} for none. Raises as `folder`."""
-    if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
+    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} for none. Raises as `arguments`."""
+    settings = arguments(file)
+    if not settings:
         return {}
-    made = _tokenizer(file)  # checks the vocabulary that the settings refer to
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    settings: dict[str, Any] = {names[role]: tokens[i] for role, i in special_ids(file).items()}
-    if "tokenizer.chat_template" in file.metadata:
-        settings["chat_template"] = file.keys.value(str, "tokenizer.chat_template", None, "a text")
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n", "tokenizer.json": made.to_str()}
+    tokenizer_json = settings.pop("tokenizer_object").to_str()
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n", "tokenizer.json": tokenizer_json}
 
 
 def _tokenizer(file: File) -> Any:

@@ -1,15 +1,19 @@
-"""Verifiers and drafters in folders and files: configs and weights, read and written by dialect."""
+"""Verifiers and drafters in folders and files: configs and weights, read, written and converted by dialect."""
 
+import json
+import os
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from treeflash_jax import drafters
+from treeflash_jax.core import files
 from treeflash_jax.core.checks import quoted, read_json
-from treeflash_jax.formats import dialects, gguf_reader, storage
+from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, safetensors, storage
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import quantized, verifier
@@ -52,9 +56,13 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
-    """Returns the ids that end an answer of a verifier. Raises ValueError for a damaged file or bad ids."""
-    path = Path(path)
-    return dialects.recognise(path, Keys({}, str(path)), "verifier").stop_ids(path, config)
+    """Returns the ids that end an answer of a verifier: those of its config and of a generation_config.json beside it.
+
+    Raises ValueError for a damaged file or bad ids.
+    """
+    generation = Path(path) / "generation_config.json"
+    raw = read_json(generation) if os.path.lexists(generation) else {}
+    return tuple(sorted({*config.eos_token_ids, *Keys(raw, str(generation)).stop_ids(config.vocab_size)}))
 
 
 def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:
@@ -62,7 +70,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any
     scheme = quantized.quantization_scheme(params)
     if scheme:
         raise ValueError(f"got weights in {scheme}, expected those of the files: load without quantize to save them")
-    _save(Path(folder), dialects.DIALECTS["huggingface"], config, verifier.specs(config), params, dtype)
+    dialects.DIALECTS["huggingface"].save(Path(folder), config, verifier.specs(config), params, dtype)
 
 
 def save_drafter(
@@ -79,7 +87,7 @@ def save_drafter(
       ValueError: no such dialect, or one that cannot store this drafter.
     """
     kind = drafters.get(config)
-    _save(Path(folder), writable(dialect or kind.DIALECT, config), config, kind.specs(config), params, dtype)
+    writable(dialect or kind.DIALECT, config).save(Path(folder), config, kind.specs(config), params, dtype)
 
 
 def writable(dialect: str, config: Any = None) -> Dialect:
@@ -96,14 +104,65 @@ def writable(dialect: str, config: Any = None) -> Dialect:
     return result
 
 
+def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, drop_head: bool = False) -> None:
+    """Writes a drafter's files in another dialect, bit for bit.
+
+    Args:
+      target: new folder; it appears when it is complete.
+      dialect: name of the dialect to write.
+      drop_head: leave out a block drafter's head, which some dialects cannot store.
+
+    Raises:
+      ValueError: a dialect that cannot be written, a drafter that it cannot store, or a target that exists.
+    """
+    files.check_folder(target)
+    config = read_drafter_config(source)
+    written = writable(dialect, config)
+    if not drop_head:
+        written.to_hf(config)  # refuses before weights are read
+    with safetensors.open_folder(Path(source)) as tensors:
+        kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
+    if len(kinds) != 1:
+        raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
+    dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
+    config, params = load_drafter(source, dtype=dtype)
+    if drop_head:
+        config, params = written.without_head(config, params)
+    with files.filled(target) as folder:
+        save_drafter(folder, config, params, dialect=dialect, dtype=dtype)
+        if (Path(source) / draft_vocabulary.NAME).exists():
+            files.write(folder / draft_vocabulary.NAME, (Path(source) / draft_vocabulary.NAME).read_bytes())
+
+
+def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float32) -> None:
+    """Writes a GGUF file as a Hugging Face folder: configs, weights and tokenizer.
+
+    Args:
+      target: new folder; it appears when it is complete.
+      dtype: dtype on disk; float32 represents all quantised types exactly.
+
+    Raises:
+      ValueError: as `load_verifier`, or a target that exists.
+    """
+    files.check_folder(target)
+    file = gguf_reader.read(source)
+    texts = gguf_tokenizer.files(file)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        config, params = load_verifier(source, dtype=dtype)
+    roles = {"bos": "bos_token_id", "padding": "pad_token_id"}
+    ids = {roles[role]: i for role, i in gguf_tokenizer.special_ids(file).items() if role in roles}
+    texts["generation_config.json"] = json.dumps({"eos_token_id": list(config.eos_token_ids), **ids}, indent=2) + "\n"
+    with files.filled(target) as folder:
+        save_verifier(folder, config, params, dtype)
+        for name, text in texts.items():
+            files.write(folder / name, text)
+
+
 def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
     """Returns the dialect of a folder or file, and its config."""
-    path = Path(path)
-    if gguf_reader.is_gguf(path):
-        keys = Keys({}, str(path))
-    else:
-        config_json = path if path.is_file() else path / "config.json"
-        keys = Keys(read_json(config_json), str(config_json))
+    path, is_gguf = Path(path), gguf_reader.is_gguf(path)
+    file = path if is_gguf or path.is_file() else path / "config.json"
+    keys = Keys({} if is_gguf else read_json(file), str(file))
     dialect = dialects.recognise(path, keys, part)
     return dialect, dialect.read_config(path, keys)
 
@@ -115,9 +174,3 @@ def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | No
         entries = dialect.entries(config, specs, tensors.keys())
         finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
         return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
-
-
-def _save(folder: Path, dialect: Dialect, config: Any, specs: Any, params: Any, dtype: Any) -> None:
-    dialect.to_hf(config)  # raises before the folder is made
-    folder.mkdir(parents=True, exist_ok=True)
-    dialect.save(folder, config, specs, params, dtype)

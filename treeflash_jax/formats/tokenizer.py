@@ -34,18 +34,20 @@ class Tokenizer:
         self.inner, self.template = inner, {"enable_thinking": False, **(template or {})}
 
     @classmethod
-    def load(cls, folder: str | Path, template: Mapping[str, Any] | None = None) -> Self | None:
+    def load(cls, path: str | Path, template: Mapping[str, Any] | None = None) -> Self | None:
         """Returns the tokenizer of a model folder or GGUF file; None if it has none. Raises ValueError if it is damaged."""
-        folder = gguf_tokenizer.folder(folder) if gguf_reader.is_gguf(folder) else Path(folder)
-        if folder is None or not (folder / "tokenizer.json").exists():
+        path, is_gguf = Path(path), gguf_reader.is_gguf(path)
+        arguments = gguf_tokenizer.arguments(gguf_reader.read(path)) if is_gguf else {}
+        if not (arguments if is_gguf else (path / "tokenizer.json").exists()):
             return None
-        for path in (*folder.glob("*.json"), *folder.glob("*.jinja")):
-            regular(path)
+        for file in (*path.glob("*.json"), *path.glob("*.jinja")):
+            regular(file)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 
-        with _one_line(f"{folder}: tokenizer.json or tokenizer_config.json is damaged"):
-            return cls(PreTrainedTokenizerFast.from_pretrained(folder), template)
+        with _one_line(f"{path}: tokenizer.json or tokenizer_config.json is damaged"):
+            inner = PreTrainedTokenizerFast(**arguments) if is_gguf else PreTrainedTokenizerFast.from_pretrained(path)
+            return cls(inner, template)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

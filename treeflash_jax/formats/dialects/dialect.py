@@ -51,10 +51,6 @@ class Dialect:
         """
         raise NotImplementedError
 
-    def stop_ids(self, path: Path, config: Any) -> tuple[int, ...]:
-        """Returns the ids that end an answer of a verifier. Raises ValueError if they cannot be read."""
-        raise NotImplementedError
-
     def spare(self, config: Any, specs: Any) -> tuple[str, ...]:
         """Returns tensor names that are allowed but not read."""
         return ()
@@ -64,12 +60,13 @@ class Dialect:
         return config, params
 
     def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: Any) -> None:
-        """Writes config.json and model.safetensors into an existing folder.
+        """Writes config.json and model.safetensors into a folder, created if missing.
 
         Raises:
           ValueError: a config that the dialect cannot store, or weights of other shapes than the specs'.
         """
-        raw = self.to_hf(config) | {"dtype": jnp.dtype(dtype).name}
+        raw = self.to_hf(config) | {"dtype": jnp.dtype(dtype).name}  # raises before the folder is made
+        folder.mkdir(parents=True, exist_ok=True)
         storage.save(folder / "model.safetensors", specs, self.entries(config, specs, ()), params, dtype)
         files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 

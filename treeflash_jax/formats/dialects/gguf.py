@@ -107,9 +107,6 @@ class Gguf(Dialect):
 
         return jax.tree.map(renamed, ARCHITECTURES[config.model_type].entries(specs))
 
-    def stop_ids(self, path: Path, config: ModelConfig) -> tuple[int, ...]:
-        return config.eos_token_ids
-
     def spare(self, config: ModelConfig, specs: Any) -> tuple[str, ...]:
         return (_ROPE_DIVISORS,)  # part of the config
 

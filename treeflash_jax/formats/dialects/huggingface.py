@@ -1,11 +1,9 @@
 """Folders of verifiers as transformers writes them: config.json and safetensors."""
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.core.checks import read_json
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dialect import Dialect
@@ -24,12 +22,6 @@ class HuggingFace(Dialect):
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         return ARCHITECTURES[config.model_type].entries(specs, names)
-
-    def stop_ids(self, path: Path, config: ModelConfig) -> tuple[int, ...]:
-        """Returns the union of those in config.json and generation_config.json."""
-        generation = path / "generation_config.json"
-        raw = read_json(generation) if os.path.lexists(generation) else {}
-        return tuple(sorted({*config.eos_token_ids, *Keys(raw, str(generation)).stop_ids(config.vocab_size)}))
 
     def spare(self, config: ModelConfig, specs: Any) -> tuple[str, ...]:
         return ARCHITECTURES[config.model_type].spare(specs)
