@@ -23,7 +23,8 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters import Inputs, causal_lm, steering
 from treeflash_jax.drafters.lanes import LaneSettings
-from treeflash_jax.formats import models, steering_files
+from treeflash_jax.formats import models
+from treeflash_jax.formats.dialects import language_model_folder
 from treeflash_jax.models import verifier
 
 MODEL = {
@@ -138,7 +139,7 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
     config = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=2)
     drawn = parameters.initialize(steering.specs(config), jax.random.key(1))
     (tmp_path / "steers").mkdir()
-    steering_files.save(tmp_path / "steers", config, drawn, jnp.float32)
+    language_model_folder.save_steering(tmp_path / "steers", config, drawn, jnp.float32)
     pair = {"verifier": tmp_path / "big", "drafter": tmp_path / "small", "dtype": "float32"}
     model = tf.load(**pair, steering=tmp_path / "steers")
     assert model.drafter.steering == config and model.drafter.taps == (0, 1, 2)

@@ -21,7 +21,8 @@ from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.formats import draft_vocabulary, models, steering_files
+from treeflash_jax.formats import draft_vocabulary, models
+from treeflash_jax.formats.dialects import language_model_folder
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
@@ -115,7 +116,7 @@ def load(
     if drafter is not None:
         drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
         if steering is not None:
-            drafter_params = drafter_params | {"steering": steering_files.load(Path(steering), dtype, mesh)[1]}
+            drafter_params["steering"] = language_model_folder.load_steering(Path(steering), dtype, mesh)
     config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     if drafter is not None:
         drafter_params = drafter_params | draft_vocabulary.load(drafter, drafter_params, verifier_params, mesh)
@@ -137,7 +138,7 @@ def _read_drafter_config(
     """Returns the config of a drafter for this verifier; warns if it was trained for the other value of `thinking`."""
     config = models.read_drafter_config(drafter)
     if steering is not None:
-        config = config.steered(steering_files.read_config(Path(steering)))
+        config = config.steered(language_model_folder.read_steering_config(Path(steering)))
     config = draft_vocabulary.limit(config.fitted(verifier), drafter, verifier.vocab_size)
     trained = getattr(config, "thinking", thinking)
     if bool(trained) != thinking:
