@@ -25,7 +25,7 @@ from treeflash_jax.core.devices import PEAK_RATES
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.formats import dialects
-from treeflash_jax.models.ceilings import Ceilings
+from treeflash_jax.models.costs import Ceilings
 from treeflash_jax.trees import branching
 
 ROOT = Path(__file__).parent.parent

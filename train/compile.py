@@ -35,7 +35,7 @@ from treeflash_jax.bench.topologies import find_devices
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices, files, parameters, sharding
 from treeflash_jax.core.checks import fit
-from treeflash_jax.models import ceilings
+from treeflash_jax.models import costs
 
 WARM_UP = 2  # steps before the clock runs
 
@@ -59,7 +59,7 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any], *, steps
         if steps:
             arrays = random_arrays(task, transform, state, frozen, batch, model.vocab_size)
             seconds = run_steps(compiled, *arrays, steps=steps)
-            peak = ceilings.peak_flops(mesh.size, task.compute_dtype)
+            peak = costs.peak_flops(mesh.size, task.compute_dtype)
             measured = {"steps": steps, "seconds_per_step": seconds, "tokens_per_second": batch.tokens_bt.size / seconds}
             measured["mfu"] = task.flops / seconds / peak if peak else None
     memory, text = compiled.memory_analysis(), compiled.as_text()

@@ -31,8 +31,7 @@ from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.engine.planning import resolve
-from treeflash_jax.models.ceilings import Ceilings
-from treeflash_jax.models.costs import Work
+from treeflash_jax.models.costs import Ceilings, Work
 
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
 SMALL += ["--candidates", "4", "--children", "4"]

@@ -85,7 +85,7 @@ def test_steps_on_random_arrays_train_and_are_timed(small_shape, tmp_path, capsy
         return run_steps(step, state, frozen, batch, steps=steps)
 
     monkeypatch.setattr(compiling, "run_steps", run)
-    monkeypatch.setattr(compiling.ceilings, "peak_flops", lambda devices, dtype: 1e9 * devices)
+    monkeypatch.setattr(compiling.costs, "peak_flops", lambda devices, dtype: 1e9 * devices)
     monkeypatch.setattr(compiling.time, "perf_counter", lambda: ran.append(None) or CLOCK[len(ran) - 1])
     words = ["--shape", "small", "--out", str(out), "--steps", "3", HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2"]
     assert compiling.main([*words, "optimizer.learning_rate=1e-2", "optimizer.warmup=0.0"]) == 0

@@ -30,7 +30,7 @@ from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import background, devices, sharding
-from treeflash_jax.models import ceilings
+from treeflash_jax.models import costs
 
 T = TypeVar("T")
 HELD_OUT_BATCHES = 4  # of a source
@@ -138,7 +138,7 @@ class _Run:
         was_cut = self.is_evaluated_at(start) and start not in self.watch.evaluated  # by a signal during the evaluation
         if start and self.termination.alone and was_cut:
             self.finish(start, {})
-        peak = ceilings.peak_flops(self.mesh.size, self.task.compute_dtype) if hosts.is_first() else None
+        peak = costs.peak_flops(self.mesh.size, self.task.compute_dtype) if hosts.is_first() else None
         members = hosts.local_members(loop.batch, self.mesh)
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
         began, timed = time.perf_counter(), start

@@ -35,8 +35,8 @@ from treeflash_jax.drafters import DrafterSizes, draft_options
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.planning import make_plan, resolve
 from treeflash_jax.engine.settings import SamplingConfig, settings_class
-from treeflash_jax.models.ceilings import Ceilings, measure_ceilings
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Ceilings, measure_ceilings
 from treeflash_jax.trees import draws
 
 SCHEMA = 2

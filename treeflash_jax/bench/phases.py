@@ -35,8 +35,7 @@ from treeflash_jax.engine.batching import capacity_bucket
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.engine.settings import GenerateConfig
-from treeflash_jax.models.ceilings import Ceilings
-from treeflash_jax.models.costs import distinct_experts
+from treeflash_jax.models.costs import Ceilings, distinct_experts
 from treeflash_jax.models.experts import count_distinct
 
 # From a program and a number of calls to a function that enqueues them and returns arrays to wait for.

@@ -14,8 +14,7 @@ import numpy as np
 
 from treeflash_jax.bench.bars import Notify
 from treeflash_jax.core import sharding
-from treeflash_jax.models.ceilings import Ceilings
-from treeflash_jax.models.costs import Work
+from treeflash_jax.models.costs import Ceilings, Work
 
 CALLS = 64  # maximal number of calls in a sample
 SAMPLE_SECONDS = 0.02

@@ -58,8 +58,7 @@ class LanguageModel(Dialect):
             yield {**tensors, **more}
 
     def entries(self, config: LanguageModelConfig, specs: Any, names: Collection[str]) -> Any:
-        model_names = [name for name in names if not name.startswith("steering.")]
-        model = self.inner.entries(config.layers, _without_steering(specs), model_names)
+        model = self.inner.entries(config.layers, _without_steering(specs), names)
         return model | ({"steering": _entries(config.steering)} if config.steering else {})
 
     def spare(self, config: LanguageModelConfig, specs: Any) -> tuple[str, ...]:
