@@ -1,70 +1,188 @@
-"""Attention over prefix and new positions against a dense float64 softmax; caches after commits of any length."""
+"""Attention "xla" against a dense softmax, and the others, which read a cache block by block, against it; what caches hold.
 
+Kernels run interpreted here.
+"""
+
+import math
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import draw
-from conftest import RANDOM_MODEL
+from answers import TREE, drafted_as_plain, draw, slow_unless
+from conftest import RANDOM_MODEL, needs_8_devices
+from jax.sharding import AbstractDevice, AbstractMesh
+from refusals import refused
 
+from treeflash_jax import make_mesh
+from treeflash_jax.bench.program_text import find_collectives
+from treeflash_jax.core import sharding
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.attention import tree_attention
-from treeflash_jax.models.kv_cache import LayerKV
+from treeflash_jax.models.kv_cache import AXES, LayerKV
 from treeflash_jax.trees import ancestor_mask
 
-B, T, S, H, K, E = 3, 7, 12, 6, 2, 8
-LENGTHS = np.array([0, 5, 12])
-PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0, 0]], jnp.int32)
-CAUSAL = jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
+B, T, S, H, K, E = 4, 7, 704, 6, 2, 16
+LENGTHS = {"edges": (0, 1, 127, 128), "full": (129, 640, 703, 704), "short": (0, 0, 64, 65), "ragged": (704, 3, 0, 130)}
+NAMES = ("streamed", "pallas-gpu", "pallas-tpu")
+PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0] * T, [0, 0, 0, 2, 2, 2, 4]], jnp.int32)
 attention = jax.jit(tree_attention, static_argnames="implementation")
+
+
+def arguments(lengths, dtype=np.float32, *, queries=T, heads=H, kv_heads=K, slots=S, poison=lambda length: length):
+    """Queries, keys, values, mask, prefix and lengths; slots from `poison(length)` on are NaN, and garbage before that."""
+    rng, (batch, parent_bt) = np.random.default_rng(0), (len(lengths), PARENT[: len(lengths)])
+    causal_btu = jnp.broadcast_to(jnp.tri(queries, dtype=bool), (batch, queries, queries))
+    mask_btu = ancestor_mask(parent_bt, T) if queries == T else causal_btu
+    new = [rng.normal(size=(batch, queries, count, E)) for count in (heads, kv_heads, kv_heads)]
+    at_bs = np.arange(slots) - np.asarray(lengths)[:, None]
+    ends_bs = np.asarray([poison(length) - length for length in lengths])[:, None]
+    cached = rng.normal(size=(2, batch, kv_heads, slots, E))
+    cached = np.where((at_bs < 0)[:, None, :, None], cached, np.where((at_bs < ends_bs)[:, None, :, None], 1e4, np.nan))
+    *new, keys, values = (jnp.asarray(x, dtype) for x in (*new, *cached))
+    return *new, mask_btu, LayerKV(keys, values), jnp.asarray(lengths, jnp.int32)
+
+
+def short_arguments(**sizes):
+    """Sequences with none, some and all of 12 slots filled; those that are not hold large garbage."""
+    return arguments((0, 5, 12), slots=12, poison=lambda length: 12, **sizes)
 
 
 def dense(q_bthe, k_bxke, v_bxke, mask_btx):
     """Plain softmax attention in float64; every key/value head repeated for its queries."""
     k_bxhe, v_bxhe = (np.repeat(np.asarray(x, np.float64), q_bthe.shape[2] // x.shape[2], axis=2) for x in (k_bxke, v_bxke))
     logits_bhtx = np.einsum("bthe,bxhe->bhtx", np.asarray(q_bthe, np.float64), k_bxhe) / E**0.5
-    weights_bhtx = np.where(mask_btx[:, None], np.exp(logits_bhtx - logits_bhtx.max(-1, keepdims=True)), 0)
+    logits_bhtx = np.where(mask_btx[:, None], logits_bhtx, -np.inf)
+    weights_bhtx = np.exp(logits_bhtx - logits_bhtx.max(-1, keepdims=True))
     return np.einsum("bhtx,bxhe->bthe", weights_bhtx / weights_bhtx.sum(-1, keepdims=True), v_bxhe)
 
 
-def node_prefix(keys_bske, values_bske) -> LayerKV:
-    """A layer's cache; slots beyond a sequence's length hold large garbage."""
-    keep_bs11 = (np.arange(S) < LENGTHS[:, None])[:, :, None, None]
-    return LayerKV(*(jnp.asarray(np.where(keep_bs11, x, 1e4).swapaxes(1, 2)) for x in (keys_bske, values_bske)))
-
-
 @pytest.mark.parametrize("heads, kv_heads", [(H, K), (4, 4), (4, 1)])
-def test_dense_softmax(heads, kv_heads):
-    q_bthe, k_buke, v_buke = draw(B, T, heads, E), draw(B, T, kv_heads, E, seed=1), draw(B, T, kv_heads, E, seed=2)
-    keys_bske, values_bske = draw(B, S, kv_heads, E, seed=3), draw(B, S, kv_heads, E, seed=4)
-    above_btu = np.asarray(ancestor_mask(PARENT, T))
-    prefix = node_prefix(keys_bske, values_bske)
-    got = attention(q_bthe, k_buke, v_buke, jnp.asarray(above_btu), prefix, jnp.asarray(LENGTHS))
-
-    past_bts = np.broadcast_to((np.arange(S) < LENGTHS[:, None])[:, None], (B, T, S))
-    mask_btx = np.concatenate([past_bts, above_btu], axis=2)
-    k_bxke, v_bxke = np.concatenate([keys_bske, k_buke], axis=1), np.concatenate([values_bske, v_buke], axis=1)
-    expected = dense(q_bthe, k_bxke, v_bxke, mask_btx)
-    np.testing.assert_allclose(got, expected, atol=3e-6)
+def test_xla_is_the_dense_softmax(heads, kv_heads):
+    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = short_arguments(heads=heads, kv_heads=kv_heads)
+    seen_bts = np.broadcast_to((np.arange(12) < length_b[:, None])[:, None], (3, T, 12))
+    past = [jnp.swapaxes(x, 1, 2) for x in (prefix.keys_bkse, prefix.values_bkse)]
+    k_bxke, v_bxke = (np.concatenate(pair, axis=1) for pair in zip(past, (k_buke, v_buke), strict=True))
+    expected = dense(q_bthe, k_bxke, v_bxke, np.concatenate([seen_bts, mask_btu], axis=2))
+    np.testing.assert_allclose(attention(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b), expected, atol=3e-6)
+    expected = dense(q_bthe, k_buke, v_buke, np.asarray(mask_btu))
+    np.testing.assert_allclose(attention(q_bthe, k_buke, v_buke, mask_btu), expected, atol=3e-6)
 
 
-def test_no_prefix_is_an_empty_prefix():
-    q_bthe, k_buke, v_buke = draw(B, T, H, E), draw(B, T, K, E, seed=1), draw(B, T, K, E, seed=2)
-    got = attention(q_bthe, k_buke, v_buke, CAUSAL)
-    np.testing.assert_allclose(got, dense(q_bthe, k_buke, v_buke, CAUSAL), atol=3e-6)
-    empty = node_prefix(draw(B, S, K, E), draw(B, S, K, E))
-    again = attention(q_bthe, k_buke, v_buke, CAUSAL, empty, jnp.zeros(B, jnp.int32))
-    np.testing.assert_allclose(again, got, atol=1e-6)
-
-
-def test_large_logits_and_bfloat16_stay_finite():
+def test_large_logits_in_bfloat16_stay_finite():
     """The prefix holds the peak of some positions, the new positions that of others: both must enter the maximum."""
-    q_bthe, k_buke, v_buke = (jnp.asarray(draw(B, T, *x), jnp.bfloat16) for x in ((H, E), (K, E), (K, E)))
-    prefix = jax.tree.map(lambda x: x.astype(jnp.bfloat16), node_prefix(draw(B, S, K, E, seed=3), draw(B, S, K, E, seed=4)))
-    out = attention(q_bthe * 1e4, k_buke, v_buke, CAUSAL, prefix, jnp.asarray(LENGTHS))
+    q_bthe, *others = short_arguments(dtype=jnp.bfloat16)
+    out = attention(q_bthe * 1e4, *others)
     assert out.dtype == jnp.bfloat16 and bool(jnp.isfinite(out).all()) and bool((jnp.abs(out) < 10).all())
+
+
+def finite(arrays):
+    """The same with zeros for NaN: what "xla" can take."""
+    return jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)
+
+
+def needed(name: str, longest: int, slots: int = S):
+    """The end of the last block that a sequence needs. "streamed" goes as far for all as for the longest."""
+    size = {"streamed": max(128, slots // 8), "pallas-gpu": 64, "pallas-tpu": math.gcd(slots, 512)}[name]
+    return lambda length: -(-(longest if name == "streamed" else length) // size) * size
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("float64", 1e-12), ("bfloat16", 0.02)])
+def test_equals_xla(name, lengths, dtype, atol):
+    """Garbage in the last block that is needed is hidden; blocks past it, full of NaN, are not read at all."""
+    with jax.enable_x64(dtype == "float64"):
+        arrays = arguments(lengths, jnp.dtype(dtype), poison=needed(name, max(lengths)))
+        got = attention(*arrays, implementation=name)
+        assert got.dtype == dtype
+        expected = attention(*finite(arrays))
+        np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(expected, np.float64), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("queries, heads, slots", [(1, 2, 2048), (1, 8, 2112), (40, 4, 576), (700, 4, 512)])
+def test_any_number_of_queries_and_slots(name, queries, heads, slots):
+    """One query, several tiles of queries, and queries that pad the last one."""
+    arrays = arguments((300, 0), queries=queries, heads=heads, slots=slots, poison=needed(name, 300, slots))
+    got = attention(*arrays, implementation=name)
+    np.testing.assert_allclose(got, attention(*finite(arrays)), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_logits_stay_finite(name):
+    """Peaks of a thousand move from block to block: what is kept so far must shrink, never overflow."""
+    q_bthe, *others = arguments(LENGTHS["full"])
+    arrays = finite((q_bthe * 1e3, *others))
+    np.testing.assert_allclose(attention(*arrays, implementation=name), attention(*arrays), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_prefix(name):
+    q_bthe, k_buke, v_buke, mask_btu, *_ = arguments(LENGTHS["full"])
+    got = attention(q_bthe, k_buke, v_buke, mask_btu, implementation=name)
+    np.testing.assert_array_equal(got, attention(q_bthe, k_buke, v_buke, mask_btu))
+
+
+@needs_8_devices
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("data, model", [(4, 2), (2, 4), (8, 1)])
+def test_on_a_mesh_every_device_works_alone(name, data, model):
+    """No collective if sequences and heads divide, even for a bound that they share; replicated if they do not."""
+    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arguments(LENGTHS["ragged"], heads=8, poison=needed(name, 704))
+    mesh, heads = make_mesh(data, model), "kv_heads" if K % model == 0 else None
+
+    def put(x, *axes):
+        return jax.device_put(x, sharding.sharding(axes, x.shape, mesh))
+
+    new = [put(x, "batch", None, heads, None) for x in (q_bthe, k_buke, v_buke)]
+    placed = *new, put(mask_btu, "batch", None, None), jax.tree.map(lambda x: put(x, *AXES), prefix), put(length_b, "batch")
+    with sharding.ambient(mesh):
+        run = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=name), out_shardings=new[0].sharding)
+        compiled = run.lower(*placed).compile()
+        got = compiled(*placed)
+    assert find_collectives(compiled.as_text()) == []
+    expected = attention(*finite((q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_streamed_copies_no_cache():
+    """The only arrays as large as a cache are the cache; no array of logits is longer than a chunk."""
+    arrays = arguments(LENGTHS["full"])
+    text = attention.lower(*arrays, implementation="streamed").compile().as_text()
+    long = re.findall(rf"= \w+\[(?:\d+,)*{S}(?:,\d+)*\]\S* ([\w-]+)\(", text)
+    assert long and set(long) <= {"parameter", "get-tuple-element"}
+
+
+@pytest.mark.parametrize("name, platform, marker", [("gpu", "cuda", "triton"), ("tpu", "tpu", "tpu_custom_call")])
+def test_kernels_lower_for_their_device(name, platform, marker, monkeypatch):
+    """As far as a machine without the device can tell: Triton and Mosaic take the kernels, at the sizes of Qwen3-4B."""
+    new = [jax.ShapeDtypeStruct((1, 64, count, 128), jnp.bfloat16) for count in (32, 8, 8)]
+    slots = jax.ShapeDtypeStruct((1, 8, 6144, 128), jnp.bfloat16)
+    shapes = *new, jax.ShapeDtypeStruct((1, 64, 64), bool), LayerKV(slots, slots), jax.ShapeDtypeStruct((1,), jnp.int32)
+    device = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        traced = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=f"pallas-{name}")).trace(*shapes)
+        assert marker in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_kernels_refuse_odd_sizes():
+    arrays = list(arguments(LENGTHS["full"]))
+    arrays[4] = jax.tree.map(lambda x: x[:, :, :696], arrays[4])
+    words = "got heads of 16 and a cache of 696 slots, expected a power of two and a"
+    refused(lambda: tree_attention(*arrays, implementation="pallas-gpu"), words)
+
+
+@pytest.mark.parametrize("name", [slow_unless(name == "streamed", name) for name in NAMES])
+def test_drafted_ids_are_those_of_one_token_decoding(name, trained):
+    """Prompts of unequal length, one over a block's edge."""
+    rng, settings = np.random.default_rng(0), {"max_new_tokens": 8, "temperature": [0.0, 0.8]}
+    prompts = [rng.integers(4, trained.verifier.vocab_size, size).tolist() for size in (508, 40)]
+    plain = trained.generate(prompts, builder="none", attention="xla", **settings)
+    draft = TREE | {"builder": "best-first", "attention": name}
+    drafted_as_plain(trained, prompts, draft, plain=plain, **settings)
 
 
 @pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
@@ -74,7 +192,7 @@ def test_append_commits_paths_in_order(backend_form, batch, dtype):
     cache = kv_cache.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype)
     expected = [[] for _ in range(batch)]  # of every sequence, the keys and values of both layers, position by position
     for step in range(6):
-        new_btlxke = draw(batch, 9, 2, 2, K, E, seed=step, dtype=dtype)  # l layers, x keys and values
+        new_btlxke = draw(batch, 9, 2, 2, K, 8, seed=step, dtype=dtype)  # l layers, x keys and values
         count_b = rng.integers(0, width + 1, batch) if step else np.zeros(batch, int)
         path_bp = np.stack([rng.permutation(9)[:width] for _ in range(batch)])
         new = tuple(tuple(new_btlxke[:, :, layer, kind] for kind in (0, 1)) for layer in (0, 1))
