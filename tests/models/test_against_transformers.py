@@ -1,7 +1,11 @@
-"""A mixture of experts against logits that transformers 5.23 computed (float32, random weights), in both file layouts."""
+"""Verifiers against logits that transformers computed in float32 for random weights.
+
+A Llama with llama3 scaling, a Qwen2 with YaRN, and a Qwen3-MoE in both layouts of its files.
+"""
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +13,56 @@ import numpy as np
 import pytest
 from answers import read_texts
 from conftest import DATA, needs_8_devices
-from published_configs import parse
+from published_configs import parse, without
 from refusals import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from treeflash_jax import make_mesh
+from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.formats import models, safetensors, storage
+from treeflash_jax.models import quantized
+from treeflash_jax.models.config import Rope
 
-FOLDER = DATA / "qwen3_moe"
+QWEN2, FOLDER = DATA / "qwen2", DATA / "qwen3_moe"
 RAW = json.loads((FOLDER / "apart" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "rope"), [("llama", "llama3"), ("qwen2", "yarn")])
+def test_logits_and_features_of_dense_models(name, rope):
+    config, params = models.load_verifier(DATA / name)
+    assert config.rope.kind == rope and not config.qk_norm and config.qkv_bias == (name == "qwen2")
+    expected = np.load(DATA / name / "expected.npz")  # well past the 32 positions of the original context
+    out, logits = read_texts(params, config, jnp.asarray(expected["prompt"]), taps=(0,))
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
+    np.testing.assert_allclose(out.features_btj, expected["after_first_layer"], atol=1e-4)
+    assert name == "qwen2" or models.stop_ids(DATA / name, config) == (3, 4)
+
+
+@needs_8_devices
+def test_a_mesh_computes_as_one_device():
+    config, params = models.load_verifier(QWEN2)
+    tokens, mesh = jnp.asarray(np.load(QWEN2 / "expected.npz")["prompt"]), make_mesh(2, 4)
+    placed = models.load_verifier(QWEN2, mesh=mesh)[1]
+    assert placed["groups"][0][0]["q_bias"].addressable_shards[0].data.shape == (1, 8)
+    expected = read_texts(params, config, tokens)[1]
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(read_texts(placed, config, tokens)[1], expected, atol=1e-5)
+
+
+def test_biases_stay_wide_in_int8():
+    layer = models.load_verifier(QWEN2, quantize="int8")[1]["groups"][0][0]
+    assert isinstance(layer["q"], quantized.Quantized) and layer["q_bias"].dtype == jnp.float32
+
+
+def test_a_new_drafter_has_the_published_kind_of_layers():
+    """Those of PyTorch's drafters, whatever the verifier's are, and a rotation of its own."""
+    config = models.read_verifier_config(QWEN2)
+    layers = fresh_layers(config, 1)
+    assert layers.qk_norm and not layers.qkv_bias and layers.model_type == "qwen3"
+    assert layers.rope == Rope(theta=config.rope.theta) and (layers.num_layers, layers.head_dim) == (1, 8)
+    for other in (replace(config, model_type="llama", qkv_bias=False, rope=Rope()), replace(layers, num_layers=3)):
+        assert fresh_layers(other, 2) == replace(other, num_layers=2)
 
 
 def test_logits_and_routes_in_both_layouts():
@@ -47,17 +91,14 @@ def test_written_files_read_back_and_name_every_expert(tmp_path):
 
 
 def test_which_layers_are_dense():
-    def dense(**changes):
-        raw = {**RAW, "num_hidden_layers": 6, **changes}
-        return parse("verifier", {key: value for key, value in raw.items() if value != "absent"}).dense_layers
-
-    assert dense(mlp_only_layers=None) == dense(mlp_only_layers=[]) == dense(mlp_only_layers="absent") == ()
-    assert dense(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == (0, 2, 3, 4)
+    raw = without(RAW, "mlp_only_layers") | {"num_hidden_layers": 6}
+    for changes in ({}, {"mlp_only_layers": None}, {"mlp_only_layers": []}):
+        assert parse("verifier", raw | changes).dense_layers == ()
+    assert parse("verifier", raw | {"decoder_sparse_step": 2, "mlp_only_layers": [0, 3]}).dense_layers == (0, 2, 3, 4)
     parsed = parse("verifier", {**RAW, "num_experts": 4})
     assert parsed.num_experts == 4 and parsed == parse("verifier", RAW)
-    plain = {key: value for key, value in RAW.items() if key not in ("num_local_experts", "norm_topk_prob")}
-    assert parse("verifier", plain).num_experts == 128, "transformers' default"
-    assert not parse("verifier", plain).normalize_experts
+    plain = parse("verifier", without(RAW, "num_local_experts", "norm_topk_prob"))
+    assert (plain.num_experts, plain.normalize_experts) == (128, False), "transformers' defaults"
     coder = {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False}
     assert parse("verifier", RAW | coder) == parse("verifier", RAW)
 
@@ -87,8 +128,7 @@ MISSING = "model.layers.1.mlp.experts.2.up_proj.weight"
 FUSED_NAME = "model.layers.0.mlp.experts.gate_up_proj"
 BAD = {
     "both": (APART | FUSED, "unknown tensors, the first is"),
-    "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "tensors missing, the first is"),
-    "missing": ({name: x for name, x in APART.items() if name != MISSING}, f"1 tensors missing, the first is {MISSING}"),
+    "missing": (without(APART, MISSING), f"1 tensors missing, the first is {MISSING}"),
     "too many": (APART | {MISSING.replace(".2.", ".4."): APART[MISSING]}, ("unknown tensors", "experts.4.up_proj")),
     "shape": (APART | {MISSING: APART[MISSING][:5]}, f"{MISSING} has shape [5, 16], expected [8, 16]"),
     "infinity": (APART | {MISSING: np.full_like(APART[MISSING], np.inf)}, f"{MISSING} holds NaN or infinity"),
