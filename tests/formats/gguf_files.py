@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -154,16 +155,11 @@ def as_gguf(tensors: dict[str, np.ndarray], config: ModelConfig, kind=F32) -> di
 
 
 def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same with one tensor for all experts of a layer."""
-    whole, apart = {}, {}
-    for name, x in tensors.items():
-        before, found, after = name.partition(".experts.")
-        number, _, rest = after.partition(".")
-        if found:
-            apart.setdefault(f"{before}.experts.{rest}", {})[int(number)] = x
-        else:
-            whole[name] = x
-    return whole | {name: np.stack([each[i] for i in range(len(each))]) for name, each in apart.items()}
+    """The same with one tensor for all experts of a layer, which are fewer than ten."""
+    parts = {}
+    for name, x in sorted(tensors.items()):
+        parts.setdefault(re.sub(r"\.experts\.\d", ".experts", name), []).append(x)
+    return {name: np.stack(xs) if ".experts." in name else xs[0] for name, xs in parts.items()}
 
 
 def write_small(path: Path, values: dict | None = None, changes: dict | None = None, lose: str = "", **extra) -> Path:
