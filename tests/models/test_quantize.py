@@ -3,14 +3,13 @@
 import json
 import re
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import PROMPTS, SAMPLED, TREE, draw
-from conftest import FOLDERS, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from conftest import FOLDERS, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 from jax.sharding import PartitionSpec
 from model_files import assert_same
 from refusals import mistake, refused
@@ -36,15 +35,6 @@ PRODUCTS = {"q": ("btd,hed->bthe", (2,)), "down": ("btf,df->btd", (1,)), "o": ("
 
 def widened(weight: Quantized, inputs: tuple[int, ...]) -> np.ndarray:
     return np.asarray(weight.values, np.float32) * np.expand_dims(np.asarray(weight.scale, np.float32), inputs)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    """The folder of a random verifier."""
-    folder = tmp_path_factory.mktemp("verifier")
-    weights = parameters.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0))
-    models.save_verifier(folder, RANDOM_MODEL, weights)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +97,7 @@ def test_embedding_positions_and_logits():
 @pytest.mark.slow
 @needs_8_devices
 def test_a_mesh_answers_as_one_device_does():
-    def load(mesh=None) -> tf.TreeFlash:
-        pair, specs = random_pair(mesh), verifier.specs(RANDOM_MODEL)
-        quantise = lambda spec, weight: quantized.compress(weight, spec, "int8", mesh)  # noqa: E731
-        params = jax.tree.map(quantise, specs, pair.weights.verifier, is_leaf=parameters.is_spec)
-        return tf.TreeFlash(RANDOM_MODEL, pair.weights.replace(verifier=params), drafter=RANDOM_DRAFTER, mesh=mesh)
-
-    sharded, single = load(tf.make_mesh(4, 2)), load()
+    sharded, single = (tf.load("tiny", quantize="int8", mesh=mesh) for mesh in (tf.make_mesh(4, 2), None))
     assert_same(sharded.weights.verifier, single.weights.verifier)  # o and down: maxima over an axis that is split
     layer = sharded.weights.verifier["groups"][0][0]
     expected = {"q": ("model", None), "k": ("model", None), "gate": ("model",), "o": (None,), "down": (None,)}
@@ -121,26 +105,26 @@ def test_a_mesh_answers_as_one_device_does():
         assert layer[name].scale.sharding.spec == PartitionSpec(*axes), name
     assert layer["o"].values.sharding.spec == PartitionSpec(None, "model", None)
     assert sharded.weights.verifier["embed"].scale.sharding.spec == PartitionSpec("model")
-    tree = sharded.generate(PROMPTS, **TREE, max_new_tokens=16, **SAMPLED)
+    tree = sharded.generate(PROMPTS, **TREE, builder="best-first", max_new_tokens=16, **SAMPLED)
     plain = single.generate(PROMPTS, builder="none", max_new_tokens=16, **SAMPLED)
     assert [result.ids for result in tree] == [result.ids for result in plain]
 
 
 @needs_8_devices
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_loading_quantises_what_the_files_hold(files, dtype):
+def test_loading_quantises_what_the_files_hold(dtype):
     for mesh in (None, tf.make_mesh(4, 2)):
-        _, wide = models.load_verifier(files, dtype=dtype, mesh=mesh)
-        _, small = models.load_verifier(files, dtype=dtype, mesh=mesh, quantize="int8")
+        config, wide = models.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh)
+        _, small = models.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh, quantize="int8")
         quantise = lambda spec, weight: quantize(weight, spec.inputs) if spec.inputs else weight  # noqa: E731
-        assert_same(small, jax.tree.map(quantise, verifier.specs(RANDOM_MODEL), wide, is_leaf=parameters.is_spec))
+        assert_same(small, jax.tree.map(quantise, verifier.specs(config), wide, is_leaf=parameters.is_spec))
         assert small["embed"].dtype == dtype
         assert [quantized.quantization_scheme(weights) for weights in (small, wide)] == ["int8", None]
 
 
-def test_loading_holds_one_wide_matrix_at_a_time(files, monkeypatch):
-    specs = jax.tree.leaves(verifier.specs(RANDOM_MODEL), is_leaf=parameters.is_spec)
-    matrices = {spec.shape for spec in specs if spec.inputs}
+def test_loading_holds_one_wide_matrix_at_a_time(monkeypatch):
+    config = models.read_verifier_config(FOLDERS["verifier"])
+    matrices = {spec.shape for spec in jax.tree.leaves(verifier.specs(config), is_leaf=parameters.is_spec) if spec.inputs}
     program, held = quantized.compile_quantize, []
 
     def wide() -> int:
@@ -148,8 +132,8 @@ def test_loading_holds_one_wide_matrix_at_a_time(files, monkeypatch):
 
     monkeypatch.setattr(quantized, "compile_quantize", lambda *args: held.append(wide()) or program(*args))
     before = wide()
-    models.load_verifier(files, dtype=jnp.bfloat16, quantize="int8")
-    assert held == [before + 1] * (3 * 7 + 2) and wide() == before
+    models.load_verifier(FOLDERS["verifier"], dtype=jnp.bfloat16, quantize="int8")
+    assert held == [before + 1] * (config.num_layers * 7 + 1) and wide() == before
 
 
 @needs_8_devices
