@@ -38,13 +38,11 @@ class Keys:
         raw = self.value(dict[str, Any], key, None, "an object") if key in self or required else {}
         return Keys(raw, f"{self.where}: {key}")
 
-    def stop_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """Returns `eos_token_id`: one id, a list of ids, or nothing."""
-        return () if self.raw.get("eos_token_id") in (None, []) else self.ids("eos_token_id", vocab_size - 1)
-
-    def ids(self, key: str, most: int) -> tuple[int, ...]:
-        """Returns the ids of a key that holds one or a list of them."""
+    def ids(self, key: str, most: int, required: bool = True) -> tuple[int, ...]:
+        """Returns the ids of a key that holds one or a list of them, or none if they are not required."""
         value = self.raw.get(key)
+        if not required and value in (None, []):
+            return ()
         value, says = value if isinstance(value, list | tuple) else [value], f"ids (whole numbers from 0 to {most})"
         return fit(Sequence[int], value, f"{key} =", self.where, says=says, least=0, most=most, min_length=1)
 

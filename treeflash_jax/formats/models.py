@@ -62,7 +62,8 @@ def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     """
     generation = Path(path) / "generation_config.json"
     raw = read_json(generation) if os.path.lexists(generation) else {}
-    return tuple(sorted({*config.eos_token_ids, *Keys(raw, str(generation)).stop_ids(config.vocab_size)}))
+    ids = Keys(raw, str(generation)).ids("eos_token_id", config.vocab_size - 1, required=False)
+    return tuple(sorted({*config.eos_token_ids, *ids}))
 
 
 def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:

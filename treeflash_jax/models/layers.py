@@ -96,10 +96,7 @@ def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[ja
     dtype = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(jnp.float64))
     frequencies = jnp.asarray(rope_frequencies(rope, head_dim), dtype)
     angles = positions_bt[:, :, None, None].astype(dtype) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if rope.attention_factor == 1.0:
-        return cos, sin
-    return cos * rope.attention_factor, sin * rope.attention_factor
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:

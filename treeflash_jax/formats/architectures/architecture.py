@@ -110,7 +110,7 @@ class Architecture:
             **fields,
             model_type=self.model_type,
             rope=rope.read(keys, head_dim, fields["max_positions"]),
-            eos_token_ids=keys.stop_ids(fields["vocab_size"]),
+            eos_token_ids=keys.ids("eos_token_id", fields["vocab_size"] - 1, required=False),
         )
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:

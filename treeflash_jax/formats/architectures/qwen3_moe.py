@@ -34,7 +34,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{keys.where}: got {got}, expected one number")
     experts = spellings.pop() if spellings else 128
     count, step = fields["num_layers"], keys.whole("decoder_sparse_step", 1)
-    listed = keys.ids("mlp_only_layers", INT32) if keys.raw.get("mlp_only_layers") not in (None, []) else ()
+    listed = keys.ids("mlp_only_layers", INT32, required=False)
     if listed and max(listed) >= count:
         raise ValueError(f"{keys.where}: got mlp_only_layers {list(listed)}, expected layers from 0 to {count - 1}")
     if experts == 0:
