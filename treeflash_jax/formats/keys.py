@@ -27,8 +27,11 @@ class Keys:
         says = f"a whole number of at least {least}" + ("" if most == INT32 else f" and at most {most}")
         return self.value(int, key, default, says, least=least, most=most)
 
-    def number(self, key: str, default: Any = None) -> float:
-        return self.value(float, key, default, "a number above 0", above=0)
+    def number(self, key: str, default: Any = None, least: float | None = None) -> float:
+        """Returns a number above 0, or of at least `least`."""
+        if least is None:
+            return self.value(float, key, default, "a number above 0", above=0)
+        return self.value(float, key, default, f"a number of at least {least}", least=least)
 
     def truth(self, key: str, default: Any = None) -> bool:
         return self.value(bool, key, default, "true or false")

@@ -66,7 +66,7 @@ def _llama3(keys: Keys, theta: float) -> Rope:
     return Rope(
         theta=theta,
         kind="llama3",
-        factor=keys.value(float, "factor", None, "a number of at least 1", least=1),
+        factor=keys.number("factor", least=1),
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_positions=keys.whole(_ORIGINAL),
@@ -83,14 +83,10 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
     original = keys.whole(_ORIGINAL) if _ORIGINAL in keys else max_positions
     factor = max_positions / original
     if keys.raw.get("factor", 0) is not None:
-        factor = keys.value(float, "factor", None, "a number of at least 1", least=1)
+        factor = keys.number("factor", least=1)
     if not factor >= 1:
         raise ValueError(f"{keys.where}: got yarn factor {factor}, expected a number of at least 1")
-    scales = [
-        keys.value(float, key, None, "a number of at least 0", least=0)
-        for key in ("mscale", "mscale_all_dim")
-        if key in keys
-    ]
+    scales = [keys.number(key, least=0) for key in ("mscale", "mscale_all_dim") if key in keys]
     growth = attention_growth(factor)
     if "attention_factor" in keys:
         growth = keys.number("attention_factor")
