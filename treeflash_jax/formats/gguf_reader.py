@@ -115,7 +115,7 @@ def read(path: str | Path) -> File:
         raise ValueError(f"{path} not found; expected a GGUF file") from None
 
 
-@lru_cache(maxsize=1)  # a model is opened for its config, its tokenizer and its weights
+@lru_cache(maxsize=2)  # verifier and drafter, each opened for its config, its tokenizer and its weights
 def _read(path: Path, size: int, changed: int) -> File:
     try:
         data = np.memmap(path, mode="r")
