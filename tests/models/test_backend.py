@@ -115,6 +115,12 @@ def test_attention_scores(backend_form, queries):
     )
 
 
+@pytest.mark.parametrize("size", [5, 96, 102])  # halved never, three times, once
+def test_largest(backend_form, size):
+    x = jax.random.normal(jax.random.key(0), (3, size)).at[1].set(-jnp.inf)
+    np.testing.assert_array_equal(jax.jit(products.largest)(x), np.max(x, axis=-1))
+
+
 def test_lookup_in_a_loop_makes_no_wide_copy_of_the_table(backend_form):
     table, ids = operands("btd,df->btf", length=4)[1], jnp.asarray([[3, 0], [15, 3]])
     table = jnp.tile(table, (64, 8))

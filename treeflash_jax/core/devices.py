@@ -100,8 +100,10 @@ class Device:
     def attention(self, dtype: Any, requested: str | None = None) -> str:
         """Returns the requested attention implementation or the default for caches of `dtype`.
 
-        On CPUs the fastest measured: "streamed" in float32, "xla" in bfloat16, where XLA would convert every slice. Not
-        measured on other devices. Raises ValueError for another backend's Pallas kernel; a CPU interprets all of them.
+        On CPUs the fastest measured: "streamed" in float32, "xla" in bfloat16, where copying a part of the cache takes
+        longer than it saves unless there are many queries, as in a prefill. Not measured on other devices.
+
+        Raises ValueError for another backend's Pallas kernel; a CPU interprets all of them.
         """
         if requested is not None:
             if not self.is_cpu and requested.startswith("pallas-") and requested != f"pallas-{self.backend}":

@@ -4,19 +4,18 @@ Every new position sees the whole committed prefix and the new positions in its 
 positions in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context] mask
 exists.
 
-"xla" reads the whole capacity of the cache and is the reference that the others are tested against. "streamed" and the
-Pallas kernels read the prefix block by block under an online softmax, up to the block that holds its last position.
+"xla" reads the whole capacity of the cache and is the reference that the others are tested against. "streamed" reads the
+quarters of it that hold the longest prefix. The Pallas kernels read each prefix block by block under an online softmax.
 "splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, h query heads, k key/value heads,
-g = h / k, q = g t queries of one key/value head, x any kind of key, y shares of the prefix, e head dim.
+g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +27,8 @@ from treeflash_jax.models.backend import attention_kernels, packed_attention, pr
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.kv_cache import LayerKV
 
-MAX_CHUNKS, MIN_CHUNK_SLOTS = 8, 128
-SHORT, SHORT_FOR_ONE_QUERY = 512, 2048  # slots of caches below which "xla" is faster, as measured on CPUs
+QUARTERS = 4  # shares of the cache that "streamed" reads, whichever hold the longest prefix
+SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which "xla" is faster, as measured on CPUs
 TRAINING_CHUNK = 256  # queries
 
 
@@ -80,7 +79,7 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         slots = jnp.arange(prefix.keys_bkse.shape[2])
         seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, queries, slots.size))
         past_bkqs = _logits(q_bkqe, prefix.keys_bkse, seen_bts)
-        peak_bkq1 = jnp.maximum(peak_bkq1, jnp.max(past_bkqs, axis=-1, keepdims=True))
+        peak_bkq1 = jnp.maximum(peak_bkq1, products.largest(past_bkqs)[..., None])
 
     new_bkqu = jnp.exp(new_bkqu - peak_bkq1)
     total_bkq = jnp.sum(new_bkqu, axis=-1)
@@ -108,94 +107,57 @@ def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     return jnp.moveaxis(lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
 
 
-class Part(NamedTuple):
-    """Attention over some of the keys, not yet divided; l are the logits of a query.
-
-    Attributes:
-      mixed_bkqe: sum_x exp(l_x - peak) v_x.
-      total_bkq: sum_x exp(l_x - peak).
-      peak_bkq: max_x l_x.
-    """
-
-    mixed_bkqe: jax.Array
-    total_bkq: jax.Array
-    peak_bkq: jax.Array
-
-
 def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
-    """Attends chunk by chunk up to the longest prefix; no array of logits is longer than a chunk.
+    """Runs `_xla` on a cache cut to the first quarter, half or three quarters if the longest prefix fits.
 
-    A chunk is copied before it is multiplied, which costs more than it saves for a single query and a short cache.
+    The branches copy what they read of the cache, which costs more than it saves if the cache is short.
     """
     slots = 0 if prefix is None else prefix.keys_bkse.shape[2]
     if slots < (SHORT_FOR_ONE_QUERY if q_bthe.shape[1] == 1 else SHORT):
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
-    size = max(MIN_CHUNK_SLOTS, -(-slots // MAX_CHUNKS))
+    ends = [-(-slots * (quarter + 1) // QUARTERS) for quarter in range(QUARTERS)]
 
-    def add_prefix(new: Part, q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
-        def step(index: jax.Array, part: Part) -> Part:
-            first = index * size
-            at = jnp.minimum(first, slots - size)  # the last chunk may overlap the one before
-            at_x = at + jnp.arange(size)
-            seen_b1x = ((at_x >= first) & (at_x < length_b[:, None]))[:, None]
-            keys_bkxe = lax.dynamic_slice_in_dim(prefix.keys_bkse, at, size, axis=2)
-            values_bkxe = lax.dynamic_slice_in_dim(prefix.values_bkse, at, size, axis=2)
-            return _extend(part, q_bkqe, keys_bkxe, values_bkxe, seen_b1x)
+    def attend_up_to(end: int) -> Callable[..., jax.Array]:
+        def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+            first = jax.tree.map(lambda slots_bkse: slots_bkse[:, :, :end], prefix)
+            return _xla(q_bthe, k_buke, v_buke, mask_btu, first, length_b)
 
-        return lax.fori_loop(0, (jnp.max(length_b) + size - 1) // size, step, new)
+        return attend
 
-    return _attend_in_parts(add_prefix, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+    def attend(*arrays):
+        return lax.switch(jnp.sum(jnp.max(arrays[-1]) > jnp.asarray(ends[:-1])), [*map(attend_up_to, ends)], *arrays)
+
+    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
 def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
-    """Runs a kernel over the prefix and merges its shares with the part of the new positions."""
+    """Runs a kernel over the prefix and merges its shares with the softmax over the new positions."""
     if prefix is None:
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
-    def add_prefix(new: Part, q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
-        arrays = q_bkqe, prefix.keys_bkse, prefix.values_bkse, length_b
-        mixed_bkyqe, total_bkyq, peak_bkyq = attention_kernels.attend(kind, *arrays)
-        peak_bkq = jnp.maximum(new.peak_bkq, jnp.max(peak_bkyq, axis=2))
-        kept_bkq, kept_bkyq = jnp.exp(new.peak_bkq - peak_bkq), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
-        mixed_bkqe = new.mixed_bkqe * kept_bkq[..., None] + jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
-        return Part(mixed_bkqe, new.total_bkq * kept_bkq + jnp.sum(total_bkyq * kept_bkyq, axis=2), peak_bkq)
-
-    return _attend_in_parts(add_prefix, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
-
-
-def _attend_in_parts(add_prefix: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
-    """Attends to the new positions, then extends that part by `add_prefix(part, q_bkqe, prefix, length_b)`.
-
-    On a mesh every device does this for its own sequences and heads and waits for no other. Query heads follow their
-    key/value head: if the model axis does not divide those, all devices along it do the same.
-    """
-
     def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
-        new = _extend(None, q_bkqe, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu)
-        part = add_prefix(new, q_bkqe, prefix, length_b)
-        return _ungroup_queries(part.mixed_bkqe / part.total_bkq[..., None], q_bthe)
+        new_bkqu = _logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
+        arrays = q_bkqe, prefix.keys_bkse, prefix.values_bkse, length_b
+        mixed_bkyqe, total_bkyq, peak_bkyq = attention_kernels.attend(kind, *arrays)
+        peak_bkq = jnp.maximum(jnp.max(new_bkqu, axis=-1), jnp.max(peak_bkyq, axis=2))
+        new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
+        total_bkq = jnp.sum(new_bkqu, axis=-1) + jnp.sum(total_bkyq * kept_bkyq, axis=2)
+        mixed_bkqe = _mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)) + jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
+        return _ungroup_queries(mixed_bkqe / total_bkq[..., None], q_bthe)
 
+    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+
+
+def _on_each_device(attend: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b) -> jax.Array:
+    """Runs `attend` on every device of a mesh, for its own sequences and heads; no device waits for another.
+
+    Query heads follow their key/value head: if the model axis does not divide those, all devices along it do the same.
+    """
     arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b
     heads, batch = (("batch", None, "kv_heads", None), k_buke.shape), (("batch",), length_b.shape)
     layouts = heads, heads, heads, batch, (kv_cache.AXES, prefix.keys_bkse.shape), batch
     return sharding.over_mesh(attend, arrays, layouts)
-
-
-def _extend(
-    part: Part | None, q_bkqe: jax.Array, keys_bkxe: jax.Array, values_bkxe: jax.Array, seen_btx: jax.Array
-) -> Part:
-    """Adds keys to a part under the same softmax. In the first part, every query must see some key."""
-    logits_bkqx = _logits(q_bkqe, keys_bkxe, seen_btx)
-    peak_bkq = jnp.max(logits_bkqx, axis=-1)
-    if part is not None:
-        peak_bkq = jnp.maximum(part.peak_bkq, peak_bkq)
-    weights_bkqx = jnp.exp(logits_bkqx - peak_bkq[..., None])
-    mixed_bkqe, total_bkq = _mix(weights_bkqx, values_bkxe), jnp.sum(weights_bkqx, axis=-1)
-    if part is None:
-        return Part(mixed_bkqe, total_bkq, peak_bkq)
-    kept_bkq = jnp.exp(part.peak_bkq - peak_bkq)
-    return Part(part.mixed_bkqe * kept_bkq[..., None] + mixed_bkqe, part.total_bkq * kept_bkq + total_bkq, peak_bkq)
 
 
 def _group_queries(q_bthe: jax.Array, kv_heads: int) -> jax.Array:

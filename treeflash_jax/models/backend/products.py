@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
+SHORTEST_HALVED = 16  # numbers, of which a maximum is taken
 FEW_QUERIES = 8  # queries per key/value head up to which a CPU multiplies with the keys on the left
 
 
@@ -52,6 +53,21 @@ def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
     if q_bkqe.shape[2] > FEW_QUERIES or q_bkqe.dtype == jnp.bfloat16:
         return plain(q_bkqe, keys_bkxe)
     return lax.platform_dependent(q_bkqe, keys_bkxe, cpu=keys_first, default=plain)
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """Returns the maximum over the last axis.
+
+    XLA's CPU backend (jax 0.10) compares one number at a time there, but many at a time in the maximum of two arrays, such
+    as the two halves.
+    """
+
+    def by_halves(x: jax.Array) -> jax.Array:
+        while x.shape[-1] > SHORTEST_HALVED and x.shape[-1] % 2 == 0:
+            x = jnp.maximum(*jnp.split(x, 2, axis=-1))
+        return jnp.max(x, axis=-1)
+
+    return lax.platform_dependent(x, cpu=by_halves, default=partial(jnp.max, axis=-1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
