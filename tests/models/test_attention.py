@@ -1,4 +1,4 @@
-"""Attention "xla" against a dense softmax, and the others, which read the filled part of a cache, against it; what caches hold.
+"""Attention "xla" against a dense softmax, and the others, which read a part of the cache, against it; what caches hold.
 
 Kernels run interpreted here.
 """
