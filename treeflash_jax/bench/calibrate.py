@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bars import Progress
 from treeflash_jax.bench.phases import TREE, Bench, check_sizes, slots_for
 from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.shapes import MeasuredSizes
+from treeflash_jax.bench.timed import Progress
 from treeflash_jax.cli.arguments import add_fields, option_values
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import calibration, loops, rounds

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bars import Notify
 from treeflash_jax.bench.bench_records import SCHEMA, Record, is_comparable, record_key
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
+from treeflash_jax.bench.timed import Notify
 from treeflash_jax.cli.check import divergence, explanation
 from treeflash_jax.core import devices
 from treeflash_jax.engine.planning import Request, choose_tree

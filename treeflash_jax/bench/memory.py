@@ -23,10 +23,9 @@ import jax.numpy as jnp
 
 from treeflash_jax import drafters
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.bars import Notify, Progress
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
-from treeflash_jax.bench.timed import running
+from treeflash_jax.bench.timed import Notify, Progress, running
 from treeflash_jax.bench.topologies import find_devices
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import files, parameters, sharding

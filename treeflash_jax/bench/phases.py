@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import drafters
-from treeflash_jax.bench.bars import Notify
 from treeflash_jax.bench.floors import phase_work
-from treeflash_jax.bench.timed import Timed, running, sample_in_turns
+from treeflash_jax.bench.timed import Notify, Timed, running, sample_in_turns
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
