@@ -30,7 +30,7 @@ from treeflash_jax.bench.phases import TREE, Bench, check_sizes, slots_for
 from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.bench.timed import Progress
-from treeflash_jax.cli.arguments import add_fields, option_values
+from treeflash_jax.cli.arguments import ModelOptions, add_fields, load_model, option_values
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import calibration, loops, rounds
 from treeflash_jax.decoding.budget import BudgetPolicy, Measured
@@ -48,6 +48,7 @@ EXPANDER = devices.jit(rounds.draft_expander, static_argnames="plan")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_fields(parser.add_argument_group("model"), ModelOptions)
     sizes = parser.add_argument_group("sizes (times are measured in all combinations)")
     names = "batch context nodes"
     add_fields(sizes, MeasuredSizes, names, several=names, batch=[1, 8], context=[200])
@@ -62,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
 
 
-def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
+add_arguments.__doc__ = __doc__  # the description of the command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    model = load_model(arguments)
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
     given = arguments.batch, arguments.context, arguments.temperature

@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(output, shapes.MeasuredSizes, "repeats")
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
     output.add_argument("--plot", metavar="FILE", help="plot of round / step over nodes (needs matplotlib)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -54,10 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     devices.add_argument("--topology", help="compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8")
     devices.add_argument("--no-compile", action="store_true", help="count weights and caches only, for a mesh of any size")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file; results of other requests in it are kept")
-    parser.set_defaults(run=report)
 
 
-def report(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Prints the memory that the request needs; returns 1 if a device cannot hold it."""
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)

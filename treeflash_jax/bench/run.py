@@ -68,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--phases", type=int, metavar="CONTEXT", help=help)
     sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
     sampling.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
