@@ -63,9 +63,6 @@ class System:
             raise KeyboardInterrupt
         return [replace(result, seconds=result.seconds / len(prompts)) for result in results]
 
-    def count_tokens(self, result: tf.Result) -> int:
-        return len(result.ids)
-
     def settings(self) -> dict[str, Any]:
         """Returns the settings as they take effect; those of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
@@ -169,7 +166,8 @@ def make_record(
     record |= {"system": system.name, "settings": system.settings() | sampling}
     for name in ("accept_lengths", "cut", "ids", "text", "nodes", "finished"):
         record["texts" if name == "text" else name] = [getattr(result, name) for result in results]
-    record["tokens"] = sum(system.count_tokens(result) for result in results)
+    # Some programs give no ids.
+    record["tokens"] = sum(len(result.ids) or round(result.tokens_per_second * result.seconds) for result in results)
     record |= {"seconds": sum(result.seconds for result in results), **environment(system.model)}
     if system.config.expected_lengths:
         record["expected"] = float(sum(sum(result.expected_lengths or []) for result in results))

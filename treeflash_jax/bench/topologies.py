@@ -15,24 +15,12 @@ from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES
 GPUS = {"a100": (108, 8, 40 * 2**20, 167_936), "h100": (132, 9, 50 * 2**20, 233_472), "h200": (132, 9, 50 * 2**20, 233_472)}
 _GPU_TARGET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {shared}
-  shared_memory_per_block_optin: {block}
-  threads_per_core_limit: 2048
-  core_count: {cores}
-  fpus_per_core: {fpus}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth}
-  l2_cache_size: {cache}
-  clock_rate_ghz: 1.755
-  device_memory_size: {memory}
-  cuda_compute_capability {{ major: {major} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {block}
+  core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: 1.755 cuda_compute_capability {{ major: {major} }}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: {cache} device_memory_size: {memory}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}

@@ -56,9 +56,6 @@ class Peer(System):
             results.append(tf.Result(**given, builder=PEER, accept_lengths=[], finished="stop"))
         return results
 
-    def count_tokens(self, result: tf.Result) -> int:
-        return round(result.tokens_per_second * result.seconds)
-
     def settings(self) -> dict[str, Any]:
         return super().settings() | dict.fromkeys(SYSTEM) | {"builder": PEER}
 
