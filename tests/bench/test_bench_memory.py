@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh
 from refusals import mistake, refused
 
 import treeflash_jax as tf
-from treeflash_jax.bench import memory, shapes, topologies
+from treeflash_jax.bench import memory, shapes
 from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import devices, programs
@@ -164,7 +164,7 @@ def test_a_topology_without_its_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     monkeypatch.setattr(jax_topologies, "get_topology_desc", without)
     for topology, words in (("v5e:2x2", 'pip install "jax[tpu]"'), ("h200", 'pip install "jax[cuda12]" (no cuda here)')):
-        refused(partial(topologies.find_devices, topology), words)
+        refused(partial(memory.find_devices, topology), words)
 
 
 def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
