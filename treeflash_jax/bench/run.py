@@ -33,8 +33,7 @@ from treeflash_jax import drafters
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import bench_records, harness, plots, report
 from treeflash_jax.bench.bench_records import Record
-from treeflash_jax.bench.harness import System
-from treeflash_jax.bench.peers import Peer
+from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.phases import Bench, check_sizes
 from treeflash_jax.bench.prompt_sets import BenchPrompt, PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values, parse_ids
