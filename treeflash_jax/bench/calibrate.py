@@ -174,7 +174,7 @@ def time_rounds(
     progress.step(f"compiling rounds at batch {batch}, context {context}")
     bench = Rounds(model, plans, batch=batch, context=context, notify=progress.detail)
     progress.step(f"timing them at batch {batch}, context {context}")
-    median = bench.medians(repeats)
+    median = bench.sample(repeats)
     return [median["round", n] for n in nodes], [median["tree", n] for n in nodes], median["step", None]
 
 

@@ -250,7 +250,7 @@ def time_phases(
         several = list({plan.num_nodes: plan for plan in plans.values()}.values())
         check_sizes(several, [sizes["batch"]], [context], model.mesh)
         with slow(f"timing the phases of {', '.join(plans)}"):
-            medians = Bench(model, several, temperature=temperature, **sizes).medians(REPEATS)
+            medians = Bench(model, several, temperature=temperature, **sizes).sample(REPEATS)
         for name, plan in plans.items():
             ms = {phase: 1e3 * seconds for (phase, nodes), seconds in medians.items() if nodes in (None, plan.num_nodes)}
             times[name] = {"context": context, "ms": ms}
