@@ -92,16 +92,20 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress(len(temperatures) + 2 * len(batches) * len(positions)) as progress:
         configs = [replace(config, temperature=temperature) for temperature in temperatures]
         accepted = [measure_acceptance(model, config, chats, nodes, progress) for config in configs]
-        cells = {
-            (batch, size): time_rounds(model, plan, nodes, batch, at[size], arguments.repeats, progress)
-            for batch, size in product(batches, positions)
-        }
-    names = "round_seconds", "tree_seconds", "step_seconds"
-    times = {name: [[cells[b, size][i] for size in positions] for b in batches] for i, name in enumerate(names)}
+        plans, median = [replace(plan, num_nodes=n) for n in nodes], {}
+        for batch, size in product(batches, positions):
+            progress.step(f"compiling rounds at batch {batch}, context {at[size]}")
+            bench = Rounds(model, plans, batch=batch, context=at[size], notify=progress.detail)
+            progress.step(f"timing them at batch {batch}, context {at[size]}")
+            median[batch, size] = bench.sample(arguments.repeats)
+            del bench  # its caches, before the next ones are made
+    grid = {"step_seconds": [[median[b, size]["step", None] for size in positions] for b in batches]}
+    for phase in ("round", "tree"):
+        grid[f"{phase}_seconds"] = [[[median[b, size][phase, n] for n in nodes] for size in positions] for b in batches]
     tau, reliability = map(list, zip(*accepted, strict=True))
     entry = calibration.Calibration(
         identity=calibration.make_identity(model.weights, plan, model.mesh),
-        **dict(nodes=nodes, batch=batches, positions=positions, temperatures=temperatures, **times),
+        **dict(nodes=nodes, batch=batches, positions=positions, temperatures=temperatures, **grid),
         **dict(tau=tau, reliability=reliability, sparse=model.verifier.num_experts > 0),
     )
     calibration.write(out, entry)
@@ -164,18 +168,6 @@ def measure_acceptance(
     shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(nodes, tau, strict=True))
     print(f"T {config.temperature:g}: tau by nodes {shown}; {reliability:.2f} accepted per expected token", flush=True)
     return tau, reliability
-
-
-def time_rounds(
-    model: tf.TreeFlash, plan: DecodePlan, nodes: Sequence[int], batch: int, context: int, repeats: int, progress: Progress
-) -> tuple[list[float], list[float], float]:
-    """Measures median seconds of rounds by nodes, of building their trees, and of a one-token round."""
-    plans = [replace(plan, num_nodes=n) for n in nodes]
-    progress.step(f"compiling rounds at batch {batch}, context {context}")
-    bench = Rounds(model, plans, batch=batch, context=context, notify=progress.detail)
-    progress.step(f"timing them at batch {batch}, context {context}")
-    median = bench.sample(repeats)
-    return [median["round", n] for n in nodes], [median["tree", n] for n in nodes], median["step", None]
 
 
 class Rounds(Bench):
