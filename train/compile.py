@@ -30,8 +30,8 @@ from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
+from treeflash_jax.bench.memory import find_devices
 from treeflash_jax.bench.program_text import count_bytes, find_collectives, sum_collectives
-from treeflash_jax.bench.topologies import find_devices
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices, files, parameters, sharding
 from treeflash_jax.core.checks import fit

@@ -14,7 +14,7 @@ from toy_training import read_lines, write_lines
 import treeflash_jax as tf
 from treeflash_jax.bench import bench_records, report, run
 from treeflash_jax.bench.prompt_sets import FORMATS
-from treeflash_jax.bench.systems import parse_systems
+from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import check, commands
 from treeflash_jax.cli.commands import main
 from treeflash_jax.formats.tokenizer import Tokenizer

@@ -56,7 +56,7 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
             yield piece
             printed.append(capsys.readouterr().out)
 
-    monkeypatch.setattr(commands, "_load", lambda _: tiny)
+    monkeypatch.setattr(tf, "load", lambda **_: tiny)
     monkeypatch.setattr(tf.TreeFlash, "stream", watched)
     assert main("generate Count to four. --max-new-tokens 8 --nodes 8 --candidates 4 --children 4".split()) == 0
     assert len([text for text in printed if text.strip()]) > 1

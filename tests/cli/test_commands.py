@@ -6,6 +6,7 @@ import os
 import re
 import select
 import sys
+from contextlib import closing
 from functools import partial
 from unittest.mock import Mock
 
@@ -117,7 +118,7 @@ def test_answers_in_a_terminal_break_between_words():
     text = "def add(a, b):\n    return a + b  # a comment that is long\n\nThat is all there is to it."
     for pieces in (list(text), [text], re.findall(r".{1,3}", text, flags=re.DOTALL)):
         console = Console(file=io.StringIO(), width=20, force_terminal=True, color_system=None)
-        with chat.Lines(console) as lines:
+        with closing(chat.Lines(console)) as lines:
             for piece in pieces:
                 lines.write(piece)
         printed = console.file.getvalue()

@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from treeflash_jax.bench.bars import Progress
+from treeflash_jax.bench.timed import Progress
 from treeflash_jax.core import clock
 
 

@@ -13,7 +13,7 @@ from refusals import refused
 
 from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, trees
 from treeflash_jax.bench import bench_records, report
-from treeflash_jax.bench.systems import PRESETS, lossless_pairs
+from treeflash_jax.bench.run import PRESETS, lossless_pairs
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.check import check
 from treeflash_jax.core import programs

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bars import Progress
 from treeflash_jax.bench.phases import TREE, Bench, check_sizes, slots_for
 from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.shapes import MeasuredSizes
-from treeflash_jax.cli.arguments import add_fields, option_values
+from treeflash_jax.bench.timed import Progress
+from treeflash_jax.cli.arguments import ModelOptions, add_fields, load_model, option_values
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import calibration, loops, rounds
 from treeflash_jax.decoding.budget import BudgetPolicy, Measured
@@ -48,6 +48,7 @@ EXPANDER = devices.jit(rounds.draft_expander, static_argnames="plan")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_fields(parser.add_argument_group("model"), ModelOptions)
     sizes = parser.add_argument_group("sizes (times are measured in all combinations)")
     names = "batch context nodes"
     add_fields(sizes, MeasuredSizes, names, several=names, batch=[1, 8], context=[200])
@@ -62,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
 
 
-def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
+add_arguments.__doc__ = __doc__  # the description of the command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    model = load_model(arguments)
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
     given = arguments.batch, arguments.context, arguments.temperature
@@ -87,16 +92,20 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     with Progress(len(temperatures) + 2 * len(batches) * len(positions)) as progress:
         configs = [replace(config, temperature=temperature) for temperature in temperatures]
         accepted = [measure_acceptance(model, config, chats, nodes, progress) for config in configs]
-        cells = {
-            (batch, size): time_rounds(model, plan, nodes, batch, at[size], arguments.repeats, progress)
-            for batch, size in product(batches, positions)
-        }
-    names = "round_seconds", "tree_seconds", "step_seconds"
-    times = {name: [[cells[b, size][i] for size in positions] for b in batches] for i, name in enumerate(names)}
+        plans, median = [replace(plan, num_nodes=n) for n in nodes], {}
+        for batch, size in product(batches, positions):
+            progress.step(f"compiling rounds at batch {batch}, context {at[size]}")
+            bench = Rounds(model, plans, batch=batch, context=at[size], notify=progress.detail)
+            progress.step(f"timing them at batch {batch}, context {at[size]}")
+            median[batch, size] = bench.sample(arguments.repeats)
+            del bench  # its caches, before the next ones are made
+    grid = {"step_seconds": [[median[b, size]["step", None] for size in positions] for b in batches]}
+    for phase in ("round", "tree"):
+        grid[f"{phase}_seconds"] = [[[median[b, size][phase, n] for n in nodes] for size in positions] for b in batches]
     tau, reliability = map(list, zip(*accepted, strict=True))
     entry = calibration.Calibration(
         identity=calibration.make_identity(model.weights, plan, model.mesh),
-        **dict(nodes=nodes, batch=batches, positions=positions, temperatures=temperatures, **times),
+        **dict(nodes=nodes, batch=batches, positions=positions, temperatures=temperatures, **grid),
         **dict(tau=tau, reliability=reliability, sparse=model.verifier.num_experts > 0),
     )
     calibration.write(out, entry)
@@ -159,18 +168,6 @@ def measure_acceptance(
     shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(nodes, tau, strict=True))
     print(f"T {config.temperature:g}: tau by nodes {shown}; {reliability:.2f} accepted per expected token", flush=True)
     return tau, reliability
-
-
-def time_rounds(
-    model: tf.TreeFlash, plan: DecodePlan, nodes: Sequence[int], batch: int, context: int, repeats: int, progress: Progress
-) -> tuple[list[float], list[float], float]:
-    """Measures median seconds of rounds by nodes, of building their trees, and of a one-token round."""
-    plans = [replace(plan, num_nodes=n) for n in nodes]
-    progress.step(f"compiling rounds at batch {batch}, context {context}")
-    bench = Rounds(model, plans, batch=batch, context=context, notify=progress.detail)
-    progress.step(f"timing them at batch {batch}, context {context}")
-    median = bench.medians(repeats)
-    return [median["round", n] for n in nodes], [median["tree", n] for n in nodes], median["step", None]
 
 
 class Rounds(Bench):

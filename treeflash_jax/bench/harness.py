@@ -8,24 +8,29 @@ the second answer counts.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import jax
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bars import Notify
-from treeflash_jax.bench.bench_records import SCHEMA, Record, is_comparable, record_key
+from treeflash_jax.bench.bench_records import PEER, SCHEMA, SYSTEM, Record, is_comparable, record_key
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
+from treeflash_jax.bench.timed import Notify
 from treeflash_jax.cli.check import divergence, explanation
 from treeflash_jax.core import devices
+from treeflash_jax.core.checks import parse_json
 from treeflash_jax.engine.planning import Request, choose_tree
 from treeflash_jax.trees import draws
 
@@ -63,9 +68,6 @@ class System:
             raise KeyboardInterrupt
         return [replace(result, seconds=result.seconds / len(prompts)) for result in results]
 
-    def count_tokens(self, result: tf.Result) -> int:
-        return len(result.ids)
-
     def settings(self) -> dict[str, Any]:
         """Returns the settings as they take effect; those of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
@@ -83,6 +85,64 @@ class System:
         settings |= {"nodes": "auto"} if config.nodes == "auto" else {}
         drafter_temperature = fixed or model.drafter.drafter_temperature
         return settings | {"drafter_temperature": drafter_temperature, "drafter_temperature_rule": rule}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer(System):
+    """A program that is started once and answers lines of JSON on its standard input with lines on its standard output.
+
+    It reads {"prompt": ids, "max_new_tokens": n, "stop_ids": ids} and decodes greedily. It answers {"ids": [...],
+    "seconds": s}, or {"text": "...", "tokens": n, "seconds": s}; seconds include reading the prompt.
+
+    `model` and `config`, with which it is compared, give prompt and stop ids.
+
+    Example:
+      >>> with Peer(name="other", model=model, config=config, command="python other.py") as peer:
+      ...     records = list(measure([system, peer], prompts))
+    """
+
+    command: str
+    programs: list[subprocess.Popen] = field(default_factory=list, repr=False)
+
+    def __enter__(self) -> Peer:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.programs.append(subprocess.Popen(shlex.split(self.command), **pipes))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        program = self.programs.pop()
+        with suppress(BrokenPipeError):  # it has ended
+            program.stdin.close()
+        program.wait()
+
+    def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
+        stop_ids = list(self.model.find_stop_ids(self.config))
+        settings = {"max_new_tokens": self.config.max_new_tokens, "stop_ids": stop_ids}
+        results = []
+        for prompt in prompts:
+            ids = self.model.encode(prompt)
+            answer = self._ask({"prompt": ids} | settings)
+            count = answer.get("tokens") or len(answer.get("ids", ()))
+            given = {"text": answer.get("text"), "ids": answer.get("ids", []), "seconds": answer["seconds"]}
+            given |= {"prompt_ids": ids, "tokens_per_second": count / answer["seconds"], "compile_seconds": 0.0}
+            results.append(tf.Result(**given, builder=PEER, accept_lengths=[], finished="stop"))
+        return results
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | dict.fromkeys(SYSTEM) | {"builder": PEER}
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        program = self.programs[-1]
+        with suppress(BrokenPipeError):
+            program.stdin.write(json.dumps(question) + "\n")
+            program.stdin.flush()
+        line = program.stdout.readline()
+        with suppress(ValueError):
+            answer = parse_json(line)
+            if isinstance(answer, dict) and answer.get("seconds", 0) > 0:
+                return answer
+        got = f"got {line.strip()!r} from" if line else "got no answer from"
+        raise ValueError(f"{got} {self.command!r}, expected one JSON line per prompt, with seconds above 0")
 
 
 def print_progress(text: str) -> None:
@@ -169,7 +229,8 @@ def make_record(
     record |= {"system": system.name, "settings": system.settings() | sampling}
     for name in ("accept_lengths", "cut", "ids", "text", "nodes", "finished"):
         record["texts" if name == "text" else name] = [getattr(result, name) for result in results]
-    record["tokens"] = sum(system.count_tokens(result) for result in results)
+    # Some programs give no ids.
+    record["tokens"] = sum(len(result.ids) or round(result.tokens_per_second * result.seconds) for result in results)
     record |= {"seconds": sum(result.seconds for result in results), **environment(system.model)}
     if system.config.expected_lengths:
         record["expected"] = float(sum(sum(result.expected_lengths or []) for result in results))

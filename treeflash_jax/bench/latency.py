@@ -25,9 +25,9 @@ import numpy as np
 
 import treeflash_jax as tf
 from treeflash_jax.bench import harness, plots, report, shapes
-from treeflash_jax.bench.bars import Progress
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
+from treeflash_jax.bench.timed import Progress
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import devices, files, sharding
 from treeflash_jax.decoding.state import DecodePlan
@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(output, shapes.MeasuredSizes, "repeats")
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
     output.add_argument("--plot", metavar="FILE", help="plot of round / step over nodes (needs matplotlib)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import drafters
-from treeflash_jax.bench.bars import Notify
 from treeflash_jax.bench.floors import phase_work
-from treeflash_jax.bench.timed import Timed, running, sample_in_turns
+from treeflash_jax.bench.timed import Notify, Timed, running, sample_in_turns
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
@@ -115,26 +114,14 @@ def check_sizes(plans: Sequence[DecodePlan], batches: list[int], contexts: list[
         raise ValueError(f"got --context {max(contexts)}, expected at most {most - room}: {why}")
 
 
-def count_experts(routes: Sequence[jax.Array], tokens: int, model: TreeFlash, batch: int) -> tuple[list[float], float]:
-    """Counts the distinct experts that each layer reads on one device, and those that routing at random would choose.
-
-    Args:
-      routes: experts of every token [b, n, k], by layer.
-      tokens: number of tokens per sequence that count, from the first on.
-    """
-    config, shards = model.verifier, 1 if model.mesh is None else model.mesh.shape["data"]
-    counts = [count_distinct(ids_bnk[:, :tokens], config.num_experts, shards) for ids_bnk in routes]
-    at_random = distinct_experts(config.num_experts, config.experts_per_token, batch // shards * tokens)
-    return [float(x) for x in sharding.to_host(counts)], at_random
-
-
 class Bench:
     """A batch of sequences that have read `context` random tokens, and every phase of every plan over them, warm.
 
     Attributes:
       timed: the phases.
       compile_seconds: time of compiling and warming up all of them; the times of single programs overlap.
-      experts: of a mixture of experts, `count_experts` by tokens per sequence: 1, and the nodes of each plan.
+      experts: of a mixture of experts, by tokens per sequence (1, and the nodes of each plan): distinct experts that each
+        layer reads on one device, and their number if routing were random.
     """
 
     def __init__(
@@ -179,14 +166,10 @@ class Bench:
         work[None] = work[self.plans[0].num_nodes]  # of phases that do not depend on nodes
         return [timed.summarise(work[timed.nodes][timed.phase], ceilings) for timed in self.timed]
 
-    def sample(self, repeats: int) -> None:
-        """Times all phases in turns."""
+    def sample(self, repeats: int) -> dict[tuple[str, int | None], float]:
+        """Times all phases in turns; returns the median seconds of each, by phase and nodes."""
         with running(self.model.mesh, self.where):
             sample_in_turns(self.timed, repeats, self.notify)
-
-    def medians(self, repeats: int) -> dict[tuple[str, int | None], float]:
-        """Times all phases; returns the median seconds of each, by phase and nodes."""
-        self.sample(repeats)
         return {(timed.phase, timed.nodes): float(np.median(timed.seconds)) for timed in self.timed}
 
     @property
@@ -222,7 +205,11 @@ class Bench:
         if not bool(jnp.isfinite(verified.logits_bnv).all()):
             raise ValueError(f"{self.where}: got logits that are not finite")
         for tokens in (1, plan.num_nodes) if verified.routes else ():  # the root is the token of a one-token step
-            self.experts[tokens] = count_experts(verified.routes, tokens, self.model, self.sizes["batch"])
+            config, shards = plan.verifier, 1 if self.model.mesh is None else self.model.mesh.shape["data"]
+            counts = [count_distinct(ids_bnk[:, :tokens], config.num_experts, shards) for ids_bnk in verified.routes]
+            sequences = self.sizes["batch"] // shards
+            at_random = distinct_experts(config.num_experts, config.experts_per_token, sequences * tokens)
+            self.experts[tokens] = [float(x) for x in sharding.to_host(counts)], at_random
         accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, tree, proposal, verified.logits_bnv))
 
         def commit(run: Callable[..., Any], calls: int) -> Callable[[], Any]:

@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

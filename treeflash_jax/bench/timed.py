@@ -1,8 +1,9 @@
-"""Compiled programs, timed in samples of many calls."""
+"""Compiled programs, timed in samples of many calls, and the progress of a measurement."""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,14 +12,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
-from treeflash_jax.bench.bars import Notify
 from treeflash_jax.core import sharding
 from treeflash_jax.models.costs import Ceilings, Work
 
 CALLS = 64  # maximal number of calls in a sample
 SAMPLE_SECONDS = 0.02
 PHASE_SECONDS = 6.0  # slow phases get fewer samples, at least two
+
+Notify = Callable[[str], None]
 
 
 @dataclass
@@ -87,3 +93,30 @@ def running(mesh: Any, where: str) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(f"{where}: the devices have too little memory for it") from None
+
+
+class Progress(Live):
+    """Progress on stderr, a live line in a terminal and a line per step elsewhere.
+
+    Example:
+      >>> with Progress(2) as progress:
+      ...     progress.step("compiling")
+      ...     progress.step("timing")
+      ...     progress.detail("sample 3 of 9")
+    """
+
+    def __init__(self, steps: int, console: Console | None = None):
+        self.steps, self.number, self.text, self.spinner = steps, 0, "", Spinner("dots")
+        console = console or Console(stderr=True, highlight=False)
+        # Results that are printed meanwhile stay on stdout if that is a file.
+        super().__init__(self.spinner, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
+
+    def step(self, text: str) -> None:
+        self.number, self.text = self.number + 1, f"[{self.number + 1}/{self.steps}] {text}"
+        self.spinner.update(text=Text(self.text))
+        if not self.console.is_interactive:
+            self.console.print(self.text, markup=False, soft_wrap=True)
+
+    def detail(self, text: str) -> None:
+        """Shows the state of the current step, in a terminal only."""
+        self.spinner.update(text=Text(f"{self.text}: {text}"))

@@ -12,11 +12,14 @@ from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import treeflash_jax as tf
+from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit, parse_json, quoted, suggestion
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.files import regular
-from treeflash_jax.engine.pairs import VERIFIERS
+from treeflash_jax.engine import pairs
 from treeflash_jax.engine.prompts import Text
+from treeflash_jax.engine.settings import REFUSED, groups, settings_class
 from treeflash_jax.models.quantized import SCHEMES
 
 
@@ -26,7 +29,7 @@ class ModelOptions:
 
     verifier: str | None = bounded(
         None,
-        f"language model to serve: a name ({', '.join(VERIFIERS)}), or the folder, GGUF file or Hub id of a Qwen3, "
+        f"language model to serve: a name ({', '.join(pairs.VERIFIERS)}), or the folder, GGUF file or Hub id of a Qwen3, "
         "Qwen2 or Llama model",
         unset="smollm2 if its weights are on this machine, otherwise tiny",
         unit="model",
@@ -188,6 +191,33 @@ def option_values(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {setting.name: getattr(arguments, setting.name) for setting in fields(cls) if hasattr(arguments, setting.name)}
 
 
+def load_model(arguments: argparse.Namespace) -> tf.TreeFlash:
+    """Loads the model of the options; prints a line if that is the toy pair by default."""
+    if arguments.verifier is None:
+        arguments.verifier = pairs.default_verifier()
+        if arguments.verifier == "tiny":
+            why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
+            print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
+    given = option_values(arguments, ModelOptions)
+    given["mesh"] = tf.make_mesh(**sharding.parse_sizes(given["mesh"])) if given["mesh"] else None
+    names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, pairs.NO_DRAFTER)]
+    with slow(f"loading {' and '.join(names)}"):
+        return tf.load(**given)
+
+
+def add_settings(parser: argparse.ArgumentParser, without: str = "") -> Any:
+    """Adds the options of the model and of GenerateConfig; returns a group for those of output, after the basic ones."""
+    add_fields(parser.add_argument_group("model"), ModelOptions, basic=True)
+    add_fields(parser.add_argument_group("settings"), settings_class(), basic=True, without=without)
+    output = parser.add_argument_group("output")
+    add_fields(parser.add_argument_group("advanced: model"), ModelOptions, basic=False)
+    for title, group in groups().items():
+        add_fields(parser.add_argument_group(f"advanced: {title}"), group, basic=False, without=without)
+    for name in REFUSED:
+        parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
+    return output
+
+
 def add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts (options may be given several times)")
     group.add_argument(
@@ -196,6 +226,14 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
         "which is also the default if no prompt is given",
     )  # fmt: skip
     add_fields(group, PromptOptions)
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings given by options. Raises ValueError for one in REFUSED."""
+    for name, reason in REFUSED.items():
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
+    return option_values(arguments, settings_class())
 
 
 def parse_prompts(arguments: argparse.Namespace) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Unpack
 
 from rich.cells import cell_len
@@ -82,9 +82,9 @@ def _turn(
     model: TreeFlash, console: Console, messages: list[dict[str, str]], config: GenerateConfig, session: Session
 ) -> tuple[str, Result | None]:
     """Streams one answer and prints its statistics; returns its text and Result, None after Ctrl-C."""
-    text, lines = "", Lines(console)
+    text = ""
     try:
-        with ignored_keyboard(), lines:
+        with ignored_keyboard(), closing(Lines(console)) as lines:
             for piece in model.stream(messages, config=config, session=session):
                 if isinstance(piece, Chunk):
                     lines.write(piece.text)
@@ -115,10 +115,7 @@ class Lines:
             self._place(word)
         self.held = last
 
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._place(self.held)
 
     def _place(self, word: str) -> None:

@@ -14,17 +14,13 @@ from rich.console import Console
 
 from treeflash_jax import __version__
 from treeflash_jax.bench import calibrate, latency, memory, report, run
-from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.cli import demo
-from treeflash_jax.cli.arguments import ModelOptions, Parser, add_fields, add_prompts, option_values, parse_prompts
+from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
-from treeflash_jax.core import background, sharding
+from treeflash_jax.core import background
 from treeflash_jax.core.checks import LINE, clipped, fit
-from treeflash_jax.core.clock import slow
-from treeflash_jax.engine import pairs
 from treeflash_jax.engine.results import Chunk
-from treeflash_jax.engine.settings import REFUSED, GenerateConfig, groups, settings_class
 from treeflash_jax.formats import dialects, gguf_reader, models
 
 
@@ -49,48 +45,33 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands; `parse_args(words).run` is the function that runs the chosen one."""
     top = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
-    commands = _add_commands(top, "command")
-    for name, (help, add_options) in COMMANDS.items():
-        text = {"description": inspect.cleandoc(add_options.__doc__ or "")}
-        add_options(commands.add_parser(name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter, **text))
-    suites = commands.add_parser("bench", help="run benchmarks, and report their results")
-    suites = _add_commands(suites, "suite")
-    for name, (help, add_options) in SUITES.items():
-        add_options(suites.add_parser(name, help=help))
+    suites = _add_commands(top, "command", COMMANDS).add_parser("bench", help="run benchmarks, and report their results")
+    _add_commands(suites, "suite", SUITES)
     return top
 
 
-def _add_commands(parser: argparse.ArgumentParser, metavar: str) -> Any:
-    """Adds subcommands to a parser, which prints its help text if none is given."""
+def _add_commands(parser: argparse.ArgumentParser, metavar: str, commands: dict[str, tuple]) -> Any:
+    """Adds subcommands to a parser, which prints its help text if none is given; returns argparse's group of them."""
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
-    return parser.add_subparsers(metavar=metavar, parser_class=Parser)
-
-
-def _add_settings(parser: argparse.ArgumentParser, without: str = "") -> Any:
-    """Adds the options of the model and of GenerateConfig; returns a group for those of output, after the basic ones."""
-    add_fields(parser.add_argument_group("model"), ModelOptions, basic=True)
-    add_fields(parser.add_argument_group("settings"), settings_class(), basic=True, without=without)
-    output = parser.add_argument_group("output")
-    add_fields(parser.add_argument_group("advanced: model"), ModelOptions, basic=False)
-    for title, group in groups().items():
-        add_fields(parser.add_argument_group(f"advanced: {title}"), group, basic=False, without=without)
-    for name in REFUSED:
-        parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
-    return output
+    group = parser.add_subparsers(metavar=metavar, parser_class=Parser)
+    for name, (help, add_options, run_command) in commands.items():
+        text = {"help": help, "description": inspect.cleandoc(add_options.__doc__ or "")}
+        command = group.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **text)
+        add_options(command)
+        command.set_defaults(run=run_command)
+    return group
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     """Answers prompts, by default with smollm2 if its weights are on this machine, otherwise with the toy pair tiny."""
     add_prompts(parser)
-    output = _add_settings(parser)
+    output = add_settings(parser)
     output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all results")
-    parser.set_defaults(run=_generate)
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
     """Starts a conversation; answers are printed as they are decoded."""
-    _add_settings(parser, without="samples batch_size log_probs expected_lengths")
-    parser.set_defaults(run=_chat)
+    add_settings(parser, without="samples batch_size log_probs expected_lengths")
 
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
@@ -100,12 +81,11 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     rounding decides between them. The exit status is 1 if a prompt fails.
     """
     add_prompts(parser)
-    output = _add_settings(parser, without="samples log_probs expected_lengths")
+    output = add_settings(parser, without="samples log_probs expected_lengths")
     usual = f"{NEAR_TIE:g} or {ROUNDINGS} units of rounding in the compute dtype, whichever is larger"
     help = f"largest gap between the two logits of a near-tie (default: {usual})"
     output.add_argument("--near-tie", type=float, metavar="GAP", help=help)
     output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    parser.set_defaults(run=_check)
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
@@ -116,52 +96,6 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
     parser.add_argument("--to", choices=dialects.written(), help="layout in which to write a drafter")
     parser.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
-    parser.set_defaults(run=_convert)
-
-
-def _calibrate_options(parser: argparse.ArgumentParser) -> None:
-    add_fields(parser.add_argument_group("model"), ModelOptions)
-    calibrate.add_arguments(parser)
-    parser.set_defaults(run=lambda arguments: calibrate.run(_load(arguments), arguments))
-
-
-_calibrate_options.__doc__ = calibrate.__doc__
-
-
-def _demo_options(parser: argparse.ArgumentParser) -> None:
-    """Answers three prompts one token at a time and with drafting, side by side, draws a draft tree, and compares times."""
-    help = "smollm2: SmolLM2-135M-Instruct, with n-grams in place of its drafter on CPUs without bfloat16 instructions; "
-    help += "tiny: a toy model that ships with the package (default: smollm2 if its weights are on this machine, else tiny)"
-    parser.add_argument("--pair", choices=("smollm2", "tiny"), help=help)
-    add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=160)
-    add_fields(parser, MeasuredSizes, "repeats", repeats=2)
-    parser.add_argument("--svg", metavar="FILE", help="write a picture of the demo")
-    names = "pair", "max_new_tokens", "repeats", "svg"
-    parser.set_defaults(run=lambda arguments: demo.run(**{name: getattr(arguments, name) for name in names}) or 0)
-
-
-def _load(arguments: argparse.Namespace) -> Any:
-    """Loads the model of the options; prints a line if that is the toy pair by default."""
-    import treeflash_jax as tf
-
-    if arguments.verifier is None:
-        arguments.verifier = pairs.default_verifier()
-        if arguments.verifier == "tiny":
-            why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
-            print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
-    given = option_values(arguments, ModelOptions)
-    given["mesh"] = tf.make_mesh(**sharding.parse_sizes(given["mesh"])) if given["mesh"] else None
-    names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, pairs.NO_DRAFTER)]
-    with slow(f"loading {' and '.join(names)}"):
-        return tf.load(**given)
-
-
-def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings given by options. Raises ValueError for one in REFUSED."""
-    for name, reason in REFUSED.items():
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
-    return option_values(arguments, settings_class())
 
 
 PRINTED = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished".split()
@@ -170,7 +104,7 @@ PRINTED += ["log_probs", "expected_lengths", "nodes"]  # of answers that have th
 
 def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = given_settings(arguments), parse_prompts(arguments)
-    model = _load(arguments)
+    model = load_model(arguments)
     is_streamed = len(prompts) == 1 and settings.get("samples", 1) == 1 and model.tokenizer and not arguments.json
     for result in model.stream(prompts, **settings) if is_streamed else model.generate(prompts, **settings):
         if isinstance(result, Chunk):
@@ -191,14 +125,14 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     settings = given_settings(arguments)
-    converse(_load(arguments), Console(highlight=False), **settings)
+    converse(load_model(arguments), Console(highlight=False), **settings)
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:
     settings, prompts = given_settings(arguments), parse_prompts(arguments)
     limit = fit(float | None, arguments.near_tie, "--near-tie", least=0)
-    model = _load(arguments)
+    model = load_model(arguments)
     cases = check(model, prompts, **settings)
     for index, case in enumerate(cases):
         difference, verdict = case.divergence, "PASS" if case.passed(limit) else "FAIL"
@@ -236,17 +170,18 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# By name: the line of help, a function that adds the options and describes the command, and the function that runs it.
 COMMANDS = {
-    "generate": ("answer prompts", _generate_options),
-    "chat": ("talk to a model", _chat_options),
-    "check": ("check that drafting does not change the output", _check_options),
-    "convert": ("convert a GGUF file or a drafter to another format", _convert_options),
-    "calibrate": ("measure round times for --nodes auto", _calibrate_options),
-    "demo": ("compare answers decoded one token at a time and with drafting", _demo_options),
+    "generate": ("answer prompts", _generate_options, _generate),
+    "chat": ("talk to a model", _chat_options, _chat),
+    "check": ("check that drafting does not change the output", _check_options, _check),
+    "convert": ("convert a GGUF file or a drafter to another format", _convert_options, _convert),
+    "calibrate": ("measure round times for --nodes auto", calibrate.add_arguments, calibrate.run),
+    "demo": ("compare answers decoded one token at a time and with drafting", demo.add_arguments, demo.run),
 }
 SUITES = {
-    "run": ("compare systems on prompts: tokens per round and per second, time by phase", run.add_arguments),
-    "report": ("print the tables of a results file", report.add_arguments),
-    "latency": ("time every phase of a round", latency.add_arguments),
-    "memory": ("compute the memory that a request needs on each device", memory.add_arguments),
+    "run": ("compare systems on prompts: tokens per round and per second, time by phase", run.add_arguments, run.run),
+    "report": ("print the tables of a results file", report.add_arguments, report.run),
+    "latency": ("time every phase of a round", latency.add_arguments, latency.run),
+    "memory": ("compute the memory that a request needs on each device", memory.add_arguments, memory.run),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import logging
 import re
@@ -11,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
@@ -26,6 +26,8 @@ from treeflash_jax.bench import harness, report
 from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
+from treeflash_jax.bench.shapes import MeasuredSizes
+from treeflash_jax.cli.arguments import add_fields
 from treeflash_jax.core import background, devices, files
 from treeflash_jax.core.devices import Device
 from treeflash_jax.engine import pairs
@@ -76,16 +78,24 @@ def choose(pair: str, device: Device) -> Demo:
     return COPYING if pair == "smollm2" and not device.drafting_pays(device.dtype) else DEMOS[pair]
 
 
-def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2, svg: str | Path | None = None) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Answers three prompts one token at a time and with drafting, side by side, draws a draft tree, and compares times."""
+    help = "smollm2: SmolLM2-135M-Instruct, with n-grams in place of its drafter on CPUs without bfloat16 instructions; "
+    help += "tiny: a toy model that ships with the package (default: smollm2 if its weights are on this machine, else tiny)"
+    parser.add_argument("--pair", choices=("smollm2", "tiny"), help=help)
+    add_fields(parser, tf.GenerateConfig, "max_new_tokens", max_new_tokens=160)
+    add_fields(parser, MeasuredSizes, "repeats", repeats=2)
+    parser.add_argument("--svg", metavar="FILE", help="write a picture of the demo")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Streams answers side by side, while later programs compile, and prints a draft tree and a table.
 
-    Speeds are medians over interleaved runs at batch 1, greedy, made after all programs are compiled.
-
-    Args:
-      pair: a key of DEMOS; None: `pairs.default_verifier`.
-      max_new_tokens: most tokens of an answer; a longer one is shown up to its last whole sentence.
-      svg: file for a picture of the demo: the streams of the last prompt when the first one ends, the tree and the table.
+    Speeds are medians over interleaved runs at batch 1, greedy, made after all programs are compiled. An answer of the
+    greatest length is shown up to its last whole sentence. The picture has the streams of the last prompt when the first of
+    them ended, the tree and the table.
     """
+    pair = arguments.pair
     console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
         console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
@@ -98,7 +108,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
         with console.status(f"loading {pair}"):
             model = tf.load(pair, drafter=demo.drafter)
         console.print(demo.text + "\n")
-        shared = {"max_new_tokens": max_new_tokens, "batch_size": 1}
+        shared = {"max_new_tokens": arguments.max_new_tokens, "batch_size": 1}
         ways = {PLAIN: {"builder": "none"}, demo.drafted: demo.settings}
         configs = {name: tf.GenerateConfig(**shared, **settings) for name, settings in ways.items()}
         systems = [System(name=name, model=model, config=config) for name, config in configs.items()]
@@ -113,17 +123,18 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
             results.append(result)
         prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in demo.prompts.items()]
         with console.status("measuring") as status:
-            records = list(harness.measure(systems, prompts, seeds=range(repeats), notify=status.update))
+            records = list(harness.measure(systems, prompts, seeds=range(arguments.repeats), notify=status.update))
             status.update("drawing a tree")  # its round is drafted again, by a program of its own
             tree = Text(f"one of the rounds, with the tokens that it kept marked:\n{_draw(results)}\n")
         console.print(tree, table := _table(pair, records))
-        if svg is not None:
+        if arguments.svg is not None:
             pictured = Console(highlight=False, record=True, width=console.width, file=io.StringIO())
             pictured.print(f"[bold]{prompt}[/bold]", streams, tree, table)
             title = f"treeflash demo: {devices.here().kind}, {model.dtype.name}"
             picture = pictured.export_svg(title=title, font_aspect_ratio=0.6)  # the width of Fira Code's letters
             # librsvg drops the spaces at the ends of texts unless they are to be kept.
-            files.write(svg, picture.replace("<svg ", '<svg xml:space="preserve" ', 1))
+            files.write(arguments.svg, picture.replace("<svg ", '<svg xml:space="preserve" ', 1))
+    return 0
 
 
 def _compile(systems: Sequence[System], prompts: Iterable[str], compiled: Mapping[str, Future]) -> None:
