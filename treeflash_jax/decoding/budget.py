@@ -188,8 +188,8 @@ class BudgetPolicy(rounds.Policy):
 
     def draft(
         self, state: DecodeState, choice: BudgetChoice, bucket: int, plan: DecodePlan
-    ) -> tuple[DraftTree, None, DecodePlan]:
-        return trees.first(choice.tree, bucket), None, replace(plan, num_nodes=bucket)
+    ) -> tuple[rounds.Draft, DecodePlan]:
+        return (trees.first(choice.tree, bucket), None), replace(plan, num_nodes=bucket)
 
     def learn(self, state: DecodeState, choice: BudgetChoice, accepted: Accepted, observed: None) -> Budget:
         return update_budget(state.policy, choice, accepted.length_b, ~state.done_b)

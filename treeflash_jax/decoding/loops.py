@@ -255,7 +255,8 @@ def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Draft
     """Returns the tree that the next round would verify; with a policy, in the shapes of its largest bucket."""
     if plan.policy is None:
         return rounds.draft_tree(weights, state, plan)[0]
-    return plan.policy.draft(state, plan.policy.choose(weights, state, plan), plan.policy.buckets(plan)[-1], plan)[0]
+    choice, largest = plan.policy.choose(weights, state, plan), plan.policy.buckets(plan)[-1]
+    return plan.policy.draft(state, choice, largest, plan)[0][0]
 
 
 @partial(jax.jit, static_argnames=("capacity",))
