@@ -19,7 +19,7 @@ from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import ModelOptions, Parser, add_fields, add_prompts, option_values, parse_prompts
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
-from treeflash_jax.core import background, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import LINE, clipped, fit
 from treeflash_jax.core.clock import slow
 from treeflash_jax.engine import pairs
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = 130
     if argv is None:  # the process ends here
-        background.leave(status)
+        programs.leave(status)
     return status
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import background, programs, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
@@ -230,7 +230,7 @@ class BatchDecoder:
         elif np.max(limit_b) + path > state.capacity and 2 * np.max(end_b) > state.capacity and self.prepared < larger:
             self.prepared = larger
             shapes, runner = programs.abstract_shapes(self.state), replace(self.runner, clock=Clock(silent=True))
-            background.start(lambda: runner.run(runner.grow(shapes, larger), 0, self.slots.size))
+            programs.compile_ahead(lambda: runner.run(runner.grow(shapes, larger), 0, self.slots.size))
 
     def _start(self, capacity: int, kept: Kept | None = None) -> None:
         """Prefills requests into all slots of an empty batch."""
@@ -301,4 +301,4 @@ class Session:
             runner.run(runner.start(batch, (shapes, 0)), 0, 1)
 
         if capacity > state.capacity:
-            background.start(compile)
+            programs.compile_ahead(compile)
