@@ -48,12 +48,7 @@ LAST_SECONDS = 10.0  # before the most recent use of an executable; earlier uses
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program.
-
-    Attributes:
-      function: the jitted function it was compiled from.
-      run: the executable; its arguments are those that are not static.
-    """
+    """A jitted function, and an executable compiled from it, which takes those of its arguments that are not static."""
 
     function: Any
     run: Callable[..., Any]

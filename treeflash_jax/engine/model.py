@@ -85,10 +85,8 @@ def serve(model: LoadedPair, call: Call) -> Iterator[tuple[int, Result]]:
     except KeyboardInterrupt:  # keeps the answers so far
         if len(unanswered) == len(call.requests):
             raise
-    text = None if model.tokenizer is None else ""
     for number, request in unanswered.items():
-        ids = request.ids
-        yield number, Result(text=text, ids=[], prompt_ids=ids, builder="none", accept_lengths=[], finished="interrupted")
+        yield number, Result.unanswered(request.ids, has_text=model.tokenizer is not None)
 
 
 class TreeFlash(LoadedPair):

@@ -64,6 +64,12 @@ class Result:
     cut: int = 0
     draft_again: Callable[[int], DrawnTree] | None = field(default=None, repr=False, compare=False)
 
+    @staticmethod
+    def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
+        """Returns the result of a prompt that was not started before Ctrl-C: no tokens, marked "interrupted"."""
+        text = "" if has_text else None
+        return Result(text=text, ids=[], prompt_ids=prompt_ids, builder="none", accept_lengths=[], finished="interrupted")
+
     @property
     def tau(self) -> float:
         """Block efficiency: mean number of tokens that a round added to the answer, bonus included; 1 without rounds."""
