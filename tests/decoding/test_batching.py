@@ -37,33 +37,27 @@ def test_answers_do_not_depend_on_the_batch(trained, settings):
 
 
 def test_answers_come_as_they_finish(trained):
-    prompts = [[1, 2, 3], [4, 5], [6], [7, 8]]
-    lengths = [len(result.ids) for result in trained.generate(prompts, builder="none", max_new_tokens=60)]
-    assert len(set(lengths)) > 1 or lengths[0] == 60
-    order = [place for place, _ in trained.generate_each(prompts, builder="none", max_new_tokens=60, batch_size=1)]
-    assert order == [0, 1, 2, 3]
-    longest = int(np.argmax(lengths))
-    order = [place for place, _ in trained.generate_each(prompts, builder="none", max_new_tokens=60, batch_size=4)]
-    assert sorted(order) == [0, 1, 2, 3] and lengths[order[-1]] == lengths[longest]
+    how = {"prompts": [[1, 2, 3], [4, 5], [6], [7, 8]], "builder": "none", "max_new_tokens": 60}
+    lengths = [len(result.ids) for result in trained.generate(**how)]
+    assert [place for place, _ in trained.generate_each(**how, batch_size=1)] == [0, 1, 2, 3]
+    order = [place for place, _ in trained.generate_each(**how, batch_size=4)]
+    assert sorted(order) == [0, 1, 2, 3] and lengths[order[-1]] == max(lengths)
 
 
 def test_a_batch_keeps_its_slots_busy():
     """Sequences of very different lengths take about as many rounds as their tokens over the slots."""
-    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 200)]
-    slots, rounds = Slots(16, 2, range(len(lengths))), 0
-    left = {slot: lengths[slots.held[slot]] for slot in slots.fill(16)}
-    finished = []
-    while slots.held:
-        while sum(n <= 0 for n in left.values()) + slots.size - len(slots.held) < slots.enough_done:
-            left = {slot: n - 1 for slot, n in left.items()}
-            rounds += 1
-        done = [slot for slot in slots.held if left[slot] <= 0]
+    lengths = np.random.default_rng(0).integers(1, 100, 200).tolist()
+    slots, rounds, ends, finished = Slots(16, 2, range(len(lengths))), 0, {}, []
+    while slots.waiting or slots.held:
+        if slots.is_refill_due:
+            ends |= {slot: rounds + lengths[slots.held[slot]] for slot in slots.fill(slots.group)}
+            continue
+        free = slots.size - len(slots.held)
+        rounds = sorted(ends.values())[slots.enough_done - free - 1]
+        done = [slot for slot, end in ends.items() if end <= rounds]
         finished += [slots.held[slot] for slot in done]
         slots.release(done)
-        for slot in done:
-            del left[slot]
-        if slots.is_refill_due:
-            left |= {slot: lengths[slots.held[slot]] for slot in slots.fill(slots.group)}
+        ends = {slot: ends[slot] for slot in slots.held}
     assert sorted(finished) == list(range(len(lengths)))
     assert rounds < 1.2 * sum(lengths) / slots.size + max(lengths)
     one_after_the_other = sum(max(lengths[at : at + 16]) for at in range(0, len(lengths), 16))

@@ -245,14 +245,14 @@ def test_a_decision_by_hand(trained):
     assert slow.nodes == () and slow.speedup < calibration.MIN_SPEEDUP
 
 
-@pytest.mark.parametrize("changed", ["pair", "device", "mesh", "dtype", "jax", "head", "block_size", "candidates"])
+@pytest.mark.parametrize("changed", ["pair", "device", "mesh", "dtype", "jax", "head", "block_size", "candidates", "new"])
 def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
     path = tmp_path / "a.json"
     model, before = beside(trained, path, table(trained, MIXED, 0.9, **{changed: "other"})), len(programs.compiled())
     refused(lambda: model.generate([3, 4, 5], **AUTO), f"got a calibration for {changed} 'other', expected")
     assert len(programs.compiled()) == before
     calibration.write(path, table(trained, MIXED, 0.9))
-    assert model.calibration(model.plan(GenerateConfig(**AUTO))).identity[changed] != "other"
+    assert model.calibration(model.plan(GenerateConfig(**AUTO))).identity.get(changed) != "other"
     assert len(calibration.read(path)) == 2, "the other one is kept"
 
 

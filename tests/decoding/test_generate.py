@@ -1,7 +1,5 @@
 """The Python API on the shipped pair: samples, stop strings, streams, pictures, interrupts."""
 
-from functools import partial
-
 import jax
 import pytest
 from answers import TREE
@@ -96,8 +94,3 @@ def test_an_interrupt_during_prefill_keeps_earlier_answers(tiny, monkeypatch, ba
     assert all(result.ids == full.ids[: len(result.ids)] for result, full in zip(results, whole, strict=True))
     assert (results[2].ids, results[2].finished) == ([], "interrupted")
     assert results[0].ids and (batch_size == 2 or results[0].ids == whole[0].ids)
-
-
-def test_streams_refuse_what_they_cannot_do(tiny):
-    for settings, words in (({"samples": 2}, "samples 2"), ({"rounds_per_dispatch": 0}, "rounds_per_dispatch 0")):
-        refused(partial(next, tiny.stream(CHAT, **settings)), words)

@@ -82,8 +82,8 @@ def test_features_by_hand():
     assert left.hidden_bj.tolist() == [[1.0], [3.0]]
     entropy = 1.75 * np.log(2)  # of the verifier at temperature 1, before filters
     drafted = -(0.2 * np.log(0.2) + 0.8 * np.log(0.8))
-    np.testing.assert_allclose(left.scalars_bl, [[entropy, drafted, 0.2 + 0.25, 1], [entropy, 0, 0, 0]], atol=1e-6)
-    assert left.scalars_bl.shape[1] == len(OBSERVED)
+    np.testing.assert_allclose(left.scalars_bs, [[entropy, drafted, 0.2 + 0.25, 1], [entropy, 0, 0, 0]], atol=1e-6)
+    assert left.scalars_bs.shape[1] == len(OBSERVED)
 
 
 def test_a_file_is_read_back_and_weights_of_other_buckets_are_refused(tmp_path):

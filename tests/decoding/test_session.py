@@ -13,7 +13,7 @@ from conftest import RANDOM_MODEL
 from test_every_drafter import KINDS
 
 import treeflash_jax as tf
-from treeflash_jax.core import background, clock, programs
+from treeflash_jax.core import clock, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import Weights
@@ -91,7 +91,7 @@ def test_the_programs_of_larger_caches_are_compiled_while_an_answer_goes_on(monk
     programs.clear()
     session, seconds = tf.Session(), []
     for _ in model.stream([1, 2, 3] * 5, session=session, **settings):
-        background.wait()
+        programs.wait()
         seconds.append(session.batch.clock.compile_seconds)
     assert len(programs.compiled(loops.decode)) >= 2 and session.batch.state.capacity == 512, "it grew"
     assert seconds[1] == seconds[-1] > 0, "after the first rounds, the answer waits for no compilation"
@@ -99,14 +99,16 @@ def test_the_programs_of_larger_caches_are_compiled_while_an_answer_goes_on(monk
     session, settings = tf.Session(), settings | {"max_new_tokens": 100}
     prompt = [4, 5, 6] * 20
     prompt += answer(model, prompt, session, **settings) + [7] * 60
-    background.wait()
+    programs.wait()
     before = programs.compiled()
     *_, result = model.stream(prompt, session=session, **settings)
-    background.wait()
+    programs.wait()
     assert session.batch.state.capacity == 384 and result.compile_seconds == 0
     assert {program.function for program in programs.compiled()[: len(before)]} >= {loops.begin, loops.read, loops.grow}
 
 
 def test_a_command_does_not_wait_for_a_program_that_it_no_longer_needs():
-    script = "import time; from treeflash_jax.core import background as b; b.start(lambda: time.sleep(600)); b.leave(3)"
+    script = (
+        "import time; from treeflash_jax.core import programs as p; p.compile_ahead(lambda: time.sleep(600)); p.leave(3)"
+    )
     assert subprocess.run([sys.executable, "-c", script], timeout=100).returncode == 3

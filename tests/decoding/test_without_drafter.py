@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from refusals import refused
+from rich.console import Console
 
 from treeflash_jax import TreeFlash
 from treeflash_jax.cli.chat import converse
@@ -23,21 +24,6 @@ PROMPT = [3, 4, 5, 17, 29]
 @pytest.fixture(scope="module")
 def alone(trained) -> TreeFlash:
     return TreeFlash(trained.verifier, Weights(trained.weights.verifier), stop_ids=trained.stop_ids)
-
-
-class Lines:
-    """A console with scripted input lines that records its output."""
-
-    is_terminal = False
-
-    def __init__(self, *lines: str):
-        self.lines, self.printed = iter(lines), []
-
-    def input(self, prompt: str = "") -> str:
-        return next(self.lines)
-
-    def print(self, *words, **_) -> None:
-        self.printed += map(str, words)
 
 
 def test_the_default_decodes_plainly_with_one_note(alone, trained, caplog):
@@ -85,21 +71,21 @@ def test_requested_drafting_is_refused(alone):
     refused(lambda: check(alone, [PROMPT]), "nothing to compare")
 
 
-def test_a_chat_goes_on_and_no_tree_ends_it(tiny, caplog):
+def test_a_chat_goes_on_and_no_tree_ends_it(tiny, monkeypatch, capsys, caplog):
     verifier = TreeFlash(tiny.verifier, Weights(tiny.weights.verifier), tokenizer=tiny.tokenizer, stop_ids=tiny.stop_ids)
-    console = Lines("/tree", "Name a colour.", "/tree", "And a river.", "/exit")
-    converse(verifier, console, max_new_tokens=1)
-    printed = " ".join(console.printed)
+    lines = iter(("/tree", "Name a colour.", "/tree", "And a river.", "/exit"))
+    monkeypatch.setattr("builtins.input", lines.__next__)
+    converse(verifier, Console(width=200), max_new_tokens=1)
+    printed = capsys.readouterr().out
     assert printed.count("one token at a time") == 2 and printed.count("tokens/s") == 2
     assert "no draft tree yet" in printed and "no draft tree: this answer was decoded one token at a time" in printed
     assert "error" not in printed and "no drafter" not in caplog.text
 
 
-def test_a_chat_says_at_once_why_nothing_is_drafted_and_what_would_fail_at_every_message(tiny, caplog):
-    console = Lines("/exit")
-    converse(tiny, console, max_new_tokens=1)
-    assert "one token at a time: drafting does not pay on this CPU" in console.printed[0] and not caplog.records
+def test_a_chat_says_at_once_why_nothing_is_drafted_and_what_would_fail_at_every_message(tiny, monkeypatch, capsys, caplog):
+    monkeypatch.setattr("builtins.input", lambda: "/exit")
+    converse(tiny, Console(width=200), max_new_tokens=1)
+    assert "one token at a time: drafting does not pay on this CPU" in capsys.readouterr().out and not caplog.records
     for settings, words in (({"max_new_tokens": 10**6}, "context"), ({"temperature": -1}, "temperature -1")):
-        console = Lines()
-        refused(partial(converse, tiny, console, **settings), words)
-        assert console.printed == []
+        refused(partial(converse, tiny, Console(), **settings), words)
+        assert capsys.readouterr().out == ""

@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 SCRIPT = """
-import json, os, jax
-{before}
+import json, jax
+jax.jit(lambda x: x + 1)(jax.numpy.ones(3))  # programs are kept after a first compilation, too
 from treeflash_jax.engine.loading import keep_programs
 keep_programs(by_jax=True)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -17,22 +17,21 @@ print(json.dumps(jax.config.jax_compilation_cache_dir))
 """
 
 
-def run(home, before: str = "", script: str = "", **variables: str) -> Any:
+def run(home, script: str = SCRIPT, **variables: str) -> Any:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"XDG_CACHE_HOME": str(home)}
-    command = [sys.executable, "-c", script or SCRIPT.format(before=before)]
-    done = subprocess.run(command, env=environment | {"JAX_PLATFORMS": "cpu"} | variables, capture_output=True, text=True)
+    environment |= {"JAX_PLATFORMS": "cpu"} | variables
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_programs_are_kept_and_found_again(tmp_path):
     folder = tmp_path / "treeflash" / "programs"
-    before = "jax.jit(lambda x: x + 1)(jax.numpy.ones(3))"
     kept = []
     for _ in range(2):
-        assert run(tmp_path, before) == str(folder)
+        assert run(tmp_path) == str(folder)
         kept.append({path.name: path.stat().st_ino for path in folder.rglob("*-cache")})
-    assert kept[0] == kept[1] != {}, "also after a first compilation"
+    assert kept[0] == kept[1] != {}
 
 
 def test_other_wishes_are_respected(tmp_path):
@@ -64,7 +63,7 @@ print(json.dumps([numbers.tolist(), clock.compile_seconds > 0]))
 def test_executables_for_several_cpu_devices_are_not_kept(tmp_path):
     """One that was read back waits for ever in its collectives, and ends the process if it is read ahead for one device."""
     for _ in range(2):
-        assert run(tmp_path, script=ON_TWO_DEVICES) == [[0, 2, 4, 6], True]
+        assert run(tmp_path, ON_TWO_DEVICES) == [[0, 2, 4, 6], True]
     assert not list((tmp_path / "treeflash" / "programs").iterdir())
 
 
@@ -84,7 +83,7 @@ print(json.dumps([path.name.split("-")[-1] for path in programs._ahead]))
 
 
 def test_the_executables_of_the_last_answer_are_read_ahead_in_their_order(tmp_path):
-    assert run(tmp_path, script=READ_AHEAD) == ["read", "decode"]
+    assert run(tmp_path, READ_AHEAD) == ["read", "decode"]
 
 
 ANSWERS = """
@@ -106,14 +105,14 @@ print(json.dumps([first.ids, first.compile_seconds, again.compile_seconds, len(r
 
 def test_a_second_process_runs_executables_of_the_first(tmp_path):
     """Nothing is traced or compiled again, except for damaged files and while users' own kinds are registered."""
-    ids, seconds, again, rehearsed = run(tmp_path, script=ANSWERS)
+    ids, seconds, again, rehearsed = run(tmp_path, ANSWERS)
     assert seconds > 0 and again > 0 and not rehearsed
-    ids_again, seconds, _, rehearsed = run(tmp_path, script=ANSWERS)
+    ids_again, seconds, _, rehearsed = run(tmp_path, ANSWERS)
     assert (ids_again, seconds, rehearsed) == (ids, 0, len(["make_keys", "begin", "read", "decode"]))
     paths = list((tmp_path / "treeflash" / "programs").iterdir())
     for path in paths:
         path.write_bytes(path.read_bytes()[:1000])
     bounded = ANSWERS.replace("first =", "programs.KEPT_FILES = 2\nfirst =", 1)
-    after_damage, seconds, *_ = run(tmp_path, script=bounded)
+    after_damage, seconds, *_ = run(tmp_path, bounded)
     assert after_damage == ids and seconds > 0
     assert len(paths) > 2 == len(list((tmp_path / "treeflash" / "programs").iterdir())), "the latest are kept"

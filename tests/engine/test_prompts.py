@@ -99,5 +99,8 @@ def test_thinking_is_a_setting_of_the_model_that_its_drafter_should_share(tmp_pa
 def test_a_stream_takes_one_prompt_alone_or_in_a_list(tiny):
     alone, in_a_list = (list(tiny.stream(prompt, max_new_tokens=1))[-1] for prompt in (CHAT, [CHAT]))
     assert alone.prompt_ids == in_a_list.prompt_ids and alone.ids == in_a_list.ids
-    for several, count in (([CHAT, CHAT], "2"), ([], "no")):
-        refused(partial(next, tiny.stream(several, max_new_tokens=1)), f"{count} prompts, expected")
+    for several, settings, words in (
+        ([CHAT, CHAT], {}, "2 prompts, expected"), ([], {}, "no prompts, expected"), (CHAT, {"samples": 2}, "samples 2"),
+        (CHAT, {"rounds_per_dispatch": 0}, "rounds_per_dispatch 0"),
+    ):  # fmt: skip
+        refused(partial(next, tiny.stream(several, **settings)), words)

@@ -29,7 +29,7 @@ from train.runtime import folders, hosts, lock, sinks, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
-from treeflash_jax.core import background, devices, sharding
+from treeflash_jax.core import devices, programs, sharding
 from treeflash_jax.models import costs
 
 T = TypeVar("T")
@@ -303,7 +303,7 @@ class Termination:
             except BaseException as error:
                 result.set_exception(error)
 
-        threading.Thread(target=run, daemon=True, name=background.NAME).start()
+        threading.Thread(target=run, daemon=True, name=programs.THREAD).start()
         while not result.done():
             if self.received is not None:
                 return None

@@ -29,7 +29,7 @@ import tomli_w
 from etils import epath
 
 from train.runtime import folders
-from treeflash_jax.core import background, files
+from treeflash_jax.core import files, programs
 from treeflash_jax.core.checks import CONFIG, bounded, clipped, explain, quoted
 from treeflash_jax.engine.loading import keep_programs
 
@@ -135,7 +135,7 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
         main(config)
     except SystemExit as ended:
         if isinstance(ended.code, int):
-            background.leave(ended.code)  # an evaluation that a signal cut short still runs
+            programs.leave(ended.code)  # an evaluation that a signal cut short still runs
         raise
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -18,7 +18,7 @@ from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
-from treeflash_jax.core import background
+from treeflash_jax.core import programs
 from treeflash_jax.core.checks import LINE, clipped, fit
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, models
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = 130
     if argv is None:  # the process ends here
-        background.leave(status)
+        programs.leave(status)
     return status
 
 

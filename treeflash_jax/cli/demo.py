@@ -28,7 +28,7 @@ from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.cli.arguments import add_fields
-from treeflash_jax.core import background, devices, files
+from treeflash_jax.core import devices, files, programs
 from treeflash_jax.core.devices import Device
 from treeflash_jax.engine import pairs
 
@@ -113,8 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
         configs = {name: tf.GenerateConfig(**shared, **settings) for name, settings in ways.items()}
         systems = [System(name=name, model=model, config=config) for name, config in configs.items()]
         compiled = {system.name: Future() for system in systems}
-        background.wait()  # a job of an earlier call would keep this one from starting
-        background.start(lambda: _compile(systems, demo.prompts.values(), compiled))
+        programs.wait()  # a job of an earlier call would keep this one from starting
+        programs.compile_ahead(lambda: _compile(systems, demo.prompts.values(), compiled))
         results = []  # of the drafted answers
         for prompt in demo.prompts.values():
             console.print(f"[bold]{prompt}[/bold]")

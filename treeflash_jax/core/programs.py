@@ -5,10 +5,13 @@ of its other arguments with the shapes, dtypes and shardings of their arrays, th
 
 With `folder` set, executables are also stored on disk, so that a later process neither traces nor compiles. JAX's own
 compilation cache saves only the compiler's time, not the tracing and lowering of every layer.
+
+`compile_ahead` compiles programs in a background thread before they are needed.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import math
@@ -39,17 +42,13 @@ KEPT_FILES = 128  # number of most recently used executables kept in the folder
 NAME = re.compile(r"[0-9a-f]{16}-\d+-\w+-[0-9a-f]{32}")  # of an executable's file
 AHEAD = 5  # most executables read ahead: those of one answer
 REHEARSED_BYTES = 2**30  # of arguments; larger models compute for longer than a rehearsal saves
+THREAD = "treeflash-ahead"  # name of threads that a command does not wait for
 LAST_SECONDS = 10.0  # before the most recent use of an executable; earlier uses belong to other answers
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program.
-
-    Attributes:
-      function: the jitted function it was compiled from.
-      run: the executable; its arguments are those that are not static.
-    """
+    """A jitted function, and an executable compiled from it, which takes those of its arguments that are not static."""
 
     function: Any
     run: Callable[..., Any]
@@ -58,6 +57,7 @@ class Program:
 _programs: dict[Any, Program] = {}
 _locks: dict[Any, threading.Lock] = {}
 _ahead: dict[Path, Future] = {}
+_thread: threading.Thread | None = None
 
 
 def call(
@@ -239,3 +239,36 @@ def _note() -> str:
     cache_folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir or folder
     kept = f"kept in {cache_folder}" if cache_folder else "kept until this process ends"
     return f"compiling, once for this batch size, length and tree; programs are {kept}"
+
+
+def compile_ahead(job: Callable[[], Any]) -> None:
+    """Runs `job` in the background unless an earlier one still runs; only logs a failure."""
+    global _thread
+    if _thread is not None and _thread.is_alive():
+        return
+    has_x64 = jax.config.jax_enable_x64  # may be a setting of the calling thread only
+
+    def run() -> None:
+        try:
+            with jax.enable_x64(has_x64):
+                job()
+        except Exception:
+            logger.info("compiling ahead failed", exc_info=True)
+
+    _thread = threading.Thread(target=run, daemon=True, name=THREAD)
+    _thread.start()
+
+
+@atexit.register
+def wait() -> None:
+    """Waits for the job: Python 3.11 aborts if a thread returns from XLA while the interpreter ends."""
+    if _thread is not None:
+        _thread.join()
+
+
+def leave(status: int) -> None:
+    """Ends the process at once if a thread of the name THREAD still runs."""
+    if any(thread.name == THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -34,12 +34,7 @@ Axes = tuple[str | None, ...]
 
 
 def make_mesh(
-    data: int = 1,
-    model: int = 1,
-    devices: Sequence[jax.Device] | None = None,
-    *,
-    fsdp: int = 1,
-    experts: int | None = None,
+    data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None, *, fsdp: int = 1, experts: int | None = None
 ) -> Mesh:
     """Makes a (data, model) mesh, or (data, fsdp, model) for training.
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,8 @@ PRIOR_TOKENS = 32.0  # weight of the calibration's reliability, in drafted token
 class Measured:
     """Measurements for one batch size; traced, so changing them never recompiles.
 
+    Times are linear in the positions between the measured ones, and constant beyond them.
+
     Attributes:
       positions_c: numbers of cached positions that the measured rounds read, increasing.
       round_cn: seconds of a drafted round, by bucket.
@@ -60,12 +63,6 @@ class Measured:
     step_c: jax.Array
     reliability: jax.Array
     debt: jax.Array
-
-    def seconds(self, positions: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Returns seconds of a round by bucket, and of a one-token round: linear in the positions, clamped at the ends."""
-        x = jnp.asarray(positions, self.positions_c.dtype)
-        round_n = jax.vmap(lambda y_c: jnp.interp(x, self.positions_c, y_c), 1)(self.round_cn)
-        return round_n, jnp.interp(x, self.positions_c, self.step_c)
 
 
 @struct.dataclass
@@ -125,7 +122,8 @@ def choose_bucket(
     reached_bn = reached_bn[:, jnp.asarray(nodes) - 1]
     expected_n = jnp.sum(jnp.where(live_b[:, None], reached_bn, 0), axis=0) / jnp.maximum(jnp.sum(live_b), 1)
     tokens_n = 1 + budget.committed / budget.expected * (expected_n - 1)
-    seconds_n, step = measured.seconds(positions)
+    interpolate = partial(jnp.interp, jnp.asarray(positions, measured.positions_c.dtype), measured.positions_c)
+    seconds_n, step = jax.vmap(interpolate, 1)(measured.round_cn), interpolate(measured.step_c)
     index = jnp.argmax(tokens_n / seconds_n).astype(jnp.int32)
     chosen_nodes = jnp.asarray(nodes, jnp.int32)[index]
     return BudgetChoice(index, chosen_nodes, tree, expected_n[index], tokens_n[index], seconds_n[index] / step)
@@ -188,8 +186,8 @@ class BudgetPolicy(rounds.Policy):
 
     def draft(
         self, state: DecodeState, choice: BudgetChoice, bucket: int, plan: DecodePlan
-    ) -> tuple[DraftTree, None, DecodePlan]:
-        return trees.first(choice.tree, bucket), None, replace(plan, num_nodes=bucket)
+    ) -> tuple[rounds.Draft, DecodePlan]:
+        return (trees.first(choice.tree, bucket), None), replace(plan, num_nodes=bucket)
 
     def learn(self, state: DecodeState, choice: BudgetChoice, accepted: Accepted, observed: None) -> Budget:
         return update_budget(state.policy, choice, accepted.length_b, ~state.done_b)

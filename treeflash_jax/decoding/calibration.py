@@ -209,18 +209,18 @@ def find(path: Path, identity: dict[str, Any]) -> Calibration:
     """Returns the entry of this identity. Raises ValueError if there is none, with a difference from the nearest entry."""
 
     def differences(entry: Calibration) -> list[str]:
-        return [name for name in identity if entry.identity.get(name) != identity[name]]
+        return [name for name in identity | entry.identity if entry.identity.get(name) != identity.get(name)]
 
-    entries = sorted(read(path), key=lambda entry: len(differences(entry)))
-    if not entries:
+    nearest = min(read(path), key=lambda entry: len(differences(entry)), default=None)
+    if nearest is None:
         raise ValueError(f"{path} contains no calibration; run `treeflash calibrate` with this pair")
-    if entries[0].identity == identity:
-        return entries[0]
-    name = differences(entries[0])[0]
-    raise ValueError(
-        f"{path}: got a calibration for {name} {quoted(entries[0].identity.get(name))}, expected {quoted(identity[name])}; "
-        "run `treeflash calibrate` with this pair, device and settings"
-    )
+    if names := differences(nearest):
+        got, expected = (quoted(each.get(names[0])) for each in (nearest.identity, identity))
+        raise ValueError(
+            f"{path}: got a calibration for {names[0]} {got}, expected {expected}; "
+            "run `treeflash calibrate` with this pair, device and settings"
+        )
+    return nearest
 
 
 def write(path: Path, entry: Calibration) -> None:

@@ -233,9 +233,8 @@ def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeS
 
     def put(index: jax.Array, state: DecodeState) -> DecodeState:
         def replace_one(x: jax.Array, new: jax.Array) -> jax.Array:
-            return lax.dynamic_update_slice_in_dim(
-                x, lax.dynamic_slice_in_dim(new, index, 1, axis=0), slots_a[index], axis=0
-            )
+            new_1 = lax.dynamic_slice_in_dim(new, index, 1, axis=0)
+            return lax.dynamic_update_slice_in_dim(x, new_1, slots_a[index], axis=0)
 
         return pin(jax.tree.map(replace_one, state, fresh))
 
@@ -255,17 +254,15 @@ def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Draft
     """Returns the tree that the next round would verify; with a policy, in the shapes of its largest bucket."""
     if plan.policy is None:
         return rounds.draft_tree(weights, state, plan)[0]
-    return plan.policy.draft(state, plan.policy.choose(weights, state, plan), plan.policy.buckets(plan)[-1], plan)[0]
+    choice, largest = plan.policy.choose(weights, state, plan), plan.policy.buckets(plan)[-1]
+    return plan.policy.draft(state, choice, largest, plan)[0][0]
 
 
 @partial(jax.jit, static_argnames=("capacity",))
 def grow(state: DecodeState, capacity: int) -> DecodeState:
     """Returns the state with room for `capacity` positions."""
-
-    def pad(x_bs: jax.Array | None) -> jax.Array | None:
-        return None if x_bs is None else jnp.pad(x_bs, ((0, 0), (0, capacity - x_bs.shape[1])))
-
     names = "tokens_bs", "accepted_bs", "log_probs_bs", "expected_bs", "nodes_bs"
+    arrays, room = {name: getattr(state, name) for name in names}, capacity - state.capacity
+    padded = jax.tree.map(lambda x_bs: jnp.pad(x_bs, ((0, 0), (0, room))), arrays)
     drafter = None if state.drafter is None else state.drafter.grow(capacity)
-    padded = {name: pad(getattr(state, name)) for name in names}
     return pin(state.replace(cache=state.cache.grow(capacity), drafter=drafter, **padded))

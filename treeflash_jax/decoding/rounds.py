@@ -24,6 +24,7 @@ from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.models import kv_cache, verifier
 
+Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution that its nodes were drawn from, if any
 DECAY = 0.8  # per-round decay of the weights in the mean length of recent rounds
 
 
@@ -69,10 +70,8 @@ class Policy:
     def choose(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Any:
         """Drafts, and returns a choice: `index` of the bucket, and `nodes` verified, a scalar or one per sequence."""
 
-    def draft(
-        self, state: DecodeState, choice: Any, bucket: Any, plan: DecodePlan
-    ) -> tuple[trees.DraftTree, trees.Proposal | None, DecodePlan]:
-        """Returns the tree of a bucket, the distribution it was drawn from, if any, and the bucket's plan."""
+    def draft(self, state: DecodeState, choice: Any, bucket: Any, plan: DecodePlan) -> tuple[Draft, DecodePlan]:
+        """Returns the draft of a bucket, and the bucket's plan."""
 
     def observe(self, state: DecodeState, proposal: trees.Proposal | None, verified: Verified, accepted: Accepted) -> Any:
         """Returns the input of `learn` from a verified tree, of equal shapes for all buckets; by default None."""
@@ -86,10 +85,9 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
     """Drafts, verifies, accepts and commits: at least one token for every sequence that is not done."""
     if plan.policy is not None:
         return _chosen_round(weights, state, plan)
-    tree, proposal = draft_tree(weights, state, plan)
     is_often_empty = plan.drafts and drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter)
     verify = _verify_if_drafted if is_often_empty else verify_and_accept
-    verified, accepted = verify(weights, state, tree, proposal, plan)
+    verified, accepted = verify(weights, state, *draft_tree(weights, state, plan), plan)
     return commit_path(weights, state, verified, accepted, plan)
 
 
@@ -102,7 +100,7 @@ def _chosen_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Dec
     policy, choice = plan.policy, plan.policy.choose(weights, state, plan)
 
     def branch(bucket: Any) -> tuple[Verified, Accepted, Any]:
-        tree, proposal, bucket_plan = policy.draft(state, choice, bucket, plan)
+        (tree, proposal), bucket_plan = policy.draft(state, choice, bucket, plan)
         verified, accepted = verify_and_accept(weights, state, tree, proposal, bucket_plan)
         observed = policy.observe(state, proposal, verified, accepted)
         return *keep_path(verified, accepted, plan.path_length), observed
@@ -151,8 +149,8 @@ def keep_path(verified: Verified, accepted: Accepted, length: int) -> tuple[Veri
     return kept, accepted.replace(path_bp=path_bp, tokens_bp=pad(accepted.tokens_bp), log_probs_bp=log_probs_bp)
 
 
-def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[trees.DraftTree, trees.Proposal | None]:
-    """Returns the tree below each anchor and, if its nodes were drawn, the distribution that they were drawn from."""
+def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> Draft:
+    """Returns the tree below each anchor."""
     if not plan.drafts:
         return trees.root_only(find_anchor(state)), None
     return build_tree(state, draft_expander(weights, state, plan), plan)
@@ -185,9 +183,7 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
         return drafters.get(plan.drafter).STAGES[name](inputs, value)
 
 
-def build_tree(
-    state: DecodeState, expander: trees.Expander, plan: DecodePlan, choice_b: jax.Array | None = None
-) -> tuple[trees.DraftTree, trees.Proposal | None]:
+def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan, choice_b: jax.Array | None = None) -> Draft:
     """Returns the trees of `draft_tree`, given the drafter's expander.
 
     Args:
@@ -196,8 +192,7 @@ def build_tree(
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
     past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
-    past |= {} if choice_b is None else {"choice_b": choice_b}
-    sizes = {} if choice_b is None else {"buckets": plan.policy.sizes}
+    past, sizes = (past, {}) if choice_b is None else (past | {"choice_b": choice_b}, {"buckets": plan.policy.sizes})
 
     def build(expander, anchor_b, past, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None

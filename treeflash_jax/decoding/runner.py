@@ -5,7 +5,7 @@ Shape suffixes: b batch, s token slots, a admitted sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,16 +28,21 @@ Kept = tuple[DecodeState, int]  # an earlier state, donated, and the number of p
 class Runner:
     """Runs the compiled programs of one plan. States are donated: a state that was passed in cannot be used again.
 
-    Prompts and settings come as `engine.batching.Batch`. `mesh` is that of weights and states; None for one device.
+    Prompts and settings come as `engine.batching.Batch`.
+
+    Attributes:
+      mesh: mesh of weights and states; None for one device.
+      clock: counts compilation and announces what takes long.
     """
 
     plan: DecodePlan
     weights: Weights
     mesh: Any = None
+    clock: Clock = field(default_factory=Clock)
 
-    def start(self, batch: tuple[Any, ...], clock: Clock | None = None, kept: Kept | None = None) -> DecodeState:
+    def start(self, batch: tuple[Any, ...], kept: Kept | None = None) -> DecodeState:
         """Returns the state after prefill of a batch, with the policy's initial state."""
-        return self.start_policy(self.prefill(batch, clock, kept))
+        return self.start_policy(self.prefill(batch, kept))
 
     def start_policy(self, state: DecodeState) -> DecodeState:
         """Returns a state after `prefill` with the initial state of the plan's policy, if it has one."""
@@ -47,23 +52,21 @@ class Runner:
         policy, nodes_bs = sharding.place(fresh, self.mesh)
         return state.replace(policy=policy, nodes_bs=nodes_bs)
 
-    def run(self, state: DecodeState, rounds: int, enough: int, clock: Clock | None = None) -> DecodeState:
+    def run(self, state: DecodeState, rounds: int, enough: int) -> DecodeState:
         """Returns the state after `rounds` rounds, or once `enough` sequences are done."""
         args = jax.device_put((np.int32(rounds), np.int32(enough)))
-        return self.call(loops.decode, self.weights, state, *args, clock=clock, plan=self.plan)
+        return self.call(loops.decode, self.weights, state, *args, plan=self.plan)
 
-    def admit(
-        self, state: DecodeState, batch: tuple[Any, ...], slots: list[int], clock: Clock | None = None
-    ) -> DecodeState:
+    def admit(self, state: DecodeState, batch: tuple[Any, ...], slots: list[int]) -> DecodeState:
         """Returns the state with done sequences, at these batch indices, replaced by new ones after prefill."""
-        fresh, size = self.prefill(batch, clock), batch[1].size
+        fresh, size = self.prefill(batch), batch[1].size
         if self.plan.policy is not None and self.plan.policy.PAUSES:
-            state = self.call(loops.catch_up, self.weights, state, clock=clock, plan=self.plan)
+            state = self.call(loops.catch_up, self.weights, state, plan=self.plan)
         slots_a = jnp.asarray(np.array(slots + [-1] * (size - len(slots)), np.int32))
-        return self.call(loops.admit, state, fresh, sharding.place(slots_a, self.mesh, over_batch=False), clock=clock)
+        return self.call(loops.admit, state, fresh, sharding.place(slots_a, self.mesh, over_batch=False))
 
-    def grow(self, state: DecodeState, capacity: int, clock: Clock | None = None) -> DecodeState:
-        return self.call(loops.grow, state, clock=clock, capacity=capacity)
+    def grow(self, state: DecodeState, capacity: int) -> DecodeState:
+        return self.call(loops.grow, state, capacity=capacity)
 
     def draft(self, batch: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
         """Returns the tree below `anchor`, the token that follows the batch's only prompt, which has `length` tokens."""
@@ -75,31 +78,24 @@ class Runner:
             state = state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
         return self.call(loops.draft, self.weights, self.start_policy(state), plan=self.plan)
 
-    def call(self, function: Any, *args: Any, clock: Clock | None = None, **static: Any) -> Any:
+    def call(self, function: Any, *args: Any, **static: Any) -> Any:
         is_kept = [dict(registry) for registry in REGISTRIES] == SHIPPED
-        return programs.call(function, *args, mesh=self.mesh, clock=clock, is_kept=is_kept, **static)
+        return programs.call(function, *args, mesh=self.mesh, clock=self.clock, is_kept=is_kept, **static)
 
-    def prefill(
-        self,
-        batch: tuple[Any, ...],
-        clock: Clock | None = None,
-        kept: Kept | None = None,
-        first_b: jax.Array | None = None,
-    ) -> DecodeState:
+    def prefill(self, batch: tuple[Any, ...], kept: Kept | None = None, first_b: jax.Array | None = None) -> DecodeState:
         """Reads prompts, a few chunks per dispatch, so that progress is logged and Ctrl-C works in between."""
         tokens_bs, length_b, _ = batch
-        clock = clock or Clock()
         plan, capacity, count = self.plan.for_prefill(), tokens_bs.shape[1], 0
         earlier: tuple[Any, ...] = ()
         if kept is not None:
             state, count = kept[0].replace(policy=None, nodes_bs=None), kept[1]
             if state.capacity < capacity:
-                state = self.grow(state, capacity, clock)
+                state = self.grow(state, capacity)
             earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
         weights = self.weights.replace(policy=None)
-        state = self.call(loops.begin, *batch, *earlier, clock=clock, plan=plan, dtype=weights.dtype)
+        state = self.call(loops.begin, *batch, *earlier, plan=plan, dtype=weights.dtype)
         longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
-        for _ in clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
+        for _ in self.clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
             args = state, length_b, jax.device_put(np.int32(chunks)), first_b
-            state = jax.block_until_ready(self.call(loops.read, weights, *args, clock=clock, plan=plan))
+            state = jax.block_until_ready(self.call(loops.read, weights, *args, plan=plan))
         return state

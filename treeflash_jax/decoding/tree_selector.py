@@ -12,7 +12,7 @@ It does not read the drafter's hidden states, which other modules cannot see; th
 are infinite if a filter cuts drafted tokens; nor round times, which are constant in training. Two inputs are not the
 paper's: the mean length of recent rounds (as for trunk="auto") and the length of the last one.
 
-Shape suffixes: b batch, n tree nodes, j tapped layers x model, s scalars, l values of OBSERVED, a buckets, d width,
+Shape suffixes: b batch, n tree nodes, j tapped layers x model, s scalars, a buckets, d width,
 c tokens of a node's support, v vocabulary.
 
 Source: neural selector of delayed tree expansion (arXiv 2602.16994); computed in float32.
@@ -32,7 +32,7 @@ from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.accepting import Accepted, make_target
-from treeflash_jax.decoding.rounds import Verified
+from treeflash_jax.decoding.rounds import Draft, Verified
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import Bucket
@@ -77,7 +77,12 @@ class SelectorConfig:
 
 @struct.dataclass
 class Features:
-    """Inputs of the network, independent of the round's draws: `Observed.hidden_bj`, and the values of SCALARS."""
+    """Inputs of the network, independent of the round's draws.
+
+    Attributes:
+      hidden_bj: the verifier's features at the last accepted node.
+      scalars_bs: the values of SCALARS; in the policy's state, which is zero at first, only those of OBSERVED.
+    """
 
     hidden_bj: jax.Array
     scalars_bs: jax.Array
@@ -123,14 +128,6 @@ def scores(params: Any, features: Features, *, dropout: float = 0.0, key: jax.Ar
 
 
 @struct.dataclass
-class Observed:
-    """State of the policy: the verifier's features and the values of OBSERVED at the last accepted node; zeros at first."""
-
-    hidden_bj: jax.Array
-    scalars_bl: jax.Array
-
-
-@struct.dataclass
 class SelectorChoice:
     """Choice of one round.
 
@@ -163,7 +160,7 @@ def make_features(state: DecodeState, expander: trees.Expander) -> Features:
     root_bc = expander.children(jnp.int32(0), expander.start(1))[1][:, 0].astype(jnp.float32)
     is_last_bs = jnp.arange(state.capacity) == state.rounds_b[:, None] - 1
     columns = [
-        *jnp.moveaxis(state.policy.scalars_bl, 1, 0),
+        *jnp.moveaxis(state.policy.scalars_bs, 1, 0),
         _entropy(root_bc),
         jnp.exp(jnp.max(root_bc, axis=-1)),
         jnp.log(state.end_b.astype(jnp.float32)),
@@ -192,9 +189,9 @@ class SelectorPolicy(rounds.Policy):
     def buckets(self, plan: DecodePlan) -> list[tuple[int, int]]:
         return list_shapes(self.sizes)
 
-    def start(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Observed:
+    def start(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Features:
         batch, width = state.end_b.size, len(plan.taps) * plan.verifier.hidden_size
-        return Observed(jnp.zeros((batch, width), jnp.float32), jnp.zeros((batch, len(OBSERVED)), jnp.float32))
+        return Features(jnp.zeros((batch, width), jnp.float32), jnp.zeros((batch, len(OBSERVED)), jnp.float32))
 
     def choose(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> SelectorChoice:
         expander = rounds.draft_expander(weights, state, plan)
@@ -207,12 +204,12 @@ class SelectorPolicy(rounds.Policy):
 
     def draft(
         self, state: DecodeState, choice: SelectorChoice, bucket: tuple[int, int], plan: DecodePlan
-    ) -> tuple[trees.DraftTree, trees.Proposal | None, DecodePlan]:
+    ) -> tuple[Draft, DecodePlan]:
         count, nodes = bucket
         bucket_plan = replace(plan, num_nodes=nodes, policy=SelectorPolicy(self.sizes[:count]))
-        return *rounds.build_tree(state, choice.expander, bucket_plan, choice.bucket_b), bucket_plan
+        return rounds.build_tree(state, choice.expander, bucket_plan, choice.bucket_b), bucket_plan
 
-    def observe(self, state: DecodeState, proposal: trees.Proposal, verified: Verified, accepted: Accepted) -> Observed:
+    def observe(self, state: DecodeState, proposal: trees.Proposal, verified: Verified, accepted: Accepted) -> Features:
         last_b1 = jnp.take_along_axis(accepted.path_bp, accepted.length_b[:, None] - 1, axis=1)
 
         def at_last(x_bn: jax.Array) -> jax.Array:
@@ -226,9 +223,9 @@ class SelectorPolicy(rounds.Policy):
         entropy_b = log_z_b - jnp.sum(jnp.exp(logits_bv - log_z_b[:, None]) * logits_bv, axis=-1)
         is_known_b = jnp.any(jnp.isfinite(log_q_bc), axis=-1)
         overlap_b = jnp.sum(jnp.minimum(p_bc, jnp.exp(log_q_bc)), axis=-1)
-        scalars = entropy_b, _entropy(log_q_bc), overlap_b, is_known_b
-        scalars_bl = jnp.stack([x_b.astype(jnp.float32) for x_b in scalars], axis=1)
-        return Observed(at_last(verified.features_btj)[:, 0].astype(jnp.float32), scalars_bl)
+        columns = entropy_b, _entropy(log_q_bc), overlap_b, is_known_b
+        scalars_bs = jnp.stack([column.astype(jnp.float32) for column in columns], axis=1)
+        return Features(at_last(verified.features_btj)[:, 0].astype(jnp.float32), scalars_bs)
 
 
 def plan_selection(config: SelectorConfig, plan: DecodePlan, nodes: int | None) -> DecodePlan:

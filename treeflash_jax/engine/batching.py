@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import background, programs, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
@@ -146,7 +147,6 @@ class BatchDecoder:
         make_batch: Callable[..., Batch],
         *,
         room: int,
-        clock: Clock,
         session: Session | None = None,
     ):
         """Prefills the first requests.
@@ -157,7 +157,7 @@ class BatchDecoder:
           room: number of new tokens for which caches have room at first.
           session: caches that may contain the beginning of the only prompt; replaced by those of this batch.
         """
-        self.runner, self.make_batch, self.clock = runner, make_batch, clock
+        self.runner, self.make_batch, self.clock = runner, make_batch, runner.clock
         sizes = (sharding.padded(size, runner.mesh) for size in (batch_size, refill_size(batch_size)))
         self.slots = Slots(*sizes, requests)
         self.state, self.is_interrupted = None, False
@@ -204,7 +204,7 @@ class BatchDecoder:
 
     def compile(self) -> None:
         """Compiles the programs of `run`, except for larger caches, without decoding."""
-        self.state = self.runner.run(self.state, 0, self.slots.enough_done, self.clock)
+        self.state = self.runner.run(self.state, 0, self.slots.enough_done)
         if self.slots.waiting:
             self.slots.release(sorted(self.slots.held)[: self.slots.group])
             self._admit()
@@ -218,7 +218,7 @@ class BatchDecoder:
             self._admit()
         elif self.slots.held:
             self._grow_if_full()
-            self.state = self.runner.run(self.state, max_rounds, self.slots.enough_done, self.clock)
+            self.state = self.runner.run(self.state, max_rounds, self.slots.enough_done)
 
     def _grow_if_full(self) -> None:
         """Doubles caches without room for a round; compiles the programs of larger caches in the background before."""
@@ -226,23 +226,23 @@ class BatchDecoder:
         end_b, limit_b = sharding.to_host((state.end_b, state.sampling.limit_b))
         path, larger = self.runner.plan.path_length, capacity_bucket(2 * state.capacity)
         if np.max(end_b) + path > state.capacity:
-            self.state = self.runner.grow(self.state, larger, self.clock)
+            self.state = self.runner.grow(self.state, larger)
         elif np.max(limit_b) + path > state.capacity and 2 * np.max(end_b) > state.capacity and self.prepared < larger:
             self.prepared = larger
-            shapes, clock, size = programs.abstract_shapes(self.state), Clock(silent=True), self.slots.size
-            background.start(lambda: self.runner.run(self.runner.grow(shapes, larger, clock), 0, size, clock))
+            shapes, runner = programs.abstract_shapes(self.state), replace(self.runner, clock=Clock(silent=True))
+            programs.compile_ahead(lambda: runner.run(runner.grow(shapes, larger), 0, self.slots.size))
 
     def _start(self, capacity: int, kept: Kept | None = None) -> None:
         """Prefills requests into all slots of an empty batch."""
         batch = self._pad(self.slots.fill(self.slots.size), self.slots.size, capacity)
-        self.state = self.runner.start(batch, self.clock, kept)
+        self.state = self.runner.start(batch, kept)
 
     def _admit(self) -> None:
         """Prefills waiting requests and moves them into free slots."""
         slots = self.slots.fill(self.slots.group)
         batch = self._pad(slots, self.slots.group, self.state.capacity)
         try:
-            self.state = self.runner.admit(self.state, batch, slots, self.clock)
+            self.state = self.runner.admit(self.state, batch, slots)
         except KeyboardInterrupt:
             self.slots.release(slots)  # the state still has the earlier sequences
             raise
@@ -292,13 +292,13 @@ class Session:
     def prepare_next(self, positions: int) -> None:
         """Compiles programs in the background if a next message and answer of `positions` tokens need larger caches."""
         last = self.batch
-        state, runner, clock = last.state, last.runner, Clock(silent=True)
+        state, runner = last.state, replace(last.runner, clock=Clock(silent=True))
         capacity = capacity_bucket(int(sharding.to_host(state.end_b)[0]) + positions + runner.plan.path_length)
         shapes = programs.abstract_shapes(state)
 
         def compile() -> None:
             batch = last.make_batch([UNUSED], batch_size=1, capacity=capacity)
-            runner.run(runner.start(batch, clock, (shapes, 0)), 0, 1, clock)
+            runner.run(runner.start(batch, (shapes, 0)), 0, 1)
 
         if capacity > state.capacity:
-            background.start(compile)
+            programs.compile_ahead(compile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -55,9 +56,9 @@ def make_call(
 def start_decoder(model: LoadedPair, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
     """Prefills the first requests of a call, which share one tree builder; with a session, its only request."""
     room = initial_room(call.config)
-    runner = model.make_runner(call.config, call.requests, call.batch_size, room)
+    runner = replace(model.make_runner(call.config, call.requests, call.batch_size, room), clock=clock)
     pad = partial(model.make_batch, config=call.config)
-    return BatchDecoder(call.requests, call.batch_size, runner, pad, room=room, clock=clock, session=session)
+    return BatchDecoder(call.requests, call.batch_size, runner, pad, room=room, session=session)
 
 
 def initial_room(config: GenerateConfig) -> int:

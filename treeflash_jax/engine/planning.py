@@ -141,11 +141,7 @@ def draft_temperature(config: GenerateConfig, drafter: DrafterSizes | None, temp
 
 
 def make_plan(
-    config: GenerateConfig,
-    verifier: ModelConfig,
-    drafter: DrafterSizes | None,
-    dtype: Any,
-    device: Device | None = None,
+    config: GenerateConfig, verifier: ModelConfig, drafter: DrafterSizes | None, dtype: Any, device: Device | None = None
 ) -> DecodePlan:
     """Makes the plan of the programs that `generate` compiles for these settings.
 

@@ -207,6 +207,7 @@ class Reader:
     def _tree(
         self, request: Request, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int
     ) -> DrawnTree:
+        """Drafts the tree of a round again, and marks the path that was accepted in it."""
         start = 1 + sum(accepted[:round_index])
         *before, anchor = request.ids + ids[:start]
         runner = self.model.make_runner(self.config)
@@ -215,9 +216,22 @@ class Reader:
         tree = runner.draft(batch, len(before), anchor)
         if nodes is not None:
             tree = trees.first(tree, nodes[round_index])
+        tokens, parents, log_probs, valid = (
+            np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
+        )
+        count, path = int(valid.sum()), [0]
+        *drafted, bonus = [*ids[start:], None][: accepted[round_index]]  # None: the answer was cut within the round
+        for token in drafted:
+            path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
         tokenizer = self.model.tokenizer
         label = str if tokenizer is None else lambda token: repr(tokenizer.inner.decode([token]))
-        return drawn_tree(tree, ids[start:], accepted[round_index], label)
+        return DrawnTree(
+            labels=[label(int(token)) for token in tokens[:count]],
+            parents=parents[:count].tolist(),
+            probabilities=np.exp(log_probs[:count]).tolist(),
+            accepted=[node in path for node in range(count)],
+            bonus="the cut" if bonus is None else f"bonus {label(bonus)}",
+        )
 
     def _text(self, ids: list[int]) -> str | None:
         return self.model.tokenizer and self.model.tokenizer.decode(ids)
@@ -294,28 +308,3 @@ class DrawnTree:
         if node == 0:
             return f"{self.labels[0]}   (anchor; {len(self.labels)} nodes, accepted nodes marked ●, then {self.bonus})"
         return f"{'●' if self.accepted[node] else ' '} {self.labels[node]}  {self.probabilities[node]:.2f}"
-
-
-def drawn_tree(tree: trees.DraftTree, following: Sequence[int], accepted: int, label: Callable[[int], str]) -> DrawnTree:
-    """Draws the first tree of a batch with the path that was accepted in it.
-
-    Args:
-      following: tokens after the anchor; fewer than `accepted` if the answer was cut within the round.
-      accepted: number of tokens that the round committed, bonus included.
-      label: function from a token id to its text.
-    """
-    tokens, parents, log_probs, valid = (
-        np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
-    )
-    count = int(valid.sum())
-    path = [0]
-    for token in following[: accepted - 1]:
-        path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
-    bonus = f"bonus {label(following[accepted - 1])}" if len(following) >= accepted else "the cut"
-    return DrawnTree(
-        labels=[label(int(token)) for token in tokens[:count]],
-        parents=parents[:count].tolist(),
-        probabilities=np.exp(log_probs[:count]).tolist(),
-        accepted=[node in path for node in range(count)],
-        bonus=bonus,
-    )
