@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import signal
 import sys
@@ -94,12 +93,11 @@ LOOP = LoopConfig(steps=10, batch=8, log_every=3, save_every=4, evaluate_every=5
 
 def fit(folder, evaluate=None, **changed):
     """(log lines, final weights) of a run."""
-    settings = ToySettings(run=str(folder), loop=dataclasses.replace(LOOP, **changed))
-    mesh = make_mesh(data=2)
-    placed = place(mesh)
-    named = dict(params=placed[0], frozen=placed[1], corpus=make_corpus(), evaluate=evaluate)
+    settings, mesh = ToySettings(run=str(folder), loop=dataclasses.replace(LOOP, **changed)), make_mesh(data=2)
+    params, frozen = place(mesh)
+    named = dict(params=params, frozen=frozen, corpus=make_corpus(), evaluate=evaluate)
     final = loop.fit(TASK, config=settings, mesh=mesh, **named)
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], jax.device_get(final)
+    return toy_training.read_lines(folder / "log.jsonl"), jax.device_get(final)
 
 
 def saved(folder):
@@ -183,7 +181,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(whole, tmp_path, monkeypatch, cap
     assert toy_training.read_log(run) == toy_training.read_log(whole[0])
     jax.tree.map(np.testing.assert_array_equal, final, whole[2])
 
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    starts = toy_training.read_lines(run / "starts.jsonl")
     assert [start["step"] for start in starts] == [0, 5]
     for start in starts:
         assert start["versions"]["jax"] == jax.__version__ and start["mesh"] == {"data": 2, "model": 1}
