@@ -34,18 +34,6 @@ def here(toml, run, *overrides):
     head.main(toy_training.settings(toml, f"run={run}", *STEPS, *overrides))
 
 
-def read_model(run):
-    return models.load_drafter(Path(run) / "model")[1]
-
-
-@pytest.fixture(scope="module")
-def whole(toy, tmp_path_factory):
-    """The uninterrupted run."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    here(toy, run)
-    return run
-
-
 ARRAYS = {"large": np.random.default_rng(0).normal(size=50_000).astype(np.float32), "layers": [{"small": np.int32([1, 2])}]}
 DAMAGES = {
     "empty": lambda content: b"",
@@ -162,8 +150,9 @@ def test_other_documents_are_refused(two_checkpoints, documents, names):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_and_a_cut_log_change_nothing(toy, whole, tmp_path, capsys):
-    run = Path(shutil.copytree(whole, tmp_path / "run"))
+def test_a_damaged_checkpoint_and_a_cut_log_change_nothing(toy, tmp_path, capsys):
+    here(toy, tmp_path / "whole")
+    whole, run = tmp_path / "whole", Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
     shutil.rmtree(run / "model")
     for path in (run / "checkpoints" / "24").rglob("*"):
         if path.is_file() and path.stat().st_size > 500:
@@ -172,7 +161,8 @@ def test_a_damaged_checkpoint_and_a_cut_log_change_nothing(toy, whole, tmp_path,
     here(toy, run)
     assert "checkpoint of step 24 is damaged" in capsys.readouterr().out
     assert read_log(run) == read_log(whole)
-    jax.tree.map(np.testing.assert_array_equal, read_model(run), read_model(whole))
+    trained, expected = (models.load_drafter(path / "model")[1] for path in (run, whole))
+    jax.tree.map(np.testing.assert_array_equal, trained, expected)
 
 
 def several_processes(toy, run, count, *overrides, terminated_after=0):
