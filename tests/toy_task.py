@@ -6,7 +6,6 @@ import numpy as np
 
 from train.runtime import training_state
 from train.runtime.run_config import OptimizerConfig
-from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 
 WIDTH, BATCH, SEED = 8, 16, 3
@@ -31,7 +30,3 @@ def weights():
     rng = np.random.default_rng(0)
     params = {"gate": rng.normal(size=(WIDTH, 4)), "scale": rng.normal(size=4)}
     return jax.tree.map(np.float32, params), {"offset": rng.normal(size=WIDTH).astype(np.float32)}
-
-
-def make_mesh(data=1, fsdp=1, model=1):
-    return sharding.make_mesh(data, model, fsdp=fsdp)

@@ -88,8 +88,8 @@ def write_stage(folder: Path, *lines: str, without: tuple[str, ...]) -> Path:
 
 
 def fresh_head() -> dict:
-    """Head weights whose output layer is zero."""
-    return parameters.initialize(block.specs(WITH_HEAD)["head"], jax.random.key(0), scale=0.3)
+    """The head that runs begin with; its output layer is zero."""
+    return parameters.initialize(block.specs(WITH_HEAD)["head"], jax.random.key(1), scale=0.3)
 
 
 def make_batch(lengths, sequence_length=32, prompt=3):
@@ -126,6 +126,17 @@ def finish(process: subprocess.Popen, status: int = 0) -> str:
     output, _ = process.communicate(timeout=400)
     assert process.returncode == status, output
     return output
+
+
+def run_job(command: list[str], count: int, status: int = 0, **environment: str) -> list[str]:
+    """Runs the processes of one job, which end with a status; returns their outputs."""
+    environment |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+    processes = [start(command, **environment, JAX_PROCESS_ID=str(number)) for number in range(count)]
+    try:
+        return [finish(process, status) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def free_port() -> int:
@@ -169,8 +180,9 @@ def record_batches(path: Path) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
-    if "TOY_TERMINATE_AFTER" in os.environ:
-        terminate_after(int(os.environ["TOY_TERMINATE_AFTER"]))
-    if "TOY_RECORD" in os.environ:
-        record_batches(Path(os.environ["TOY_RECORD"]))
+    if "TOY_RECORD" in os.environ:  # a process of several, of which the last may be terminated
+        number = int(os.environ["JAX_PROCESS_ID"])
+        record_batches(Path(f"{os.environ['TOY_RECORD']}-{number}"))
+        if number == int(os.environ["JAX_NUM_PROCESSES"]) - 1:
+            terminate_after(int(os.environ["TOY_TERMINATE_AFTER"]))
     head.main(settings(Path(sys.argv[1]) / "head.toml", *sys.argv[2:]))

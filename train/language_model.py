@@ -186,12 +186,8 @@ def language_model_sums(
         return forward(weights, drafter.layers, *inputs, attention=attention, shift=shift).hidden_btd
 
     labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (batch.tokens_bt, batch.weights_bt))
-    sample = None
-    if settings.vocabulary:
-        other_keys_b = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys_b)
-        sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, other_keys_b)
-        labels_bt = sample.places(labels_bt)
-
+    sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
+    labels_bt = labels_bt if sample is None else sample.places(labels_bt)
     table, verifier_table = (sampled_vectors(x.get("unembed", x["embed"]), sample) for x in (weights, tables))
     needs_verifier = settings.loss in losses.NEEDS_VERIFIER
 

@@ -110,10 +110,7 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
         prompts = packing.pick_spread(prompts, max(TRIAL_PROMPTS, int(seconds_left / seconds)))
     with watch.Bar("answers", 2 * len(prompts) * len(settings.temperatures)) as bar:
         sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "notify": lambda text: None}
-        records = []
-        for record in harness.measure([plain, drafted], prompts, **sampling):
-            records.append(record)
-            bar.show(len(records))
+        records = list(bar.track(harness.measure([plain, drafted], prompts, **sampling), task_id=bar.task))
     summary, dtype = report.summarise(records), str(drafted.model.dtype)
     return summary | {
         "settings": summary["settings"] | run_config.to_dict(settings),

@@ -79,7 +79,6 @@ def check_extension(settings: PairConfig) -> None:
 
 
 def _begun_with(settings: PairConfig, name: str) -> Path:
-    """Returns the path of the settings that a stage was begun with."""
     return settings.path("responses.jsonl.settings.toml" if name == "respond" else f"{name}/settings.toml")
 
 

@@ -1,9 +1,7 @@
 """Runs of the stages of block drafters: meshes, parts, samples and records give the same training; what they start from."""
 
 import dataclasses
-import json
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -160,8 +158,7 @@ def test_the_most_frequent_tokens_of_answers_are_listed_beside_the_drafter(toy, 
     monkeypatch.setattr(draft_vocabulary, "SMALLEST", 0)
     settings = toy_training.settings(toy, "sources.0.hold_out=0")
     settings.add_files(tmp_path)
-    lines = Path(settings.sources[0].path).read_text().splitlines()
-    answers = [token for line in lines for token in json.loads(line)["response"]]
+    answers = [token for line in toy_training.read_lines(settings.sources[0].path) for token in line["response"]]
     counts = np.bincount(answers, minlength=MODEL.vocab_size)
     listed = draft_vocabulary.read(tmp_path, MODEL.vocab_size)
     assert listed.size == MODEL.vocab_size // 6

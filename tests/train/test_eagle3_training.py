@@ -37,14 +37,6 @@ def make_batch() -> Batch:
     return jax.tree.map(jnp.asarray, packing.pack(documents, SIZE)[0])
 
 
-def make_weights(drafter: eagle3.EagleConfig):
-    weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), jnp.float64, scale=0.5)
-    drafting = parameters.initialize(eagle3.specs(drafter), jax.random.key(1), jnp.float64, scale=0.5)
-    if "offsets" in drafting:
-        drafting["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)
-    return weights, drafting
-
-
 @partial(jax.jit, static_argnames="drafter")
 def drafted_along(weights, drafting, tokens_1s, *, drafter):
     """Log-probabilities of the tokens that can be drafted, [position, step, token], by extending and drafting at every
@@ -83,9 +75,11 @@ def test_a_step_is_what_drafting_gives(vocabulary):
     """Sums over positions and steps of a packed sequence, against every document extended and drafted by itself."""
     with jax.enable_x64(True):
         drafter = replace(DRAFTER, draft_vocab_size=vocabulary)
-        weights, drafting = make_weights(drafter)
+        weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), jnp.float64, scale=0.5)
+        drafting = parameters.initialize(eagle3.specs(drafter), jax.random.key(1), jnp.float64, scale=0.5)
         packed = make_batch()
         if vocabulary < 12:  # what follows in the documents can be drafted: the rollout takes it
+            drafting["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)
             allowed = np.arange(9) + np.asarray(drafting["offsets"])
             packed = replace(packed, tokens_bt=jnp.asarray(allowed[np.asarray(packed.tokens_bt) % 9], jnp.int32))
         settings = rollout.RolloutConfig(steps=STEPS, decay=0.7, chunk=4)

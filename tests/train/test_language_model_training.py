@@ -32,11 +32,18 @@ DRAFTER = causal_lm.LanguageModelConfig(layers=replace(MODEL, num_layers=2), ste
 
 
 @pytest.fixture(scope="module")
-def toml(tmp_path_factory):
+def toml(toy):
     """The settings of a stage on the toy verifier and its responses."""
-    folder = toy_training.write(tmp_path_factory.mktemp("toy")).parent
     lines = ("num_layers = 2", "train_model = true", "chunk = 16")
-    return toy_training.write_stage(folder, *lines, without=("drafter", "objective"))
+    return toy_training.write_stage(toy.parent, *lines, without=("drafter", "objective"))
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Weights of the verifier and of its first two layers, a padded batch and its key."""
+    weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), scale=0.3)
+    batch = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 22))), ROWS)
+    return weights, weights | {"groups": [weights["groups"][0][:2]]}, batch, jax.random.split(jax.random.key(2), 1)
 
 
 def test_a_token_is_steered_from_a_few_tokens_back_within_its_document():
@@ -60,14 +67,10 @@ def test_a_token_is_steered_from_a_few_tokens_back_within_its_document():
     assert np.all(np.isfinite(farther(0)))
 
 
-def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml):
-    settings = registry.read_stage(toml, ["steers=true"])
+def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml, case):
+    settings, (weights, small, batch, keys) = registry.read_stage(toml, ["steers=true"]), case
     assert isinstance(settings, LanguageModelStage)
-    weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), scale=0.3)
-    small = weights | {"groups": [weights["groups"][0][:2]]}
     own_steering = steering.start(parameters.initialize(steering.specs(SIZES), jax.random.key(1), scale=0.3))
-    batch = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 22))), ROWS)
-    keys = jax.random.split(jax.random.key(2), 1)
 
     @jax.jit
     def loss(own_steering, frozen):
@@ -83,10 +86,8 @@ def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml):
     assert after < before and np.any(second["mix"]) and np.any(second["norm_bias"])
 
 
-def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml):
-    weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), scale=0.3)
-    small = weights | {"groups": [weights["groups"][0][:2]]}
-    batch, keys = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 22))), ROWS), jax.random.split(jax.random.key(2), 1)
+def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml, case):
+    weights, small, batch, keys = case
 
     def sums(vocabulary):
         settings = registry.read_stage(toml, [f"vocabulary={vocabulary}", "loss=forward-kl"])

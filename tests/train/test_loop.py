@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import toy_training
 from refusals import refused
-from toy_task import FROZEN, OPTIMIZER, SPECS, TASK, WIDTH, make_mesh, sums, weights
+from toy_task import FROZEN, OPTIMIZER, SPECS, TASK, WIDTH, sums, weights
 
 from train.data import packing
 from train.data.documents import DataConfig
@@ -51,7 +50,7 @@ def place(mesh):
     return training_state.place(params, SPECS, mesh, jnp.float32), training_state.place(frozen, FROZEN, mesh, jnp.float32)
 
 
-def make_corpus(train_rows=40, held_out=(6, 3)):
+def make_corpus(held_out=(6, 3)):
     rng = np.random.default_rng(1)
 
     def packed(batch):
@@ -59,13 +58,13 @@ def make_corpus(train_rows=40, held_out=(6, 3)):
         return packing.pack([packing.Document(tokens_n, np.ones(WIDTH, np.float32)) for tokens_n in ids], WIDTH)
 
     others = {f"source-{i}": packed(batch) for i, batch in enumerate(held_out)}
-    return packing.Corpus({"train": packed(train_rows)}, others, {"train": 1.0}, {})
+    return packing.Corpus({"train": packed(40)}, others, {"train": 1.0}, {})
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(data=2, fsdp=2), dict(data=2, model=2)])
 def test_held_out_means_are_over_every_source_and_spread_over_it(sizes):
     """Batches of 4, at most 4: every other one of the first source, all of the second of 3, then again from 0."""
-    corpus, mesh, (params, frozen) = make_corpus(held_out=(32, 3)), make_mesh(**sizes), weights()
+    corpus, mesh, (params, frozen) = make_corpus(held_out=(32, 3)), sharding.make_mesh(**sizes), weights()
     with sharding.ambient(mesh):
         held_out = loop.make_held_out_measure(TASK, corpus, LoopConfig(batch=4), mesh)
         placed, reports = place(mesh), []
@@ -94,12 +93,11 @@ LOOP = LoopConfig(steps=10, batch=8, log_every=3, save_every=4, evaluate_every=5
 
 def fit(folder, evaluate=None, **changed):
     """(log lines, final weights) of a run."""
-    settings = ToySettings(run=str(folder), loop=dataclasses.replace(LOOP, **changed))
-    mesh = make_mesh(data=2)
-    placed = place(mesh)
-    named = dict(params=placed[0], frozen=placed[1], corpus=make_corpus(), evaluate=evaluate)
+    settings, mesh = ToySettings(run=str(folder), loop=dataclasses.replace(LOOP, **changed)), sharding.make_mesh(data=2)
+    params, frozen = place(mesh)
+    named = dict(params=params, frozen=frozen, corpus=make_corpus(), evaluate=evaluate)
     final = loop.fit(TASK, config=settings, mesh=mesh, **named)
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], jax.device_get(final)
+    return toy_training.read_lines(folder / "log.jsonl"), jax.device_get(final)
 
 
 def saved(folder):
@@ -183,7 +181,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(whole, tmp_path, monkeypatch, cap
     assert toy_training.read_log(run) == toy_training.read_log(whole[0])
     jax.tree.map(np.testing.assert_array_equal, final, whole[2])
 
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    starts = toy_training.read_lines(run / "starts.jsonl")
     assert [start["step"] for start in starts] == [0, 5]
     for start in starts:
         assert start["versions"]["jax"] == jax.__version__ and start["mesh"] == {"data": 2, "model": 1}

@@ -23,6 +23,7 @@ from treeflash_jax.models import verifier
 from treeflash_jax.trees import pick
 
 OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
+drafting_sums = partial(objective.drafting_sums, settings=OBJECTIVE, verifier=MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +101,6 @@ def test_slots_weigh_by_their_decay_up_to_the_end_of_the_document(decay):
     assert {(31, 1), (31, 4), (19, 1)} <= results
 
 
-def sampled(batch, size, keys):
-    return objective.sample_vocabulary(batch, size, 64, jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys))
-
-
 def plain_logits(params, frozen, batch, chosen):
     """Returns the logits of the marginals, of the drafter and of the verifier for the open slots of all blocks."""
     frozen = frozen | {"backbone": params.get("backbone", frozen["backbone"])}
@@ -115,11 +112,7 @@ def plain_logits(params, frozen, batch, chosen):
     if "head" in params:
         h, e = params["head"], tables["embed"][pick(batch.tokens_bt, targets - 1)]
         e = e / jnp.sqrt(jnp.mean(e**2, -1, keepdims=True) + 1e-6) * h["norm"]
-        ug = (
-            jnp.einsum("bnqd,dxf->bnqxf", e, h["token_ug"])
-            + jnp.einsum("bnqd,dxf->bnqxf", normed, h["hidden_ug"])
-            + h["bias"]
-        )
+        ug = jnp.tensordot(e, h["token_ug"], 1) + jnp.tensordot(normed, h["hidden_ug"], 1) + h["bias"]
         total = hidden + (jax.nn.silu(ug[..., 1, :]) * ug[..., 0, :]) @ h["down"]
     logits = total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + eps) * backbone["norm"] @ tables["embed"].T
     return base, logits, pick(teacher.hidden_btd, targets - 1) @ tables["embed"].T
@@ -130,7 +123,7 @@ def plain_loss(params, frozen, batch, keys, settings):
     chosen = blocks.sample_blocks(batch, settings.anchors, DRAFTER.block_size, settings.decay, keys)
     base, logits, verified = plain_logits(params, frozen, batch, chosen)
     if settings.vocabulary:
-        sample = sampled(batch, settings.vocabulary, keys)
+        sample = objective.sample_vocabulary(batch, settings.vocabulary, 64, keys)
         counted = jax.vmap(lambda ids, logs: jnp.full(64, -1e9).at[ids].set(logs))(sample.ids_bc, sample.log_counts_bc)
         base, logits, verified = (x + counted[:, None, None] for x in (base, logits, verified))
     log_p = jax.nn.log_softmax(verified)
@@ -162,8 +155,7 @@ def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, 
     settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, chunk=2, vocabulary=vocabulary)
 
     def chunked_loss(*weights_and_data, settings):
-        arguments = dict(settings=settings, verifier=MODEL, drafter=drafter_)
-        return objective.drafting_sums(*weights_and_data, **arguments)["loss"][0]
+        return drafting_sums(*weights_and_data, settings=settings, drafter=drafter_)["loss"][0]
 
     got, expected = (
         jax.jit(jax.value_and_grad(partial(loss, settings=settings)))(params, frozen, batch, keys)
@@ -177,18 +169,19 @@ def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, 
 def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
     """Ids ascend, those of the sequence stand for themselves, and sums over samples have the mean of the whole sum."""
     _, batch, keys, _ = case
-    sample = sampled(batch, 40, keys)
+    draw = partial(objective.sample_vocabulary, size=40, vocab_size=64)
+    sample = draw(batch, keys_b=keys)
     for ids, logs, tokens in zip(np.asarray(sample.ids_bc), sample.log_counts_bc, batch.tokens_bt, strict=True):
         assert np.all(np.diff(ids) > 0) and set(tokens.tolist()) <= set(ids.tolist())
         np.testing.assert_array_equal(logs[np.isin(ids, tokens)], 0)
         np.testing.assert_allclose(np.exp(logs).sum(), 64, rtol=1e-6)
     np.testing.assert_array_equal(np.take_along_axis(sample.ids_bc, sample.places(batch.tokens_bt), 1), batch.tokens_bt)
-    alone = sampled(jax.tree.map(lambda x: x[1:2], batch), 40, keys[1:])
+    alone = draw(jax.tree.map(lambda x: x[1:2], batch), keys_b=keys[1:])
     np.testing.assert_array_equal(alone.ids_bc[0], sample.ids_bc[1])
     masses = jnp.exp(jax.random.normal(jax.random.key(1), (64,)))
 
     def estimate(key):
-        drawn = sampled(batch, 40, jax.random.split(key, 2))
+        drawn = draw(batch, keys_b=jax.random.split(key, 2))
         return jnp.sum(masses[drawn.ids_bc] * jnp.exp(drawn.log_counts_bc), axis=-1)
 
     results = jax.vmap(estimate)(jax.random.split(jax.random.key(2), 500))
@@ -196,7 +189,7 @@ def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
     error = np.std(results, axis=0) / np.sqrt(500)
     assert np.all(np.abs(np.mean(results, axis=0) - masses.sum()) < 4 * error)
     words = "got objective.vocabulary 20, expected at least the 32 tokens of a sequence"
-    refused(lambda: sampled(batch, 20, keys), words)
+    refused(lambda: draw(batch, size=20, keys_b=keys), words)
 
 
 def test_a_sample_of_all_tokens_changes_nothing(case):
@@ -204,7 +197,7 @@ def test_a_sample_of_all_tokens_changes_nothing(case):
     drafter_ = dataclasses.replace(DRAFTER, head="lowrank")
     params = {"head": random_weights(HEADS["lowrank"].specs(drafter_), 5)}
     sampled_sums, sums = (
-        objective.drafting_sums(params, frozen, batch, keys, settings=settings, verifier=MODEL, drafter=drafter_)
+        drafting_sums(params, frozen, batch, keys, settings=settings, drafter=drafter_)
         for settings in (dataclasses.replace(OBJECTIVE, vocabulary=64), OBJECTIVE)
     )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), sampled_sums, sums)
@@ -212,17 +205,16 @@ def test_a_sample_of_all_tokens_changes_nothing(case):
 
 def test_nothing_holds_the_logits_of_a_batch_or_all_blocks_against_all(case):
     """Chunked, no array of the gradient reaches [positions, vocabulary] or [anchors x block]^2; in one chunk some do."""
-    frozen, _, _, _ = case
+    frozen, _, keys, _ = case
     batch = make_batch((30,) * 6)
     anchors, size = 24, DRAFTER.block_size
 
     def largest(chunk):
         settings = dataclasses.replace(OBJECTIVE, anchors=anchors, chunk=chunk)
-        arguments = dict(settings=settings, verifier=MODEL, drafter=DRAFTER)
 
         def loss(backbone, frozen):
-            keys = jax.random.split(jax.random.key(0), 2)
-            return objective.drafting_sums({"backbone": backbone}, frozen, batch, keys, **arguments)["loss"][0]
+            sums = drafting_sums({"backbone": backbone}, frozen, batch, keys, settings=settings, drafter=DRAFTER)
+            return sums["loss"][0]
 
         text = jax.jit(jax.grad(loss)).lower(frozen["backbone"], frozen).as_text()
         shapes = {tuple(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<([0-9x]+xf32)>", text)}
@@ -236,9 +228,8 @@ def test_a_zero_output_layer_is_exactly_the_marginal(case):
     frozen, batch, keys, _ = case
     started = toy_training.fresh_head()
     assert not np.any(started["down"]) and np.any(started["token_ug"])
-    arguments = dict(settings=OBJECTIVE, verifier=MODEL)
-    with_head = objective.drafting_sums({"head": started}, frozen, batch, keys, drafter=WITH_HEAD, **arguments)
-    without = objective.drafting_sums({"backbone": frozen["backbone"]}, frozen, batch, keys, drafter=DRAFTER, **arguments)
+    with_head = drafting_sums({"head": started}, frozen, batch, keys, drafter=WITH_HEAD)
+    without = drafting_sums({"backbone": frozen["backbone"]}, frozen, batch, keys, drafter=DRAFTER)
     for name, sums in without.items():
         np.testing.assert_array_equal(with_head[name], sums)
 
@@ -248,7 +239,7 @@ def test_estimated_tau_and_slots_equal_their_definitions(case, loss):
     """1 + the expected run of kept slots over whole blocks; top-1 and overlap per slot over all that weigh."""
     frozen, batch, keys, chosen = case
     settings, params = dataclasses.replace(OBJECTIVE, loss=loss, chunk=2), {"backbone": frozen["backbone"]}
-    sums = objective.drafting_sums(params, frozen, batch, keys, settings=settings, verifier=MODEL, drafter=DRAFTER)
+    sums = drafting_sums(params, frozen, batch, keys, settings=settings, drafter=DRAFTER)
     q, _, p = (np.asarray(jax.nn.softmax(logits)) for logits in plain_logits(params, frozen, batch, chosen))
     (top1, overlap, weight), runs, whole = np.zeros((3, 4)), 0.0, 0
     for r, n in np.ndindex(*chosen.anchors_bn.shape):
@@ -285,14 +276,11 @@ def test_losses_are_of_float32_and_vanish_if_the_draft_is_the_verifier():
 
 def test_flops_count_every_pass_once():
     """A shape whose only large factor is one term at a time, against the definition."""
-    count = dict(batch_size=2, length=32, trains_backbone=True)
-    base = objective.drafting_flops(OBJECTIVE, MODEL, DRAFTER, **count)
-    slots = 2 * OBJECTIVE.anchors * 4
+    count = partial(objective.drafting_flops, OBJECTIVE, batch_size=2, length=32, trains_backbone=True)
+    base, slots = count(MODEL, DRAFTER), 2 * OBJECTIVE.anchors * 4
     larger = dataclasses.replace(DRAFTER, layers=dataclasses.replace(DRAFTER.layers, vocab_size=65))
-    more_vocab = objective.drafting_flops(OBJECTIVE, MODEL, larger, **count)
-    assert more_vocab - base == 3 * 2 * slots * 16  # forward and input gradient of the drafter, forward of the verifier
-    frozen = objective.drafting_flops(OBJECTIVE, MODEL, DRAFTER, **(count | {"trains_backbone": False}))
-    deeper = dataclasses.replace(MODEL, num_layers=4)
+    more = count(MODEL, larger) - base
+    assert more == 3 * 2 * slots * 16  # forward and input gradient of the drafter, forward of the verifier
     layer = 2 * 16 * (2 * 32 + 2 * 16 + 3 * 32) + 2 * 32 * 32
-    assert objective.drafting_flops(OBJECTIVE, deeper, DRAFTER, **count) - base == 64 * layer
-    assert 1 < base / frozen < 3
+    assert count(dataclasses.replace(MODEL, num_layers=4), DRAFTER) - base == 64 * layer
+    assert 1 < base / count(MODEL, DRAFTER, trains_backbone=False) < 3

@@ -65,9 +65,8 @@ def test_the_loss_is_least_where_one_bucket_dominates():
     np.testing.assert_allclose([loss(sure(1)), loss(sure(0))], [-np.log(2), 0.0], atol=1e-6)
     np.testing.assert_allclose(loss(sure(2)), np.log(2 / 1.5) + 3 * 0.25**2, atol=1e-6)
     rng = np.random.default_rng(0)
-    assert all(
-        loss(jnp.asarray(rng.normal(size=(4, 3)) * scale)) > loss(sure(1)) for scale in (0.1, 1, 4) for _ in range(20)
-    )
+    others = (scale * rng.normal(size=(4, 3)) for scale in (0.1, 1, 4) for _ in range(20))
+    assert all(loss(jnp.asarray(scores_ra)) > loss(sure(1)) for scores_ra in others)
     mixed = sure(1).at[0].set(sure(2)[0])  # one of four roots falls short, and is the worst quarter
     np.testing.assert_allclose(loss(mixed), -0.75 * np.log(2) + 0.25 * np.log(2 / 1.5) + 3 * 0.25**2, atol=1e-6)
 
@@ -118,9 +117,9 @@ def test_from_prompts_to_answers(tmp_path, monkeypatch):
     """
     lines = [{"id": number, "turns": [f"Add {number} and {number + 3}."]} for number in range(20)]
     asked = write_lines(tmp_path / "prompts.jsonl", lines)
-    names = dict(verifier="tiny", drafter="tiny")
     how = dict(run=str(tmp_path / "run"), sources=(Source(path=str(asked)),), buckets=((1, 2, 0), (2, 0, 1), (2, 1, 1)))
-    how |= dict(new_tokens=12, draws=2, steps=20, costs=(1.0, 1.0, 1.2), temperatures=(1.0,), top_p=(1.0,))
+    how |= dict(new_tokens=12, steps=20, costs=(1.0, 1.0, 1.2), temperatures=(1.0,), top_p=(1.0,))
+    run = lambda draws=2: stage_of.main(stage_of.SelectorStage(verifier="tiny", drafter="tiny", draws=draws, **how))  # noqa: E731
     record, groups = roots.record_batch, []
 
     def stopped_once(*args):
@@ -131,16 +130,16 @@ def test_from_prompts_to_answers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(roots, "record_batch", stopped_once)
     with pytest.raises(KeyboardInterrupt):
-        stage_of.main(stage_of.SelectorStage(**names, **how))
-    stage_of.main(stage_of.SelectorStage(**names, **how))
+        run()
+    run()
     assert groups == [0, 1, 1, 2]
     prompts = [np.load(path)["prompt_o"] for path in sorted((tmp_path / "run").glob("labels-*.npz"))]
     assert len(prompts) == 3 and np.array_equal(np.unique(np.concatenate(prompts)), np.arange(20))
     made = tmp_path / "run" / "selector.safetensors"
     first = made.read_bytes()
-    stage_of.main(stage_of.SelectorStage(**names, **how))
+    run()
     assert made.read_bytes() == first and len(groups) == 4
-    stage_of.main(stage_of.SelectorStage(**names, **how | {"draws": 1}))
+    run(draws=1)
     assert len(groups) == 7, "labels of other settings are recorded anew"
     out, systems = tmp_path / "out.jsonl", ["treeflash-4+delayed:trunk=auto", f"treeflash-4+delayed:selector={made}"]
     words = ["bench", "run", "--prompts", str(asked), "--limit", "3", "--max-new-tokens", "8", "--temperature", "1"]

@@ -54,17 +54,11 @@ def test_what_is_not_understood_is_named(override, message):
     refused(lambda: run_config.load(head.HeadStage, HEAD, [override]), message)
 
 
-def leaves(raw, prefix=""):
-    """Dotted names of all values of nested tables, and the values."""
-    for key, value in raw.items():
-        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-
-
 @pytest.mark.parametrize("path", [HEAD, DRAFTER, CONFIGS / "tiny" / "respond.toml"], ids=lambda path: path.stem)
 def test_values_of_every_type_are_served_or_refused(path):
     endless = ["nan", "inf", "1" + "0" * 400]
     words = ['""', "[]", "{}", "1.5", "-1", "0", str(2**31), str(2**63), "true", "[1.5]", '"x"', *endless]
-    for key, default in leaves(run_config.to_dict(run_config.load(STAGES[path.stem], path))):
+    for key, default in run_config.dotted(run_config.to_dict(run_config.load(STAGES[path.stem], path))).items():
         for word in words:
             loaded = understood(run_config.load, STAGES[path.stem], path, [f"{key}={word}"])
             assert not loaded or word not in endless or isinstance(default, str) or key == "drafter", (key, word)

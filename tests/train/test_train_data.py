@@ -254,7 +254,6 @@ def test_evaluation_sets_are_refused(tmp_path):
 
 GOOD = {"messages": CHAT}
 LONG = {"messages": [{"role": "user", "content": "one " * 90}, {"role": "assistant", "content": "two"}]}
-ANSWER = {"prompt": [1], "response": [2]}
 
 
 @pytest.mark.parametrize("format, line, message", [
@@ -270,7 +269,7 @@ ANSWER = {"prompt": [1], "response": [2]}
     ("responses", {"prompt": [-1], "response": [2]}, "line 2: got no 'prompt'"),
 ])  # fmt: skip
 def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, line, message):
-    good = {"chat": GOOD, "text": {"text": "words of a text"}, "responses": ANSWER}[format]
+    good = {"chat": GOOD, "text": {"text": "words of a text"}, "responses": {"prompt": [1], "response": [2]}}[format]
     path = write_lines(tmp_path / "set.jsonl", [good, line, good])
     refused(lambda: load(path, tokenizer, format=format), str(path), *message.split(".*"))
     opened = load(path, tokenizer, format=format, hold_out=0, data={"malformed": "skip"})

@@ -28,8 +28,7 @@ HOLDER = (
 
 def holder(path, begins=0.0, seconds=600):
     """Starts a process that holds a lock."""
-    command = [sys.executable, "-c", HOLDER, str(path), str(begins), str(seconds)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return start([sys.executable, "-c", HOLDER, str(path), str(begins), str(seconds)])
 
 
 def test_a_lock_ends_with_its_process(tmp_path):
@@ -50,7 +49,7 @@ def test_one_of_many_gets_the_lock(tmp_path):
     """Processes that start together, on the file of a killed one."""
     (tmp_path / "x.lock").write_text("")
     both = [holder(tmp_path / "x.lock", begins=time.time() + 15, seconds=3) for _ in range(2)]
-    errors = [process.communicate()[1] for process in both]
+    errors = [process.communicate()[0] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1], errors
     assert "works on it" in "".join(errors) and not list(tmp_path.iterdir())
 
@@ -79,10 +78,6 @@ def test_damaged_logs_are_named(tmp_path):
     assert watch.read_log(tmp_path) == [{"step": 1}]
 
 
-def run(script):
-    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 def test_a_second_interrupt_ends_at_once():
     script = (
         "import os, signal, time; from train.runtime import loop\n"
@@ -95,9 +90,8 @@ def test_a_second_interrupt_ends_at_once():
         "        os.kill(os.getpid(), signal.SIGINT); time.sleep(0.5)\n"
         "    print('went on')"
     )
-    ended = run(script)
-    assert ended.returncode == 130 and "went on" not in ended.stdout, ended.stderr
-    assert "Ctrl-C again ends at once" in ended.stdout and "Traceback" not in ended.stderr
+    output = finish(start([sys.executable, "-c", script]), 130)
+    assert "Ctrl-C again ends at once" in output and "went on" not in output and "Traceback" not in output
 
 
 def test_an_evaluation_that_was_cut_short_does_not_abort_the_process():
@@ -114,8 +108,7 @@ def test_an_evaluation_that_was_cut_short_does_not_abort_the_process():
         "        asked.unless_received(work); sys.exit(asked.status)\n"
         "run_config.run(main, export.ExportStage, None, ['run=a', 'out=b'])"
     )
-    ended = run(script)
-    assert ended.returncode == 130, ended.stderr
+    finish(start([sys.executable, "-c", script]), 130)
 
 
 def test_two_runs_of_one_folder_are_refused(toy, tmp_path):

@@ -38,17 +38,24 @@ def fetched(folder, target):
     return target
 
 
-def untrained(stage, *, params, **_):
-    return params
+@pytest.fixture
+def untrained(monkeypatch):
+    """Runs end before their first step: a checkpoint holds the head that they began with."""
+
+    def fit(stage, *, params, config, **_):
+        claim(folders.absolute(config.run), config)
+        return params
+
+    monkeypatch.setattr(loop, "fit", fit)
+    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
 
 
-def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch, capsys):
+def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untrained, capsys):
     settings = toy_training.settings(toy, "run=gs://bucket/run")
     folder = folders.absolute(settings.run)
     claim(folder, settings)
     other = toy_training.settings(toy, "run=gs://bucket/run", "loop.batch=16")
     refused(lambda: claim(folder, other), "loop.batch was 8, now 16")
-    monkeypatch.setattr(loop, "fit", untrained)
     head.main(settings)
     printed = capsys.readouterr().out
     assert "process 1 of 1: 8 of 8 devices (cpu), mesh data=1 model=1, run=gs://bucket/run\n" in printed
@@ -58,8 +65,7 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, monke
         shown.write(step, {"held_out/tau_64": tau})
     shown.close()
     trained = models.load_drafter(fetched("gs://bucket/run/model", tmp_path / "model"))[1]
-    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": trained["head"]}))
-    export.main(export.ExportStage(run=settings.run, out="gs://bucket/out", dtype="float32"))
+    export.main(export.ExportStage(run=settings.run, out="gs://bucket/out"))
     exported = fetched("gs://bucket/out", tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, models.load_drafter(exported)[1], trained)
     card = (exported / "README.md").read_text()
@@ -68,11 +74,10 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, monke
 
 
 @pytest.fixture
-def trained(toy, tmp_path, monkeypatch):
-    """The settings of a run whose last checkpoint holds a head that was not trained."""
+def trained(toy, tmp_path, untrained):
+    """The settings of such a run."""
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
     claim(folders.absolute(settings.run), settings)
-    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
     return settings
 
 
@@ -129,17 +134,10 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     (None, [], None), ("seed = 0", [], False), ("thinking = true", [], True),
     ("thinking = true", ["data.thinking=false"], False), (None, ["data.thinking=true"], True),
 ])  # fmt: skip
-def test_drafters_record_how_the_answers_were_made(tmp_path, monkeypatch, answered, given, expected):
+def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypatch, answered, given, expected):
     toml, beside = toy_training.write(tmp_path), tmp_path / "responses.jsonl.settings.toml"
     if answered is not None:
         beside.write_text(answered)
-
-    def fit(stage, *, params, config, **_):
-        claim(folders.absolute(config.run), config)
-        return params
-
-    monkeypatch.setattr(loop, "fit", fit)
-    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
     monkeypatch.setattr(export, "measure_tau", lambda *_: "")
     head.main(toy_training.settings(toml, *given))
     beside.unlink(missing_ok=True)

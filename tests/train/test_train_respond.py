@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import toy_training
 from etils import epath
 from refusals import refused
-from toy_training import write_lines
+from toy_training import run_job, write_lines
 
 import treeflash_jax as tf
 from train import respond
@@ -278,15 +277,7 @@ def test_two_processes_write_the_file_of_one(settings, whole, tmp_path):
         path = tmp_path / f"{replicas}.settings"
         run_config.save(replace(settings, out=str(tmp_path / f"{replicas}.jsonl"), replicas=replicas, mesh=mesh), path)
         paths.append(str(path))
-    address = f"localhost:{toy_training.free_port()}"
-    environ = {"JAX_NUM_CPU_DEVICES": "4", "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-    command = [sys.executable, "-c", BOTH, *paths]
-    processes = [toy_training.start(command, **environ, JAX_PROCESS_ID=str(number)) for number in range(2)]
-    try:
-        logs = [toy_training.finish(process) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    logs = run_job([sys.executable, "-c", BOTH, *paths], 2, JAX_NUM_CPU_DEVICES="4")
     for replicas in ("host", "all"):
         assert (tmp_path / f"{replicas}.jsonl").read_bytes() == whole, replicas
     assert not list(tmp_path.glob("*.part-*"))

@@ -29,25 +29,9 @@ from treeflash_jax.formats import models
 STEPS = ("loop.steps=24", "loop.save_every=3", "loop.evaluate_every=12", "loop.batch=4")
 
 
-def command(toml, run, *overrides):
-    return [sys.executable, toy_training.__file__, str(toml.parent), f"run={run}", *STEPS, *overrides]
-
-
 def here(toml, run, *overrides):
     """Trains in this process."""
     head.main(toy_training.settings(toml, f"run={run}", *STEPS, *overrides))
-
-
-def read_model(run):
-    return models.load_drafter(Path(run) / "model")[1]
-
-
-@pytest.fixture(scope="module")
-def whole(toy, tmp_path_factory):
-    """The uninterrupted run."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    here(toy, run)
-    return run
 
 
 ARRAYS = {"large": np.random.default_rng(0).normal(size=50_000).astype(np.float32), "layers": [{"small": np.int32([1, 2])}]}
@@ -56,11 +40,6 @@ DAMAGES = {
     "cut off": lambda content: content[: len(content) // 2],
     "changed": lambda content: bytes(byte ^ 90 if k % 999 == 99 else byte for k, byte in enumerate(content)),
 }
-
-
-def like(arrays):
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
 
 
 def times(step):
@@ -78,27 +57,34 @@ def two_checkpoints(tmp_path_factory):
     return folder / "run", config
 
 
+@pytest.fixture
+def copied(two_checkpoints, tmp_path):
+    """A copy of that run, and its settings."""
+    return Path(shutil.copytree(two_checkpoints[0], tmp_path / "run")), two_checkpoints[1]
+
+
 def opened(run, config, documents=None):
     claim(epath.Path(run), config)
     return Checkpoints(str(run), config.loop, documents or {"a": "1", "b": "2"})
 
 
-def restored(run, config, abstract, **documents):
+def restored(run, config, arrays=ARRAYS, **documents):
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with opened(run, config, documents) as saved:
-        return saved.restore(abstract)
+        return saved.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays))
 
 
-def test_a_run_that_is_extended_may_have_more_documents(two_checkpoints, tmp_path, capsys):
+def test_a_run_that_is_extended_may_have_more_documents(copied, capsys):
     """With other steps the settings are noted anew; from its next checkpoint on the run is bound to these documents."""
-    copy, config = Path(shutil.copytree(two_checkpoints[0], tmp_path / "run")), two_checkpoints[1]
+    copy, config = copied
     more = dataclasses.replace(config, loop=dataclasses.replace(config.loop, steps=config.loop.steps + 3))
-    restored(copy, more, like(ARRAYS), a="3")
+    restored(copy, more, a="3")
     assert f"now {more.loop.steps}: the learning rate follows" in capsys.readouterr().out
     assert f"steps = {more.loop.steps}\n" in (copy / "settings.toml").read_text()
-    restored(copy, more, like(ARRAYS), a="3")
+    restored(copy, more, a="3")
     with opened(copy, more, {"a": "3"}) as saved:
         saved.save(3, times(3), wait=True)
-    refused(lambda: restored(copy, more, like(ARRAYS), a="4"), "of a changed after step 3 was trained", "more loop.steps")
+    refused(lambda: restored(copy, more, a="4"), "of a changed after step 3 was trained", "more loop.steps")
 
 
 @pytest.mark.parametrize("damage", ["missing", *DAMAGES])
@@ -114,7 +100,7 @@ def test_damaged_checkpoints_are_passed_over_with_one_line(two_checkpoints, tmp_
         (copy / file).unlink()
         if damage != "missing":
             (copy / file).write_bytes(DAMAGES[damage](content))
-        state = restored(copy, config, like(ARRAYS))
+        state = restored(copy, config)
         out, err = capfd.readouterr()
         assert len(out.splitlines()) <= 1 and "Traceback" not in err
         assert not out or f"{copy}: checkpoint of step 2 is damaged (" in out
@@ -123,23 +109,20 @@ def test_damaged_checkpoints_are_passed_over_with_one_line(two_checkpoints, tmp_
     assert {"_METADATA", "manifest.ocdbt", *(file.name for file in files if file.parent.name == "d")} <= passed_over
 
 
-def test_values_that_changed_are_noticed(two_checkpoints, tmp_path, capsys):
+def test_values_that_changed_are_noticed(copied, capsys):
     """Neither Orbax nor TensorStore notices one bit of an array."""
-    copy = Path(shutil.copytree(two_checkpoints[0], tmp_path / "run"))
-    largest = max((copy / "checkpoints" / "2").rglob("*"), key=lambda path: path.stat().st_size)
+    largest = max((copied[0] / "checkpoints" / "2").rglob("*"), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 4
     largest.write_bytes(content)
-    jax.tree.map(np.testing.assert_array_equal, restored(copy, two_checkpoints[1], like(ARRAYS)), times(1))
+    jax.tree.map(np.testing.assert_array_equal, restored(*copied), times(1))
     assert "step 2 is damaged (its values are not those that were saved)" in capsys.readouterr().out
 
 
-def test_all_checkpoints_damaged_is_an_error(two_checkpoints, tmp_path, capsys):
-    copy = Path(shutil.copytree(two_checkpoints[0], tmp_path / "run"))
-    for path in copy.rglob("d/*"):
+def test_all_checkpoints_damaged_is_an_error(copied, capsys):
+    for path in copied[0].rglob("d/*"):
         path.unlink()
-    words = "all of its checkpoints are damaged; move it away or give another run="
-    refused(lambda: restored(copy, two_checkpoints[1], like(ARRAYS)), words)
+    refused(lambda: restored(*copied), "all of its checkpoints are damaged; move it away or give another run=")
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -150,25 +133,26 @@ def test_all_checkpoints_damaged_is_an_error(two_checkpoints, tmp_path, capsys):
 ])  # fmt: skip
 def test_other_arrays_are_no_damage(two_checkpoints, capsys, arrays, words):
     said = "checkpoint of step 2 holds other arrays: ", words, "another run="
-    refused(lambda: restored(*two_checkpoints, like(arrays)), *said)
+    refused(lambda: restored(*two_checkpoints, arrays), *said)
     assert not capsys.readouterr().out
 
 
 def test_a_failure_of_code_is_no_damage(two_checkpoints, monkeypatch, capsys):
     monkeypatch.setattr("orbax.checkpoint.v1.load", Mock(side_effect=TypeError("got an unexpected keyword")))
     with pytest.raises(TypeError, match="unexpected keyword"):
-        restored(*two_checkpoints, like(ARRAYS))
+        restored(*two_checkpoints)
     assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("documents, names", [({"a": "1", "b": "3"}, "b"), ({"c": "1"}, "a, b, c")])
 def test_other_documents_are_refused(two_checkpoints, documents, names):
-    refused(lambda: restored(*two_checkpoints, like(ARRAYS), **documents), f"documents of {names} changed after step 2")
+    refused(lambda: restored(*two_checkpoints, **documents), f"documents of {names} changed after step 2")
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_and_a_cut_log_change_nothing(toy, whole, tmp_path, capsys):
-    run = Path(shutil.copytree(whole, tmp_path / "run"))
+def test_a_damaged_checkpoint_and_a_cut_log_change_nothing(toy, tmp_path, capsys):
+    here(toy, tmp_path / "whole")
+    whole, run = tmp_path / "whole", Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
     shutil.rmtree(run / "model")
     for path in (run / "checkpoints" / "24").rglob("*"):
         if path.is_file() and path.stat().st_size > 500:
@@ -177,21 +161,15 @@ def test_a_damaged_checkpoint_and_a_cut_log_change_nothing(toy, whole, tmp_path,
     here(toy, run)
     assert "checkpoint of step 24 is damaged" in capsys.readouterr().out
     assert read_log(run) == read_log(whole)
-    jax.tree.map(np.testing.assert_array_equal, read_model(run), read_model(whole))
+    trained, expected = (models.load_drafter(path / "model")[1] for path in (run, whole))
+    jax.tree.map(np.testing.assert_array_equal, trained, expected)
 
 
 def several_processes(toy, run, count, *overrides, terminated_after=0):
     """Trains on a device each of `count` processes, the last of which may get SIGTERM; returns the first one's output."""
-    address = f"localhost:{toy_training.free_port()}"
-    processes = []
-    for i in range(count):
-        environment = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)}
-        environment["TOY_RECORD"] = f"{run}.{count}-{i}"
-        if terminated_after and i == count - 1:
-            environment["TOY_TERMINATE_AFTER"] = str(terminated_after)
-        processes.append(start(command(toy, run, *overrides), **environment))
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [143 if terminated_after else 0] * count, outputs
+    command = [sys.executable, toy_training.__file__, str(toy.parent), f"run={run}", *STEPS, *overrides]
+    environment = {"TOY_RECORD": f"{run}.{count}", "TOY_TERMINATE_AFTER": str(terminated_after)}
+    outputs = toy_training.run_job(command, count, 143 if terminated_after else 0, **environment)
     assert [output.count("step ") > 0 for output in outputs] == [i == 0 for i in range(count)], "the first one reports"
     return outputs[0]
 
@@ -282,9 +260,8 @@ def test_full_disk_is_one_clear_error(toy, tmp_path):
         f"sys.argv = {['x', str(toy), f'run={tmp_path}/run', *STEPS]!r};"
         "runpy.run_module('train.head', run_name='__main__')"
     )
-    process = start([sys.executable, "-c", script])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    no_git = {"GIT_DIR": str(tmp_path)}  # it would leave the lock of this clone's index behind, cut off
+    output = toy_training.finish(start([sys.executable, "-c", script], **no_git), 1)
     assert "Traceback" not in output and output.count("ERROR") == 0, output[-3000:]
     last = output.splitlines()[-1]
     assert last.startswith("error: ") and "could not be written" in last and "free some space" in last, output[-3000:]

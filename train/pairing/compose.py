@@ -271,7 +271,6 @@ def _composed(by_rule: Any, given: dict[str, Any], reasons: dict[str, str]) -> C
 
 
 def _setting(stage: Any, name: str) -> Any:
-    """Returns the value of a setting by its dotted name."""
     for part in name.split("."):
         stage = stage[int(part)] if part.isdigit() else getattr(stage, part)
     return stage

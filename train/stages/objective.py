@@ -98,14 +98,17 @@ def counted(logits_btv: jax.Array, sample: Sample | None) -> jax.Array:
     return logits_btv if sample is None else logits_btv + sample.log_counts_bc[:, None].astype(logits_btv.dtype)
 
 
-def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample:
-    """Returns all tokens of a sequence, and random others drawn without replacement."""
+def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample | None:
+    """Returns all tokens of a sequence, and random others drawn without replacement; None if `size` is 0."""
+    if not size:
+        return None
     if size < batch.tokens_bt.shape[1]:
         raise ValueError(
             f"got objective.vocabulary {size}, expected at least the {batch.tokens_bt.shape[1]} tokens of a sequence, or 0"
         )
     size = min(size, vocab_size)
-    noise_bv = jax.vmap(lambda key: jax.random.uniform(key, (vocab_size,)))(keys_b)
+    # The keys themselves draw the anchors.
+    noise_bv = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (vocab_size,)))(keys_b)
     score_bv = jax.vmap(lambda score_v, tokens_s: score_v.at[tokens_s].set(2.0))(noise_bv, batch.tokens_bt)
     ids_bc = jnp.sort(selection.top_k(score_bv, size)[1], axis=-1)
     occurs_bc = jnp.take_along_axis(score_bv, ids_bc, axis=-1) > 1
@@ -142,10 +145,7 @@ def drafting_sums(
     teacher = teach(tables, verifier, drafter.target_layer_ids, batch, attention)
     chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
     context = context_kv(optax.tree.cast(backbone, dtype), drafter, teacher.features_btj, batch.positions_bt)
-    sample = None
-    if settings.vocabulary:
-        other_keys_b = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys_b)
-        sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, other_keys_b)
+    sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
 
     def hidden_states(backbone: Any, context: NewKV, anchors_bn: jax.Array) -> jax.Array:
         backbone = optax.tree.cast(backbone, dtype)  # here, so that gradients add up in the dtype of the uncast weights
