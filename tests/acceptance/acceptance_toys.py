@@ -1,9 +1,9 @@
 """Toy verifiers and drafters over few tokens, and trees drawn from their nodes as the definitions of the builders say."""
 
-import heapq
 import itertools
 from dataclasses import dataclass
 
+import draft_trees
 import numpy as np
 from acceptance_oracle import Distribution, Prefix, Run, Tree, normalised
 
@@ -80,17 +80,13 @@ def draft_without_replacement(drafter: Drafter, run: Run, parents: list[int]) ->
 
 
 def best_first(drafter: Drafter, count: int) -> dict[Prefix, float]:
-    """The `count` likeliest non-empty prefixes and their probabilities, in decreasing order."""
-    got: dict[Prefix, float] = {}
-    heap: list[tuple[float, Prefix]] = [(-1.0, ())]
-    while heap and len(got) < count + 1:
-        cost, node = heapq.heappop(heap)
-        got[node] = -cost
+    """The root and the `count` likeliest other prefixes with their probabilities, in decreasing order."""
+
+    def children(node: Prefix):
         context = drafter.contexts.get(node)
-        for token, log_prob in zip(context.tokens, context.log_probs, strict=True) if context else ():
-            if np.isfinite(log_prob):
-                heapq.heappush(heap, (cost * np.exp(log_prob), (*node, token)))
-    return got
+        return zip(context.tokens, context.log_probs, strict=True) if context else ()
+
+    return {node: np.exp(score) for node, score in draft_trees.best_first(children, count + 1).items()}
 
 
 def draft_hybrid(drafter: Drafter, run: Run, num_nodes: int, skeleton: float, depths: int, reach: float = 0.6) -> Tree:
@@ -138,14 +134,11 @@ def random_drafter(seed: int, p: Distribution, vocabulary: int, depths: int, chi
     """Nodes near p, truncated to `children` tokens, some of them without a node of their own."""
     rng = np.random.default_rng([seed, 1])
     contexts: dict[Prefix, Context] = {}
-    for length in range(depths):
-        for node in itertools.product(range(vocabulary), repeat=length):
-            if node and not (node[:-1] in contexts and node[-1] in contexts[node[:-1]].tokens):
-                continue
-            if node and not contexts[node[:-1]].continues[contexts[node[:-1]].tokens.index(node[-1])]:
-                continue
-            q = normalised(p(node) * np.exp(rng.normal(size=vocabulary)))
-            tokens = np.argsort(-q, kind="stable")[:children].tolist()
-            goes = [bool(length + 1 < depths and rng.random() > ends) for _ in tokens]
-            contexts[node] = Context(tokens, np.log(q[tokens]), goes)
+    nodes: list[Prefix] = [()]
+    for node in nodes:  # level by level
+        q = normalised(p(node) * np.exp(rng.normal(size=vocabulary)))
+        tokens = np.argsort(-q, kind="stable")[:children].tolist()
+        goes_on = [bool(len(node) + 1 < depths and rng.random() > ends) for _ in tokens]
+        contexts[node] = Context(tokens, np.log(q[tokens]), goes_on)
+        nodes += sorted((*node, token) for token, goes in zip(tokens, goes_on, strict=True) if goes)
     return Drafter(contexts, vocabulary)
