@@ -37,7 +37,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.devices import Device
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.drafters import ngram
@@ -111,9 +111,7 @@ class LaneOptions(JoinedOptions, LevelOptions):
 def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings]:
     """See `Drafter.choose`. Raises ValueError for more children than the draft vocabulary has tokens."""
     vocab_size = config.draft_vocab_size or config.layers.vocab_size
-    if options.children > vocab_size:
-        expected = f"1 to {vocab_size} (the drafter's vocabulary)"
-        raise ValueError(f"got children {quoted(options.children)}, expected {expected}")
+    expect(options.children <= vocab_size, "children", options.children, f"1 to {vocab_size} (the drafter's vocabulary)")
     builder = BUILDERS[options.builder or "best-first"]
     defaults = {None: device.tree_nodes(config.num_nodes), "auto": config.num_nodes}
     nodes = defaults.get(options.nodes, options.nodes)
