@@ -1,5 +1,9 @@
-"""Paths of draft trees, and the trees of EAGLE-2 by their definition."""
+"""Paths of draft trees, and best-first and EAGLE-2's trees by their definitions.
 
+Functions `children` map a path to (token, log-probability) pairs; none if the branch ends.
+"""
+
+import heapq
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -20,10 +24,22 @@ def paths(built: DraftTree, b: int) -> list[Path]:
     return actual
 
 
+def best_first(children: Callable[[Path], Iterable], nodes: float = float("inf")) -> dict[Path, float]:
+    """The likeliest paths with their log-probabilities, the root first: pops the best path and pushes its children."""
+    popped: dict[Path, float] = {}
+    heap: list[tuple[float, Path]] = [(np.float32(0), ())]
+    while heap and len(popped) < nodes:
+        cost, path = heapq.heappop(heap)
+        popped[path] = -cost
+        for token, log_p in children(path):
+            heapq.heappush(heap, (cost - log_p, (*path, int(token))))
+    return popped
+
+
 def eagle_2(children: Callable[[Path], Iterable], depths: int, nodes: int, lanes: int) -> dict[Path, float]:
     """The published ledger: the best `lanes` nodes of a level offer children, all of which it keeps until the end.
 
-    `children` maps a path to (token, log-probability) pairs; none if the branch ends, which keeps its lane.
+    A branch that ends keeps its lane.
     """
     ledger: dict[Path, float] = {}
     frontier: dict[Path, float] = {(): np.float32(0)}

@@ -29,8 +29,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import AtLeast0, bounded
 from treeflash_jax.drafters import eagle3
 from treeflash_jax.drafters.block.block_config import fresh_layers
-from treeflash_jax.drafters.eagle3 import EagleConfig
-from treeflash_jax.drafters.eagle3.layer import default_taps
+from treeflash_jax.drafters.eagle3 import EagleConfig, default_taps
 from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.formats.draft_vocabulary import most_frequent
 from treeflash_jax.models.config import ModelConfig

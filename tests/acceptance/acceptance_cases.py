@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from unittest import mock
 
 import acceptance_oracle as oracle
 import acceptance_toys as toys
@@ -143,21 +144,10 @@ def read(tree, proposal, b: int, vocabulary: int):
     return prefixes, read, names
 
 
-class Spy(TargetDistribution):
-    """Target distributions that record the residuals of a walk."""
-
-    residuals: list = []
-
-    def residual(self, *arguments):
-        Spy.residuals.append(super().residual(*arguments))
-        return Spy.residuals[-1]
-
-
-def target_distribution(logits_bnv, temperature=1.0, top_p=1.0, kind=TargetDistribution):
+def target_distribution(logits_bnv, temperature=1.0, top_p=1.0) -> TargetDistribution:
     batch = logits_bnv.shape[0]
     full = partial(jnp.full, (batch,), dtype=jnp.promote_types(logits_bnv.dtype, jnp.float32))
-    target = acceptance.target_distribution(logits_bnv, full(temperature), jnp.zeros(batch, jnp.int32), full(top_p))
-    return kind(target.logits_bnv, target.temperature_b, target.threshold_bn, target.log_normaliser_bn)
+    return acceptance.target_distribution(logits_bnv, full(temperature), jnp.zeros(batch, jnp.int32), full(top_p))
 
 
 def node_logits(p: oracle.Distribution, prefixes: list[oracle.Prefix], nodes: int) -> np.ndarray:
@@ -187,12 +177,17 @@ def padded(tree, proposal, nodes: int):
 @partial(jax.jit, static_argnames="rule")
 def walked(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
     """The library's walk under given coins: the last accepted nodes, and the distributions of the token after them."""
-    Spy.residuals.clear()
-    target = target_distribution(logits_bnv, top_p=top_p, kind=Spy)
+    target, residuals, residual = target_distribution(logits_bnv, top_p=top_p), [], TargetDistribution.residual
+
+    def recorded(*arguments):
+        residuals.append(residual(*arguments))
+        return residuals[-1]
+
     (batch, _, vocabulary), zeros = logits_bnv.shape, partial(jnp.zeros, dtype=coins_bx.dtype)
     noise = acceptance.Noise(zeros((batch, proposal.depths + 1, vocabulary)), coins_bx, zeros((batch, vocabulary)))
-    taken = acceptance.RULES[rule].walk(tree, proposal, target, noise)
-    [residual_bv] = Spy.residuals
+    with mock.patch.object(TargetDistribution, "residual", recorded):
+        taken = acceptance.RULES[rule].walk(tree, proposal, target, noise)
+    [residual_bv] = residuals
     last_b1 = jnp.take_along_axis(taken.path_bp, taken.length_b[:, None] - 1, axis=1)
     return last_b1[:, 0], jax.nn.softmax(residual_bv, axis=-1)
 
@@ -205,7 +200,6 @@ def library_distribution(world: World, case: Case, rule: str, edge: float = 1e-9
     """
     drafts = world.drafts(case)
     tree, proposal = world.build(case, world.noise(case, drafts))
-    distribution = np.zeros((world.vocabulary,) * (world.depths + 1))
     places, coins, chances, prefixes_of = [], [], [], []
     totals: dict[oracle.Prefix, np.ndarray] = {}
     for b, (probability, drafted) in enumerate(drafts):
@@ -243,9 +237,7 @@ def library_distribution(world: World, case: Case, rule: str, edge: float = 1e-9
         for b, chance, last, following in zip(*walks, strict=False):
             prefix = prefixes_of[b][last]
             totals[prefix] = totals.get(prefix, 0) + chance * following
-    for prefix, following in totals.items():
-        oracle.add_output(distribution, world.p, 1.0, prefix, following)
-    return distribution
+    return oracle.finished(totals, world.p, world.vocabulary, world.depths + 1)
 
 
 def assert_same_tree(seen: oracle.Tree, expected: oracle.Tree) -> None:

@@ -124,13 +124,13 @@ def naive_tree(tree: Tree, p: Distribution, run: Run):
     """Tests child by child whether it is the token y ~ [p - q]+."""
     node: Prefix = ()
     while True:
-        r, went = p(node), False
+        r = p(node)
         for j, (token, q) in enumerate(tree.draws.get(node, [])):
-            if went := run.coin((node, j), min(1, r[token] / (q[token] if j == 0 else 1))):
+            if run.coin((node, j), min(1, r[token] / (q[token] if j == 0 else 1))):
                 node = (*node, token)
                 break
-            r = normalised(relu(r - q)) if j == 0 else normalised(np.where(np.arange(len(r)) == token, 0, r))
-        if not went:
+            r = normalised(relu(r - q) if j == 0 else np.where(np.arange(len(r)) == token, 0, r))
+        else:
             return node, r
 
 
@@ -256,27 +256,25 @@ def continuations(p: Distribution, node: Prefix, tokens: int) -> np.ndarray:
     return np.stack([distribution[x] * continuations(p, (*node, x), tokens - 1) for x in range(len(distribution))])
 
 
-def add_output(distribution: np.ndarray, p: Distribution, probability: float, last: Prefix, following: np.ndarray) -> None:
-    """Adds a round's output, `last` and a token drawn from `following`, finished by the verifier, to a distribution."""
-    for token in np.flatnonzero(following):
-        out = (*last, int(token))
-        if len(out) > distribution.ndim:
-            raise ValueError(f"got {len(out)} tokens, expected at most {distribution.ndim}")
-        distribution[out] += probability * following[token] * continuations(p, out, distribution.ndim - len(out))
+def finished(totals: dict[Prefix, np.ndarray], p: Distribution, vocabulary: int, tokens: int) -> np.ndarray:
+    """The distribution of the first tokens, given P(last node, token after it) of a round; p draws the others."""
+    distribution = np.zeros((vocabulary,) * tokens)
+    for last, following in totals.items():
+        for token in np.flatnonzero(following):
+            out = (*last, int(token))
+            distribution[out] += following[token] * continuations(p, out, tokens - len(out))
+    return distribution
 
 
 def distribution_for(
     draft: Callable[[Run], Tree], rule: Callable, p: Distribution, vocabulary: int, tokens: int
 ) -> np.ndarray:
     """The distribution of the first tokens, every draft and every coin enumerated."""
-    distribution = np.zeros((vocabulary,) * tokens)
     totals: dict[Prefix, np.ndarray] = {}
     for drafted, tree in outcomes(draft):
         for run, (last, following) in outcomes(lambda run, tree=tree: rule(tree, p, run)):
             totals[last] = totals.get(last, 0) + drafted.probability * run.probability * following
-    for last, following in totals.items():
-        add_output(distribution, p, 1.0, last, following)
-    return distribution
+    return finished(totals, p, vocabulary, tokens)
 
 
 def distribution_of_two_rounds(

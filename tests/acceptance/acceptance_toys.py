@@ -1,9 +1,9 @@
 """Toy verifiers and drafters over few tokens, and trees drawn from their nodes as the definitions of the builders say."""
 
-import heapq
 import itertools
 from dataclasses import dataclass
 
+import draft_trees
 import numpy as np
 from acceptance_oracle import Distribution, Prefix, Run, Tree, normalised
 
@@ -22,7 +22,7 @@ class Drafter:
     contexts: dict[Prefix, Context]
     vocabulary: int
 
-    def distribution(self, node: Prefix, goes_on: bool, without: tuple[int, ...] = ()) -> np.ndarray | None:
+    def distribution(self, node: Prefix | None, goes_on: bool, without: tuple[int, ...] = ()) -> np.ndarray | None:
         """q after a prefix: the node over tokens that go on if the tree does; None if nothing can be drawn."""
         context = self.contexts.get(node)
         if context is None:
@@ -36,61 +36,49 @@ class Drafter:
         return distribution / distribution.sum() if admitted else None
 
 
+def draw(tree: Tree, run: Run, at: list[Prefix | None], above: int, distribution: np.ndarray | None, kind: str) -> None:
+    """Draws the next place below the place `above`, and adds its prefix to those of the places before; None: no node."""
+    if distribution is None:
+        at.append(None)
+        return
+    token = run.choose(distribution)
+    tree.places.append((above, len(at), token, kind))
+    at.append(tree.add(at[above], token, distribution))
+
+
 def draft_paths(drafter: Drafter, run: Run, num_nodes: int, branches: int, depths: int, trunk: int = 0) -> Tree:
-    tree = Tree()
-    lanes = [((), 0)]
-    place, levels = 0, min(trunk + (num_nodes - 1 - trunk) // branches, depths)
+    tree, at, lanes = Tree(), [()], [0]
+    levels = min(trunk + (num_nodes - 1 - trunk) // branches, depths)
     for level in range(levels):
         if level == trunk:
             lanes = lanes * branches
-        grown = []
-        for node, above in lanes:
-            place += 1
-            distribution = None if node is None else drafter.distribution(node, goes_on=level < levels - 1)
-            if distribution is None:
-                grown.append((None, place))
-                continue
-            token = run.choose(distribution)
-            tree.places.append((above, place, token, "own"))
-            grown.append((tree.add(node, token, distribution), place))
-        lanes = grown
+        for lane, above in enumerate(lanes):
+            draw(tree, run, at, above, drafter.distribution(at[above], goes_on=level < levels - 1), "own")
+            lanes[lane] = len(at) - 1
     return tree
 
 
 def draft_without_replacement(drafter: Drafter, run: Run, parents: list[int]) -> Tree:
     """`parents` of places 1, 2, ...; siblings in the order of their places."""
-    tree = Tree()
-    at: list[Prefix | None] = [()]
+    tree, at = Tree(), [()]
     children = {place: [i + 1 for i, above in enumerate(parents) if above == place] for place in range(len(parents) + 1)}
-    for place, above in enumerate(parents, start=1):
-        node = at[above]
-        goes_on = any(children[child] for child in children[above])
-        distribution = None if node is None else drafter.distribution(node, goes_on)
+    for above in parents:
+        distribution = drafter.distribution(at[above], goes_on=any(children[child] for child in children[above]))
         if distribution is not None:
-            for earlier, _ in tree.draws.get(node, []):
-                distribution[earlier] = 0
-        if distribution is None or distribution.sum() <= 0:
-            at.append(None)
-            continue
-        distribution = normalised(distribution)
-        token = run.choose(distribution)
-        tree.places.append((above, place, token, "shared"))
-        at.append(tree.add(node, token, distribution))
+            distribution[[earlier for earlier, _ in tree.draws.get(at[above], [])]] = 0
+            distribution = normalised(distribution) if distribution.any() else None
+        draw(tree, run, at, above, distribution, "shared")
     return tree
 
 
 def best_first(drafter: Drafter, count: int) -> dict[Prefix, float]:
-    """The `count` likeliest non-empty prefixes and their probabilities, in decreasing order."""
-    got: dict[Prefix, float] = {}
-    heap: list[tuple[float, Prefix]] = [(-1.0, ())]
-    while heap and len(got) < count + 1:
-        cost, node = heapq.heappop(heap)
-        got[node] = -cost
+    """The root and the `count` likeliest other prefixes with their probabilities, in decreasing order."""
+
+    def children(node: Prefix):
         context = drafter.contexts.get(node)
-        for token, log_prob in zip(context.tokens, context.log_probs, strict=True) if context else ():
-            if np.isfinite(log_prob):
-                heapq.heappush(heap, (cost * np.exp(log_prob), (*node, token)))
-    return got
+        return zip(context.tokens, context.log_probs, strict=True) if context else ()
+
+    return {node: np.exp(score) for node, score in draft_trees.best_first(children, count + 1).items()}
 
 
 def draft_hybrid(drafter: Drafter, run: Run, num_nodes: int, skeleton: float, depths: int, reach: float = 0.6) -> Tree:
@@ -105,19 +93,12 @@ def draft_hybrid(drafter: Drafter, run: Run, num_nodes: int, skeleton: float, de
             scores += [(-spare * reach**j, j, places[node], node) for j in range(depths - len(node)) if spare > 1e-12]
     chosen = sorted(scores)[: num_nodes - 1 - fixed]
     length = {node: sum(other == node for *_, other in chosen) for node in kept}
-    tree = Tree()
-    chains: dict[Prefix, tuple[Prefix | None, int]] = {node: (node, places[node]) for node in kept}
-    for number, (_, j, _, start) in enumerate(chosen):
-        node, above = chains[start]
-        place = fixed + 1 + number
+    tree, at = Tree(), [*kept, *[None] * (fixed + 1 - len(kept))]
+    for _, j, _, start in chosen:
         without = tuple(child[-1] for child in children[start]) if j == 0 else ()
-        distribution = None if node is None else drafter.distribution(node, j + 1 < length[start], without)
-        if distribution is None:
-            chains[start] = (None, place)
-            continue
-        token = run.choose(distribution)
-        tree.places.append((above, place, token, "shared"))
-        chains[start] = (tree.add(node, token, distribution), place)
+        distribution = drafter.distribution(at[places[start]], j + 1 < length[start], without)
+        draw(tree, run, at, places[start], distribution, "shared")
+        places[start] = len(at) - 1  # the end of the chain
     for node in kept:
         if node:
             tree.add(node[:-1], node[-1], np.eye(drafter.vocabulary)[node[-1]])
@@ -138,14 +119,11 @@ def random_drafter(seed: int, p: Distribution, vocabulary: int, depths: int, chi
     """Nodes near p, truncated to `children` tokens, some of them without a node of their own."""
     rng = np.random.default_rng([seed, 1])
     contexts: dict[Prefix, Context] = {}
-    for length in range(depths):
-        for node in itertools.product(range(vocabulary), repeat=length):
-            if node and not (node[:-1] in contexts and node[-1] in contexts[node[:-1]].tokens):
-                continue
-            if node and not contexts[node[:-1]].continues[contexts[node[:-1]].tokens.index(node[-1])]:
-                continue
-            q = normalised(p(node) * np.exp(rng.normal(size=vocabulary)))
-            tokens = np.argsort(-q, kind="stable")[:children].tolist()
-            goes = [bool(length + 1 < depths and rng.random() > ends) for _ in tokens]
-            contexts[node] = Context(tokens, np.log(q[tokens]), goes)
+    nodes: list[Prefix] = [()]
+    for node in nodes:  # level by level
+        q = normalised(p(node) * np.exp(rng.normal(size=vocabulary)))
+        tokens = np.argsort(-q, kind="stable")[:children].tolist()
+        goes_on = [bool(len(node) + 1 < depths and rng.random() > ends) for _ in tokens]
+        contexts[node] = Context(tokens, np.log(q[tokens]), goes_on)
+        nodes += sorted((*node, token) for token, goes in zip(tokens, goes_on, strict=True) if goes)
     return Drafter(contexts, vocabulary)

@@ -68,7 +68,6 @@ def run(params, tables, features_btj, tokens_bt, *, config):
     count_b = jnp.asarray([length - 2, 0])
     real_bt1 = (jnp.arange(length) < count_b[:, None])[..., None]
     padded = extend(nothing, jnp.where(real_bt1, features_btj, 1e3), tokens_bt, count_b)
-    again = extend(one_by_one, features_btj, tokens_bt, jnp.zeros(batch, jnp.int32))
 
     expander = drafted(params, tables, config, whole, STEPS + 1)
     state, likeliest = expander.start(1), jnp.zeros((batch, 1), jnp.int32)
@@ -80,7 +79,7 @@ def run(params, tables, features_btj, tokens_bt, *, config):
     last = expander.children(jnp.int32(STEPS), state)
     return {
         "whole": whole, "one_by_one": one_by_one, "hidden": jnp.swapaxes(hidden_tbd, 0, 1), "padded": padded,
-        "again": again, "steps": [jnp.stack(x, axis=1) for x in zip(*steps, strict=True)], "last": last[1][:, 0],
+        "steps": [jnp.stack(x, axis=1) for x in zip(*steps, strict=True)], "last": last[1][:, 0],
     }  # fmt: skip
 
 
@@ -111,8 +110,6 @@ def test_positions_in_one_call_are_positions_one_by_one(actual):
     np.testing.assert_allclose(whole.hidden_bd, single.hidden_bd, atol=1e-12)
     assert (whole.context.length_b == length).all() and (single.context.length_b == length).all()
     assert_same_positions(whole.context, single.context, [length] * len(whole.hidden_bd))
-    np.testing.assert_array_equal(got["again"].hidden_bd, single.hidden_bd)
-    assert (got["again"].context.length_b == length).all()
 
 
 def test_padding_changes_nothing(actual):

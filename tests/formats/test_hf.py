@@ -24,7 +24,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.causal_lm import LanguageModelConfig
-from treeflash_jax.drafters.eagle3.layer import EagleConfig
+from treeflash_jax.drafters.eagle3 import EagleConfig
 from treeflash_jax.formats import dialects, models, storage
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig, Rope

@@ -48,7 +48,6 @@ class Draws:
       is_fixed_bx: True for deterministic children, whose distribution is one-hot.
       is_removed_bx: True for draws without replacement.
       earlier_bxy: True if draw y is an earlier draw at the parent of x.
-      gone_bnc: rank of the deterministic test that removes a token; NEVER if none does.
       depths: the deepest level of the tree; static.
     """
 
@@ -64,7 +63,6 @@ class Draws:
     is_fixed_bx: jax.Array
     is_removed_bx: jax.Array
     earlier_bxy: jax.Array
-    gone_bnc: jax.Array
     depths: int = struct.field(pytree_node=False)
 
     def gather(self, x_bnc: jax.Array) -> jax.Array:
@@ -89,19 +87,13 @@ class Outcome:
     keep_bn: jax.Array
 
 
-def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, sampled_ranks: int | None) -> Draws:
-    """Reads a proposal; draws of rank `sampled_ranks` and above count as deterministic; None: the recorded kinds apply."""
+def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> Draws:
+    """Returns the draws of a proposal, given the verifier's probabilities on its support."""
     node_bx, slot_bx = proposal.node_bx, proposal.slot_bx
     parent_bx, is_draw_bx = pick(tree.parent_bn, node_bx), node_bx > 0
     index_x = jnp.arange(node_bx.shape[1])
     before_bxy = (index_x[:, None] > index_x) & is_draw_bx[..., None] & is_draw_bx[:, None]
     earlier_bxy = (parent_bx[..., None] == parent_bx[:, None]) & before_bxy
-    rank_bx = jnp.sum(earlier_bxy, axis=-1)
-    is_fixed_bx = proposal.kind_bx == DETERMINISTIC
-    if sampled_ranks is not None:
-        is_fixed_bx |= rank_bx >= sampled_ranks
-    taken_at_bx = jnp.where(is_fixed_bx & is_draw_bx, rank_bx, NEVER)
-    never_nc = jnp.full(p_bnc.shape[1:], NEVER)
     return Draws(
         p_bnc=p_bnc,
         q_bnc=jnp.exp(proposal.log_q_bnc).astype(p_bnc.dtype),
@@ -109,15 +101,12 @@ def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, sampled_ra
         node_bx=node_bx,
         parent_bx=parent_bx,
         slot_bx=slot_bx,
-        rank_bx=rank_bx,
+        rank_bx=jnp.sum(earlier_bxy, axis=-1),
         is_draw_bx=is_draw_bx,
         is_first_bx=is_draw_bx & ~jnp.any(before_bxy & (node_bx[..., None] == node_bx[:, None]), axis=-1),
-        is_fixed_bx=is_fixed_bx,
+        is_fixed_bx=proposal.kind_bx == DETERMINISTIC,
         is_removed_bx=proposal.kind_bx == WITHOUT_REPLACEMENT,
         earlier_bxy=earlier_bxy,
-        gone_bnc=jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
-            parent_bx, slot_bx, taken_at_bx
-        ),
         depths=proposal.depths,
     )
 
@@ -133,19 +122,24 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
       above_bnn: the ancestor mask, if a child is entered with its chance as weight (traversal); None: all weights are 1,
         and all parents are processed at once.
     """
+    # Rank of the deterministic test that removes a token; NEVER if none does.
+    never_nc = jnp.full(draws.p_bnc.shape[1:], NEVER)
+    gone_bnc = jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
+        draws.parent_bx, draws.slot_bx, jnp.where(draws.is_fixed_bx & draws.is_draw_bx, draws.rank_bx, NEVER)
+    )
     weighs = above_bnn is not None
     order_bx = draws.rank_bx
     if weighs:  # a draw waits for its parent's weight and for its earlier siblings
         step_bn = _to_nodes(draws.rank_bx + 1, draws.is_first_bx, draws.node_bx, draws.outside_bn.astype(jnp.int32))
         order_bx += pick(jnp.sum(jnp.where(above_bnn, step_bn[:, None], 0), axis=-1), draws.parent_bx)
     order_bx = jnp.where(draws.is_draw_bx, order_bx, -1)
-    drawn_p_bx, drawn_q_bx, gone_at_bx = (draws.gather(x) for x in (draws.p_bnc, draws.q_bnc, draws.gone_bnc))
+    drawn_p_bx, drawn_q_bx, gone_at_bx = (draws.gather(x) for x in (draws.p_bnc, draws.q_bnc, gone_bnc))
     one_bn = jnp.ones_like(draws.outside_bn)
     counts_bn = jnp.zeros(one_bn.shape, jnp.int32)
 
     def remaining(weight_bn, scale_bn, tested_bn):
         left_bnc = jnp.maximum(weight_bn[..., None] * draws.p_bnc - scale_bn[..., None] * draws.q_bnc, 0)
-        left_bnc = jnp.where(draws.gone_bnc < tested_bn[..., None], 0, left_bnc)
+        left_bnc = jnp.where(gone_bnc < tested_bn[..., None], 0, left_bnc)
         return left_bnc, jnp.sum(left_bnc, axis=-1) + weight_bn * draws.outside_bn
 
     def test(state):
@@ -202,8 +196,6 @@ def walk_down(tree: DraftTree, draws: Draws, chance_bx: jax.Array, coins_bx: jax
 def make_rule(
     chances: Callable[[DraftTree, Draws], jax.Array],
     stop: Callable[[DraftTree, Draws, jax.Array], tuple[jax.Array, jax.Array]],
-    *,
-    sampled_ranks: int | None = None,
 ) -> tuple[Callable, Callable]:
     """Returns `weights` and `walk` of a rule that works on the support.
 
@@ -211,12 +203,11 @@ def make_rule(
       chances: (tree, draws) -> the result of `weights`.
       stop: (tree, draws, coins) -> the last accepted node [b] and the remainder of its p on the support [b, c], in the
         units of p off it.
-      sampled_ranks: see `read_draws`.
     """
 
     def over_draws(function: Callable, tree: DraftTree, proposal: Proposal, target: TargetDistribution, *coins) -> Any:
         def run(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *coins) -> Any:
-            return function(tree, read_draws(tree, proposal, p_bnc, sampled_ranks), *coins)
+            return function(tree, read_draws(tree, proposal, p_bnc), *coins)
 
         return sharding.over_batch(run, tree, proposal, jnp.exp(target.gather(proposal.support_bnc)), *coins)
 
@@ -229,9 +220,7 @@ def make_rule(
     return partial(over_draws, chances), walk
 
 
-def make_top_down_rule(
-    test_draws: Callable[[Draws], tuple[jax.Array, jax.Array]], *, sampled_ranks: int | None = None
-) -> tuple[Callable, Callable]:
+def make_top_down_rule(test_draws: Callable[[Draws], tuple[jax.Array, jax.Array]]) -> tuple[Callable, Callable]:
     """Returns `weights` and `walk` of a rule that goes from the root to the first child that its test accepts.
 
     Args:
@@ -247,7 +236,7 @@ def make_top_down_rule(
         last_b = walk_down(tree, draws, chance_bx, coins_bx)
         return last_b, pick(left_bnc, last_b[:, None])[:, 0]
 
-    return make_rule(chances, stop, sampled_ranks=sampled_ranks)
+    return make_rule(chances, stop)
 
 
 def _to_nodes(value_bx: jax.Array, where_bx: jax.Array, node_bx: jax.Array, like_bn: jax.Array) -> jax.Array:

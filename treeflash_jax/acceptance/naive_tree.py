@@ -9,9 +9,13 @@ Source: NaiveTree in arXiv 2602.16994; SpecHub and greedy drafting (arXiv 2502.1
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from treeflash_jax.acceptance import recursive
 from treeflash_jax.acceptance.draws import make_top_down_rule
 
 DISTRIBUTIONS, NEEDS = recursive.DISTRIBUTIONS, recursive.NEEDS
 
-weights, walk = make_top_down_rule(recursive.test_draws, sampled_ranks=1)
+weights, walk = make_top_down_rule(
+    lambda draws: recursive.test_draws(replace(draws, is_fixed_bx=draws.is_fixed_bx | (draws.rank_bx > 0)))
+)

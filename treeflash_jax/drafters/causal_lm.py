@@ -18,18 +18,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.drafters import ngram, steering
-from treeflash_jax.drafters.lanes import (
-    LaneExpander,
-    LaneOptions,
-    LaneSettings,
-    LaneState,
-    Level,
-    likeliest_children,
-    scratch_specs,
-)
-from treeflash_jax.drafters.lanes import choose as choose
-from treeflash_jax.drafters.lanes import identity as identity
+from treeflash_jax.drafters import lanes, steering
+from treeflash_jax.drafters.lanes import LaneSettings, LaneState, Level
 from treeflash_jax.drafters.protocol import ContextState, DrafterSizes, Inputs, draft_ids, listed_specs
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import kv_cache
@@ -38,11 +28,12 @@ from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees import Expander
 
-OPTIONS = LaneOptions
+OPTIONS = lanes.LaneOptions
 READS_TOKENS = True
 READS_PROMPT = True
 OWN_TOKENIZER = True
 DIALECT = "language-model"
+choose, identity = lanes.choose, lanes.identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,16 +145,14 @@ class ModelStep:
         """Returns the children below the model's hidden states."""
         params, _, temperature_b = shared
         table_vd = params.get("unembed", params["embed"])
-        return LaneState((), kv, *likeliest_children(table_vd, hidden_bwd, self.children, temperature_b, draft_ids(params)))
+        offered = lanes.likeliest_children(table_vd, hidden_bwd, self.children, temperature_b, draft_ids(params))
+        return LaneState((), kv, *offered)
 
 
 def draft(inputs: Inputs, _: None) -> Expander:
     """Returns the children of the anchor, and the model that continues below them."""
-    context, step = inputs.state.context, ModelStep(inputs.config, inputs.settings.children, inputs.attention)
-    shared = inputs.params, inputs.state, inputs.temperature_b
-    first, scratch = step.offer(shared, inputs.state.hidden_bd[:, None], ()), scratch_specs(context)
-    lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
-    return ngram.join(lanes, inputs)
+    step = ModelStep(inputs.config, inputs.settings.children, inputs.attention)
+    return lanes.expand(inputs, (inputs.params, inputs.state, inputs.temperature_b), step)
 
 
 STAGES = {"draft": draft}  # levels below the anchor's children are drafted while the tree is built

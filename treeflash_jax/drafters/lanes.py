@@ -37,14 +37,14 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.devices import Device
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.drafters import ngram
-from treeflash_jax.drafters.protocol import JoinedOptions, LevelOptions
+from treeflash_jax.drafters.protocol import Inputs, JoinedOptions, LevelOptions
 from treeflash_jax.models import vocab
 from treeflash_jax.models.kv_cache import KVCache
-from treeflash_jax.trees import BUILDERS
+from treeflash_jax.trees import BUILDERS, Expander
 
 
 @struct.dataclass
@@ -111,9 +111,7 @@ class LaneOptions(JoinedOptions, LevelOptions):
 def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings]:
     """See `Drafter.choose`. Raises ValueError for more children than the draft vocabulary has tokens."""
     vocab_size = config.draft_vocab_size or config.layers.vocab_size
-    if options.children > vocab_size:
-        expected = f"1 to {vocab_size} (the drafter's vocabulary)"
-        raise ValueError(f"got children {quoted(options.children)}, expected {expected}")
+    expect(options.children <= vocab_size, "children", options.children, f"1 to {vocab_size} (the drafter's vocabulary)")
     builder = BUILDERS[options.builder or "best-first"]
     defaults = {None: device.tree_nodes(config.num_nodes), "auto": config.num_nodes}
     nodes = defaults.get(options.nodes, options.nodes)
@@ -209,6 +207,14 @@ class LaneExpander:
         return same.replace(kv=kv)
 
 
+def expand(inputs: Inputs, shared: Any, step: Any) -> Expander:
+    """Returns the children that `step.offer` gives the anchor, and the network that continues below them."""
+    context, first = inputs.state.context, step.offer(shared, inputs.state.hidden_bd[:, None], ())
+    scratch = scratch_specs(context)
+    lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
+    return ngram.join(lanes, inputs)
+
+
 def scratch_specs(context: KVCache) -> tuple[tuple[Spec, Spec], ...]:
     """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `kv_cache.NewKV`."""
 
@@ -222,16 +228,11 @@ def scratch_specs(context: KVCache) -> tuple[tuple[Spec, Spec], ...]:
 def likeliest_children(
     table_vd: jax.Array, hidden_bwd: jax.Array, children: int, temperature_b: jax.Array, ids_z: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the likeliest tokens after each hidden state and their log-probabilities, [b, w, c] each.
+    """Returns the likeliest tokens after normed hidden states and their log-probabilities, [b, w, c] each.
 
     Args:
       table_vd: vocabulary table, or that of a draft vocabulary.
-      hidden_bwd: hidden states after any norm.
-      children: number of tokens; all tokens of a smaller vocabulary.
-      temperature_b: temperature of the draft distribution, above 0.
       ids_z: the verifier's ids of a draft vocabulary; None: the table is over the verifier's vocabulary.
     """
-    kept = min(children, table_vd.shape[0])
-    tokens_bwc, log_probs_bwc = vocab.likeliest(table_vd, hidden_bwd, kept, temperature_b)
-    tokens_bwc = tokens_bwc if ids_z is None else ids_z[tokens_bwc]
-    return tokens_bwc.astype(jnp.int32), log_probs_bwc
+    tokens_bwc, log_probs_bwc = vocab.likeliest(table_vd, hidden_bwd, children, temperature_b)
+    return tokens_bwc if ids_z is None else ids_z[tokens_bwc], log_probs_bwc

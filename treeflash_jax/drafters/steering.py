@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models.config import ModelConfig
 
@@ -56,10 +56,8 @@ class SteeringConfig:
                 f"got steering for widths and layers {sizes} (verifier width, drafter layers, drafter feed-forward width), "
                 f"expected {expected}; it was trained for another pair of models"
             )
-        if not all(0 <= tap < verifier.num_layers for tap in self.taps):
-            raise ValueError(
-                f"got steering by layers {quoted(list(self.taps))}, expected 0 to {verifier.num_layers - 1} (verifier)"
-            )
+        fits = all(0 <= tap < verifier.num_layers for tap in self.taps)
+        expect(fits, "steering by layers", list(self.taps), f"0 to {verifier.num_layers - 1} (verifier)")
         if drafter.num_experts:
             raise ValueError("got steering of a mixture of experts, expected a dense model: its experts are not steered")
 

@@ -32,8 +32,7 @@ from treeflash_jax.trees.containers import DraftTree, Proposal, ancestor_mask, f
 from treeflash_jax.trees.deterministic import best_first, rank_0_chain, walk
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.grow import draw_noise
-from treeflash_jax.trees.hybrid import hybrid
-from treeflash_jax.trees.sampled import delayed, paths, without_replacement
+from treeflash_jax.trees.sampled import delayed, hybrid, paths, without_replacement
 from treeflash_jax.trees.shape import Bucket, TreeShape
 
 Build = Callable[..., tuple[DraftTree, Proposal | None]]

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
+from treeflash_jax.models.backend import selection
 from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.trees.containers import DETERMINISTIC, NO_TOKEN, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick
 from treeflash_jax.trees.expander import Expander
@@ -132,11 +132,7 @@ def grow(
 def _offered(
     expander: Expander, depth: jax.Array, state_bn: Any, taken_bnc: jax.Array, goes_on_bn: jax.Array, leaves: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the children of every place with log p, and the distribution log q of its draws; all [b, n, c].
-
-    Args:
-      taken_bnc, goes_on_bn: results of `_below`.
-    """
+    """Returns the children of every place with log p, and the distribution log q of its draws; all [b, n, c]."""
     tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
     # An entry without a child may name a token that another one offers, whose probability the rules would count twice.
     tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
@@ -168,8 +164,10 @@ def _drawn(outline: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noi
     """Returns the nodes after drawing the tokens at `depth` + 1 from the distributions of their parents."""
     parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
     rank_bn = jnp.minimum(outline.rank_bn, ranks - 1)
-    drawn_bn = jnp.take_along_axis(_largest(pick(log_q_bnc, parent_bn) + noise_bnc, ranks), rank_bn[..., None], axis=2)
-    slot_bn = jnp.where(is_fixed_bn, outline.slot_bn, drawn_bn[..., 0])
+    scores_bnc = pick(log_q_bnc, parent_bn) + noise_bnc
+    best = jnp.argmax(scores_bnc, axis=-1, keepdims=True) if ranks == 1 else selection.top_k(scores_bnc, ranks)[1]
+    drawn_bn = jnp.take_along_axis(best.astype(jnp.int32), rank_bn[..., None], axis=2)[..., 0]
+    slot_bn = jnp.where(is_fixed_bn, outline.slot_bn, drawn_bn)
 
     def drawn(x_bnc: jax.Array) -> jax.Array:
         return jnp.take_along_axis(pick(x_bnc, parent_bn), slot_bn[..., None], axis=2)[..., 0]
@@ -221,12 +219,3 @@ def _compact(anchor_b, outline: Outline, nodes, skeleton: int, depths: int) -> t
         depths=depths,
     )
     return tree, proposal
-
-
-def _largest(scores_bnc: jax.Array, ranks: int) -> jax.Array:
-    """Returns the indices of each node's largest entries, [b, n, ranks], largest first."""
-    if ranks == 1:
-        return jnp.argmax(scores_bnc, axis=-1, keepdims=True).astype(jnp.int32)
-    # As a matrix: XLA's CPU backend sorts arrays of other ranks in full.
-    index = lax.top_k(scores_bnc.reshape(-1, scores_bnc.shape[2]), ranks)[1]
-    return index.reshape(*scores_bnc.shape[:2], ranks)

@@ -90,7 +90,8 @@ def choose(config: DrafterConfig, options: Any, device: Device) -> tuple[Drafter
     config = replace(config, draft_vocab_size=0 if requested == ALL else listed)
     vocabulary = config.draft_vocab_size or config.layers.vocab_size
     settings, size = _settings(config, options, device), options.block_size or trained_size
-    if options.block_size is None and options.nodes is None and device.pays_per_token and not _is_chain(options):
+    is_tree = not BUILDERS[options.builder or "best-first"].is_chain
+    if is_tree and options.block_size is None and options.nodes is None and device.pays_per_token:
         size = max(2, min(size, device.tree_nodes(config.num_nodes)))  # a tree is at most nodes - 1 deep
     expect(2 <= size <= trained_size, "block_size", size, f"2 to {trained_size}, as the drafter was trained")
     for name in ("candidates", "children", "shortlist"):
@@ -111,19 +112,14 @@ def _settings(config: DrafterConfig, options: Any, device: Device) -> DraftSetti
     add 3 ms to a round of 8 nodes and nothing to tau; the second stage takes 85 ms over the vocabulary and 16 ms over 32
     tokens per depth, at equal tau. Accelerators read the vocabulary table once for all contexts of that stage.
     """
-    defaults = {
-        "candidates": 8 if device.pays_per_token else 16,
-        "children": options.children,
-        "shortlist": 32 if device.is_cpu and config.layers.vocab_size >= 2**14 else 0,
-        "head": config.head,
-        "ngrams": ngram.default_matches(options, device),
-    }
-    given = {name: getattr(options, name) for name in defaults}
-    return DraftSettings(**{name: defaults[name] if value is None else value for name, value in given.items()})
-
-
-def _is_chain(options: Any) -> bool:
-    return BUILDERS[options.builder or "best-first"].is_chain
+    shortlist = 32 if device.is_cpu and config.layers.vocab_size >= 2**14 else 0
+    return DraftSettings(
+        candidates=options.candidates or (8 if device.pays_per_token else 16),
+        children=options.children,
+        shortlist=shortlist if options.shortlist is None else options.shortlist,
+        head=options.head or config.head,
+        ngrams=ngram.default_matches(options, device),
+    )
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:

@@ -1,48 +1,193 @@
 """EAGLE-3 drafters: one decoder layer, run once per level of the tree on the verifier's features and the drafted tokens.
 
-This module implements `drafters.Drafter`; layer.py has the maths of the layer. Position t of the layer pairs the verifier's
-features at t with the token at t + 1, so after a commit its context is as long as the verifier's cache, and the output at
-its last position gives the first drafted token.
+This module implements `drafters.Drafter`. Position t pairs the verifier's features at t (or, while drafting, the layer's
+output at t - 1) with the token at t + 1:
+
+    carried_t = fc(features_t)                       or the fed-back output at t - 1
+    read_t    = [norm(embed(token_{t+1})), norm(carried_t)]
+    hidden_t  = layer(queries, keys, values of read_t; residual carried_t; rotation at t)
+    unembed(norm(hidden_t))                          logits of the token at t + 2
+
+So after a commit its context is as long as the verifier's cache, and the output at its last position gives the first
+drafted token.
 
 Shape suffixes: b batch, t positions, w lanes, j tapped layers x verifier width, d drafter width, x keys that a lane may
-see.
+see, z draft vocabulary; `read` has width 2 d.
 
-Source: EAGLE-3 (arXiv 2503.01840); EAGLE-2 (arXiv 2406.16858) for the tree.
+Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992); EAGLE-2 (arXiv 2406.16858) for the tree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.drafters import ngram
-from treeflash_jax.drafters.eagle3 import layer
-from treeflash_jax.drafters.eagle3.layer import EagleConfig
-from treeflash_jax.drafters.eagle3.layer import specs as specs
-from treeflash_jax.drafters.lanes import (
-    LaneExpander,
-    LaneOptions,
-    LaneSettings,
-    LaneState,
-    Level,
-    likeliest_children,
-    scratch_specs,
-)
-from treeflash_jax.drafters.lanes import choose as choose
-from treeflash_jax.drafters.lanes import identity as identity
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids
-from treeflash_jax.models import kv_cache
+from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.drafters import lanes
+from treeflash_jax.drafters.lanes import LaneSettings, LaneState, Level
+from treeflash_jax.drafters.protocol import ContextState, DrafterSizes, Inputs, draft_ids, require_fit
+from treeflash_jax.models import kv_cache, layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees import Expander
 
-OPTIONS = LaneOptions
+OPTIONS = lanes.LaneOptions
 READS_TOKENS = True
 DIALECT = "speculators"
+choose, identity = lanes.choose, lanes.identity
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DrafterSizes):
+    """An EAGLE-3 drafter: one decoder layer over pairs of a verifier feature and the token that follows it.
+
+    Attributes:
+      layers: sizes of that layer; `vocab_size` is the verifier's.
+      target_hidden_size: hidden size of the verifier.
+      taps: 0-based verifier layers whose output (residual stream) it reads; None: the rule of the EAGLE repository, which
+        depends on the verifier's depth (`fitted`).
+      taps_are_inputs: whether the file names layers by their inputs; for messages, since `taps` are outputs.
+      draft_vocab_size: number of tokens that it can draft; if smaller than the verifier's vocabulary, the weight `offsets`
+        lists them.
+      own_embedding: whether it has an embedding table; else it reads the verifier's.
+      fc_norm: whether the feature of every tapped layer is normalised before they are joined (EAGLE-3.1).
+      norm_before_fc: whether the joined features are normalised.
+      norm_before_residual: whether the layer adds its attention to the normalised carried state, not to the raw one.
+      norm_output: whether the next step is fed the normalised output of the layer (EAGLE-3.1).
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
+    """
+
+    kind: ClassVar[str] = "eagle3"
+
+    layers: ModelConfig
+    target_hidden_size: int
+    taps: tuple[int, ...] | None = None
+    num_taps: int = 3
+    taps_are_inputs: bool = False
+    draft_vocab_size: int
+    own_embedding: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    num_depths: int = 7
+    lanes: int | None = 10
+    verifier: tuple[str, ...] = ()
+    thinking: bool | None = None
+
+    def fitted(self, verifier: ModelConfig) -> EagleConfig:
+        """Returns this config with its tapped layers. Raises ValueError if it was made for another verifier."""
+        require_fit(
+            hidden_size=(self.target_hidden_size, verifier.hidden_size),
+            vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
+        )
+        taps = default_taps(verifier.num_layers) if self.taps is None else self.taps
+        outside = [tap for tap in taps if not 0 <= tap < verifier.num_layers]
+        if outside:
+            shift, read = (1, "inputs") if self.taps_are_inputs else (0, "outputs")
+            raise ValueError(
+                f"drafter does not fit the verifier: its layer ids {[tap + shift for tap in outside]}, read as {read} of "
+                f"layers, are outputs of layers {outside}, but the verifier has layers 0 to {verifier.num_layers - 1}"
+            )
+        return replace(self, taps=taps)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Returns the tapped layers for files that name none: the inputs of layers 2, L // 2 and L - 3 (EAGLE repository)."""
+    return (1, num_layers // 2 - 1, num_layers - 4)
+
+
+def specs(config: EagleConfig) -> Params:
+    """Weights. Without `embed` the verifier's embedding table is read; draft token i is the verifier's i + offsets[i]."""
+    width = config.layers.hidden_size
+    joined = config.num_taps * config.target_hidden_size
+    layer = layers.layer_specs(config.layers) | {"hidden_norm": Spec((width,), (None,), "ones")}
+    for name in ("q", "k", "v"):
+        layer[name] = replace(layer[name], shape=(*layer[name].shape[:-1], 2 * width))
+    tree = {
+        "fc": Spec((joined, width), ("embed", None), inputs=(0,), outputs=(1,)),
+        "layer": layer,
+        "norm": Spec((width,), (None,), "ones"),
+        "unembed": Spec((config.draft_vocab_size, width), ("vocab", "embed"), inputs=(1,)),
+    }
+    if config.own_embedding:
+        tree["embed"] = Spec((config.layers.vocab_size, width), ("vocab", "embed"), inputs=(1,))
+    if config.draft_vocab_size < config.layers.vocab_size:
+        tree["offsets"] = Spec((config.draft_vocab_size,), (None,), "zeros", dtype=jnp.int32)
+    if config.norm_before_fc:
+        tree["input_norm"] = Spec((joined,), (None,), "ones")
+    if config.fc_norm:
+        tree["fc_norm"] = [Spec((config.target_hidden_size,), (None,), "ones") for _ in range(config.num_taps)]
+    return tree
+
+
+def fuse(params: Params, config: EagleConfig, features_btj: jax.Array) -> jax.Array:
+    """Maps the features of all tapped layers to the drafter's width, [b, t, d]."""
+    eps = config.layers.rms_norm_eps
+    if config.fc_norm:
+        parts = jnp.split(features_btj, config.num_taps, axis=-1)
+        normed = [layers.rms_norm(part, scale, eps) for part, scale in zip(parts, params["fc_norm"], strict=True)]
+        features_btj = jnp.concatenate(normed, axis=-1)
+    if config.norm_before_fc:
+        features_btj = layers.rms_norm(features_btj, params["input_norm"], eps)
+    return quantized.product("btj,jd->btd", features_btj, params["fc"])
+
+
+def feed_back(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
+    """Returns the output that the next step carries."""
+    return normed(params, config, hidden_btd) if config.norm_output else hidden_btd
+
+
+def normed(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
+    """Returns the input of the vocabulary table."""
+    return layers.rms_norm(hidden_btd, params["norm"], config.layers.rms_norm_eps)
+
+
+def read(params: Params, tables: Any, config: EagleConfig, tokens_bt: jax.Array, carried_btd: jax.Array) -> jax.Array:
+    """Returns the input of queries, keys and values, [b, t, 2 d]: the following token's embedding and the carried state."""
+    eps, layer = config.layers.rms_norm_eps, params["layer"]
+    embedded_btd = vocab.embed(params["embed"] if config.own_embedding else tables["embed"], tokens_bt)
+    parts = (
+        layers.rms_norm(embedded_btd.astype(carried_btd.dtype), layer["attention_norm"], eps),
+        layers.rms_norm(carried_btd, layer["hidden_norm"], eps),
+    )
+    return sharding.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
+
+
+def rotations(config: EagleConfig, positions_bt: jax.Array) -> Any:
+    return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
+
+
+def hidden(
+    params: Params,
+    config: EagleConfig,
+    read_bt: jax.Array,
+    carried_btd: jax.Array,
+    table: Any,
+    attend: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Returns the layer's output, [b, t, d].
+
+    Args:
+      read_bt, carried_btd: result of `read`, and the carried state given to it.
+      attend: maps queries [b, t, h, e] to mixed values [b, t, h, e].
+    """
+    layer, eps = params["layer"], config.layers.rms_norm_eps
+    residual_btd = carried_btd
+    if config.norm_before_residual:
+        residual_btd = layers.rms_norm(carried_btd, layer["hidden_norm"], eps)
+    mixed_bthe = attend(layers.queries(layer, config.layers, read_bt, table))
+    x_btd = residual_btd + layers.merge_heads(layer, mixed_bthe)
+    x_btd += layers.swiglu(layer, layers.rms_norm(x_btd, layer["mlp_norm"], eps))
+    return sharding.constrain(x_btd, ("batch", None, None))
 
 
 def init(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
@@ -55,20 +200,20 @@ def extend(
 ) -> ContextState:
     """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
     prefix, length_b, length = state.context.layers[0], state.context.length_b, features_btj.shape[1]
-    carried_btd = layer.fuse(params, config, features_btj)
-    read_bt = layer.read(params, tables, config, tokens_bt, carried_btd)
+    carried_btd = fuse(params, config, features_btj)
+    read_bt = read(params, tables, config, tokens_bt, carried_btd)
     positions_bt = length_b[:, None] + jnp.arange(length)
-    k_btke, v_btke = layer.keys_values(params, config, read_bt, layer.rotations(config, positions_bt))
+    k_btke, v_btke = layers.keys_values(params["layer"], config.layers, read_bt, rotations(config, positions_bt))
 
     last_b1 = jnp.maximum(count_b - 1, 0)[:, None]
     read_b1, carried_b1d = (jnp.take_along_axis(x_bt, last_b1[..., None], axis=1) for x_bt in (read_bt, carried_btd))
     seen_b1t = jnp.arange(length) <= last_b1[..., None]
-    table = layer.rotations(config, length_b[:, None] + last_b1)
+    table = rotations(config, length_b[:, None] + last_b1)
 
     def attend(q_b1he: jax.Array) -> jax.Array:
         return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
 
-    hidden_bd = layer.hidden(params, config, read_b1, carried_b1d, table, attend)[:, 0]
+    hidden_bd = hidden(params, config, read_b1, carried_b1d, table, attend)[:, 0]
     return ContextState(
         context=kv_cache.append(state.context, ((k_btke, v_btke),), kv_cache.count_after(count_b, hidden_bd[:, 0])),
         hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
@@ -77,12 +222,9 @@ def extend(
 
 def draft(inputs: Inputs, _: None) -> Expander:
     """Returns the children of the anchor, and the layer that continues below them."""
-    context, step = inputs.state.context, LayerStep(inputs.config, inputs.settings.children, inputs.attention)
+    step = LayerStep(inputs.config, inputs.settings.children, inputs.attention)
     embed = {} if inputs.config.own_embedding else {"embed": inputs.tables["embed"]}
-    shared = inputs.params, embed, context, inputs.temperature_b
-    first, scratch = step.offer(shared, inputs.state.hidden_bd[:, None], ()), scratch_specs(context)
-    lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
-    return ngram.join(lanes, inputs)
+    return lanes.expand(inputs, (inputs.params, embed, inputs.state.context, inputs.temperature_b), step)
 
 
 STAGES = {"draft": draft}  # levels below the anchor's children are drafted while the tree is built
@@ -98,10 +240,10 @@ class LayerStep:
 
     def __call__(self, shared: Any, level: Level) -> LaneState:
         (params, tables, context, _), config = shared, self.config
-        carried_bwd = layer.feed_back(params, config, level.carry)
-        read_bw = layer.read(params, tables, config, level.token_bw, carried_bwd)
-        table = layer.rotations(config, level.position_bw)
-        k_bwke, v_bwke = layer.keys_values(params, config, read_bw, table)
+        carried_bwd = feed_back(params, config, level.carry)
+        read_bw = read(params, tables, config, level.token_bw, carried_bwd)
+        table = rotations(config, level.position_bw)
+        k_bwke, v_bwke = layers.keys_values(params["layer"], config.layers, read_bw, table)
         [[earlier_k, earlier_v]] = level.earlier
         keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)
 
@@ -109,23 +251,22 @@ class LayerStep:
             seen, prefix, length_b = level.seen_bwx, context.layers[0], context.length_b
             return tree_attention(q_bwhe, keys_bxke, values_bxke, seen, prefix, length_b, implementation=self.attention)
 
-        hidden_bwd = layer.hidden(params, config, read_bw, carried_bwd, table, attend)
+        hidden_bwd = hidden(params, config, read_bw, carried_bwd, table, attend)
         return self.offer(shared, hidden_bwd, ((k_bwke, v_bwke),))
 
     def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below the layer's outputs."""
         (params, *_, temperature_b), ids_z = shared, draft_ids(shared[0])
-        normed_bwd = layer.normed(params, self.config, hidden_bwd)
-        return LaneState(
-            hidden_bwd, kv, *likeliest_children(params["unembed"], normed_bwd, self.children, temperature_b, ids_z)
-        )
+        normed_bwd = normed(params, self.config, hidden_bwd)
+        offered = lanes.likeliest_children(params["unembed"], normed_bwd, self.children, temperature_b, ids_z)
+        return LaneState(hidden_bwd, kv, *offered)
 
 
 def extend_work(count: Counter, config: EagleConfig, tokens: float) -> Work:
     """Counts keys and values of all new positions, the remaining layer for one, and reading and writing the cache."""
-    specs = layer.specs(config)
-    keys_values = {name: specs["layer"].pop(name) for name in ("k", "v")}
-    work = count.weights({"fc": specs["fc"]} | keys_values, tokens) + count.weights(specs["layer"], 1)
+    weights = specs(config)
+    keys_values = {name: weights["layer"].pop(name) for name in ("k", "v")}
+    work = count.weights({"fc": weights["fc"]} | keys_values, tokens) + count.weights(weights["layer"], 1)
     seen = count.context + tokens
     return work + count.attention(config.layers, 1, seen) + count.cached(config.layers, seen)
 
@@ -134,8 +275,8 @@ def work(
     count: Counter, config: EagleConfig, settings: LaneSettings, verifier: ModelConfig, quantize: str | None = None
 ) -> dict[str, tuple[Work, Work]]:
     """Counts one pass over the vocabulary matrix for the anchor; the layer and that pass again for every level below."""
-    specs, width = layer.specs(config), settings.width
-    first = count.weights({"unembed": specs["unembed"], "norm": specs["norm"]}, 1)
-    level = count.weights({name: specs[name] for name in ("layer", "norm", "unembed")}, width)
+    weights, width = specs(config), settings.width
+    first = count.weights({name: weights[name] for name in ("norm", "unembed")}, 1)
+    level = count.weights({name: weights[name] for name in ("layer", "norm", "unembed")}, width)
     level += count.attention(config.layers, width, count.context + 1) + count.cached(config.layers, count.context)
     return {"draft": (first, Work()), "tree": (sum([level] * (config.num_depths - 1), Work()), Work())}

@@ -22,7 +22,7 @@ import numpy as np
 
 from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.drafters.eagle3.layer import EagleConfig
+from treeflash_jax.drafters.eagle3 import EagleConfig
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
