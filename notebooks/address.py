@@ -6,8 +6,6 @@ The address is `Repository` in `[project.urls]`. With one, README.md shows `git 
 none, and on GitHub each page has a Colab badge. Without one, the notebooks ask for an archive to be uploaded.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

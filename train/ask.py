@@ -12,8 +12,6 @@ the file, and both result in the file of a single run. The settings are stored i
 Source: Magpie (arXiv 2406.08464).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

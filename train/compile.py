@@ -9,8 +9,6 @@ data. Without --topology the step is compiled for the devices at hand, and --ste
 sequences of random tokens. Sizes are those of --shape, whatever verifier the settings name.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -9,8 +9,6 @@ code.
 Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

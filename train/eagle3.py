@@ -9,8 +9,6 @@ RUN/model, that `treeflash_jax.load` and vLLM's speculators read.
 Source: EAGLE-3 (arXiv 2503.01840).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

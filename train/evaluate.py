@@ -1,7 +1,5 @@
 """Block efficiency (tau) of a drafter on held-out prompts while it trains."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ RUN/model already holds the drafter of the last step; this command is for other 
 the card. It loads the folder again and prints its tau on a few held-out prompts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

@@ -6,8 +6,6 @@ Writes a Hugging Face folder with the tokenizer, RUN/model, which all other stag
 the tokenizer must exist before.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Writes a Hugging Face folder, RUN/model.
 Source: TreeFlash (arXiv 2606.03819).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ that length. Writes a folder with the small model and its steering, RUN/model.
 Source: SD squared (arXiv 2511.09844) section 4; Osprey (arXiv 2609.09338) for a start from the verifier's first layers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ nodes of the draft trees. Then both answer every prompt, batch 1, in one process
 summary as JSON. Compilation is never counted.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -10,8 +10,6 @@ every stage briefly and plans all of them, measurement included, to take an hour
 prompts or steps extends a finished OUT.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -13,8 +13,6 @@ answers its share of the prompts and writes a part file; the first host merges t
 one verifier is sharded over all devices, if it does not fit into one host.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -20,8 +20,6 @@ Shape suffixes: a buckets, o roots.
 Source: delayed tree expansion (arXiv 2602.16994), section 5 of it for the loss.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

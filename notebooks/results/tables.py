@@ -6,8 +6,6 @@ A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME
 and the results disagree.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -4,8 +4,6 @@ Files beside OUT: OUT.part-N (one per host until they are merged; on gs://, wher
 OUT.settings.toml and OUT.lock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Documents: records of a source as token ids, each with its loss weight."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

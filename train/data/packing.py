@@ -6,8 +6,6 @@ the number of hosts, so that a resumed run sees the same batches.
 Shape suffixes: b sequences, t tokens of a sequence, n tokens of a document, k documents in the order of their sequences.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Records are read one by one. The number of a record is its position in the sourc
 held out for validation in one stage is held out in all stages.
 """
 
-from __future__ import annotations
-
 import glob
 import re
 import sysconfig

@@ -3,14 +3,12 @@
 Shape suffixes: b batch, j tapped layers x model, s scalars, a buckets, o roots.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +48,10 @@ class Labels:
     prompt_o: np.ndarray
 
     @staticmethod
-    def join(parts: Sequence[Labels]) -> Labels:
+    def join(parts: Sequence["Labels"]) -> "Labels":
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
-    def at(self, index: Any) -> Labels:
+    def at(self, index: Any) -> Self:
         return jax.tree.map(lambda x: x[index], self)
 
     def scores(self, params: Any, **dropout: Any) -> jax.Array:

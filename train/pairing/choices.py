@@ -1,7 +1,5 @@
 """Rules by which `train.pair` chooses the sizes of a drafter, with reasons, and checks of values that users give."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

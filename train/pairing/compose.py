@@ -1,7 +1,5 @@
 """Settings of the stages of `train.pair`: composed by rule, then replaced by those that were given."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

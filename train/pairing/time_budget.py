@@ -1,7 +1,5 @@
 """Time budget of `train.pair minutes=...`: measures the costs of all stages, and divides the time among them."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

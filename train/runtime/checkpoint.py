@@ -4,12 +4,10 @@ A checkpoint holds the state, a checksum of its values, and digests of the docum
 run are stored beside its checkpoints; a run directory refuses settings and documents that would train something else.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +66,7 @@ class Checkpoints:
         # Orbax's thread asks JAX about an earlier step, after which hosts may agree on a step that one of them has passed.
         self.inner._manager.reached_preemption = lambda step: False
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         for name in LOGGERS:
             logging.getLogger(name).disabled = True
         return self

@@ -1,7 +1,5 @@
 """Folders and files of runs and results, local or at a URL such as gs://bucket/run."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Processes and devices of a run: the same command runs on a laptop, on one GPU and on every host of a pod."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

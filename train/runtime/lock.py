@@ -4,8 +4,6 @@ A local lock is the operating system's, which releases it when the process ends.
 process owns an output through a file with its token, and an older one stops before its next write.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ that was killed, or moved to other devices or hosts, continues from its last che
 `training_state` defines what a step computes.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -17,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -103,7 +101,7 @@ class _Run:
         params: Any,
         check_owner: Callable[[], None],
         checkpoints: Checkpoints,
-        termination: Termination,
+        termination: "Termination",
         began: float | None,
     ):
         loop: LoopConfig = config.loop
@@ -252,7 +250,7 @@ class Termination:
     the signals, so that the first Ctrl-C is answered, and the second one obeyed, at any time.
     """
 
-    def __enter__(self) -> Termination:
+    def __enter__(self) -> Self:
         self.received: int | None = None
         self.alone = jax.process_count() == 1
         noted = (signal.SIGTERM, signal.SIGINT) if self.alone else (signal.SIGINT,)  # JAX handles SIGTERM of several hosts

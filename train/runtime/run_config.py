@@ -6,8 +6,6 @@ Every key must be known and every value of its type: a misspelt key is an error,
 written beside its checkpoints (`save`), so that a run directory says how it was made.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

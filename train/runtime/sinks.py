@@ -3,8 +3,6 @@
 RUN/starts.jsonl has a line per start of the run: git commit, versions, devices and mesh; settings are in RUN/settings.toml.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import uuid

@@ -4,8 +4,6 @@ Weights are float32 and lie over fsdp and model; a step casts them to the comput
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@
 draws the curves of a run in RUN/curves.png (needs matplotlib). RUN/log.jsonl holds one JSON object per line.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

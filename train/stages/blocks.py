@@ -10,8 +10,6 @@ heads, h query heads (in products, per key/value head), e head dim, j tapped lay
 Source: DFlash (arXiv 2602.06036) section 4.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -12,8 +12,6 @@ Example:
   >>> drafting.train(run_config.load(MyStage, "my.toml"))
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -122,7 +120,7 @@ class DraftingStage(ABC):
     sizes: ClassVar[Mapping[str, int]] = {}
 
     @property
-    def held_out(self) -> DraftingStage:
+    def held_out(self) -> Self:
         """Settings whose sums are measured on held-out sequences; other than these if training estimates its sums."""
         return self
 

@@ -7,8 +7,6 @@ Shape suffixes: `...` any leading axes, v vocabulary.
 Source: DFlash (arXiv 2602.06036) for cross-entropy; TreeFlash (arXiv 2606.03819) for the forward KL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

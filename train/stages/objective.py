@@ -13,8 +13,6 @@ Source: TreeFlash (arXiv 2606.03819); DFlash (arXiv 2602.06036) section 4; `over
 sampled softmax (arXiv 1412.2007).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The stages that train drafters, by name; `drafting.DraftingStage` is their protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from os import PathLike
 

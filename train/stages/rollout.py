@@ -14,8 +14,6 @@ d, k key/value heads, e head dim, v tokens that can be drafted.
 Source: EAGLE-3 (arXiv 2503.01840) section 3; losses and masks as in SpecForge and DeepSpec.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

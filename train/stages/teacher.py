@@ -4,8 +4,6 @@ Recording is worth its disk if the verifier's pass is a large part of a step, an
 documents: 2 x (layers + 1) x hidden size bytes per token in bfloat16.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence

@@ -20,8 +20,6 @@ Coins are keyed by round, not by text position: after a round that ended early, 
 already rejected at the same positions, and block and traversal rules would not be lossless.
 """
 
-from __future__ import annotations
-
 from treeflash_jax.acceptance import (
     block,
     k_sequential,

@@ -9,8 +9,6 @@ Shape suffixes: b batch, p places of a path (root included), c tokens of a node'
 Source: block verification (arXiv 2403.10444).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import struct

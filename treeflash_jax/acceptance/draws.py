@@ -11,8 +11,6 @@ Source: SpecInfer (arXiv 2305.09781) for the tests; the scalar form follows from
 max(p - (a + b) q, 0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ bisection returns its upper end.
 Source: SpecTr (arXiv 2310.15141), k-SEQ.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -11,8 +11,6 @@ Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n 
 Source: greedy multi-path block verification (arXiv 2602.16961).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

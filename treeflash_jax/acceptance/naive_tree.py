@@ -7,8 +7,6 @@ child and deterministic siblings it is optimal at the node.
 Source: NaiveTree in arXiv 2602.16994; SpecHub and greedy drafting (arXiv 2502.18779) for the deterministic siblings.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from treeflash_jax.acceptance import recursive

@@ -8,8 +8,6 @@ Source: SpecInfer (arXiv 2305.09781), multi-round; RSD (arXiv 2402.14160); Sequo
 2401.15077).
 """
 
-from __future__ import annotations
-
 import jax
 
 from treeflash_jax.acceptance.draws import Draws, make_top_down_rule, reject_all

@@ -3,8 +3,6 @@
 Source: Leviathan et al. (arXiv 2211.17192); Chen et al. (arXiv 2302.01318).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

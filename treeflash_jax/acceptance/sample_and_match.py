@@ -9,8 +9,6 @@ Source: TreeFlash (arXiv 2606.03819) and DDTree (arXiv 2604.12989), verification
 sampling.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -4,8 +4,6 @@ Shape suffixes: b batch, n tree nodes, v vocabulary, p places of an accepted pat
 support, x requested tokens or draws (n - 1).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import struct

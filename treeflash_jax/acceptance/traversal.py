@@ -12,8 +12,6 @@ Shape suffixes: b batch, n tree nodes (i, j in pairs), c tokens of a node's supp
 Source: traversal verification (arXiv 2505.12398), with a distribution for every child.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Files of results: records of answers, one a line and all of one run; and JSON files to which commands add."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import suppress
 from dataclasses import fields

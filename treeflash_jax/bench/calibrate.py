@@ -12,8 +12,6 @@ path; `generate --budget FILE` and `tf.load(..., budget=FILE)` read it from ther
 mesh, JAX version or pair, or with other draft settings, are kept in the same file and not used.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

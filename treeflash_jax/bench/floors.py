@@ -16,8 +16,6 @@ FLOPs: every weight with every token it meets, queries with the context and with
 Floor = max(bytes / copy rate, FLOPs / matmul rate). Collectives count as nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

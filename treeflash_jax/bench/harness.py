@@ -6,8 +6,6 @@ order that rotates. The first call of a system and every call that had to compil
 the second answer counts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -19,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -104,7 +102,7 @@ class Peer(System):
     command: str
     programs: list[subprocess.Popen] = field(default_factory=list, repr=False)
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.programs.append(subprocess.Popen(shlex.split(self.command), **pipes))
         return self

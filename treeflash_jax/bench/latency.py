@@ -8,8 +8,6 @@ that are measured on the device (see floors.py). The output file is written afte
 and keeps results of other settings.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -8,8 +8,6 @@ with --topology, for TPUs or GPUs that this machine lacks (which needs `pip inst
 exit status is 1 if a device is too small.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

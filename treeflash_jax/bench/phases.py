@@ -10,8 +10,6 @@ positions that sequences have reached are reset before every sample, so contexts
 Shape suffixes: b batch, s token slots, q block slots, n tree nodes, v vocabulary.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

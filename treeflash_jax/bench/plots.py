@@ -1,7 +1,5 @@
 """Figures of benchmarks, as files."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 The compiler's own analysis names no collectives, and counts one trip of every loop.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence

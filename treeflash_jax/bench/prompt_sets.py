@@ -1,7 +1,5 @@
 """Prompts of a benchmark, as JSON lines of {"id", "turns": [...]} or any form of `read_messages`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

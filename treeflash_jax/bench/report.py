@@ -12,8 +12,6 @@ in full, although a stop or the limit cut it, as the expected number does. It co
 same number of nodes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -17,8 +17,6 @@ measured for every number of --nodes.
 Settings of the drafter or the tree may follow as ":name=value", such as "treeflash-16+delayed:branches=2:trunk=auto".
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

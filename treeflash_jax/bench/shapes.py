@@ -3,8 +3,6 @@
 Sources: the models' config.json files; DFlash (arXiv 2602.06036) for the drafters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Compiled programs, timed in samples of many calls, and the progress of a measurement."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -3,8 +3,6 @@
 `add_fields` adds an option per field; `option_values` returns their values.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A conversation in the terminal: answers are streamed, with statistics after each turn."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

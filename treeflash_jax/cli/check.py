@@ -1,7 +1,5 @@
 """Check of losslessness on the user's prompts: drafted against one-token decoding with the same seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The command line. `python -m treeflash_jax` is the same as `treeflash`."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

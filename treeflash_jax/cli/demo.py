@@ -1,7 +1,5 @@
 """The demo: a language model answers a few prompts, one token at a time and drafted, side by side."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import logging

@@ -4,8 +4,6 @@ A setting is declared once, by the type of its dataclass field and the limits gi
 is imported at the first check, since its import takes a tenth of a second.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

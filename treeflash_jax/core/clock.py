@@ -1,7 +1,5 @@
 """Decoding time, with compilation counted separately, and log lines about operations that take over a second."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

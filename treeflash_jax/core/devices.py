@@ -3,8 +3,6 @@
 Only this module queries the devices present. A `Device` is a plain value, also for devices that are not present.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

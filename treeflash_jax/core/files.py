@@ -4,8 +4,6 @@
 leaves half a file under its name, and no link is followed.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

@@ -3,11 +3,9 @@
 An `Entry` locates a weight in a file. Specs, entries and weights are trees of one structure.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +73,7 @@ class Entry:
     def names(self, spec: Spec) -> list[str]:
         return [self.name.format(i) for i in range(spec.shape[0])] if self.is_apart else [self.name]
 
-    def at(self, index: int) -> Entry:
+    def at(self, index: int) -> Self:
         """Returns the entry of one expert."""
         return replace(self, name=self.name.format(index), is_stacked=False)
 

@@ -9,8 +9,6 @@ compilation cache saves only the compiler's time, not the tracing and lowering o
 `compile_ahead` compiles programs in a background thread before they are needed.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import logging

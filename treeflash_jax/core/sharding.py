@@ -5,8 +5,6 @@ is replicated, so any model runs on any mesh. Functions use JAX's ambient mesh (
 identity.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

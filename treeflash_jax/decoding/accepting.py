@@ -3,8 +3,6 @@
 Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import struct

@@ -19,8 +19,6 @@ Shape suffixes: b batch, n nodes or buckets, c measured cache lengths, p pending
 Source: CaDDTree for the objective. It searches every n greedily; here the argmax is over a few buckets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -9,8 +9,6 @@ all are read: its times are fitted by an increasing function that need not be co
 Source: CaDDTree, cost model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -71,7 +69,7 @@ class Calibration:
     reliability: list[float]
     sparse: bool = False
 
-    def decide(self, batch: int, positions: int, temperatures: Sequence[float]) -> Decision:
+    def decide(self, batch: int, positions: int, temperatures: Sequence[float]) -> "Decision":
         """Returns the buckets of a call.
 
         Args:

@@ -6,8 +6,6 @@ prompt lengths share a program. `decode` runs rounds (rounds.py) until every seq
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

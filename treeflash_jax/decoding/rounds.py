@@ -6,8 +6,6 @@ node and no drafter.
 Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 Shape suffixes: b batch, s token slots, a admitted sequences.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -3,11 +3,9 @@
 Shape suffixes: b batch, s token slots, x stop ids.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import struct
@@ -66,12 +64,12 @@ class DecodePlan:
         """Returns the number of prompt tokens per prefill pass, a divisor of the capacity."""
         return math.gcd(self.prefill_chunk, capacity)
 
-    def for_prefill(self) -> DecodePlan:
+    def for_prefill(self) -> Self:
         """Returns the prefill plan, equal for all plans with the same prefill."""
         plan = replace(self.one_token(), attention=self.prefill_attention or self.attention, prefill_attention=None)
         return replace(plan, drafter=self.drafter, builder="best-first") if self.drafts else plan
 
-    def one_token(self) -> DecodePlan:
+    def one_token(self) -> Self:
         """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""
         names = "verifier attention prefill_attention prefill_chunk residual_dtype log_probs expected_lengths".split()
         return DecodePlan(builder="none", num_nodes=1, **{name: getattr(self, name) for name in names})

@@ -18,8 +18,6 @@ c tokens of a node's support, v vocabulary.
 Source: neural selector of delayed tree expansion (arXiv 2602.16994); computed in float32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -4,8 +4,6 @@ A drafter is one module with the functions of `Drafter`, and one line in DRAFTER
 drafter through it (`decoding.rounds`). Its training is a stage (`train/stages/drafting.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -9,11 +9,9 @@ Shape suffixes: b batch, t positions, w lanes, d model, y layers and f feed-forw
 Source: speculative decoding (arXiv 2211.17192, 2302.01318); EAGLE-2 (arXiv 2406.16858) for trees of few lanes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +56,7 @@ class LanguageModelConfig(DrafterSizes):
         """Verifier layers that steer it; it reads nothing else of the verifier but the tokens."""
         return () if self.steering is None else self.steering.taps
 
-    def fitted(self, verifier: ModelConfig) -> LanguageModelConfig:
+    def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this config. Raises ValueError if vocabularies differ in size, or if the steering is for other models."""
         if self.layers.vocab_size != verifier.vocab_size:
             raise ValueError(
@@ -69,10 +67,10 @@ class LanguageModelConfig(DrafterSizes):
             self.steering.check_fits(verifier, self.layers)
         return self
 
-    def steered(self, steering: SteeringConfig) -> LanguageModelConfig:
+    def steered(self, steering: SteeringConfig) -> Self:
         return replace(self, steering=steering)
 
-    def limited(self, draft_vocab_size: int) -> LanguageModelConfig:
+    def limited(self, draft_vocab_size: int) -> Self:
         return replace(self, draft_vocab_size=draft_vocab_size)
 
 

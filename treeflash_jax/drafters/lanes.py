@@ -25,8 +25,6 @@ that tokens may see, k key/value heads, e head dim, d model, v vocabulary, z dra
 Source: EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840), tree drafting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

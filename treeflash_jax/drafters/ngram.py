@@ -14,8 +14,6 @@ at most).
 Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree and its weights are this library's own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 

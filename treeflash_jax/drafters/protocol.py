@@ -3,12 +3,10 @@
 Shape suffixes: b batch, t positions, j tapped layers x model, d model, y layers and f feed-forward width of the drafter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -69,11 +67,11 @@ class State:
         """Returns the logical axes (sharding.Axes) of every array, in the structure of the state."""
         return self
 
-    def grow(self, capacity: int) -> State:
+    def grow(self, capacity: int) -> Self:
         """Returns the same state with room for `capacity` positions."""
         return self
 
-    def cut(self, length_b: jax.Array) -> State:
+    def cut(self, length_b: jax.Array) -> Self:
         """Returns the state after only the first `length_b` positions; other positions are added afterwards."""
         return self
 
@@ -96,14 +94,14 @@ class ContextState(State):
         """The shifts, the same for all positions, as a function of the layer; None without steering."""
         return None if self.shift_byf is None else lambda layer: self.shift_byf[:, None, layer]
 
-    def axes(self) -> ContextState:
+    def axes(self) -> Self:
         hidden = None if self.hidden_bd is None else ("batch", None)
         return ContextState(self.context.axes(), hidden, None if self.shift_byf is None else ("batch", None, "ffn"))
 
-    def grow(self, capacity: int) -> ContextState:
+    def grow(self, capacity: int) -> Self:
         return self.replace(context=self.context.grow(capacity))
 
-    def cut(self, length_b: jax.Array) -> ContextState:
+    def cut(self, length_b: jax.Array) -> Self:
         shift_byf = None if self.shift_byf is None else jnp.zeros_like(self.shift_byf)  # prompts are not steered
         return self.replace(context=self.context.cut(length_b), shift_byf=shift_byf)
 

@@ -13,8 +13,6 @@ feed-forward width of the small model, r rank.
 Source: SD squared (arXiv 2511.09844) sections 3 and 4; the two factors are this library's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The number of slots never changes, so that programs are compiled once. When enou
 waiting requests is prefilled in a smaller batch and moved into their slots ("continuous batching").
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -147,7 +145,7 @@ class BatchDecoder:
         make_batch: Callable[..., Batch],
         *,
         room: int,
-        session: Session | None = None,
+        session: "Session | None" = None,
     ):
         """Prefills the first requests.
 

@@ -3,8 +3,6 @@
 Temporaries of programs are not counted; `treeflash bench memory` reads them from the compiler.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import asdict, dataclass
 from typing import Any

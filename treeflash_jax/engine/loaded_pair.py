@@ -1,7 +1,5 @@
 """A verifier and its drafter in memory, with the plans, batches and runners of calls to them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Loading a verifier with its drafter, and keeping compiled programs from one process to the next."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

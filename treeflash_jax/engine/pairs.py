@@ -1,7 +1,5 @@
 """Paths of models by name: pairs known by name ("tiny", "smollm2"), folders, GGUF files and Hub ids."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from importlib import metadata, resources

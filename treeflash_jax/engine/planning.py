@@ -1,10 +1,8 @@
 """Checks of settings against a pair, plans of the compiled programs, and requests: one per answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 
@@ -216,7 +214,7 @@ class Call:
     config: GenerateConfig
     batch_size: int
 
-    def by_builder(self, drafter: DrafterSizes | None) -> list[Call]:
+    def by_builder(self, drafter: DrafterSizes | None) -> list[Self]:
         """Splits the call by the builder of the trees, which may depend on a request's temperature."""
         members: dict[str | None, list[Request]] = {}
         for request in self.requests:

@@ -1,7 +1,5 @@
 """Prompts of a call (a string, text to continue, a chat, or token ids) and chats of prompt and training files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any

@@ -1,7 +1,5 @@
 """Results of generation, read from the state of a batch: answers with statistics, pieces of a stream, drawn trees."""
 
-from __future__ import annotations
-
 import reprlib
 import warnings
 from bisect import bisect_left
@@ -62,10 +60,10 @@ class Result:
     expected_lengths: list[float] | None = None
     nodes: list[int] | None = None
     cut: int = 0
-    draft_again: Callable[[int], DrawnTree] | None = field(default=None, repr=False, compare=False)
+    draft_again: Callable[[int], "DrawnTree"] | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
-    def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
+    def unanswered(prompt_ids: list[int], *, has_text: bool) -> "Result":
         """Returns the result of a prompt that was not started before Ctrl-C: no tokens, marked "interrupted"."""
         text = "" if has_text else None
         return Result(text=text, ids=[], prompt_ids=prompt_ids, builder="none", accept_lengths=[], finished="interrupted")
@@ -99,7 +97,7 @@ class Result:
             f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table></div>"
         )
 
-    def tree(self, round_index: int) -> DrawnTree:
+    def tree(self, round_index: int) -> "DrawnTree":
         """Drafts the tree of a round again, counted from 0; `print` draws it. Raises ValueError if there is none.
 
         With trunk "auto", a selector or steering, trees also depend on earlier rounds, which are not repeated: from the
@@ -206,7 +204,7 @@ class Reader:
 
     def _tree(
         self, request: Request, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int
-    ) -> DrawnTree:
+    ) -> "DrawnTree":
         """Drafts the tree of a round again, and marks the path that was accepted in it."""
         start = 1 + sum(accepted[:round_index])
         *before, anchor = request.ids + ids[:start]

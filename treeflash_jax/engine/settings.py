@@ -3,8 +3,6 @@
 Signatures, docstrings, command lines, records and the table of options in README.md are derived from the fields.
 """
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence

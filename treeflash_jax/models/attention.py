@@ -12,8 +12,6 @@ Shape suffixes: b batch, t new positions (queries), u new positions (keys), s ca
 g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -6,9 +6,7 @@ layer has arrays of its own: nothing is stacked, so no pass copies a slice. Only
 Shape suffixes: b batch, t new positions, p committed positions, k key/value heads, s slots, e head dim.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +40,11 @@ class KVCache:
     layers: tuple[LayerKV, ...]
     length_b: jax.Array
 
-    def axes(self) -> KVCache:
+    def axes(self) -> Self:
         """Returns the logical axes of every array, in the structure of the cache."""
         return KVCache(layers=jax.tree.map(lambda _: AXES, self.layers), length_b=("batch",))
 
-    def grow(self, capacity: int) -> KVCache:
+    def grow(self, capacity: int) -> Self:
         """Copies the cache into one of `capacity` slots."""
 
         def pad(slots_bkse: jax.Array) -> jax.Array:
@@ -54,7 +52,7 @@ class KVCache:
 
         return pin(self.replace(layers=jax.tree.map(pad, self.layers)))
 
-    def cut(self, length_b: jax.Array) -> KVCache:
+    def cut(self, length_b: jax.Array) -> Self:
         """Returns a cache of only the first `length_b` committed positions of each sequence."""
         return self.replace(length_b=length_b)
 

@@ -23,8 +23,6 @@ A tree's shape may depend on everything that is known before its tokens are draw
 ranked by their own value: that would change their distribution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

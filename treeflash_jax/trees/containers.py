@@ -3,8 +3,6 @@
 Shape suffixes: b batch, n tree nodes (root included), c children kept per node, w nodes below the root, x draws.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,6 @@ Shape suffixes: b batch, n tree nodes (root included), c children kept per node,
 nodes of a level that are followed, x ledger entries (i w of them, depth-major).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

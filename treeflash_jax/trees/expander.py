@@ -3,8 +3,6 @@
 Shape suffixes: b batch, i draft depth, m contexts (previous tokens of a depth), c children kept per context, w lanes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import jax

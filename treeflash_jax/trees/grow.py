@@ -6,8 +6,6 @@ merges i.i.d. duplicates and moves unused places to the end.
 Shape suffixes: b batch, n places of the outline = tree nodes (root included), c children kept per node, x draws (n - 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Their outlines are fixed before the draws.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,9 +1,7 @@
 """Sizes of a draft tree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from annotated_types import Interval
 
@@ -28,7 +26,7 @@ class Bucket:
     def depth(self) -> int:
         return self.trunk + self.length
 
-    def cut(self, depths: int) -> Bucket:
+    def cut(self, depths: int) -> Self:
         """Returns this tree cut to a drafter's depths."""
         trunk = min(self.trunk, depths)
         return Bucket(self.branches, trunk, min(self.length, depths - trunk))

@@ -6,8 +6,6 @@ Runs in any environment that has the package xllamacpp (llama.cpp with Python bi
 It answers with text instead of ids, which llama.cpp's completions do not give.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ Runs in any environment that has torch and transformers; nothing of this package
 folder (`treeflash convert` writes one from a GGUF file).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

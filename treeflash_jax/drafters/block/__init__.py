@@ -12,8 +12,6 @@ Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (an
 Source: DFlash (arXiv 2602.06036) section 4, TreeFlash (arXiv 2606.03819).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -5,8 +5,6 @@ Shape suffixes: b batch, t positions, j tapped layers x model, d model.
 Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeFlash head (arXiv 2606.03819).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,9 +1,7 @@
 """Sizes of a DFlash block drafter and of the head on top of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from treeflash_jax.drafters.protocol import DrafterSizes, require_fit
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -52,7 +50,7 @@ class DrafterConfig(DrafterSizes):
     def taps(self) -> tuple[int, ...]:
         return self.target_layer_ids
 
-    def fitted(self, verifier: ModelConfig) -> DrafterConfig:
+    def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this config. Raises ValueError if the drafter was made for another verifier."""
         require_fit(
             hidden_size=(self.layers.hidden_size, verifier.hidden_size),
@@ -72,7 +70,7 @@ class DrafterConfig(DrafterSizes):
             )
         return self
 
-    def limited(self, draft_vocab_size: int) -> DrafterConfig:
+    def limited(self, draft_vocab_size: int) -> Self:
         return replace(self, draft_vocab_size=draft_vocab_size)
 
 

@@ -17,11 +17,9 @@ see, z draft vocabulary; `read` has width 2 d.
 Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992); EAGLE-2 (arXiv 2406.16858) for the tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +81,7 @@ class EagleConfig(DrafterSizes):
     verifier: tuple[str, ...] = ()
     thinking: bool | None = None
 
-    def fitted(self, verifier: ModelConfig) -> EagleConfig:
+    def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this config with its tapped layers. Raises ValueError if it was made for another verifier."""
         require_fit(
             hidden_size=(self.target_hidden_size, verifier.hidden_size),

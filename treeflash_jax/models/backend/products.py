@@ -9,8 +9,6 @@ Shape suffixes: n activation vectors (all leading axes flattened), i input axes 
 attention, b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -16,8 +16,6 @@ A head is one file with one line in HEADS. It has:
 Shape suffixes: b batch, q block slots, m contexts (a slot and the token before it), d model, v vocabulary.
 """
 
-from __future__ import annotations
-
 from treeflash_jax.drafters.block.heads import linear, lowrank, marginal, mlp
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed
 

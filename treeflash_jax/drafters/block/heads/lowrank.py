@@ -11,8 +11,6 @@ children kept, d model, k rank, v vocabulary.
 Source: DSpark / DeepSpec, "vanilla" Markov head.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: DFlash (arXiv 2602.06036), DDTree (arXiv 2604.12989).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

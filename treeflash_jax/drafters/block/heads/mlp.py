@@ -10,8 +10,6 @@ Shape suffixes: b batch, q block slots, m contexts (slot, previous token), d mod
 Source: TreeFlash (arXiv 2606.03819), AR approximation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

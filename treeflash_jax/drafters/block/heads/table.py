@@ -7,8 +7,6 @@ shortlisted tokens.
 Source: TreeFlash (arXiv 2606.03819), two-stage approximation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
