@@ -213,16 +213,16 @@ def dump(config: Any) -> str:
 def describe(cls: type) -> str:
     """Returns dotted name, type, default and description of every setting, the description from the class docstrings."""
     lines = []
-    for name, setting, meaning in _settings(cls):
+    for name, kind, setting, meaning in _settings(cls):
         default = setting.default if setting.default_factory is dataclasses.MISSING else setting.default_factory()
         shown = "(required)" if default is dataclasses.MISSING else f"= {'none' if default in (None, '') else default}"
-        lines += [f"  {name}: {setting.type} {shown}"]
+        lines += [f"  {name}: {inspect.formatannotation(kind)} {shown}"]
         lines += textwrap.wrap(meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
-def _settings(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, str]]:
-    """Yields the dotted name, the field and the description of every setting; tables last, "[]" after lists of them."""
+def _settings(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field, str]]:
+    """Yields dotted name, type, field and description of every setting; tables last, "[]" after lists of them."""
     meanings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
@@ -235,7 +235,7 @@ def _settings(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
         if inner:
             tables.append((inner[0], f"{prefix}{setting.name}{'.' if inner[0] is kind else '[].'}"))
         else:
-            yield prefix + setting.name, setting, meanings.get(setting.name, "")
+            yield prefix + setting.name, kind, setting, meanings.get(setting.name, "")
     for table, name in tables:
         yield from _settings(table, name)
 
