@@ -37,11 +37,7 @@ def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: i
     known = [start["wandb"] for start in map(json.loads, folders.whole_lines(path)) if start["wandb"]]
     name = uuid.uuid4().hex[:8] if config.loop.wandb else None
     installed = {package.name: package.version for package in metadata.distributions()}
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git
-        commit = ""
+    commit = _git("rev-parse", "HEAD") + "-dirty" * bool(_git("status", "--porcelain", "--untracked-files=no"))
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or None,
@@ -57,6 +53,15 @@ def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: i
         sinks.append(_wandb(config, name, known[0] if known else name))
     folders.append(path, json.dumps(start) + "\n")
     return sinks
+
+
+def _git(*words: str) -> str:
+    """Returns what git prints about this code without writing to its repository; "" without git or a repository."""
+    command = ["git", "--no-optional-locks", *words]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _tensorboard(folder: epath.Path, step: int) -> Sink:
