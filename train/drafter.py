@@ -39,9 +39,15 @@ WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStage(DraftingStage):
-    """Settings shared by the stages of block drafters, which train "backbone", "head" or both."""
+    """Settings shared by the stages of block drafters, which train "backbone", "head" or both.
+
+    Attributes:
+      objective: loss and blocks.
+      head_rank: rank of a low-rank head, at most the drafter's width; files of a low rank are smaller.
+    """
 
     objective: ObjectiveConfig
+    head_rank: int = bounded(DrafterConfig.head_rank, least=1)
 
     def make_sums(self, verifier: ModelConfig, drafter: DrafterConfig) -> SumsFunction:
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
@@ -78,10 +84,9 @@ class BlockStage(DraftingStage):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterStage(BlockStage):
-    """Settings of this stage, besides those of DraftingStage.
+    """Settings of this stage, besides those of BlockStage.
 
     Attributes:
-      objective: loss and blocks.
       num_layers, block_size, mask_token_id: sizes of the backbone; all others are the verifier's.
       target_layer_ids: verifier layers that it reads; empty takes the published rule, one per layer of the backbone.
       head: name in drafters.block.heads. All but "marginal", which has no weights, are trained with the backbone from the
@@ -125,6 +130,7 @@ class DrafterStage(BlockStage):
             num_nodes=self.num_nodes,
             drafter_temperature=self.drafter_temperature,
             head=self.head,
+            head_rank=self.head_rank,
         )
         choices.check_initial(self.initial_layers, config, model)
         return config.fitted(model)

@@ -30,10 +30,9 @@ from treeflash_jax.models.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class HeadStage(BlockStage):
-    """Settings of this stage, besides those of DraftingStage.
+    """Settings of this stage, besides those of BlockStage.
 
     Attributes:
-      objective: loss and blocks.
       drafter: name of a pair, folder or Hub id of a DFlash or TreeFlash drafter.
       head: name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank".
       keep_head: starts from the drafter's head, which must be of this kind.
@@ -69,7 +68,9 @@ class HeadStage(BlockStage):
         if self.keep_head and drafter.head != self.head:
             raise ValueError(f"{self.drafter}: got a drafter with head {drafter.head!r} to be kept, expected {self.head!r}")
         temperature = self.drafter_temperature or drafter.drafter_temperature
-        return dataclasses.replace(drafter, head=self.head, drafter_temperature=temperature, sampled_above=None)
+        rank = drafter.head_rank if self.keep_head else self.head_rank
+        head = {"head": self.head, "head_rank": rank, "drafter_temperature": temperature}
+        return dataclasses.replace(drafter, **head, sampled_above=None)
 
     def shaped_config(self, model: ModelConfig) -> DrafterConfig:
         return dataclasses.replace(shapes.find_drafter(model), head=self.head)

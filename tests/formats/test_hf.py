@@ -131,6 +131,14 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
     assert_same(models.load_drafter(tmp_path, dtype=jnp.bfloat16), (config, params))
 
 
+def test_the_rank_of_a_head_is_stored(tmp_path):
+    config = replace(BLOCK, head="lowrank", head_rank=3)
+    params = drafter_params(config, jnp.bfloat16)
+    assert {weight.shape for weight in params["head"].values()} == {(config.layers.vocab_size, 3)}
+    models.save_drafter(tmp_path, config, params)
+    assert_same(models.load_drafter(tmp_path, dtype=jnp.bfloat16), (config, params))
+
+
 def test_equal_weights_give_equal_files(tmp_path):
     """Byte for byte: what writes safetensors puts their metadata in any order."""
     specs, entries = {"x": Spec((2, 3), (None, None))}, {"x": Entry("a.é.weight", (1, 0))}

@@ -20,6 +20,7 @@ class DrafterConfig(DrafterSizes):
       target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
       num_target_layers: number of layers of the verifier that it was trained for.
       head: name in `heads.HEADS`; it determines how a drafted token depends on the one before it.
+      head_rank: rank of a low-rank head; 256 in published files, and at most the drafter's width.
       draft_vocab_size: number of the verifier's tokens that it drafts, the weight `offsets`; 0: all.
       verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
     """
@@ -33,6 +34,7 @@ class DrafterConfig(DrafterSizes):
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     head: str = "marginal"
+    head_rank: int = 256
     draft_vocab_size: int = 0
     verifier: tuple[str, ...] = ()
     thinking: bool | None = None

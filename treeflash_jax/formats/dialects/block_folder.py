@@ -105,7 +105,7 @@ class TreeFlash(DFlash):
 
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
         treeflash = keys.table("treeflash_config")
-        treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "sampled_above"})
+        treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "sampled_above", "head_rank"})
         heads = {module.FILE_NAME: head for head, module in HEADS.items()}
         head = treeflash.raw.get("ar_approximation")
         if not isinstance(head, str | None) or head not in heads:
@@ -113,6 +113,7 @@ class TreeFlash(DFlash):
         return replace(
             super().read_config(path, keys),
             head=heads[head],
+            head_rank=treeflash.whole("head_rank", DrafterConfig.head_rank),
             num_nodes=treeflash.whole("candidate_tokens", 16, most=MAX_NODES),
             drafter_temperature=treeflash.number("drafter_temperature", 1.0),
             sampled_above=treeflash.number("sampled_above") if "sampled_above" in treeflash.raw else None,
@@ -124,5 +125,6 @@ class TreeFlash(DFlash):
             "ar_approximation": HEADS[config.head].FILE_NAME,
             "drafter_temperature": config.drafter_temperature,
             **({} if config.sampled_above is None else {"sampled_above": config.sampled_above}),
+            **({} if config.head_rank == DrafterConfig.head_rank else {"head_rank": config.head_rank}),
         }
         return super().to_hf(config) | {"treeflash_config": treeflash}

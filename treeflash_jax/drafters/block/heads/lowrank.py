@@ -32,11 +32,10 @@ ENTRIES = {
     "previous": Entry("markov_head.markov_w1.weight", order=(0, 1)),
     "following": Entry("markov_head.markov_w2.weight", order=(0, 1)),
 }
-RANK = 256  # at most, as published
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
-    shape = config.layers.vocab_size, min(RANK, config.layers.hidden_size)
+    shape = config.layers.vocab_size, min(config.head_rank, config.layers.hidden_size)
     previous = Spec(shape, ("vocab", None), inputs=(1,))
     return {"previous": previous, "following": replace(previous, init="zeros")}
 
