@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
-SHORTEST_HALVED = 16  # numbers, of which a maximum is taken
+SHORTEST_HALVED = 16  # axes up to this length are not halved for their maximum
 FEW_QUERIES = 8  # queries per key/value head up to which a CPU multiplies with the keys on the left
 
 
