@@ -24,6 +24,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Inputs, eagle3
 from treeflash_jax.drafters.lanes import LaneSettings
+from treeflash_jax.engine.planning import make_plan
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
@@ -154,6 +155,17 @@ def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
     assert sizes == replace(config, num_depths=4) and settings == LaneSettings(children=3, width=10)
     too_many = config.draft_vocab_size + 1
     refused(lambda: eagle3.choose(config, GenerateConfig(children=too_many), Device("gpu")), f"got children {too_many}")
+
+
+@pytest.mark.parametrize(
+    ("options", "depths", "lanes"),
+    [({}, 4, 2), ({"nodes": 8}, 7, 7), ({"builder": "walk"}, 7, 1), ({"depths": 6}, 6, 2), ({"lanes": 3}, 4, 3)],
+    ids=str,
+)
+def test_default_trees_on_a_cpu_have_four_levels_of_two_lanes(options, depths, lanes):
+    config, device = replace(opened("eagle")[0], num_depths=7), Device("cpu", features=frozenset({"avx512_bf16"}))
+    plan = make_plan(GenerateConfig(**options), config.layers, config, jnp.bfloat16, device)
+    assert (plan.drafter.num_depths, plan.draft.width) == (depths, lanes)
 
 
 # Decoding

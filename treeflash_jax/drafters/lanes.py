@@ -44,6 +44,8 @@ from treeflash_jax.models import vocab
 from treeflash_jax.models.kv_cache import KVCache
 from treeflash_jax.trees import BUILDERS, Expander
 
+SMALL_DEPTHS, SMALL_LANES = 4, 2  # of the default tree of 8 nodes on CPUs: 3 to 5 % faster with SmolLM2
+
 
 @struct.dataclass
 class Level:
@@ -113,6 +115,8 @@ def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings
     builder = BUILDERS[options.builder or "best-first"]
     defaults = {None: device.tree_nodes(config.num_nodes), "auto": config.num_nodes}
     nodes = defaults.get(options.nodes, options.nodes)
+    if options.nodes is None and device.pays_per_token and not (builder.is_chain or builder.draws):
+        config = replace(config, num_depths=min(config.num_depths, SMALL_DEPTHS), lanes=SMALL_LANES)
     width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
     width = 1 if builder.is_chain else width
     sizes = replace(config, num_depths=options.depths or config.num_depths)
