@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,33 +20,38 @@ from treeflash_jax import trees
 from treeflash_jax.cli.commands import main
 from treeflash_jax.decoding import loops
 from treeflash_jax.drafters import Inputs, ngram
+from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.formats import models
 
 CONFIG = ngram.NgramConfig(longest=4, shortest=2, num_depths=5)
 MATCHES = 6
 
 
-def offered(texts: list[list[int]], temperature: float = 1.0, capacity: int = 48) -> ngram.Continuations:
-    tokens_bs = np.zeros((len(texts), capacity), np.int32)
+def inputs(texts: list[list[int]], config: ngram.NgramConfig, settings: Any, temperature: float = 1.0) -> Inputs:
+    tokens_bs = np.zeros((len(texts), 48), np.int32)
     for b, text in enumerate(texts):
         tokens_bs[b, : len(text)] = text
     length_b, temperature_b = jnp.asarray([len(text) for text in texts]), jnp.full(len(texts), temperature)
-    sizes = CONFIG, MATCHES, ngram.State(), None
-    return ngram.look_up(Inputs({}, None, *sizes, temperature_b, CONFIG.num_depths, jnp.asarray(tokens_bs), length_b), None)
+    sizes = config, settings, ngram.State(), None
+    return Inputs({}, None, *sizes, temperature_b, config.num_depths, jnp.asarray(tokens_bs), length_b)
 
 
-def continuations(text: list[int]) -> list[tuple[float, list[int]]]:
+def offered(texts: list[list[int]], temperature: float = 1.0) -> ngram.Continuations:
+    return ngram.look_up(inputs(texts, CONFIG, MATCHES, temperature), None)
+
+
+def continuations(text: list[int], config: ngram.NgramConfig = CONFIG) -> list[tuple[float, list[int]]]:
     """Weight and tokens of every match that is followed, found by a search of the text."""
     got = []
     for at in range(1, len(text)):
         length = 0
-        while length < min(CONFIG.longest, at) and text[at - 1 - length] == text[-1 - length]:
+        while length < min(config.longest, at) and text[at - 1 - length] == text[-1 - length]:
             length += 1
-        if length >= CONFIG.shortest:
+        if length >= config.shortest:
             after = list(text)
-            while len(after) < at + CONFIG.num_depths:  # at the end of the text it repeats itself
+            while len(after) < at + config.num_depths:  # at the end of the text it repeats itself
                 after.append(after[len(after) - len(text) + at])
-            got.append((length, at, after[at : at + CONFIG.num_depths]))
+            got.append((length, at, after[at : at + config.num_depths]))
     best = sorted(got, key=lambda result: result[:2], reverse=True)[:MATCHES]
     return [(ngram.LONGER ** (result[0] - best[0][0]) * ngram.OLDER**rank, result[2]) for rank, result in enumerate(best)]
 
@@ -79,13 +85,14 @@ def test_trees_hold_what_followed_earlier(temperature):
 
 def test_a_table_is_joined_by_what_followed_earlier():
     """Probabilities below a path, against the mixture written out; what the table cannot continue, n-grams may."""
-    text = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]  # after 1 2 3: 4; after 2 3: 5
+    text = [1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 1, 2, 3]  # after 1 2 3: 4; after 2 3: 5; after 3: 6
     table = trees.TransitionTable(
         tokens_bimc=jnp.array([[[[4, 7]], [[9, 8]]]]),
         log_probs_bimc=jnp.log(jnp.array([[[[0.5, 0.25]], [[0.75, 0.125]]]])),
         next_context_bimc=jnp.array([[[[0, -1]], [[-1, -1]]]]),
     )
-    joined, matches = ngram.Joined(table, offered([text])), continuations(text)
+    joined = ngram.join(table, inputs([text], ngram.JOINED, DraftSettings(ngrams=MATCHES)))
+    matches = continuations(text, ngram.JOINED)
 
     def assert_mixture(depth: int, state, path: tuple[int, ...], p: dict[int, float], length: int) -> tuple[list, list]:
         """Compares with table `p` and n-grams of this length; returns the tokens, and whether each continues."""
@@ -93,14 +100,14 @@ def test_a_table_is_joined_by_what_followed_earlier():
         tokens, log_probs, is_open = (np.asarray(x)[0, 0] for x in arrays)
         assert [*log_probs] == sorted(log_probs, reverse=True), "likeliest first"
         kept = np.isfinite(log_probs)
-        q, share = distribution(matches, path, 1.0), length / (length + ngram.HALF)
+        q, share = distribution(matches, path, 1.0), length**2 / (length**2 + ngram.HALF**2)
         assert sorted(tokens[kept]) == sorted({*p, *q}), "distinct"
         expected = [(1 - share) * p.get(token, 0) + share * q.get(token, 0) for token in tokens[kept].tolist()]
         np.testing.assert_allclose(np.exp(log_probs[kept]), expected, rtol=1e-5)
         return tokens[kept].tolist(), is_open[kept].tolist()
 
     tokens, is_open = assert_mixture(0, joined.start(1), (), {4: 0.5, 7: 0.25}, 3)
-    assert dict(zip(tokens, is_open, strict=True)) == {4: True, 5: True, 7: False}
+    assert dict(zip(tokens, is_open, strict=True)) == {4: True, 5: True, 6: True, 7: False}
     for token, p, length in ((4, {9: 0.75, 8: 0.125}, 4), (5, {}, 3)):  # only the n-grams continue below 5
         state = joined.follow(jnp.int32(0), joined.start(1), jnp.array([[tokens.index(token)]]))
         assert not any(assert_mixture(1, state, (token,), p, length)[1])
