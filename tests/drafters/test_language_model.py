@@ -60,7 +60,7 @@ def test_the_context_holds_the_text_and_the_anchor():
     {"builder": "hybrid", "nodes": 9, "skeleton": 1.0, "drafter_temperature": 0.02},
 ])  # fmt: skip
 def test_the_verifiers_own_drafts_are_accepted_to_full_depth(how):
-    [result] = noisy_pair(0.0).generate([[1, 2, 3]], max_new_tokens=40, stop_ids=(), **how)
+    [result] = noisy_pair(0.0).generate([[1, 2, 3]], max_new_tokens=40, stop_ids=(), ngrams=0, **how)
     assert set(result.accepted_before_cut[:-1]) == {how.get("depths", 8) + 1}
 
 
