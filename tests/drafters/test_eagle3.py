@@ -158,14 +158,20 @@ def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
 
 
 @pytest.mark.parametrize(
-    ("options", "depths", "lanes"),
-    [({}, 4, 2), ({"nodes": 8}, 7, 7), ({"builder": "walk"}, 7, 1), ({"depths": 6}, 6, 2), ({"lanes": 3}, 4, 3)],
+    ("options", "depths", "width", "lanes"),
+    [
+        ({}, 4, 2, 2),
+        ({"depths": 6}, 6, 2, 2),
+        ({"lanes": 3}, 4, 3, 3),
+        ({"nodes": 8}, 7, 7, 10),
+        ({"builder": "walk"}, 7, 1, None),
+    ],
     ids=str,
 )
-def test_default_trees_on_a_cpu_have_four_levels_of_two_lanes(options, depths, lanes):
+def test_the_default_tree_on_a_cpu_has_four_levels_of_two_lanes(options, depths, width, lanes):
     config, device = replace(opened("eagle")[0], num_depths=7), Device("cpu", features=frozenset({"avx512_bf16"}))
     plan = make_plan(GenerateConfig(**options), config.layers, config, jnp.bfloat16, device)
-    assert (plan.drafter.num_depths, plan.draft.width) == (depths, lanes)
+    assert (plan.drafter.num_depths, plan.draft.width, plan.shape.lanes) == (depths, width, lanes)
 
 
 # Decoding

@@ -59,7 +59,7 @@ class NgramConfig(DrafterSizes):
     num_depths: int = 15
 
 
-JOINED = NgramConfig(shortest=1)  # of n-grams that join another drafter's tree
+JOINED = NgramConfig(shortest=1)  # sizes of the n-grams that join another drafter's tree
 
 
 def choose(config: NgramConfig, options: Any, device: Device) -> tuple[NgramConfig, int]:
@@ -133,7 +133,7 @@ class Joined:
 
     A token's probability is (1 - s) p + s q, with p from the drafter and q from the n-grams. The share
     s = l^2 / (l^2 + HALF^2) grows with l, the length of the longest match that agrees with the path, path included; without
-    one it is 0. HALF and the form were fitted to SmolLM2's answers to training prompts.
+    one it is 0. HALF and the exponent were fitted to answers of SmolLM2 to training prompts.
 
     Attributes:
       drafter: a `TransitionTable` or a `LaneExpander`, whose network runs below tokens of n-grams too.
