@@ -1,5 +1,7 @@
 """Shared fixtures: 8 fake CPU devices, highest matmul precision, a trained pair and a random one.
 
+JAX_PLATFORMS=cuda or tpu runs the tests on an accelerator, without those about several devices or a CPU's programs.
+
 Settings must be in place before JAX starts its backend, hence the module-level configuration.
 """
 
@@ -24,7 +26,7 @@ if HAS_EMITTERS:
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 # Pairs load in float32 on every CPU: without instructions for bfloat16 that is the default.
 FLAGS = f"--xla_cpu_max_isa=AVX512_VNNI {QUICK}"
-if FLAGS not in os.environ.get("XLA_FLAGS", ""):  # workers and subprocesses inherit it
+if os.environ["JAX_PLATFORMS"] == "cpu" and FLAGS not in os.environ.get("XLA_FLAGS", ""):  # workers inherit it
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 # Compiled programs are shared by the modules, workers and subprocesses of one run, and deleted with it: those of other
 # runs would hide what compiles. TREEFLASH_TESTS_CACHE names a folder where a developer keeps them anyway.
@@ -53,7 +55,7 @@ from answers import make_pair  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
-from treeflash_jax.core import parameters, programs  # noqa: E402
+from treeflash_jax.core import devices, parameters, programs  # noqa: E402
 from treeflash_jax.drafters import block  # noqa: E402
 from treeflash_jax.drafters.block.block_config import DrafterConfig  # noqa: E402
 from treeflash_jax.engine import pairs  # noqa: E402
@@ -69,6 +71,7 @@ MOST_MAPS = 25_000  # a module may add as many again
 DATA = Path(__file__).parent / "data"
 PAIR = DATA / "conformance" / "b_trained"
 FOLDERS = {part: PAIR / part for part in ("verifier", "drafter")}
+needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="is about the programs of a CPU")
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
 CONFORMANCE = ("a_treeflash", "b_trained", "c_dflash")
 RANDOM_MODEL = ModelConfig(
@@ -85,6 +88,8 @@ RANDOM_DRAFTER = DrafterConfig(
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:tau is")  # of pairs with random weights
+    if jax.default_backend() != "cpu":  # pairs load in float32 here too
+        devices.Device.dtype = jnp.dtype(jnp.float32)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -109,7 +114,7 @@ def float64() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["cpu", "plain"])
+@pytest.fixture(params=[pytest.param("cpu", marks=needs_cpu), "plain"])
 def backend_form(request, monkeypatch) -> Iterator[str]:
     """Runs a test in the CPU's form of the functions in `models.backend` and in their plain form."""
     if request.param == "plain":

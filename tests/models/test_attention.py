@@ -1,6 +1,6 @@
 """Attention "xla" against a dense softmax, and the others, which read a part of the cache, against it; what caches hold.
 
-Kernels run interpreted here.
+A CPU runs the kernels interpreted.
 """
 
 import math
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import TREE, drafted_as_plain, draw, slow_unless
-from conftest import RANDOM_MODEL, needs_8_devices
+from conftest import RANDOM_MODEL, needs_8_devices, needs_cpu
 from jax.sharding import AbstractDevice, AbstractMesh
 from refusals import refused
 
@@ -26,7 +26,7 @@ from treeflash_jax.trees import ancestor_mask
 
 B, T, S, H, K, E = 4, 7, 704, 6, 2, 16
 LENGTHS = {"edges": (0, 1, 127, 128), "full": (129, 640, 703, 704), "short": (0, 0, 64, 65), "ragged": (704, 3, 0, 130)}
-NAMES = ("streamed", "pallas-gpu", "pallas-tpu")
+NAMES = ["streamed", *(f"pallas-{kind}" for kind in ("gpu", "tpu") if jax.default_backend() in ("cpu", kind))]
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0] * T, [0, 0, 0, 2, 2, 2, 4]], jnp.int32)
 attention = jax.jit(tree_attention, static_argnames="implementation")
 
@@ -148,6 +148,7 @@ def test_on_a_mesh_every_device_works_alone(name, data, model):
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@needs_cpu
 def test_streamed_copies_no_cache():
     """The only arrays with all slots and the size of a head are the cache itself."""
     arrays = arguments(LENGTHS["full"])

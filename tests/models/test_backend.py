@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import needs_cpu
 
 from treeflash_jax.models.backend import indexing, levels, products, selection
 
@@ -72,6 +73,7 @@ def dots(text: str) -> list[tuple[str, int]]:
     return [(kind, int(shape.split(",")[0])) for kind, shape in re.findall(r"= (\w+)\[([\d,]+)\]\S* dot\(", text)]
 
 
+@needs_cpu
 @pytest.mark.parametrize("length", [1, 16])
 def test_on_a_cpu_products_accumulate_in_float32_over_four_vectors_at_least(length):
     x, weight = operands("btd,dhe->bthe", length)
@@ -121,6 +123,7 @@ def test_largest(backend_form, size):
     np.testing.assert_array_equal(jax.jit(products.largest)(x), np.max(x, axis=-1))
 
 
+@needs_cpu
 def test_lookup_in_a_loop_makes_no_wide_copy_of_the_table(backend_form):
     table, ids = operands("btd,df->btf", length=4)[1], jnp.asarray([[3, 0], [15, 3]])
     table = jnp.tile(table, (64, 8))
@@ -159,6 +162,7 @@ def test_top_k_searches_long_vectors_by_groups(backend_form, size, grouped, dtyp
     assert top_k.lower(scores, 3).as_text().count("chlo.top_k(") == 1 + grouped
 
 
+@needs_cpu
 @pytest.mark.parametrize("size", [8 * 3 * 128, 640])
 def test_a_cpu_selects_from_bfloat16_scores_without_sorting_them(size):
     """XLA's CPU backend has a selection for float32 matrices only: it would sort these scores in full."""
