@@ -29,7 +29,7 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-TRIES = 256  # questions that are generated between two writes
+TRIES = 256  # questions that are generated between two writes; twice the batch if that is more
 MOST_IDLE = 4  # successive writes without a new question, after which the command fails
 FREE = ("out", "count", "batch")  # settings that may change on continuing: no question depends on them
 MARK = "THE QUESTION"
@@ -109,11 +109,11 @@ def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> I
       first: number of the first question to try.
     """
     opening, closing = question_tokens(model.tokenizer)
-    idle = 0
+    idle, tries = 0, max(TRIES, 2 * settings.batch)  # the last ones of a batch leave slots unused
     while len(known) < settings.count:
-        numbers, lines = range(first, first + TRIES), []
+        numbers, lines = range(first, first + tries), []
         results = model.generate(
-            [opening] * TRIES,
+            [opening] * tries,
             indices=numbers,
             builder="none",
             temperature=settings.temperature,
@@ -134,10 +134,10 @@ def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> I
         idle = 0 if lines else idle + 1
         if idle == MOST_IDLE:
             raise ValueError(
-                f"got no new question in {MOST_IDLE * TRIES:,} tries, expected some: {settings.verifier} does not write "
+                f"got no new question in {MOST_IDLE * tries:,} tries, expected some: {settings.verifier} does not write "
                 "users' turns; give prompts instead"
             )
-        first += TRIES
+        first += tries
         yield lines
 
 

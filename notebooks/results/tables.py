@@ -167,8 +167,8 @@ def latency() -> str:
     return section(f"candidates, children | {PHASES}", rows, f"{where}, jax {result['versions']['jax']}:", commands)
 
 
-def latency_smollm2() -> str:
-    runs = read("latency_smollm2.json")
+def latency_of(name: str) -> str:
+    runs = read(name)
     rows = [[run["versions"]["jax"], nodes, *cells] for run in runs["results"] for nodes, cells in _phase_times(run)]
     return section(f"jax | {PHASES}", rows, runs["note"], [runs["command"]])
 
@@ -340,9 +340,11 @@ def options() -> str:
     return table("option | meaning | default | changes", rows)
 
 
-SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
+SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency)
 SHOWN += (budget, accept_costs, fits, drafters_smollm2, drafter_rounds, train_steps, train_batches, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
+    "latency-smollm2": lambda: latency_of("latency_smollm2.json"),
+    "latency-h200": lambda: latency_of("latency_h200.json"),
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
     "tpu-rounds": lambda: compiled("tpu_rounds.json"),
