@@ -81,7 +81,7 @@ def tau_smollm2() -> str:
             marginal, tree = (measured[temperature, system] for system in runs["systems"])
             taus = [f"{row['tau']:.2f}" for row in (marginal, tree)]
             rows.append([prompts, f"{temperature:g}", *taus, interval(tree["tau_ratio"])])
-    header = "prompts | T | marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal"
+    header = "prompts | T | marginal tree (DDTree) | tree with the head | with the head over without"
     return section(header, rows, f"{runs['note']}:", [runs["command"]])
 
 
@@ -165,6 +165,15 @@ def latency() -> str:
         commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
     where = f"{result['hardware']['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}"
     return section(f"candidates, children | {PHASES}", rows, f"{where}, jax {result['versions']['jax']}:", commands)
+
+
+def trained_h200() -> str:
+    """Formats tau and speedups of drafters that were trained on an accelerator."""
+    served, rows = read("training_h200.json")["served"], []
+    for system, name in (("shipped", "previous drafter"), ("new", "drafter that ships"), ("eagle", "EAGLE-3")):
+        found = [row for row in served["rows"] if row["system"] == f"joined-8, {system}"]
+        rows.append([name, *(f"{row['speedup']['value']:.2f} (tau {row['tau']:.2f})" for row in found)])
+    return table("drafter | GSM8K | HumanEval | MT-Bench | Vicuna", rows)
 
 
 def latency_of(name: str) -> str:
@@ -341,7 +350,7 @@ def options() -> str:
 
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency)
-SHOWN += (budget, accept_costs, fits, drafters_smollm2, drafter_rounds, train_steps, train_batches, options)
+SHOWN += (trained_h200, budget, accept_costs, fits, drafters_smollm2, drafter_rounds, train_steps, train_batches, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "latency-smollm2": lambda: latency_of("latency_smollm2.json"),
     "latency-h200": lambda: latency_of("latency_h200.json"),
