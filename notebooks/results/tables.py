@@ -75,12 +75,12 @@ def tau() -> str:
 
 def tau_smollm2() -> str:
     runs, rows = read("tau_smollm2.json"), []
-    for prompts, report in runs["prompts"].items():
-        measured = {(row["temperature"], row["system"]): row for row in report["rows"]}
-        for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
+    for prompts, name in runs["names"].items():
+        measured = {(row["temperature"], row["system"]): row for row in runs["run"]["systems"] if row["set"] == prompts}
+        for temperature in sorted({temperature for temperature, _ in measured}):
             marginal, tree = (measured[temperature, system] for system in runs["systems"])
             taus = [f"{row['tau']:.2f}" for row in (marginal, tree)]
-            rows.append([prompts, f"{temperature:g}", *taus, interval(tree["tau_ratio"])])
+            rows.append([name, f"{temperature:g}", *taus, interval(tree["tau_ratio"])])
     header = "prompts | T | marginal tree (DDTree) | tree with the head | with the head over without"
     return section(header, rows, f"{runs['note']}:", [runs["command"]])
 
@@ -107,7 +107,7 @@ def speed_smollm2() -> str:
         rows.append([prompts, f"{tree['tau']:.2f}", *speeds, *(interval(row["speedup"]) for row in (tree, *others))])
     header = "prompts | tau | one token, tokens/s | drafted, tokens/s | speedup"
     runs = read("speed_smollm2.json")
-    return section(f"{header} | with 5 nodes | with 8 nodes, no n-grams", rows, f"{runs['note']}:", [runs["command"]])
+    return section(f"{header} | 5 nodes of blocks of 5 | 8 nodes, no n-grams", rows, f"{runs['note']}:", [runs["command"]])
 
 
 def train_steps() -> str:
