@@ -136,8 +136,8 @@ class Device:
     def tree_nodes(self, usual: int) -> int:
         """Returns the default number of tree nodes, given the drafter's.
 
-        With SmolLM2 in bfloat16 and avx512_bf16, 8 nodes are 1 to 9 % faster than 5 for three of four sets of prompts, and 4 %
-        slower for the fourth.
+        With SmolLM2 in bfloat16 and avx512_bf16, 8 nodes are 1 to 9 % faster than 5 for three of four sets of prompts,
+        and 4 % slower for the fourth.
         """
         return min(usual, 8) if self.pays_per_token else usual
 
