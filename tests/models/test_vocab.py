@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import needs_8_devices
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,8 +30,6 @@ filter_threshold = jax.jit(vocab.filter_threshold)
 
 @pytest.fixture(scope="module")
 def mesh():
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices (fake ones on a CPU)")
     return tf.make_mesh(2, 4)
 
 
@@ -44,6 +43,7 @@ def inputs(size: int, batch: int = 4) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.asarray(table_vd), jnp.asarray(scores_btv), jnp.asarray(ids_btc, jnp.int32)
 
 
+@needs_8_devices
 @pytest.mark.parametrize("batch, size", [(4, V), (3, V), (4, V + 2)])  # neither axis; batch; vocabulary not divisible
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_sharded_equals_unsharded(mesh, name, batch, size):
@@ -62,6 +62,7 @@ def gathers_with_full_vectors(function, scores: jax.Array) -> list[str]:
     return [line for line in gathers if re.search(rf"[\[,]{V}[,\]]", line.split("all-gather")[1] + line.split("=")[1])]
 
 
+@needs_8_devices
 def test_no_shard_sees_a_full_vector(mesh):
     with jax.set_mesh(mesh):
         sharded = jax.device_put(inputs(V)[1], NamedSharding(mesh, PartitionSpec("data", None, "model")))
@@ -141,6 +142,7 @@ def test_top_log_probs_are_those_of_log_softmax(dtype):
         assert log_probs.dtype == jnp.float32
 
 
+@needs_8_devices
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 def test_the_likeliest_tokens_do_not_depend_on_chunks(mesh, monkeypatch, sharded, chunks):
@@ -165,6 +167,7 @@ def test_no_log_probability_is_above_zero():
         assert log_probs.max() == 0, "peaked rows occur, and a child never outscores its parent"
 
 
+@needs_8_devices
 def test_noise_depends_on_its_key_alone(mesh):
     keys = jax.random.split(jax.random.key(3), (4, 2))
     noise = vocab.gumbel(keys, V, jnp.float32)

@@ -88,8 +88,8 @@ class Device:
 
         An accelerator reads the same weights for a tree and for a token. On a CPU without bfloat16 matrix instructions,
         time grows with the number of tokens. With avx512_bf16 alone, a round of SmolLM2-135M takes 1.4 to 1.5 one-token
-        steps for one sequence, but 1.7 to 1.9 for two, and about 2 in float32. Its drafter adds more (1.1 to 1.4 times as
-        fast for two, 1.2 to 1.6 in float32), drafters with less training do not.
+        steps for one sequence, but 1.7 to 1.9 for two, and about 2 in float32. The drafter that ships for it
+        adds more tokens than that (see its model card); drafters with less training do not.
         """
         if not self.is_cpu:
             return True
