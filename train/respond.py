@@ -15,6 +15,7 @@ one verifier is sharded over all devices, if it does not fit into one host.
 
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from train.data import answers
 from train.data.records import Malformed, Source, read
 from train.runtime import folders, hosts, lock, run_config, watch
 from train.runtime.run_config import MeshConfig
+from treeflash_jax.bench.prompt_sets import read_prompts
 from treeflash_jax.core.checks import NonNegative, bounded, quoted
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
@@ -39,6 +41,7 @@ from treeflash_jax.engine.prompts import Text
 from treeflash_jax.engine.results import Result
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
+OVERLAP = 8  # words in a row by which a prompt repeats one that is excluded
 FREE = ("out", "batch", "mesh", "replicas")  # settings that may change on continuing: no answer depends on them
 
 
@@ -55,6 +58,8 @@ class RespondConfig:
       temperatures: sampling temperatures, which successive prompts use in turn.
       max_new_tokens: largest number of tokens of an answer.
       max_prompt_tokens: longer prompts are left out.
+      exclude: JSONL files of prompts that the drafter will be evaluated on. Prompts that share OVERLAP words in a row with
+        one of them are left out.
       thinking: ask the chat template for answers with thinking; drafters trained on them record it.
       template: further arguments of the chat template, by name.
       malformed: handling of records that cannot be used.
@@ -71,6 +76,7 @@ class RespondConfig:
     temperatures: tuple[NonNegative, ...] = bounded((0.0, 0.7, 0.0, 1.0), min_length=1)
     max_new_tokens: int = bounded(160, least=1)
     max_prompt_tokens: int = bounded(192, least=1)
+    exclude: tuple[str, ...] = ()
     thinking: bool = False
     template: dict[str, Any] = field(default_factory=dict)
     malformed: Literal["error", "skip"] = "error"
@@ -120,10 +126,15 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
       held_out: return the prompts held out for validation instead of the others.
 
     Raises:
-      ValueError: a source that cannot be read, no prompt that is short enough, or more tokens than the context holds.
+      ValueError: a source that cannot be read, no prompt that is short enough, more tokens than the context holds, or
+        prompts to exclude and no tokenizer.
     """
     prompts: list[Prompt] = []
     left_out: Counter[str] = Counter()
+    if settings.exclude and model.tokenizer is None:
+        raise ValueError(f"got exclude and a verifier without a tokenizer, expected tokenizer.json in {settings.verifier}")
+    evaluated = [" ".join(prompt.turns) for path in settings.exclude for prompt in read_prompts(path)]
+    excluded = {words for text in evaluated for words in runs(text)}
 
     def malformed(error: Malformed) -> None:
         if settings.malformed == "error":
@@ -142,6 +153,8 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
                 continue
             if len(ids) > settings.max_prompt_tokens:
                 left_out["too long"] += 1
+            elif excluded and not excluded.isdisjoint(runs(model.tokenizer.decode(ids))):
+                left_out["excluded"] += 1
             else:
                 prompts.append(Prompt(source.name, ids))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
@@ -156,6 +169,12 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
         )
     hosts.say(f"{len(prompts):,} prompts" + (f"; left out: {reasons}" if reasons else ""))
     return prompts
+
+
+def runs(text: str) -> set[tuple[str, ...]]:
+    """Returns every OVERLAP words in a row, in lower case and without punctuation."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[start : start + OVERLAP]) for start in range(len(words) - OVERLAP + 1)}
 
 
 def question(content: Any) -> Any:
