@@ -48,6 +48,8 @@ class ExportStage:
       licence: licence of the weights, for the model card.
       drafter_temperature: default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
+      tau: tokens per round of greedy trees of 8 nodes, as `treeflash bench run` measures it on prompts like those of its use;
+        a CPU drafts by default if its rounds cost fewer one-token steps; 0 stores none.
       overwrite: replace the files of an earlier export in `out`; any other files are an error.
     """
 
@@ -59,6 +61,7 @@ class ExportStage:
     licence: str = "apache-2.0"
     drafter_temperature: float = bounded(0.0, least=0)
     sampled_above: float = bounded(0.0, least=0)
+    tau: float = bounded(0.0, least=0)
     overwrite: bool = False
 
 
@@ -74,7 +77,8 @@ def main(settings: ExportStage) -> None:
     trained = read_stage(path)
     drafter = trained.recorded_config(trained.verifier_config)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
-    drafter = dataclasses.replace(drafter, drafter_temperature=temperature, sampled_above=settings.sampled_above or None)
+    measured = {name: getattr(settings, name) or None for name in ("sampled_above", "tau")}
+    drafter = dataclasses.replace(drafter, drafter_temperature=temperature, **measured)
     dialect = settings.dialect or drafters.get(drafter).DIALECT
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_task(trained, trained.verifier_config, drafter))
@@ -168,6 +172,7 @@ or, on the command line (the second path is this folder, wherever it lies):
 {chr(10).join(f"| {name} | {value} |" for name, value in sizes.items())}
 | drafter temperature | {drafter.drafter_temperature} |
 | sampled trees from temperature | {drafter.sampled_above or "never"} |
+| tau of 8 nodes | {drafter.tau or "not stored"} |
 | trained with thinking | {"not known" if trained.data.thinking is None else trained.data.thinking} |
 
 ## Held out, at step {step}

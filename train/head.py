@@ -70,7 +70,7 @@ class HeadStage(BlockStage):
         temperature = self.drafter_temperature or drafter.drafter_temperature
         rank = drafter.head_rank if self.keep_head else self.head_rank
         head = {"head": self.head, "head_rank": rank, "drafter_temperature": temperature}
-        return dataclasses.replace(drafter, **head, sampled_above=None)
+        return dataclasses.replace(drafter, **head, sampled_above=None, tau=None)
 
     def shaped_config(self, model: ModelConfig) -> DrafterConfig:
         return dataclasses.replace(shapes.find_drafter(model), head=self.head)

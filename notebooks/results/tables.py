@@ -176,10 +176,19 @@ def trained_h200() -> str:
     return table("drafter | GSM8K | HumanEval | MT-Bench | Vicuna", rows)
 
 
-def latency_of(name: str) -> str:
-    runs = read(name)
+def latency_smollm2() -> str:
+    runs = read("latency_smollm2.json")
     rows = [[run["versions"]["jax"], nodes, *cells] for run in runs["results"] for nodes, cells in _phase_times(run)]
     return section(f"jax | {PHASES}", rows, runs["note"], [runs["command"]])
+
+
+def latency_h200() -> str:
+    runs, rows = read("latency_h200.json"), []
+    for run in runs["results"]:
+        settings = run["settings"]
+        rows += [[settings["context"], settings["attention"], nodes, *cells] for nodes, cells in _phase_times(run)]
+    commands = [f"{runs['command']} --attention {name}" for name in ("xla", "pallas-gpu")]
+    return section(f"tokens in the cache | attention | {PHASES}", rows, runs["note"], commands)
 
 
 def budget() -> str:
@@ -307,6 +316,18 @@ def drafters_smollm2() -> str:
     return section(header, rows, f"{results['note']}:", results["commands"])
 
 
+def small_runs() -> str:
+    """Formats short training runs of one drafter that differ from the first in one setting."""
+    runs, rows = read("small_runs_smollm2.json"), []
+    for row in runs["rows"]:
+        loss, served = row["held_out_loss"], row["served"]
+        change = f"`{row['change']}`" if row.get("change") else ""
+        rows.append(
+            [row["name"], change, row["steps"], f"{loss:.2f}" if loss else "", interval(served and served["over_base"])]
+        )
+    return section("run | change | steps | held-out loss | tau ratio", rows, f"{runs['note']}:", runs["commands"])
+
+
 def sampled_trees() -> str:
     runs = read("sampled_tiny.json")
     plain = {(row["temperature"], row["system"]): row["tau"] for row in runs["rows"]}
@@ -350,10 +371,20 @@ def options() -> str:
 
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency)
-SHOWN += (trained_h200, budget, accept_costs, fits, drafters_smollm2, drafter_rounds, train_steps, train_batches, options)
+SHOWN += (
+    latency_smollm2,
+    latency_h200,
+    trained_h200,
+    budget,
+    accept_costs,
+    fits,
+    drafters_smollm2,
+    small_runs,
+    drafter_rounds,
+    train_steps,
+)
+SHOWN += (train_batches, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
-    "latency-smollm2": lambda: latency_of("latency_smollm2.json"),
-    "latency-h200": lambda: latency_of("latency_h200.json"),
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
     "tpu-rounds": lambda: compiled("tpu_rounds.json"),

@@ -64,6 +64,11 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     cpu, gpu = Device("cpu"), Device("gpu")
     assert [cpu.attention(dtype) for dtype in (jnp.float32, jnp.float64, jnp.bfloat16)] == ["streamed", "streamed", "xla"]
     assert gpu.attention(jnp.float32, "pallas-gpu") == cpu.attention(jnp.float32, "pallas-gpu") == "pallas-gpu"
+    hopper = Device("gpu", "NVIDIA H200")
+    assert hopper.attention(jnp.bfloat16, head_dims=(128, 64)) == "pallas-gpu"
+    others = (jnp.bfloat16, (96, 64)), (jnp.bfloat16, (128, 8)), (jnp.float32, (128,))
+    assert {hopper.attention(dtype, head_dims=sizes) for dtype, sizes in others} == {"xla"}
+    assert Device("gpu", "NVIDIA A100-SXM4-80GB").attention(jnp.bfloat16, head_dims=(128,)) == "xla"
     words = "got attention 'pallas-tpu' on a gpu, expected 'xla' or 'streamed'"
     refused(lambda: gpu.attention(jnp.float32, "pallas-tpu"), words)
 

@@ -230,6 +230,17 @@ def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
     assert [(prompt.source, prompt.ids) for prompt in prompts] == sorted(expected, key=lambda item: len(item[1]))
 
 
+def test_prompts_like_those_of_an_evaluation_are_left_out(model, settings, tmp_path):
+    turns = ["How many pens", "fit into seven boxes of twelve, if one is half full?"]
+    evaluated = write_lines(tmp_path / "evaluated_test.jsonl", [{"id": "pens", "turns": turns}])
+    asked = ["fit into SEVEN boxes of twelve - if one lies here", "fit into seven boxes of twelve, if they are red"]
+    source = Source(path=str(write_lines(tmp_path / "asked.jsonl", [chat(text) for text in asked])), hold_out=0)
+    prompts = respond.collect_prompts(replace(settings, sources=(source,), exclude=(str(evaluated),)), model)
+    assert [prompt.ids for prompt in prompts] == [model.encode(asked[1])]
+    missing = replace(settings, exclude=(str(tmp_path / "missing.jsonl"),))
+    refused(partial(respond.main, missing), "cannot read", "missing.jsonl")
+
+
 def test_bad_input_is_one_line(model, settings, tmp_path):
     def source(name, *lines):
         return Source(path=str(write_lines(tmp_path / name, lines)), hold_out=0)

@@ -34,6 +34,8 @@ class DrafterSizes:
       num_nodes: default number of verified nodes, root included.
       drafter_temperature: default temperature of the draft distribution.
       sampled_above: sequences of at least this temperature get a sampled tree by default; None: none do.
+      tau: tokens per round of a greedy tree of 8 nodes on typical prompts, by which a CPU drafts by default or does not;
+        None: not known.
       thinking: optional. Whether it was trained on answers with thinking; None: its files do not say.
     """
 
@@ -44,6 +46,7 @@ class DrafterSizes:
     num_nodes: int = 16
     drafter_temperature: float = 1.0
     sampled_above: float | None = None
+    tau: float | None = None
 
     def fitted(self, verifier: ModelConfig) -> Any:
         """Returns this config, completed by sizes of the verifier. Raises ValueError if it was made for another one."""

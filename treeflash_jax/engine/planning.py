@@ -88,9 +88,10 @@ def explain_plain(
         return NO_DRAFTER
     is_requested = any(_is_changed(config, name) for name in _drafting_settings())
     # With a drafter that may offer nothing (n-grams), a round without a draft is a one-token step.
-    if is_requested or drafters.is_declared("MAY_OFFER_NOTHING", drafter) or device.drafting_pays(dtype, sequences):
+    is_free, tau = drafters.is_declared("MAY_OFFER_NOTHING", drafter), drafter.tau
+    if is_requested or is_free or device.drafting_pays(dtype, sequences, tau):
         return None
-    together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype) else ""
+    together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype, tau=tau) else ""
     return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name}{together} (nodes=16 drafts anyway)"
 
 
@@ -148,11 +149,12 @@ def make_plan(
       drafter: sizes of the drafter; None decodes one token at a time.
     """
     device, config = device or devices.here(), settings_class()(**vars(config))
+    head_dims = {config.head_dim for config in (verifier, getattr(drafter, "layers", verifier))}
     shared: dict[str, Any] = {
         "verifier": verifier,
         "log_probs": config.log_probs,
         "expected_lengths": config.expected_lengths,
-        "attention": device.attention(dtype, config.attention),
+        "attention": device.attention(dtype, config.attention, head_dims),
         "prefill_attention": config.attention or device.prefill_attention,
         "prefill_chunk": device.prefill_chunk,
         "residual_dtype": device.residual_dtype(dtype),
