@@ -370,19 +370,8 @@ def options() -> str:
     return table("option | meaning | default | changes", rows)
 
 
-SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency)
-SHOWN += (
-    latency_smollm2,
-    latency_h200,
-    trained_h200,
-    budget,
-    accept_costs,
-    fits,
-    drafters_smollm2,
-    small_runs,
-    drafter_rounds,
-    train_steps,
-)
+SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
+SHOWN += (latency_h200, trained_h200, small_runs, budget, accept_costs, fits, drafters_smollm2, drafter_rounds, train_steps)
 SHOWN += (train_batches, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),

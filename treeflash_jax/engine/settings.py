@@ -147,7 +147,7 @@ class RuntimeConfig:
     attention: str | None = speed(
         None,
         "implementation of attention: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled "
-        "part. The Pallas kernels were never timed, and the one for TPUs never ran on a TPU",
+        "part. pallas-gpu is the default on H100 and H200 in bfloat16; pallas-tpu never ran on a TPU",
         unset="chosen by device and dtype",
         choices=lambda: CHOICES,
     )
