@@ -48,8 +48,8 @@ class ExportStage:
       licence: licence of the weights, for the model card.
       drafter_temperature: default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
-      tau: tokens per round of greedy trees of 8 nodes, as `treeflash bench run` measures it on prompts like those of its use;
-        a CPU drafts by default if its rounds cost fewer one-token steps; 0 stores none.
+      tau: tokens per round of greedy trees of 8 nodes, as `treeflash bench run` measures it on prompts like those of its
+        use, by which a CPU drafts by default or does not; 0 stores none.
       overwrite: replace the files of an earlier export in `out`; any other files are an error.
     """
 

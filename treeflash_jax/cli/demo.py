@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.columns import Columns
@@ -27,11 +27,10 @@ from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.cli.arguments import add_fields
 from treeflash_jax.core import devices, files, programs
-from treeflash_jax.core.devices import Device
 from treeflash_jax.engine import pairs
 
-PLAIN = "one token at a time"
-DRAFTED = "bold green"  # text of rounds that committed several tokens
+PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # ways of decoding
+SEVERAL = "bold green"  # text of rounds that committed several tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +38,7 @@ class Demo:
     """A pair, prompts by name, and a way of drafting."""
 
     text: str
-    drafter: str | None = None  # the one that ships for the verifier
     prompts: Mapping[str, str]
-    drafted: str = "TreeFlash tree"
     settings: Mapping[str, Any]
 
 
@@ -68,18 +65,12 @@ DEMOS = {
         settings={"builder": "best-first", "block_size": 8, "candidates": 4, "nodes": 8},
     ),
 }
-COPYING = replace(DEMOS["smollm2"], drafter="ngram", drafted="tree of n-grams", settings={"nodes": 16})
-
-
-def choose(pair: str, device: Device) -> Demo:
-    """Returns the demo of a pair: SmolLM2 drafts with n-grams on devices on which its own drafter does not pay."""
-    return COPYING if pair == "smollm2" and not device.drafting_pays(device.dtype) else DEMOS[pair]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Answers three prompts one token at a time and with drafting, side by side, draws a draft tree, and compares times."""
-    help = "smollm2: SmolLM2-135M-Instruct, with n-grams in place of its drafter on CPUs without bfloat16 instructions; "
-    help += "tiny: a toy model that ships with the package (default: smollm2 if its weights are on this machine, else tiny)"
+    help = "smollm2: SmolLM2-135M-Instruct; tiny: a toy model that ships with the package (default: smollm2 if its weights "
+    help += "are on this machine, else tiny)"
     parser.add_argument("--pair", choices=("smollm2", "tiny"), help=help)
     add_fields(parser, tf.GenerateConfig, "max_new_tokens", max_new_tokens=160)
     add_fields(parser, MeasuredSizes, "repeats", repeats=2)
@@ -97,17 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
     console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
         console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
-    demo = choose(pair, devices.here())
+    demo = DEMOS[pair]
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="tau is")  # of an answer of which little can be drafted
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # the live display says that programs are compiled
         with console.status(f"loading {pair}"):
-            model = tf.load(pair, drafter=demo.drafter)
+            model = tf.load(pair)
         console.print(demo.text + "\n")
         shared = {"max_new_tokens": arguments.max_new_tokens, "batch_size": 1}
-        ways = {PLAIN: {"builder": "none"}, demo.drafted: demo.settings}
+        ways = {PLAIN: {"builder": "none"}, DRAFTED: demo.settings}
         configs = {name: tf.GenerateConfig(**shared, **settings) for name, settings in ways.items()}
         systems = [System(name=name, model=model, config=config) for name, config in configs.items()]
         compiled = {system.name: Future() for system in systems}
@@ -178,7 +169,7 @@ def _race(
             clocks[name] += time.perf_counter() - start
             if isinstance(piece, tf.Chunk):
                 passes[name] = piece.rounds + 1
-                texts[name].append(piece.text, style=DRAFTED if len(piece.ids) > 1 and piece.rounds else "")
+                texts[name].append(piece.text, style=SEVERAL if len(piece.ids) > 1 and piece.rounds else "")
                 continue
             if piece.finished == "interrupted":  # Ctrl-C, which ends the demo too
                 raise KeyboardInterrupt
