@@ -116,16 +116,15 @@ def test_some_prompts_are_held_out_and_others_are_not(numbers, hold_out):
     assert compose._hold_out(8, list(numbers)) == hold_out
 
 
-COSTS = time_budget.Costs(answer=0.5, answers_start=10.0, start=30.0, step=2.0, evaluation=4.0)
+COSTS = time_budget.Costs(answer=0.5, answers_start=10.0, start=30.0, step=2.0, learn=0.1, evaluation=4.0)
 
 
 def test_a_plan_spends_the_time_and_counts_every_stage():
-    """Fixed costs first: 10 + 2 x 30 + 2 x 15 of 600 s; the remaining 500 s in shares of 45, 35, 15 and 15."""
-    assert list(pair.STAGES) == list(time_budget.SHARES)
-    plan, free = COSTS.plan(600.0), 500 / 1.1
+    """Fixed costs first: 10 + 2 x 30 + 2 x 15 of 600 s. Of the remaining 500 s, a second goes to an answer and 5 passes."""
+    plan = COSTS.plan(600.0)
     fixed = {"respond": 10, "drafter": 30, "head": 30, "export": 15, "measure": 15}
-    shares = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "export": 0, "measure": 0.15}
-    assert plan == pytest.approx({name: fixed[name] + free * shares[name] for name in fixed})
+    shares = {"respond": 0.35, "drafter": 0.35, "head": 0.15, "export": 0, "measure": 0.15}
+    assert list(pair.STAGES) == list(plan) and plan == pytest.approx({x: fixed[x] + 500 * shares[x] for x in fixed})
     later = COSTS.plan(300.0, "head")
     assert list(later) == ["head", "export", "measure"] and sum(later.values()) == pytest.approx(300)
     assert sum(COSTS.plan(1.0).values()) == 100, "the fixed costs"
@@ -139,12 +138,13 @@ def test_costs_are_measured(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(respond, "load_model", lambda stage: model)
     monkeypatch.setattr(respond, "collect_prompts", lambda *_: [SimpleNamespace(ids=[7, 8], source="asked")] * 40)
     monkeypatch.setattr(time_budget.time, "perf_counter", itertools.count(step=50.0).__next__)
-    composer = compose.Composer(settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16"))
+    composer, lengths = compose.Composer(settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16")), []
 
     def train(stage):
         assert (stage.loop.steps, stage.loop.evaluate_every) == (4, 2)
         assert len(packing.load_corpus(stage.sources, stage.data, None, 0).held_out["responses"]) > 0
-        speed = {"tokens_per_second": 8 * stage.data.sequence_length / 2.0}
+        lengths.append(stage.data.sequence_length)
+        speed = {"tokens_per_second": 8 * lengths[0] / 2.0}
         log = [{"step": i, "seconds": s} | speed for i, s in enumerate((20.0, 32.0, 34.0, 40.0), start=1)]
         (tmp_path / "timing" / "drafter").mkdir()
         write_lines(tmp_path / "timing" / "drafter" / "log.jsonl", log)
@@ -153,7 +153,12 @@ def test_costs_are_measured(prompts, tmp_path, monkeypatch):
     asked = composer.respond().stage
     costs = time_budget.measure_costs(composer, asked)
     assert costs == time_budget.Costs(
-        answer=8.0 * asked.max_new_tokens / (16 * 32), answers_start=42.0, start=50.0 - 8.0 - 4.0, step=2.0, evaluation=4.0
+        answer=8.0 * asked.max_new_tokens / (16 * 32),
+        answers_start=42.0,
+        start=50.0 - 8.0 - 4.0,
+        step=2.0,
+        learn=pytest.approx((asked.max_prompt_tokens + asked.max_new_tokens) * 2.0 / (8 * lengths[0])),
+        evaluation=4.0,
     )
     assert not (tmp_path / "timing").exists()
 

@@ -17,8 +17,10 @@ from train.runtime import hosts, watch
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 
-# Shares of the time that fixed costs leave, by stage in their order.
-SHARES = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "export": 0.0, "measure": 0.15}
+# Shares of the time that fixed costs leave. Answers and the first training have the rest, divided so that training makes
+# PASSES passes: from there on, more answers raise tau by more than more passes (notebooks/results, "How much training").
+LATER = {"head": 0.15, "export": 0.0, "measure": 0.15}
+PASSES = 5
 EVALUATED_SHARE = 0.2  # of a training stage
 TIMED_TOKENS, TIMED_STEPS = 32, 4
 TIMED_EVERY = 2  # steps between the two timed evaluations
@@ -34,6 +36,7 @@ class Costs:
       start: loading, compiling, the first evaluation and writing the result of a training stage. Later stages, which
         compile no training step, are taken to need half of it.
       step: one training step.
+      learn: one pass of training over one answer of full length.
       evaluation: any evaluation but the first.
     """
 
@@ -41,14 +44,17 @@ class Costs:
     answers_start: float
     start: float
     step: float
+    learn: float
     evaluation: float
 
     def plan(self, seconds: float, first: str = "respond") -> dict[str, float]:
         """Divides `seconds` among the stages from `first` on: the fixed costs of each, and shares of the others."""
-        start, names = self.start, list(SHARES)[list(SHARES).index(first) :]
+        answering, rest = self.answer / (self.answer + PASSES * self.learn), 1 - sum(LATER.values())
+        shares = {"respond": rest * answering, "drafter": rest * (1 - answering)} | LATER
+        start, names = self.start, list(shares)[list(shares).index(first) :]
         fixed = dict(respond=self.answers_start, drafter=start, head=start, export=start / 2, measure=start / 2)
-        free = max(0.0, seconds - sum(fixed[name] for name in names)) / sum(SHARES[name] for name in names)
-        return {name: fixed[name] + free * SHARES[name] for name in names}
+        free = max(0.0, seconds - sum(fixed[name] for name in names)) / sum(shares[name] for name in names)
+        return {name: fixed[name] + free * shares[name] for name in names}
 
     def training(self, seconds: float) -> tuple[int, int]:
         """Returns the numbers of steps and evaluations that fit into a training stage of `seconds`."""
@@ -110,10 +116,12 @@ def measure_costs(composer: Composer, responding: respond.RespondConfig) -> Cost
         seconds = time.perf_counter() - began
     log = watch.read_log(stage.run)
     shutil.rmtree(folder)
-    step = stage.loop.batch * stage.data.sequence_length / max(line.get("tokens_per_second", 0.0) for line in log)
+    seconds_per_token = 1 / max(line.get("tokens_per_second", 0.0) for line in log)
+    step = stage.loop.batch * stage.data.sequence_length * seconds_per_token
+    learn = (responding.max_prompt_tokens + responding.max_new_tokens) * seconds_per_token
     *_, before, last = (line["seconds"] for line in log)
     evaluation = max(0.1, last - before - step)
-    return Costs(answer, answers_start, max(0.0, seconds - TIMED_STEPS * step - evaluation), step, evaluation)
+    return Costs(answer, answers_start, max(0.0, seconds - TIMED_STEPS * step - evaluation), step, learn, evaluation)
 
 
 def _time_answers(settings: respond.RespondConfig) -> tuple[float, float]:
