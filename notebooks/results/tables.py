@@ -167,15 +167,6 @@ def latency() -> str:
     return section(f"candidates, children | {PHASES}", rows, f"{where}, jax {result['versions']['jax']}:", commands)
 
 
-def trained_h200() -> str:
-    """Formats tau and speedups of drafters that were trained on an accelerator."""
-    served, rows = read("training_h200.json")["served"], []
-    for system, name in (("shipped", "previous drafter"), ("new", "drafter that ships"), ("eagle", "EAGLE-3")):
-        found = [row for row in served["rows"] if row["system"] == f"joined-8, {system}"]
-        rows.append([name, *(f"{row['speedup']['value']:.2f} (tau {row['tau']:.2f})" for row in found)])
-    return table("drafter | GSM8K | HumanEval | MT-Bench | Vicuna", rows)
-
-
 def latency_smollm2() -> str:
     runs = read("latency_smollm2.json")
     rows = [[run["versions"]["jax"], nodes, *cells] for run in runs["results"] for nodes, cells in _phase_times(run)]
@@ -301,19 +292,28 @@ def drafters_smollm2() -> str:
     """Formats tau, costs and gains with 8 nodes, over all sets of prompts together and the gain for each."""
     results, rows = read("drafters_smollm2.json"), []
 
-    def total(run: str, drafter: str, top: str, bottom: str, prompts: str | None = None) -> float | None:
-        found = [x for x in results["runs"][run] if x["drafter"] == drafter and prompts in (None, x["set"])]
-        return sum(x[top] for x in found) / sum(x[bottom] for x in found) if found else None
+    def total(drafter: str, top: str, bottom: str, prompts: str | None = None) -> float:
+        found = [x for x in results["greedy"] if x["drafter"] == drafter and prompts in (None, x["set"])]
+        return sum(x[top] for x in found) / sum(x[bottom] for x in found)
 
-    for drafter, measured in results["drafters"].items():
-        run, times = measured["run"], measured["phases_ms"]
-        taus = total(run, drafter, "committed", "rounds"), total("sampled", drafter, "committed", "rounds")
-        pace = partial(total, run, top="tokens", bottom="seconds")
+    for drafter, times in results["phases_ms"].items():
+        pace = partial(total, top="tokens", bottom="seconds")
         gains = [pace(drafter, prompts=name) / pace("none", prompts=name) for name in (None, *results["sets"])]
-        cells = [f"{x:.2f}" if x else "" for x in (*taus, times["round"] / times["step"], *gains)]
-        rows.append([drafter, *cells])
-    header = f"drafter | tau | tau at T = 0.7 | round / step | speedup | {' | '.join(results['sets'].values())}"
-    return section(header, rows, f"{results['note']}:", results["commands"])
+        cells = total(drafter, "committed", "rounds"), times["round"] / times["step"], *gains
+        rows.append([drafter, *(f"{x:.2f}" for x in cells)])
+    header = f"drafter | tau | round / step | speedup | {' | '.join(results['sets'].values())}"
+    return section(header, rows, f"{results['note']}:", [results["command"]])
+
+
+def taus_smollm2() -> str:
+    """Formats tau by the number of nodes, and of sampling."""
+    results, rows = read("drafters_smollm2.json")["by_nodes"], {}
+    for row in results["rows"]:
+        column = f"{row['nodes']} nodes" + (f", T = {row['temperature']:g}" if row["temperature"] else "")
+        rows.setdefault(row["drafter"], {})[column] = f"{row['tau']:.2f}"
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    cells = [[name, *(row.get(column, "") for column in columns)] for name, row in rows.items()]
+    return section(f"drafter | {' | '.join(columns)}", cells, f"{results['note']}:", results["commands"])
 
 
 def small_runs() -> str:
@@ -371,7 +371,7 @@ def options() -> str:
 
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
-SHOWN += (latency_h200, trained_h200, small_runs, budget, accept_costs, fits, drafters_smollm2, drafter_rounds, train_steps)
+SHOWN += (latency_h200, small_runs, budget, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds, train_steps)
 SHOWN += (train_batches, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),

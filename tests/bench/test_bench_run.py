@@ -17,6 +17,7 @@ from treeflash_jax.bench.prompt_sets import FORMATS
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import check, commands
 from treeflash_jax.cli.commands import main
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"
@@ -295,6 +296,17 @@ def test_other_programs_are_systems(tmp_path, capsys):
     shown = capsys.readouterr().out
     speeds = next(line.split() for line in shown.splitlines() if line.split()[1:2] == ["text"])
     assert speeds[2:4] == ["40", "40"] and speeds[-3:] == ["0", "of", "2"]
+
+
+def test_a_later_turn_follows_the_ids_of_another_program(tmp_path):
+    """Without a text of its own, the text of its ids: here the last four of the prompt, which the next prompt repeats."""
+    code = "ids = question['prompt'][-4:]; print(json.dumps({'ids': ids, 'seconds': 0.1}), flush=True)"
+    (tmp_path / "other.py").write_text(f"import json, sys\nfor line in sys.stdin: question = json.loads(line); {code}\n")
+    words = ["--prompts", str(write_lines(tmp_path / "prompts.jsonl", PROMPTS[:1])), *SMALL[:2], "--max-new-tokens", "4"]
+    records = bench(tmp_path / "out.jsonl", *words, "--other", f"ids={sys.executable} {tmp_path / 'other.py'}")
+    decode = Tokenizer.load(locate("tiny")).decode
+    [record] = [record for record in records if record["system"] == "ids"]
+    assert len(record["ids"]) == 2 and record["texts"] == [decode(ids) for ids in record["ids"]]
 
 
 @pytest.mark.parametrize("code", ["pass", "print('hello')"])

@@ -122,6 +122,8 @@ class Peer(System):
             answer = self._ask({"prompt": ids} | settings)
             count = answer.get("tokens") or len(answer.get("ids", ()))
             given = {"text": answer.get("text"), "ids": answer.get("ids", []), "seconds": answer["seconds"]}
+            if given["text"] is None and self.model.tokenizer is not None:  # later turns follow it
+                given["text"] = self.model.tokenizer.decode(given["ids"])
             given |= {"prompt_ids": ids, "tokens_per_second": count / answer["seconds"], "compile_seconds": 0.0}
             results.append(tf.Result(**given, builder=PEER, accept_lengths=[], finished="stop"))
         return results
