@@ -48,8 +48,8 @@ class ExportStage:
       licence: licence of the weights, for the model card.
       drafter_temperature: default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
-      tau: tokens per round of greedy trees of 8 nodes, as `treeflash bench run` measures it on prompts like those of its
-        use, by which a CPU drafts by default or does not; 0 stores none.
+      tau: mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, as `treeflash bench run`
+        measures it on typical prompts. CPUs use it to decide whether to draft by default; 0 stores none.
       overwrite: replace the files of an earlier export in `out`; any other files are an error.
     """
 

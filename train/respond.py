@@ -41,7 +41,7 @@ from treeflash_jax.engine.prompts import Text
 from treeflash_jax.engine.results import Result
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
-OVERLAP = 8  # words in a row by which a prompt repeats one that is excluded
+OVERLAP = 8  # consecutive words
 FREE = ("out", "batch", "mesh", "replicas")  # settings that may change on continuing: no answer depends on them
 
 
@@ -58,8 +58,8 @@ class RespondConfig:
       temperatures: sampling temperatures, which successive prompts use in turn.
       max_new_tokens: largest number of tokens of an answer.
       max_prompt_tokens: longer prompts are left out.
-      exclude: JSONL files of prompts that the drafter will be evaluated on. Prompts that share OVERLAP words in a row with
-        one of them are left out.
+      exclude: JSONL files of prompts that the drafter will be evaluated on. Prompts that share eight consecutive words with
+        any of these are left out.
       thinking: ask the chat template for answers with thinking; drafters trained on them record it.
       template: further arguments of the chat template, by name.
       malformed: handling of records that cannot be used.
@@ -172,7 +172,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
 
 
 def runs(text: str) -> set[tuple[str, ...]]:
-    """Returns every OVERLAP words in a row, in lower case and without punctuation."""
+    """Returns every OVERLAP consecutive words, in lower case and without punctuation."""
     words = re.findall(r"\w+", text.lower())
     return {tuple(words[start : start + OVERLAP]) for start in range(len(words) - OVERLAP + 1)}
 

@@ -17,8 +17,8 @@ from train.runtime import hosts, watch
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 
-# Shares of the time that fixed costs leave. Answers and the first training have the rest, divided so that training makes
-# PASSES passes: from there on, more answers raise tau by more than more passes (notebooks/results, "How much training").
+# Shares of the time that is left after fixed costs. The remaining share goes to answers and the first training, such that
+# training makes PASSES passes (notebooks/results, "How much training").
 LATER = {"head": 0.15, "export": 0.0, "measure": 0.15}
 PASSES = 5
 EVALUATED_SHARE = 0.2  # of a training stage
@@ -36,7 +36,7 @@ class Costs:
       start: loading, compiling, the first evaluation and writing the result of a training stage. Later stages, which
         compile no training step, are taken to need half of it.
       step: one training step.
-      learn: one pass of training over one answer of full length.
+      learn: training once on one prompt and answer of full length.
       evaluation: any evaluation but the first.
     """
 

@@ -32,9 +32,9 @@ PEAK_RATES = {
     "TPU v5": (459e12, 2.77e12),
     "TPU v6 lite": (918e12, 1.64e12),
 }
-# Tokens per round from which drafting pays on CPUs without bfloat16 matrix instructions, by number of sequences.
-COSTS = {"bfloat16": {1: 1.65, 2: 2.45}, "float32": {1: 2.15}}
-USUAL_TAU = 2.0  # of drafters that do not say theirs
+# Tau at which answers of SmolLM2-135M take as long with trees of 8 nodes as one token at a time, by number of sequences.
+BREAK_EVEN_TAU = {"bfloat16": {1: 1.65, 2: 2.45}, "float32": {1: 2.15}}
+USUAL_TAU = 2.0  # assumed if a drafter states none
 HOPPER = ("NVIDIA H100", "NVIDIA H200")
 # Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo, and the instruction sets with them, as named in
 # --xla_cpu_max_isa.
@@ -88,11 +88,11 @@ class Device:
         return f"this CPU has {available[0]}" if available else "this CPU has no bfloat16 instructions"
 
     def drafting_pays(self, dtype: Any, sequences: int = 1, tau: float | None = None) -> bool:
-        """True if drafting a small tree is usually faster than one-token decoding.
+        """Returns True if drafting a small tree is expected to be faster than one-token decoding.
 
         An accelerator reads the same weights for a tree and for a token. On a CPU without bfloat16 matrix instructions,
-        time grows with the number of tokens: measured on SmolLM2-135M, whole answers with trees of 8 nodes take as long as
-        one-token decoding if a round adds as many tokens as COSTS says.
+        time grows with the number of tokens, and tau must exceed BREAK_EVEN_TAU. False for numbers of sequences that were
+        not measured.
 
         Args:
           sequences: number of sequences decoded together.
@@ -101,16 +101,17 @@ class Device:
         is_narrow = jnp.dtype(dtype) == jnp.bfloat16
         if not self.is_cpu or (is_narrow and self.features & MATRIX_INSTRUCTIONS):
             return True
-        costs = COSTS["bfloat16" if is_narrow and self.features & BFLOAT16_INSTRUCTIONS else "float32"]
-        return (tau or USUAL_TAU) > costs.get(sequences, math.inf)
+        needed = BREAK_EVEN_TAU["bfloat16" if is_narrow and self.features & BFLOAT16_INSTRUCTIONS else "float32"]
+        return (tau or USUAL_TAU) > needed.get(sequences, math.inf)
 
     def attention(self, dtype: Any, requested: str | None = None, head_dims: Collection[int] = ()) -> str:
         """Returns the requested attention implementation or the default for caches of `dtype` and heads of these sizes.
 
         On CPUs the fastest measured: "streamed" in float32, "xla" in bfloat16, where copying a part of the cache takes
         longer than it saves unless there are many queries, as in a prefill. On Hopper GPUs the Pallas kernel in bfloat16,
-        if it supports the heads: on an H200, rounds of Qwen3-4B with 16, 64 and 256 nodes take 2, 4 and 14 % less time with
-        it after 1,024 tokens, and 4, 19 and 32 % less after 4,096. Not measured on other devices.
+        for head sizes that are powers of two, at least 16: with it, rounds of Qwen3-4B with 16, 64 and 256 nodes take 2, 4
+        and 14 % less time on an H200 after 1,024 tokens, and 4, 19 and 32 % less after 4,096. Not measured on an H100 or
+        other accelerators.
 
         Raises ValueError for another backend's Pallas kernel; a CPU interprets all of them.
         """

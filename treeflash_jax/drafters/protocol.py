@@ -34,8 +34,8 @@ class DrafterSizes:
       num_nodes: default number of verified nodes, root included.
       drafter_temperature: default temperature of the draft distribution.
       sampled_above: sequences of at least this temperature get a sampled tree by default; None: none do.
-      tau: tokens per round of a greedy tree of 8 nodes on typical prompts, by which a CPU drafts by default or does not;
-        None: not known.
+      tau: mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, on typical prompts. CPUs
+        use it to decide whether to draft by default; None: not known.
       thinking: optional. Whether it was trained on answers with thinking; None: its files do not say.
     """
 
