@@ -49,8 +49,8 @@ class Costs:
 
     def plan(self, seconds: float, first: str = "respond") -> dict[str, float]:
         """Divides `seconds` among the stages from `first` on: the fixed costs of each, and shares of the others."""
-        answering, rest = self.answer / (self.answer + PASSES * self.learn), 1 - sum(LATER.values())
-        shares = {"respond": rest * answering, "drafter": rest * (1 - answering)} | LATER
+        answering, both = self.answer / (self.answer + PASSES * self.learn), 1 - sum(LATER.values())
+        shares = {"respond": both * answering, "drafter": both * (1 - answering)} | LATER
         start, names = self.start, list(shares)[list(shares).index(first) :]
         fixed = dict(respond=self.answers_start, drafter=start, head=start, export=start / 2, measure=start / 2)
         free = max(0.0, seconds - sum(fixed[name] for name in names)) / sum(shares[name] for name in names)
