@@ -39,12 +39,13 @@ def test_the_default_dtype_is_the_faster_one(device, dtype, reason):
 def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, candidates, block_size):
     model = tf.load("tiny", dtype="float32")
 
-    def sizes(drafter=model.drafter, **settings):
-        plan = make_plan(tf.GenerateConfig(builder="best-first", **settings), model.verifier, drafter, jnp.float32, device)
+    def sizes(drafter=model.drafter, dtype=jnp.bfloat16, **settings):
+        plan = make_plan(tf.GenerateConfig(builder="best-first", **settings), model.verifier, drafter, dtype, device)
         return plan.num_nodes, getattr(plan.draft, "candidates", None), getattr(plan.drafter, "block_size", None)
 
     assert (model.drafter.num_nodes, model.drafter.block_size) == (16, 16)
     assert sizes() == (nodes, candidates, block_size)
+    assert sizes(dtype=jnp.float32) == ((8, 8, 8) if device.is_cpu else (nodes, candidates, block_size))
     assert sizes(nodes=24, candidates=5) == (24, 5, 16) and sizes(nodes="auto") == (16, candidates, 16)
     assert sizes(replace(model.drafter, num_nodes=4)) == (4, candidates, 4 if nodes == 8 else 16)
     assert sizes(nodes=5) == (5, candidates, 16), "rounds of different sizes share their draft"

@@ -8,10 +8,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -98,10 +98,10 @@ class Device:
           sequences: number of sequences decoded together.
           tau: tokens that a round adds (`DrafterSizes.tau`); None: USUAL_TAU.
         """
-        is_narrow = jnp.dtype(dtype) == jnp.bfloat16
-        if not self.is_cpu or (is_narrow and self.features & MATRIX_INSTRUCTIONS):
+        features = self.in_dtype(dtype).features
+        if not self.is_cpu or features & MATRIX_INSTRUCTIONS:
             return True
-        needed = BREAK_EVEN_TAU["bfloat16" if is_narrow and self.features & BFLOAT16_INSTRUCTIONS else "float32"]
+        needed = BREAK_EVEN_TAU["bfloat16" if features & BFLOAT16_INSTRUCTIONS else "float32"]
         return (tau or USUAL_TAU) > needed.get(sequences, math.inf)
 
     def attention(self, dtype: Any, requested: str | None = None, head_dims: Collection[int] = ()) -> str:
@@ -141,6 +141,10 @@ class Device:
         if requested not in ("auto", "chunked", "splash" if self.is_cpu else kernel):
             raise ValueError(f"got attention {requested!r} on a {self.backend}, expected 'auto' or 'chunked'")
         return (kernel or "chunked") if requested == "auto" else requested
+
+    def in_dtype(self, dtype: Any) -> Self:
+        """Returns this device without the instructions that weights of `dtype` do not use."""
+        return self if jnp.dtype(dtype) == jnp.bfloat16 else replace(self, features=self.features - BFLOAT16_INSTRUCTIONS)
 
     @property
     def pays_per_token(self) -> bool:

@@ -148,7 +148,7 @@ def make_plan(
       config: checked settings; `nodes` "auto" counts as None, since its buckets come from a calibration.
       drafter: sizes of the drafter; None decodes one token at a time.
     """
-    device, config = device or devices.here(), settings_class()(**vars(config))
+    device, config = (device or devices.here()).in_dtype(dtype), settings_class()(**vars(config))
     head_dims = {config.head_dim for config in (verifier, getattr(drafter, "layers", verifier))}
     shared: dict[str, Any] = {
         "verifier": verifier,
