@@ -306,11 +306,10 @@ def drafters_smollm2() -> str:
 
 
 def taus_smollm2() -> str:
-    """Formats tau by the number of nodes, and of sampling."""
+    """Formats tau by the number of nodes."""
     results, rows = read("drafters_smollm2.json")["by_nodes"], {}
     for row in results["rows"]:
-        column = f"{row['nodes']} nodes" + (f", T = {row['temperature']:g}" if row["temperature"] else "")
-        rows.setdefault(row["drafter"], {})[column] = f"{row['tau']:.2f}"
+        rows.setdefault(row["drafter"], {})[f"{row['nodes']} nodes"] = f"{row['tau']:.2f}"
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     cells = [[name, *(row.get(column, "") for column in columns)] for name, row in rows.items()]
     return section(f"drafter | {' | '.join(columns)}", cells, f"{results['note']}:", results["commands"])
