@@ -149,7 +149,7 @@ def make_plan(
       drafter: sizes of the drafter; None decodes one token at a time.
     """
     device, config = (device or devices.here()).in_dtype(dtype), settings_class()(**vars(config))
-    head_dims = {config.head_dim for config in (verifier, getattr(drafter, "layers", verifier))}
+    head_dims = {layers.head_dim for layers in (verifier, getattr(drafter, "layers", verifier))}
     shared: dict[str, Any] = {
         "verifier": verifier,
         "log_probs": config.log_probs,

@@ -23,6 +23,7 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.trees.shape import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
+MEASURED = ("sampled_above", "tau")  # fields of a drafter that are written only if they are known
 
 
 class DFlash(Dialect):
@@ -105,8 +106,7 @@ class TreeFlash(DFlash):
 
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
         treeflash = keys.table("treeflash_config")
-        measured = ("sampled_above", "tau")
-        treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", *measured})
+        treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", *MEASURED})
         heads = {module.FILE_NAME: head for head, module in HEADS.items()}
         head = treeflash.raw.get("ar_approximation")
         if not isinstance(head, str | None) or head not in heads:
@@ -117,7 +117,7 @@ class TreeFlash(DFlash):
             head_rank=treeflash.whole("head_rank", DrafterConfig.head_rank),
             num_nodes=treeflash.whole("candidate_tokens", 16, most=MAX_NODES),
             drafter_temperature=treeflash.number("drafter_temperature", 1.0),
-            **{name: treeflash.number(name) for name in measured if name in treeflash.raw},
+            **{name: treeflash.number(name) for name in MEASURED if name in treeflash.raw},
         )
 
     def to_hf(self, config: DrafterConfig) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class TreeFlash(DFlash):
             "candidate_tokens": config.num_nodes,
             "ar_approximation": HEADS[config.head].FILE_NAME,
             "drafter_temperature": config.drafter_temperature,
-            **{name: value for name in ("sampled_above", "tau") if (value := getattr(config, name)) is not None},
+            **{name: value for name in MEASURED if (value := getattr(config, name)) is not None},
             **({} if config.head_rank == DrafterConfig.head_rank else {"head_rank": config.head_rank}),
         }
         return super().to_hf(config) | {"treeflash_config": treeflash}
