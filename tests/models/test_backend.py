@@ -30,14 +30,15 @@ def exact(equation: str, *arrays) -> np.ndarray:
     return np.einsum(equation, *(np.asarray(x, np.float64) for x in arrays))
 
 
+@pytest.mark.parametrize("dtype, rounding", [(jnp.bfloat16, 2.0**-8), (jnp.float32, 1e-5)])
 @pytest.mark.parametrize("length", [1, 5])
-def test_products_are_rounded_once(backend_form, length):
+def test_products_are_rounded_once(backend_form, length, dtype, rounding):
     for equation in EQUATIONS:
-        x, weight = operands(equation, length)
+        x, weight = operands(equation, length, dtype)
         got = jax.jit(partial(products.product, equation))(x, weight)
         expected = exact(equation, x, weight)
-        assert got.dtype == jnp.bfloat16 and got.shape == expected.shape
-        step = 2.0**-8 * np.abs(expected) + 1e-6
+        assert got.dtype == dtype and got.shape == expected.shape
+        step = rounding * np.abs(expected) + (1e-6 if dtype == jnp.bfloat16 else 1e-5)
         assert np.all(np.abs(np.asarray(got, np.float64) - expected) <= step), equation
 
 
@@ -89,6 +90,18 @@ def test_on_a_cpu_products_accumulate_in_float32_over_four_vectors_at_least(leng
     assert re.findall(r"lhs_contracting_dims={(\d)}", backward) == ["1"] * 3, "slow over the first axis"
 
 
+@needs_cpu
+@pytest.mark.parametrize("length", [1, 3])
+def test_on_a_cpu_a_float32_weight_is_not_copied(length):
+    """The einsum of these equations would transpose it in every pass; on the right of a product, YNNPACK would."""
+    for equation in ("btd,hed->bthe", "btd,fd->btf", "btf,df->btd"):
+        x, weight = operands(equation, length, jnp.float32)
+        inputs, outputs = x.shape[-1], weight.size // x.shape[-1]
+        text = jax.jit(partial(products.product, equation)).lower(x, weight).compile().as_text()
+        assert not re.search(rf"f32\[{inputs},{outputs}\]", text), f"{equation}: a transposed copy"
+        assert length == 1 or dots(text) == [("f32", outputs)], f"{equation}: not on the left"
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_on_accelerators_products_are_einsums(platform):
     """They are given the einsum and its gradient, in bfloat16."""
@@ -103,9 +116,8 @@ def test_on_accelerators_products_are_einsums(platform):
     assert got == expected and any("bf16" in line for line in got) and not any("f32" in line for line in got)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_products_of_other_dtypes_are_plain_einsums(dtype):
-    x, weight = operands("btd,df->btf", dtype=dtype)
+def test_products_of_other_dtypes_are_plain_einsums():
+    x, weight = operands("btd,df->btf", dtype=jnp.float16)
     np.testing.assert_array_equal(products.product("btd,df->btf", x, weight), jnp.einsum("btd,df->btf", x, weight))
 
 

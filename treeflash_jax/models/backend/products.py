@@ -3,7 +3,8 @@
 The plain form is an einsum in the operands' dtype. XLA's CPU backend runs a bfloat16 product at the machine's rate only as
 a matrix product that accumulates in float32, is rounded afterwards and sums over the last axis of its left matrix. Products
 from bfloat16 to bfloat16, with a single vector, or summed over the first axis (the gradient of a weight) take two to five
-times as long. Results are the same: accelerators accumulate in float32 too.
+times as long. A float32 product reads its left matrix as it is and copies its right one into another order, so the weight
+is on the left. Results are the same: accelerators accumulate in float32 too.
 
 Shape suffixes: n activation vectors (all leading axes flattened), i input axes flattened, o output axes flattened; and of
 attention, b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
@@ -17,7 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax.core import sharding
+
 MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
+MOST_ON_THE_RIGHT = 512  # float32 vectors that a CPU has on the right; with more, transposing the result takes longer
 SHORTEST_HALVED = 16  # axes up to this length are not halved for their maximum
 FEW_QUERIES = 8  # queries per key/value head up to which a CPU multiplies with the keys on the left
 
@@ -33,9 +37,12 @@ def product(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -
     """
     if dtype not in (None, x.dtype):
         return _on_cpu(equation, x, weight, dtype)
-    if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
-        return jnp.einsum(equation, x, weight)
-    return _narrow(equation, x, weight)
+    if x.dtype == weight.dtype == jnp.bfloat16:
+        return _narrow(equation, x, weight)
+    plain = partial(jnp.einsum, equation)
+    if x.dtype == weight.dtype == jnp.float32 and sharding.current() is None:  # flattened, some sharded axes are gathered
+        return lax.platform_dependent(x, weight, cpu=partial(_wide_on_cpu, equation), default=plain)
+    return plain(x, weight)
 
 
 def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
@@ -88,27 +95,36 @@ _narrow.defvjp(_forward, _backward)
 
 
 def _on_cpu(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
-    x_ni, matrix, summed, inputs_first = _as_matrices(equation, x, weight)
-    y_no = _padded_product("ni,io->no" if inputs_first else "ni,oi->no", x_ni, matrix, dtype)
-    outputs = weight.shape[summed:] if inputs_first else weight.shape[: weight.ndim - summed]
-    return y_no.reshape(*x.shape[: x.ndim - summed], *outputs)
+    x_ni, matrix, inputs_first, shape = _as_matrices(equation, x, weight)
+    return _padded_product("ni,io->no" if inputs_first else "ni,oi->no", x_ni, matrix, dtype).reshape(shape)
+
+
+def _wide_on_cpu(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiplies in float32. On the right, a weight summed over its last axis would be copied in every product."""
+    x_ni, matrix, inputs_first, shape = _as_matrices(equation, x, weight)
+    if inputs_first or not 1 < x_ni.shape[0] <= MOST_ON_THE_RIGHT:
+        return jnp.einsum("ni,io->no" if inputs_first else "ni,oi->no", x_ni, matrix).reshape(shape)
+    y_on = lax.optimization_barrier(jnp.einsum("oi,in->on", matrix, x_ni.T))  # without it, XLA would swap the sides
+    return y_on.T.reshape(shape)
 
 
 def _backward_on_cpu(equation: str, x: jax.Array, weight: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x_ni, matrix, _, inputs_first = _as_matrices(equation, x, weight)
+    x_ni, matrix, inputs_first, _ = _as_matrices(equation, x, weight)
     grad_no = grad.reshape(x_ni.shape[0], -1)
     grad_x = _padded_product("no,io->ni" if inputs_first else "no,oi->ni", grad_no, matrix)
     grad_weight = _sum_over_vectors(*((x_ni, grad_no) if inputs_first else (grad_no, x_ni)))
     return grad_x.reshape(x.shape), grad_weight.reshape(weight.shape)
 
 
-def _as_matrices(equation: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, int, bool]:
-    """Returns [n, i] and [i, o] or [o, i], the number of summed axes, and whether they are the weight's first."""
+def _as_matrices(equation: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, bool, tuple[int, ...]]:
+    """Returns [n, i] and [i, o] or [o, i], whether the summed axes are the weight's first, and the shape of the product."""
     x_axes, weight_axes = equation.replace("...", "").split("->")[0].split(",")
     summed = "".join(axis for axis in x_axes if axis in weight_axes)
-    size, inputs_first = math.prod(x.shape[x.ndim - len(summed) :]), weight_axes.startswith(summed)
-    x_ni = x.reshape(-1, size)
-    return x_ni, weight.reshape((size, -1) if inputs_first else (-1, size)), len(summed), inputs_first
+    kept, size = x.ndim - len(summed), math.prod(x.shape[x.ndim - len(summed) :])
+    inputs_first = weight_axes.startswith(summed)
+    outputs = weight.shape[len(summed) :] if inputs_first else weight.shape[: weight.ndim - len(summed)]
+    matrix = weight.reshape((size, -1) if inputs_first else (-1, size))
+    return x.reshape(-1, size), matrix, inputs_first, (*x.shape[:kept], *outputs)
 
 
 def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
