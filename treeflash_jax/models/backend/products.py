@@ -21,7 +21,7 @@ from jax import lax
 from treeflash_jax.core import sharding
 
 MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
-MOST_ON_THE_RIGHT = 512  # float32 vectors that a CPU has on the right; with more, transposing the result takes longer
+MOST_ON_THE_RIGHT = 48  # float32 vectors that a CPU has on the right; with more, transposing the result takes longer
 SHORTEST_HALVED = 16  # axes up to this length are not halved for their maximum
 FEW_QUERIES = 8  # queries per key/value head up to which a CPU multiplies with the keys on the left
 
