@@ -40,7 +40,7 @@ def test_the_default_decodes_plainly_with_one_note(alone, trained, caplog):
 
 
 @pytest.mark.parametrize(
-    ("features", "most", "most_if_stated"), [((), 0, 1), (("avx512_bf16",), 1, 2), (("avx512_bf16", "amx_bf16"), 8, 8)]
+    ("features", "most", "most_if_stated"), [((), 0, 2), (("avx512_bf16",), 1, 2), (("avx512_bf16", "amx_bf16"), 8, 8)]
 )
 def test_the_default_drafts_if_that_pays(features, most, most_if_stated, trained, monkeypatch, caplog):
     """On a CPU without bfloat16 matrix instructions only a few sequences together, more if the drafter states its tau."""
@@ -59,10 +59,11 @@ def test_the_default_drafts_if_that_pays(features, most, most_if_stated, trained
         builder = narrow.plan(narrow.resolve(config, settings, count)).builder
         assert builder == ("best-first" if together <= most else "none"), (count, settings)
     assert ("for 2 sequences at a time" in caplog.text) == (most == 1)
-    for weights, at_most in ((trained.weights, 1), (bfloat16, most_if_stated)):
-        good = TreeFlash(trained.verifier, weights, drafter=replace(trained.drafter, tau=2.5))
-        builders = [good.plan(good.resolve(config, {}, count)).builder for count in (1, 2, 3)]
-        assert builders == ["best-first" if count <= at_most else "none" for count in (1, 2, 3)]
+    for weights, at_most in ((trained.weights, 2), (bfloat16, most_if_stated)):
+        for tau, most in ((2.5, at_most), (3.5, max(4, at_most))):
+            good = TreeFlash(trained.verifier, weights, drafter=replace(trained.drafter, tau=tau))
+            builders = [good.plan(good.resolve(config, {}, count)).builder for count in (1, 2, 3, 5)]
+            assert builders == ["best-first" if count <= most else "none" for count in (1, 2, 3, 5)]
     lookup = TreeFlash(trained.verifier, Weights(trained.weights.verifier, {}), drafter=NgramConfig())
     assert lookup.plan(lookup.resolve(config, {})).builder == "best-first", "without a match, it costs nothing"
     for device in (Device("gpu", "NVIDIA H200"), Device("tpu", "TPU v5 lite")):

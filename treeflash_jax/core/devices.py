@@ -33,7 +33,7 @@ PEAK_RATES = {
     "TPU v6 lite": (918e12, 1.64e12),
 }
 # Tau at which answers of SmolLM2-135M take as long with trees of 8 nodes as one token at a time, by number of sequences.
-BREAK_EVEN_TAU = {"bfloat16": {1: 1.65, 2: 2.45}, "float32": {1: 2.15}}
+BREAK_EVEN_TAU = {"bfloat16": {1: 1.65, 2: 2.05, 4: 3.1}, "float32": {1: 2.05, 2: 2.05, 4: 3.1}}
 USUAL_TAU = 2.0  # assumed if a drafter states none
 HOPPER = ("NVIDIA H100", "NVIDIA H200")
 # Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo, and the instruction sets with them, as named in
@@ -91,8 +91,8 @@ class Device:
         """Returns True if drafting a small tree is expected to be faster than one-token decoding.
 
         An accelerator reads the same weights for a tree and for a token. On a CPU without bfloat16 matrix instructions,
-        time grows with the number of tokens, and tau must exceed BREAK_EVEN_TAU. False for numbers of sequences that were
-        not measured.
+        time grows with the number of tokens, and tau must exceed BREAK_EVEN_TAU of that number of sequences or the next
+        larger one that was measured.
 
         Args:
           sequences: number of sequences decoded together.
@@ -102,7 +102,7 @@ class Device:
         if not self.is_cpu or features & MATRIX_INSTRUCTIONS:
             return True
         needed = BREAK_EVEN_TAU["bfloat16" if features & BFLOAT16_INSTRUCTIONS else "float32"]
-        return (tau or USUAL_TAU) > needed.get(sequences, math.inf)
+        return (tau or USUAL_TAU) > min((least for count, least in needed.items() if count >= sequences), default=math.inf)
 
     def attention(self, dtype: Any, requested: str | None = None, head_dims: Collection[int] = ()) -> str:
         """Returns the requested attention implementation or the default for caches of `dtype` and heads of these sizes.

@@ -1,0 +1,118 @@
+"""Measures tau of trees of a verifier's true marginals, the best that a drafter without a conditional head can predict.
+
+    treeflash bench run ... --systems ar --out answers.jsonl
+    python notebooks/results/true_marginals.py MODEL answers.jsonl PROMPTS... --nodes 4 8 16
+
+The marginal of a depth is the verifier's distribution of that token, averaged over continuations sampled at temperature 1.
+Trees are best-first over products of marginals, as in DDTree, and follow the greedy answers of the first command.
+
+Shape suffixes: n continuations, t positions of the text, v vocabulary, c kept tokens.
+"""
+
+import argparse
+import heapq
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import treeflash_jax as tf
+from treeflash_jax.bench import prompt_sets
+from treeflash_jax.core import devices
+from treeflash_jax.models import kv_cache, verifier
+
+KEPT = 32  # likeliest tokens of a depth
+PIECE = 64  # texts are padded to multiples of it
+
+
+@partial(devices.jit, static_argnames=("config", "samples", "depths"))
+def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int):
+    """Returns the likeliest tokens after the first `length` of a text and their probabilities, each [depths, c]."""
+    positions_1t = jnp.arange(ids_1t.shape[1])[None]
+    text = verifier.forward(weights, config, ids_1t, positions_1t, verifier.causal_mask(1, ids_1t.shape[1]))
+    dtype = text.hidden_btd.dtype
+    cache = kv_cache.allocate(config, samples, ids_1t.shape[1] + depths, dtype)
+    repeated = jax.tree.map(lambda new: jnp.repeat(new, samples, axis=0), text.new_kv)
+    cache = kv_cache.append(cache, repeated, jnp.full(samples, length))
+    hidden_nd = jnp.repeat(text.hidden_btd[:, length - 1], samples, axis=0)
+    kept = []
+    for depth in range(depths):
+        logits_nv = verifier.logits(weights, hidden_nd[:, None])[:, 0].astype(jnp.float32)
+        kept.append(jax.lax.top_k(jnp.mean(jax.nn.softmax(logits_nv), axis=0), KEPT))
+        tokens_n1 = jax.random.categorical(jax.random.fold_in(key, depth), logits_nv)[:, None]
+        mask = jnp.ones((samples, 1, 1), bool)
+        new = verifier.forward(weights, config, tokens_n1, cache.length_b[:, None], mask, cache)
+        cache, hidden_nd = kv_cache.append(cache, new.new_kv, jnp.ones(samples, jnp.int32)), new.hidden_btd[:, 0]
+    probabilities, ids = (jnp.stack(values) for values in zip(*kept, strict=True))
+    return ids, probabilities
+
+
+def likeliest_paths(probabilities: np.ndarray, count: int) -> set[tuple[int, ...]]:
+    """Returns the `count` likeliest paths, as ranks of their tokens by depth."""
+    logs, paths = np.log(np.maximum(probabilities, 1e-30)), set()
+    heap = [(-logs[0, 0], (0,))]
+    while len(paths) < count:
+        cost, path = heapq.heappop(heap)
+        paths.add(path)
+        depth, rank = len(path), path[-1]
+        if depth < len(logs):
+            heapq.heappush(heap, (cost - logs[depth, 0], (*path, 0)))
+        if rank + 1 < logs.shape[1]:
+            heapq.heappush(heap, (cost + logs[depth - 1, rank] - logs[depth - 1, rank + 1], (*path[:-1], rank + 1)))
+    return paths
+
+
+def accepted(ids: np.ndarray, paths: set[tuple[int, ...]], answer: list[int]) -> int:
+    """Returns how many tokens of the answer a tree of these paths holds."""
+    path = ()
+    for depth, token in enumerate(answer[: len(ids)]):
+        (rank,) = np.flatnonzero(ids[depth] == token)[:1] if token in ids[depth] else (-1,)
+        if (*path, rank) not in paths:
+            break
+        path = (*path, rank)
+    return len(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("answers", help="output file of `treeflash bench run --systems ar`")
+    parser.add_argument("prompts", nargs="+")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8])
+    parser.add_argument("--samples", type=int, default=64, help="continuations of every position")
+    parser.add_argument("--depths", type=int, default=7)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.set_defaults(limit=None)
+    arguments = parser.parse_args()
+    model = tf.load(arguments.model, dtype=arguments.dtype)
+    prompts = {prompt.id: prompt for prompt in prompt_sets.chosen_prompts(arguments)}
+    tokens, rounds = dict.fromkeys(arguments.nodes, 0), dict.fromkeys(arguments.nodes, 0)
+    for line in open(arguments.answers):
+        record = json.loads(line)
+        for turn, answer in enumerate(record["ids"]):
+            chat = prompt_sets.make_chat(prompts[record["prompt_id"]], record["settings"]["format"], record["texts"][:turn])
+            prompt, drafts = model.encode(chat), {}
+            for nodes in arguments.nodes:
+                root = 0
+                while root < len(answer) - 1:
+                    if root not in drafts:
+                        text = [*prompt, *answer[: root + 1]]
+                        padded = np.zeros((1, -(-len(text) // PIECE) * PIECE), np.int32)
+                        padded[0, : len(text)] = text
+                        sizes = dict(samples=arguments.samples, depths=arguments.depths)
+                        drawn = jax.random.fold_in(jax.random.key(turn), root)
+                        found = marginals(model.weights.verifier, padded, len(text), drawn, config=model.verifier, **sizes)
+                        drafts[root] = jax.device_get(found)
+                    ids, probabilities = drafts[root]
+                    paths = likeliest_paths(probabilities, nodes - 1)
+                    gained = min(accepted(ids, paths, answer[root + 1 :]) + 1, len(answer) - 1 - root)
+                    root, tokens[nodes], rounds[nodes] = root + gained, tokens[nodes] + gained, rounds[nodes] + 1
+        print(
+            {nodes: round(tokens[nodes] / rounds[nodes], 3) for nodes in arguments.nodes}, record["prompt_id"], flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
