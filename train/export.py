@@ -3,7 +3,7 @@
     python -m train.export run=runs/head out=my-drafter step=best
 
 RUN/model already holds the drafter of the last step; this command is for other checkpoints, dialects and dtypes, and for
-the card. It loads the folder again and prints its tau on a few held-out prompts.
+the card. It loads the folder again, measures its tau on a few held-out prompts, and stores it.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
 from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
-from treeflash_jax.core.checks import bounded, clipped
+from treeflash_jax.core.checks import bounded, clipped, read_json
 from treeflash_jax.formats import draft_vocabulary, models, storage
 
-TAU_PROMPTS, TAU_TOKENS = 4, 32
+TAU_PROMPTS, TAU_TOKENS, TAU_NODES, TAU_NGRAMS = 8, 64, 8, 8  # the last two as in a CPU's default tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ class ExportStage:
       drafter_temperature: default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
       tau: mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, as `treeflash bench run`
-        measures it on typical prompts. CPUs use it to decide whether to draft by default; 0 stores none.
+        measures it on typical prompts. CPUs use it to decide whether to draft by default; 0 stores that of a few held-out
+        prompts.
       overwrite: replace the files of an earlier export in `out`; any other files are an error.
     """
 
@@ -88,9 +89,13 @@ def main(settings: ExportStage) -> None:
         listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
         if listed.exists():
             files.write(out / draft_vocabulary.NAME, listed.read_bytes())
+        tau, line = measure_tau(trained, out)
+        if tau and not settings.tau:
+            drafter = dataclasses.replace(drafter, tau=round(tau, 2))
+            raw = read_json(out / "config.json") | models.writable(dialect).to_hf(drafter)
+            files.write(out / "config.json", json.dumps(raw, indent=2) + "\n")
         files.write(out / "README.md", card(settings, trained, drafter, dialect, step))
-        tau = measure_tau(trained, out)
-    print(f"wrote {settings.out} from step {step}\n{tau}")
+    print(f"wrote {settings.out} from step {step}\n{line}")
 
 
 def read_params(settings: ExportStage, trained: DraftingStage, task: TrainTask) -> tuple[int, Any]:
@@ -103,26 +108,26 @@ def read_params(settings: ExportStage, trained: DraftingStage, task: TrainTask) 
         return step, checkpoints.load(step, abstract_state(task, transform, batch, mesh)).params
 
 
-def measure_tau(trained: DraftingStage, folder: Path) -> str:
-    """Returns a line with the tau of a drafter's folder on a few held-out prompts, or why there is none."""
+def measure_tau(trained: DraftingStage, folder: Path) -> tuple[float | None, str]:
+    """Returns the tau of a drafter's folder on a few held-out prompts, None if it cannot be measured, and a line on it."""
     try:
         few = [  # drawn at random: to read all records may take minutes
             dataclasses.replace(source, limit=min(source.limit or limit, limit))
             for source in trained.sources
-            if source.format != "text" and (limit := 2 * TAU_PROMPTS * source.hold_out)
+            if source.format != "text" and (limit := TAU_PROMPTS * source.hold_out)
         ]
         corpus = few and packing.load_corpus(few, trained.data, trained.tokenizer, trained.loop.seed)
         prompts = held_out_prompts(corpus, TAU_PROMPTS) if corpus else []
         if not prompts:
             raise ValueError("the sources hold out no prompt")
         model = tf.load(verifier=trained.verifier, drafter=folder, thinking=bool(trained.data.thinking))
-        shape = {"builder": "best-first", "nodes": model.drafter.num_nodes}
+        shape = {"builder": "best-first", "nodes": TAU_NODES, "ngrams": TAU_NGRAMS}
         answers = model.generate_each(prompts, **shape, max_new_tokens=TAU_TOKENS)
         tau = statistics.fmean([length for _, result in answers for length in result.accept_lengths])
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # no data or verifier here, or too little memory
-        return f"tau was not measured: {clipped(error)}"
-    how = f"{len(prompts)} held-out prompts, greedy, {TAU_TOKENS} new tokens, trees of {shape['nodes']} nodes"
-    return f"tau {tau:.2f} of the folder loaded again: {how}"
+        return None, f"tau was not measured: {clipped(error)}"
+    how = f"{len(prompts)} held-out prompts, greedy, {TAU_TOKENS} new tokens, trees of {TAU_NODES} nodes with n-grams"
+    return tau, f"tau {tau:.2f} of the folder loaded again: {how}"
 
 
 def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfig) -> int:

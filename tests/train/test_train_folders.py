@@ -112,19 +112,24 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     assert (tmp_path / "out" / draft_vocabulary.NAME).read_text() == listed.read_text()
     assert len(parsed) == 80, "of 120 records, eight for each of ten that are held out"
     part = replace(settings, sources=(replace(settings.sources[0], limit=80),))
-    model, prompts = tf.load(verifier=settings.verifier, drafter=tmp_path / "out"), held_out_prompts(part.corpus, 4)
-    results = model.generate(prompts, builder="best-first", nodes=16, max_new_tokens=32)
+    model, prompts = tf.load(verifier=settings.verifier, drafter=tmp_path / "out"), held_out_prompts(part.corpus, 8)
+    results = model.generate(prompts, builder="best-first", nodes=8, ngrams=8, max_new_tokens=64)
     tau = statistics.mean(length for result in results for length in result.accept_lengths)
-    assert f"\ntau {tau:.2f} of the folder loaded again: 4 held-out prompts" in capsys.readouterr().out
+    assert f"\ntau {tau:.2f} of the folder loaded again: {len(prompts)} held-out prompts" in capsys.readouterr().out
+    del chosen["tau"]
+    export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "measured"), dtype="float32", **chosen))
+    assert models.read_drafter_config(tmp_path / "measured") == replace(stored, tau=round(tau, 2))
+    assert f"tau of 8 nodes | {tau:.2f}".rstrip("0") in (tmp_path / "measured" / "README.md").read_text()
     other = export.ExportStage(run=str(tmp_path), out=str(tmp_path / "new"))
     refused(lambda: export.main(other), "got no settings.toml, expected the run= of a stage")
     without_data = toy_training.settings(toy, "sources.0.hold_out=0")
-    assert export.measure_tau(without_data, tmp_path / "out") == "tau was not measured: the sources hold out no prompt"
+    no_prompt = None, "tau was not measured: the sources hold out no prompt"
+    assert export.measure_tau(without_data, tmp_path / "out") == no_prompt
     with monkeypatch.context() as patch:
         patch.setattr(tf, "load", Mock(side_effect=jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of memory\nand more")))
         shown = export.measure_tau(settings, tmp_path / "out")
-    assert shown == "tau was not measured: RESOURCE_EXHAUSTED: of memory and more"
-    for name in chosen:
+    assert shown == (None, "tau was not measured: RESOURCE_EXHAUSTED: of memory and more")
+    for name in (*chosen, "tau"):
         words = [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"]
         refused(partial(run_config.load, export.ExportStage, None, words), f"got {name} = -1.0, expected at least 0")
     assert not (tmp_path / "bad").exists()
@@ -138,7 +143,7 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypa
     toml, beside = toy_training.write(tmp_path), tmp_path / "responses.jsonl.settings.toml"
     if answered is not None:
         beside.write_text(answered)
-    monkeypatch.setattr(export, "measure_tau", lambda *_: "")
+    monkeypatch.setattr(export, "measure_tau", lambda *_: (None, ""))
     head.main(toy_training.settings(toml, *given))
     beside.unlink(missing_ok=True)
     export.main(export.ExportStage(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
