@@ -3,7 +3,7 @@
     python -m train.export run=runs/head out=my-drafter step=best
 
 RUN/model already holds the drafter of the last step; this command is for other checkpoints, dialects and dtypes, and for
-the card. It loads the folder again, measures its tau on a few held-out prompts, and stores it.
+the card. It loads the new folder, measures tau on a few held-out prompts, and stores it where the dialect can.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import bounded, clipped, read_json
 from treeflash_jax.formats import draft_vocabulary, models, storage
 
-TAU_PROMPTS, TAU_TOKENS, TAU_NODES, TAU_NGRAMS = 8, 64, 8, 8  # the last two as in a CPU's default tree
+TAU_PROMPTS, TAU_TOKENS = 8, 64
+TAU_NODES, TAU_NGRAMS = 8, 8  # as in a CPU's default tree, whose depths, lanes and candidates may be fewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ class ExportStage:
       drafter_temperature: default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
       tau: mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, as `treeflash bench run`
-        measures it on typical prompts. CPUs use it to decide whether to draft by default; 0 stores that of a few held-out
-        prompts.
+        measures it on typical prompts. CPUs use it to decide whether to draft by default; 0 stores the tau that is measured
+        here, on a few held-out prompts.
       overwrite: replace the files of an earlier export in `out`; any other files are an error.
     """
 
@@ -94,7 +95,8 @@ def main(settings: ExportStage) -> None:
             drafter = dataclasses.replace(drafter, tau=round(tau, 2))
             raw = read_json(out / "config.json") | models.writable(dialect).to_hf(drafter)
             files.write(out / "config.json", json.dumps(raw, indent=2) + "\n")
-        files.write(out / "README.md", card(settings, trained, drafter, dialect, step))
+        stored = dataclasses.replace(drafter, tau=models.read_drafter_config(out).tau)  # some dialects have no field for it
+        files.write(out / "README.md", card(settings, trained, stored, dialect, step))
     print(f"wrote {settings.out} from step {step}\n{line}")
 
 
@@ -109,7 +111,7 @@ def read_params(settings: ExportStage, trained: DraftingStage, task: TrainTask) 
 
 
 def measure_tau(trained: DraftingStage, folder: Path) -> tuple[float | None, str]:
-    """Returns the tau of a drafter's folder on a few held-out prompts, None if it cannot be measured, and a line on it."""
+    """Returns the tau of the drafter in a folder on a few held-out prompts, or None, and what to print about it."""
     try:
         few = [  # drawn at random: to read all records may take minutes
             dataclasses.replace(source, limit=min(source.limit or limit, limit))

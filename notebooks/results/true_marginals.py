@@ -1,10 +1,11 @@
-"""Measures tau of trees of a verifier's true marginals, the best that a drafter without a conditional head can predict.
+"""Measures tau of trees of a verifier's marginals: what a drafter without a head would learn from endless sampled answers.
 
     treeflash bench run ... --systems ar --out answers.jsonl
     python notebooks/results/true_marginals.py MODEL answers.jsonl PROMPTS... --nodes 4 8 16
 
 The marginal of a depth is the verifier's distribution of that token, averaged over continuations sampled at temperature 1.
-Trees are best-first over products of marginals, as in DDTree, and follow the greedy answers of the first command.
+Trees are built best-first from products of marginals, as in DDTree; tau is counted on the greedy answers of the first
+command. It is no upper bound: a sharper distribution may follow greedy answers further.
 
 Shape suffixes: n continuations, t positions of the text, v vocabulary, c kept tokens.
 """
@@ -65,7 +66,7 @@ def likeliest_paths(probabilities: np.ndarray, count: int) -> set[tuple[int, ...
 
 
 def accepted(ids: np.ndarray, paths: set[tuple[int, ...]], answer: list[int]) -> int:
-    """Returns how many tokens of the answer a tree of these paths holds."""
+    """Returns the number of the answer's first tokens that are a path of the tree."""
     path = ()
     for depth, token in enumerate(answer[: len(ids)]):
         (rank,) = np.flatnonzero(ids[depth] == token)[:1] if token in ids[depth] else (-1,)
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("answers", help="output file of `treeflash bench run --systems ar`")
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8])
-    parser.add_argument("--samples", type=int, default=64, help="continuations of every position")
+    parser.add_argument("--samples", type=int, default=64, help="sampled continuations per position")
     parser.add_argument("--depths", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16")
     parser.set_defaults(limit=None)
@@ -89,8 +90,9 @@ def main() -> None:
     model = tf.load(arguments.model, dtype=arguments.dtype)
     prompts = {prompt.id: prompt for prompt in prompt_sets.chosen_prompts(arguments)}
     tokens, rounds = dict.fromkeys(arguments.nodes, 0), dict.fromkeys(arguments.nodes, 0)
-    for line in open(arguments.answers):
-        record = json.loads(line)
+    for record in map(json.loads, open(arguments.answers)):
+        if record["system"] != "ar":
+            continue
         for turn, answer in enumerate(record["ids"]):
             chat = prompt_sets.make_chat(prompts[record["prompt_id"]], record["settings"]["format"], record["texts"][:turn])
             prompt, drafts = model.encode(chat), {}
@@ -102,9 +104,9 @@ def main() -> None:
                         padded = np.zeros((1, -(-len(text) // PIECE) * PIECE), np.int32)
                         padded[0, : len(text)] = text
                         sizes = dict(samples=arguments.samples, depths=arguments.depths)
-                        drawn = jax.random.fold_in(jax.random.key(turn), root)
-                        found = marginals(model.weights.verifier, padded, len(text), drawn, config=model.verifier, **sizes)
-                        drafts[root] = jax.device_get(found)
+                        key = jax.random.fold_in(jax.random.key(turn), root)
+                        made = marginals(model.weights.verifier, padded, len(text), key, config=model.verifier, **sizes)
+                        drafts[root] = jax.device_get(made)
                     ids, probabilities = drafts[root]
                     paths = likeliest_paths(probabilities, nodes - 1)
                     gained = min(accepted(ids, paths, answer[root + 1 :]) + 1, len(answer) - 1 - root)

@@ -32,8 +32,9 @@ PEAK_RATES = {
     "TPU v5": (459e12, 2.77e12),
     "TPU v6 lite": (918e12, 1.64e12),
 }
-# Tau at which answers of SmolLM2-135M take as long with trees of 8 nodes as one token at a time, by number of sequences.
-BREAK_EVEN_TAU = {"bfloat16": {1: 1.65, 2: 2.05, 4: 3.1}, "float32": {1: 2.05, 2: 2.05, 4: 3.1}}
+# Above this tau, SmolLM2-135M is faster with trees of 8 nodes than one token at a time, whatever the prompts: the largest
+# ratio of tau to speedup of four sets of prompts. By the instructions of the products, then by number of sequences.
+BREAK_EVEN_TAU = {"bfloat16": {1: 1.75, 2: 2.15, 4: 3.3}, "float32": {1: 2.1, 2: 2.15, 4: 3.2}}
 USUAL_TAU = 2.0  # assumed if a drafter states none
 HOPPER = ("NVIDIA H100", "NVIDIA H200")
 # Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo, and the instruction sets with them, as named in
@@ -90,13 +91,13 @@ class Device:
     def drafting_pays(self, dtype: Any, sequences: int = 1, tau: float | None = None) -> bool:
         """Returns True if drafting a small tree is expected to be faster than one-token decoding.
 
-        An accelerator reads the same weights for a tree and for a token. On a CPU without bfloat16 matrix instructions,
-        time grows with the number of tokens, and tau must exceed BREAK_EVEN_TAU of that number of sequences or the next
-        larger one that was measured.
+        An accelerator reads the same weights for a tree and for a token. On a CPU whose products use no matrix
+        instructions, as in float32, time grows with the number of tokens, and tau must exceed BREAK_EVEN_TAU of the least
+        number of sequences in it that is not below `sequences`. False beyond the largest.
 
         Args:
           sequences: number of sequences decoded together.
-          tau: tokens that a round adds (`DrafterSizes.tau`); None: USUAL_TAU.
+          tau: mean number of tokens that a round adds (`DrafterSizes.tau`); None: USUAL_TAU.
         """
         features = self.in_dtype(dtype).features
         if not self.is_cpu or features & MATRIX_INSTRUCTIONS:

@@ -3,8 +3,9 @@
 The plain form is an einsum in the operands' dtype. XLA's CPU backend runs a bfloat16 product at the machine's rate only as
 a matrix product that accumulates in float32, is rounded afterwards and sums over the last axis of its left matrix. Products
 from bfloat16 to bfloat16, with a single vector, or summed over the first axis (the gradient of a weight) take two to five
-times as long. A float32 product reads its left matrix as it is and copies its right one into another order, so the weight
-is on the left. Results are the same: accelerators accumulate in float32 too.
+times as long. In float32, it reads the left matrix in place and copies the right one into another layout, so that a few
+vectors are best multiplied with the weight on the left. All forms accumulate in float32, as accelerators do; results differ
+in the order of sums only.
 
 Shape suffixes: n activation vectors (all leading axes flattened), i input axes flattened, o output axes flattened; and of
 attention, b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
@@ -21,7 +22,7 @@ from jax import lax
 from treeflash_jax.core import sharding
 
 MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
-MOST_ON_THE_RIGHT = 48  # float32 vectors that a CPU has on the right; with more, transposing the result takes longer
+MOST_VECTORS_RIGHT = 48  # with more float32 vectors, transposing the result takes longer than copying the weight
 SHORTEST_HALVED = 16  # axes up to this length are not halved for their maximum
 FEW_QUERIES = 8  # queries per key/value head up to which a CPU multiplies with the keys on the left
 
@@ -33,7 +34,8 @@ def product(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -
       equation: such as "btd,dhe->bthe" or "...d,vd->...v". The activations' summed axes come last; the weight's come first
         or last; the result has the activations' other axes, then the weight's.
       weight: of any float dtype.
-      dtype: of the result; None: the operands' common dtype. Sums in a wider one are not rounded, in the form for CPUs.
+      dtype: of the result; None: the operands' common dtype. If it is wider than that of `x`, sums are not rounded, and all
+        backends use the form for CPUs.
     """
     if dtype not in (None, x.dtype):
         return _on_cpu(equation, x, weight, dtype)
@@ -100,9 +102,9 @@ def _on_cpu(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -
 
 
 def _wide_on_cpu(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiplies in float32. On the right, a weight summed over its last axis would be copied in every product."""
+    """Multiplies float32 matrices. On the right, a weight summed over its last axis would be copied in every product."""
     x_ni, matrix, inputs_first, shape = _as_matrices(equation, x, weight)
-    if inputs_first or not 1 < x_ni.shape[0] <= MOST_ON_THE_RIGHT:
+    if inputs_first or not 1 < x_ni.shape[0] <= MOST_VECTORS_RIGHT:
         return jnp.einsum("ni,io->no" if inputs_first else "ni,oi->no", x_ni, matrix).reshape(shape)
     y_on = lax.optimization_barrier(jnp.einsum("oi,in->on", matrix, x_ni.T))  # without it, XLA would swap the sides
     return y_on.T.reshape(shape)
