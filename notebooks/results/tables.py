@@ -169,8 +169,11 @@ def latency() -> str:
 
 def latency_smollm2() -> str:
     runs = read("latency_smollm2.json")
-    rows = [[run["versions"]["jax"], nodes, *cells] for run in runs["results"] for nodes, cells in _phase_times(run)]
-    return section(f"jax | {PHASES}", rows, runs["note"], [runs["command"]])
+    rows = []
+    for run in runs["results"]:
+        where = run["versions"]["jax"], run["settings"]["dtype"]
+        rows += [[*where, nodes, *cells] for nodes, cells in _phase_times(run)]
+    return section(f"jax | dtype | {PHASES}", rows, runs["note"], [runs["command"]])
 
 
 def latency_h200() -> str:

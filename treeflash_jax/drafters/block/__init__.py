@@ -50,7 +50,7 @@ class BlockOptions(JoinedOptions):
         None,
         "length of the drafted block, the last token of the text included, at most the drafter's; shorter blocks make "
         "rounds faster and trees shallower",
-        unset="the drafter's, but 5 for trees on a CPU without matrix instructions unless their nodes are given",
+        unset="the drafter's, but at most 8 for trees on a CPU without matrix instructions unless their nodes are given",
         least=2,
         unit="tokens",
     )
