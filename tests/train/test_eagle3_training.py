@@ -127,7 +127,8 @@ def test_a_run_learns_and_is_exported(toml, tmp_path):
     assert log[-1]["loss"] < log[0]["loss"]
     model = toy_training.exported(tmp_path / "run", tmp_path / "verifier")
     assert model.drafter.taps == (0, 1, 2) and model.drafter.kind == "eagle3"
-    assert models.load_drafter(tmp_path / "run" / "model")[0] == model.drafter
+    assert replace(models.load_drafter(tmp_path / "run" / "model")[0], tau=model.drafter.tau) == model.drafter
+    assert model.drafter.tau > 1, "measured by the export"
     answers = [line["response"] for line in toy_training.read_lines(tmp_path / "responses.jsonl")]
     kept = [answer for number, answer in enumerate(answers) if number % 10 != 9]  # the others are held out
     counts = np.bincount(np.concatenate(kept), minlength=64)
