@@ -7,12 +7,10 @@ The marginal of a depth is the verifier's distribution of that token, averaged o
 Trees are built best-first from products of marginals, as in DDTree; tau is counted on the greedy answers of the first
 command. It is no upper bound: a sharper distribution may follow greedy answers further.
 
-Shape suffixes: n continuations, t positions of the text, v vocabulary, c kept tokens.
+Shape suffixes: n continuations, t positions of the text, v vocabulary, d depths, c kept tokens; of trees, b batch, n nodes.
 """
 
 import argparse
-import heapq
-import json
 from functools import partial
 
 import jax
@@ -20,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
+from treeflash_jax import trees
 from treeflash_jax.bench import prompt_sets
+from treeflash_jax.bench.bench_records import read_jsonl
 from treeflash_jax.core import devices
 from treeflash_jax.models import kv_cache, verifier
 
@@ -30,7 +30,7 @@ PIECE = 64  # texts are padded to multiples of it
 
 @partial(devices.jit, static_argnames=("config", "samples", "depths"))
 def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int):
-    """Returns the likeliest tokens after the first `length` of a text and their probabilities, each [depths, c]."""
+    """Returns the likeliest tokens after the first `length` of a text and their probabilities, each [d, c]."""
     positions_1t = jnp.arange(ids_1t.shape[1])[None]
     text = verifier.forward(weights, config, ids_1t, positions_1t, verifier.causal_mask(1, ids_1t.shape[1]))
     dtype = text.hidden_btd.dtype
@@ -50,30 +50,23 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
     return ids, probabilities
 
 
-def likeliest_paths(probabilities: np.ndarray, count: int) -> set[tuple[int, ...]]:
-    """Returns the `count` likeliest paths, as ranks of their tokens by depth."""
-    logs, paths = np.log(np.maximum(probabilities, 1e-30)), set()
-    heap = [(-logs[0, 0], (0,))]
-    while len(paths) < count:
-        cost, path = heapq.heappop(heap)
-        paths.add(path)
-        depth, rank = len(path), path[-1]
-        if depth < len(logs):
-            heapq.heappush(heap, (cost - logs[depth, 0], (*path, 0)))
-        if rank + 1 < logs.shape[1]:
-            heapq.heappush(heap, (cost + logs[depth - 1, rank] - logs[depth - 1, rank + 1], (*path[:-1], rank + 1)))
-    return paths
+@partial(devices.jit, static_argnames="nodes")
+def build(ids_dc, probabilities_dc, *, nodes: int) -> trees.DraftTree:
+    """Builds the best-first tree of marginals, as that of a block drafter without a head."""
+    below_dc = jnp.zeros_like(ids_dc).at[-1].set(-1)
+    table = trees.TransitionTable(*(array[None, :, None] for array in (ids_dc, jnp.log(probabilities_dc), below_dc)))
+    return trees.best_first(table, jnp.zeros(1, jnp.int32), nodes)
 
 
-def accepted(ids: np.ndarray, paths: set[tuple[int, ...]], answer: list[int]) -> int:
-    """Returns the number of the answer's first tokens that are a path of the tree."""
-    path = ()
-    for depth, token in enumerate(answer[: len(ids)]):
-        (rank,) = np.flatnonzero(ids[depth] == token)[:1] if token in ids[depth] else (-1,)
-        if (*path, rank) not in paths:
-            break
-        path = (*path, rank)
-    return len(path)
+def accepted(tree: trees.DraftTree, answer: list[int]) -> int:
+    """Returns the number of the answer's first tokens that are a path of the tree, which is a tree of one sequence."""
+    node = 0
+    for depth, token in enumerate(answer):
+        is_next = (tree.tokens_bn[0] == token) & (tree.parent_bn[0] == node) & (tree.depth_bn[0] == depth + 1)
+        if not is_next.any():
+            return depth
+        node = int(is_next.argmax())
+    return len(answer)
 
 
 def main() -> None:
@@ -90,7 +83,7 @@ def main() -> None:
     model = tf.load(arguments.model, dtype=arguments.dtype)
     prompts = {prompt.id: prompt for prompt in prompt_sets.chosen_prompts(arguments)}
     tokens, rounds = dict.fromkeys(arguments.nodes, 0), dict.fromkeys(arguments.nodes, 0)
-    for record in map(json.loads, open(arguments.answers)):
+    for _, record in read_jsonl(arguments.answers)[0]:
         if record["system"] != "ar":
             continue
         for turn, answer in enumerate(record["ids"]):
@@ -105,11 +98,11 @@ def main() -> None:
                         padded[0, : len(text)] = text
                         sizes = dict(samples=arguments.samples, depths=arguments.depths)
                         key = jax.random.fold_in(jax.random.key(turn), root)
-                        made = marginals(model.weights.verifier, padded, len(text), key, config=model.verifier, **sizes)
-                        drafts[root] = jax.device_get(made)
-                    ids, probabilities = drafts[root]
-                    paths = likeliest_paths(probabilities, nodes - 1)
-                    gained = min(accepted(ids, paths, answer[root + 1 :]) + 1, len(answer) - 1 - root)
+                        drafts[root] = marginals(
+                            model.weights.verifier, padded, len(text), key, config=model.verifier, **sizes
+                        )
+                    tree = jax.device_get(build(*drafts[root], nodes=nodes))
+                    gained = min(accepted(tree, answer[root + 1 :]) + 1, len(answer) - 1 - root)
                     root, tokens[nodes], rounds[nodes] = root + gained, tokens[nodes] + gained, rounds[nodes] + 1
         print(
             {nodes: round(tokens[nodes] / rounds[nodes], 3) for nodes in arguments.nodes}, record["prompt_id"], flush=True

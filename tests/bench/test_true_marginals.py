@@ -35,18 +35,16 @@ def test_marginals_average_over_continuations():
         assert np.isclose(exact[kept[0]], jnp.max(exact), atol=tolerance) and jnp.max(exact) > 0.1
 
 
-def test_the_likeliest_paths_of_products():
+def test_trees_hold_the_likeliest_paths_and_an_answer_is_followed_as_far_as_they_hold_it():
     probabilities = -np.sort(-np.random.default_rng(0).dirichlet(np.full(5, 0.5), size=3), axis=1)
-    cost = {
-        path: np.prod([probabilities[depth, rank] for depth, rank in enumerate(path)])
+    ids = np.random.default_rng(1).permuted(np.tile(np.arange(5), (3, 1)), axis=1)
+    likelihoods = {
+        path: np.prod([probabilities[depth, list(ids[depth]).index(token)] for depth, token in enumerate(path)])
         for depths in (1, 2, 3)
         for path in itertools.product(range(5), repeat=depths)
     }
-    for count in (1, 7, 15):
-        assert SCRIPT["likeliest_paths"](probabilities, count) == set(sorted(cost, key=cost.get, reverse=True)[:count])
-
-
-def test_an_answer_is_followed_as_far_as_the_tree_holds_it():
-    ids, paths = np.array([[3, 4], [5, 6]]), {(0,), (1,), (0, 1)}
-    for answer, count in (([3, 6, 1], 2), ([3, 5], 1), ([4, 6], 1), ([9], 0), ([3], 1)):
-        assert SCRIPT["accepted"](ids, paths, answer) == count
+    for nodes in (2, 8, 16):
+        paths = sorted(likelihoods, key=likelihoods.get, reverse=True)[: nodes - 1]
+        tree = jax.device_get(SCRIPT["build"](ids, jnp.asarray(probabilities), nodes=nodes))
+        for answer in itertools.product(range(5), repeat=3):
+            assert SCRIPT["accepted"](tree, [*answer, 0]) == max(n for n in range(4) if n == 0 or answer[:n] in paths)

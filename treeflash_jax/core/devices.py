@@ -92,8 +92,8 @@ class Device:
         """Returns True if drafting a small tree is expected to be faster than one-token decoding.
 
         An accelerator reads the same weights for a tree and for a token. On a CPU whose products use no matrix
-        instructions, as in float32, time grows with the number of tokens, and tau must exceed BREAK_EVEN_TAU of the least
-        number of sequences in it that is not below `sequences`. False beyond the largest.
+        instructions, as in float32, time grows with the number of tokens: tau must exceed BREAK_EVEN_TAU, for `sequences`
+        rounded up to a number in it. False for more sequences than any of its numbers.
 
         Args:
           sequences: number of sequences decoded together.
