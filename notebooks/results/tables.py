@@ -110,6 +110,17 @@ def speed_smollm2() -> str:
     return section(f"{header} | 5 nodes of blocks of 5 | 8 nodes, no n-grams", rows, f"{runs['note']}:", [runs["command"]])
 
 
+def batches_smollm2() -> str:
+    """Formats the speedup of trees by the number of sequences decoded together."""
+    runs, names, rows = read("speed_smollm2.json")["batches"], read("speed_smollm2.json")["names"], []
+    for run in runs["runs"]:
+        speedups = {(row["system"], row["set"]): f"{row['speedup']['value']:.2f}" for row in run["systems"]}
+        for system in sorted({system for system, _ in speedups} - {"ar"}):
+            cells = [speedups[system, prompts] for prompts in names]
+            rows.append([run["sequences"], run["dtype"], system.removeprefix("joined-"), *cells])
+    return section(f"sequences | dtype | nodes | {' | '.join(names.values())}", rows, f"{runs['note']}:", [runs["command"]])
+
+
 def train_steps() -> str:
     rows = []
     for step in read("train_steps.json").values():
@@ -374,7 +385,7 @@ def options() -> str:
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
 SHOWN += (latency_h200, small_runs, budget, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds, train_steps)
-SHOWN += (train_batches, options)
+SHOWN += (train_batches, batches_smollm2, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),

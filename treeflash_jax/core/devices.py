@@ -34,7 +34,7 @@ PEAK_RATES = {
 }
 # Above this tau, SmolLM2-135M is faster with trees of 8 nodes than one token at a time, whatever the prompts: the largest
 # ratio of tau to speedup of four sets of prompts. By the instructions of the products, then by number of sequences.
-BREAK_EVEN_TAU = {"bfloat16": {1: 1.75, 2: 2.15, 4: 3.3}, "float32": {1: 2.1, 2: 2.15, 4: 3.2}}
+BREAK_EVEN_TAU = {"bfloat16": {1: 1.75, 2: 2.2, 4: 3.3}, "float32": {1: 2.15, 2: 2.2, 4: 3.2}}
 USUAL_TAU = 2.0  # assumed if a drafter states none
 HOPPER = ("NVIDIA H100", "NVIDIA H200")
 # Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo, and the instruction sets with them, as named in
