@@ -13,7 +13,6 @@ Source: Magpie (arXiv 2406.08464).
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def main(settings: AskConfig) -> None:
     hosts.connect()
     if jax.process_count() > 1:
         raise ValueError(f"got {jax.process_count()} processes, expected one: questions are short")
-    out = folders.absolute(os.path.expanduser(settings.out))
+    out = folders.absolute(settings.out)
     with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as check_owner:
         answers.check_settings(settings, out, FREE)
         model = load(verifier=locate(settings.verifier, "verifier"))

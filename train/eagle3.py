@@ -9,6 +9,7 @@ RUN/model, that `treeflash_jax.load` and vLLM's speculators read.
 Source: EAGLE-3 (arXiv 2503.01840).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.runtime import folders, run_config
+from train.runtime import folders, hosts, run_config
 from train.runtime.training_state import SumsFunction
-from train.stages.drafting import DraftingStage, copy_weights, load_drafter
+from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
 from train.stages.rollout import RolloutConfig, rollout_sums
 from treeflash_jax.core import parameters
@@ -88,14 +89,18 @@ class Eagle3Stage(DraftingStage):
         ).fitted(model)
 
     def stored(self, drafter: EagleConfig) -> dict[str, Any]:
-        """Returns the draft vocabulary if it is not whole: as saved by the run, or the most frequent tokens of answers."""
+        """Returns the draft vocabulary if it is not whole: the tokens most frequent in answers when the run began."""
         vocab_size, size = drafter.layers.vocab_size, drafter.draft_vocab_size
         if size == vocab_size:
             return {}
-        saved = folders.absolute(self.run) / "model"
-        if (saved / "config.json").exists():
-            return {"offsets": load_drafter(str(saved))["offsets"]}
-        ids_z = most_frequent(self.corpus.answer_counts(vocab_size), size)
+        path = folders.absolute(self.run) / "draft_vocabulary.json"
+        if not path.exists():
+            ids_z = most_frequent(self.corpus.answer_counts(vocab_size), size)
+            if hosts.is_first():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                folders.write(path, json.dumps(ids_z.tolist()))
+        else:
+            ids_z = np.array(json.loads(path.read_text()))
         return {"offsets": jnp.asarray(ids_z - np.arange(size), jnp.int32)}
 
     def fresh(self, drafter: EagleConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import tokenizers
-from etils import epath
 from tokenizers import decoders, pre_tokenizers, trainers
 
 from train.data import packing
@@ -112,7 +111,7 @@ def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any,
 
 def main(settings: FromScratchStage) -> None:
     began = time.perf_counter()
-    hosts.connect()
+    hosts.connect(notes_sigterm=True)
     if not Path(settings.tokenizer).exists():
         train_tokenizer(settings)
     tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})
@@ -130,11 +129,12 @@ def main(settings: FromScratchStage) -> None:
     params = loop.fit(task, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, began=began)
     params = sharding.to_host(params)
     if hosts.is_first():
-        target = epath.Path(settings.run) / "model"
+        target = folders.absolute(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
             models.save_verifier(folder, model, params)
             tokenizer.inner.save_pretrained(folder)
         watch.table("Trained model", watch.summary(settings.run) | {"model": str(target)})
+    hosts.wait("model")
 
 
 if __name__ == "__main__":

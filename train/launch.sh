@@ -4,7 +4,7 @@
 #   train/launch.sh NAME install        sends the last commit and installs it, with Python 3.12, on all workers
 #   train/launch.sh NAME run COMMAND    starts a command on all workers; it goes on if this machine disconnects
 #   train/launch.sh NAME log            follows the output of the first worker; Ctrl-C ends only this
-#   train/launch.sh NAME stop           stops training on all workers; it saves a checkpoint first
+#   train/launch.sh NAME stop           stops the command on all workers; training saves a checkpoint first
 #   train/launch.sh NAME one COMMAND    runs a command on one chip of the first worker, without waiting for the others
 set -euo pipefail
 ONE_CHIP="env TPU_VISIBLE_CHIPS=0 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 TPU_PROCESS_BOUNDS=1,1,1 JAX_NUM_PROCESSES=1"

@@ -14,7 +14,6 @@ one verifier is sharded over all devices, if it does not fit into one host.
 """
 
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -100,7 +99,7 @@ class Prompt:
 
 def main(settings: RespondConfig) -> None:
     hosts.connect()
-    out = folders.absolute(os.path.expanduser(settings.out))
+    out = folders.absolute(settings.out)
     with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as check_owner:
         answers.check_settings(settings, out, FREE)
         model = load_model(settings)
@@ -198,7 +197,7 @@ def answer(
     writes = by_host or hosts.is_first()
     if writes:
         answers.drop_unfinished_line(path)
-    _wait("read")  # no host writes while another reads
+    hosts.wait("read")  # no host writes while another reads
     prompts, done = answers.match(out, prompts)
     if jax.process_count() > 1:  # hosts that see different answers would wait for each other forever
         counts = {*multihost_utils.process_allgather(np.int32(len(done))).tolist()}
@@ -216,12 +215,13 @@ def answer(
             tokens += len(result.ids)
             bar.show(len(done) + number)
     seconds = time.perf_counter() - began
-    _wait("merge")
+    hosts.wait("merge")
     if hosts.is_first():
         check_owner()
         answers.merge(out, len(prompts))
         speed = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": watch.duration(seconds)}
         watch.table(f"{len(prompts):,} answers in {out}", speed if tokens else {})
+    hosts.wait("merged")
 
 
 def respond(
@@ -262,11 +262,6 @@ def answer_line(index: int, prompt: Prompt, settings: RespondConfig, result: Res
 
 def _temperature(index: int, settings: RespondConfig) -> float:
     return settings.temperatures[index % len(settings.temperatures)]
-
-
-def _wait(phase: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"respond: {phase}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -109,8 +108,8 @@ class SelectorStage:
 
 
 def main(settings: SelectorStage) -> None:
-    folder = Path(settings.run).expanduser()
-    with lock.held(folders.absolute(f"{folder}/run.lock"), settings.run):
+    folder = folders.local(settings.run)
+    with lock.held(folders.absolute(folder / "run.lock"), settings.run):
         model = tf.load(
             verifier=settings.verifier, drafter=settings.drafter, thinking=settings.thinking, template=settings.template
         )

@@ -1,5 +1,6 @@
 """Joining the other processes of a job by JAX's own detection, in the environments that it knows."""
 
+import signal
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,13 +44,13 @@ def cluster(monkeypatch):
     for name in (*GIVEN, "TPU_SKIP_MDS_QUERY"):
         monkeypatch.delenv(name, raising=False)
 
-    def join(environment, is_tpu_vm=False):
+    def join(environment, is_tpu_vm=False, **how):
         state = distributed.State()
         monkeypatch.setattr(distributed, "global_state", state)
         monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", is_tpu_vm)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        hosts.connect()
+        hosts.connect(**how)
         return (*calls.get("joined", ()), state.num_processes) if jax.distributed.is_initialized() else None
 
     yield join
@@ -94,6 +95,20 @@ def metadata_server(attributes):
 def test_tpu_machines_are_detected_by_their_metadata(cluster, attributes, environment, joined):
     with metadata_server(attributes) as address:
         assert cluster({"GCE_METADATA_IP": address} | environment, is_tpu_vm=True) == joined
+
+
+@pytest.mark.parametrize("processes, how, ends", [
+    ("4", {}, True), ("4", {"notes_sigterm": True}, False), (None, {"notes_sigterm": True}, True),
+])  # fmt: skip
+def test_sigterm_ends_a_process_unless_all_hosts_are_to_stop_at_one_step(cluster, monkeypatch, processes, how, ends):
+    """JAX notes the signal in its own handler, which replaces the default, of one process too."""
+    monkeypatch.setattr(jax, "process_count", lambda: int(processes or 1))
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert cluster(GIVEN | {"JAX_NUM_PROCESSES": "4"}, **how)
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL) == ends
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_one_process_on_one_machine_is_alone_without_a_network(cluster, monkeypatch):

@@ -61,16 +61,25 @@ def make_corpus(held_out=(6, 3)):
     return packing.Corpus({"train": packed(40)}, others, {"train": 1.0}, {})
 
 
-@pytest.mark.parametrize("sizes", [dict(), dict(data=2, fsdp=2), dict(data=2, model=2)])
-def test_held_out_means_are_over_every_source_and_spread_over_it(sizes):
-    """Batches of 4, at most 4: every other one of the first source, all of the second of 3, then again from 0."""
+@pytest.mark.parametrize("sizes, parts", [(dict(), 2), (dict(data=2, fsdp=2), 1), (dict(data=2, model=2), 2)])
+def test_held_out_means_are_over_every_source_and_spread_over_it(sizes, parts):
+    """Batches of 4, at most 4: every other one of the first source, all of the second of 3, then again from 0. They are
+    computed in the parts of a step, for which memory was found to suffice."""
     corpus, mesh, (params, frozen) = make_corpus(held_out=(32, 3)), sharding.make_mesh(**sizes), weights()
+    computed = []
+
+    def noted(params, frozen, batch, keys_b):
+        computed.append(len(keys_b))
+        return sums(params, frozen, batch, keys_b)
+
+    task = dataclasses.replace(TASK, held_out_sums=noted)
     with sharding.ambient(mesh):
-        held_out = loop.make_held_out_measure(TASK, corpus, LoopConfig(batch=4), mesh)
+        held_out = loop.make_held_out_measure(task, corpus, LoopConfig(batch=4, accumulate=parts), mesh)
         placed, reports = place(mesh), []
         metrics = held_out(*placed, lambda *words: reports.append(words))
         assert reports == [(0, 2, "held-out sources"), (1, 2, "held-out sources")]
         assert held_out(*placed, lambda *_: None) == metrics
+        assert {*computed} == {4 // parts // (4 if "fsdp" in sizes else 1)}
 
     def expected(name, batches):
         totals = []
@@ -213,6 +222,16 @@ def test_nothing_is_saved_once_a_loss_is_not_finite(tmp_path, monkeypatch):
     every = dict(log_every=100, evaluate_every=100, save_every=2)
     refused(lambda: fit(tmp_path / "run", **every), "not finite at step 5; nothing was saved since")
     assert saved(tmp_path / "run") == [4]
+
+
+def test_what_was_evaluated_is_saved_and_the_best_of_it_kept(tmp_path, capsys):
+    """Checkpoints are due at 4 and 8, evaluations at 5 and 10."""
+    scores = iter([3.0, 1.0])
+    fit(tmp_path / "run", lambda params, report: {"score": next(scores)})
+    assert saved(tmp_path / "run") == [5, 10]
+    assert "as the best" not in capsys.readouterr().out
+    fit(tmp_path / "other", lambda params, report: {"score": 1.0}, best="scores", steps=2)
+    assert "loop.best scores is not among held_out/loss, held_out/y" in capsys.readouterr().out
 
 
 def test_every_zero_is_never(tmp_path):

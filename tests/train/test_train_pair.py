@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import toy_training
 from refusals import refused
-from toy_training import write_lines
+from toy_training import read_lines, write_lines
 
 import treeflash_jax as tf
 from train import drafter, head, measure, pair, respond
@@ -101,10 +101,20 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     ("target_layer_ids=[1, 6]", "reads verifier layers [6]"),
     ("mask_token_id=5000", "mask id 5000 lies outside"),
     ("num_prompts=3", "got 3 prompts, expected at least 8"),
+    ("out=gs://bucket/pair", "got gs://bucket/pair, expected a local folder"),
 ])  # fmt: skip
 def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, word, message):
     refused(lambda: pair.main(settings_of(prompts, tmp_path / "pair", word)), message)
     assert not (tmp_path / "pair").exists()
+
+
+def test_answers_are_made_by_all_devices_and_without_prompts_that_may_be_skipped(prompts, tmp_path):
+    """Answers have no fsdp axis; and a prompt that cannot be read is skipped before they are made, too."""
+    lines = write_lines(tmp_path / "some.jsonl", [*read_lines(prompts), {"no": "turns"}])
+    composer = compose.Composer(settings_of(lines, tmp_path, "mesh.data=2", "mesh.fsdp=4", "respond.malformed=skip"))
+    made = composer.respond().stage
+    assert (made.mesh.data, made.mesh.fsdp, made.mesh.model) == (8, 1, 1)
+    refused(lambda: compose.Composer(settings_of(lines, tmp_path)).respond(), "some.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,8 @@ def test_other_settings_are_refused_and_nothing_is_overwritten(toy, tmp_path):
     second = toy_training.settings(toy, f"run={run}", "optimizer.learning_rate=0.5")
     refused(lambda: claim(epath.Path(run), second), "optimizer.learning_rate was 0.01, now 0.5", "another run=")
     assert (run / "settings.toml").read_text() == before
-    moved = toy_training.settings(toy, f"run={run}", "mesh.data=8", "loop.save_every=7")
+    other = ("mesh.data=8", "loop.accumulate=2", "attention=chunked", "evaluate.prompts=3", "loop.save_every=7")
+    moved = toy_training.settings(toy, f"run={run}", *other)
     claim(epath.Path(run), moved)
 
 

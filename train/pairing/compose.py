@@ -22,7 +22,7 @@ from train.measure import MeasureStage
 from train.pairing import choices
 from train.pairing.choices import Choice
 from train.respond import RespondConfig, question
-from train.runtime import run_config, watch
+from train.runtime import folders, run_config, watch
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import devices
@@ -85,7 +85,7 @@ class PairConfig:
     measure: dict[str, Any] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
-        return Path(self.out).expanduser() / name
+        return folders.local(self.out) / name
 
 
 class Composed(NamedTuple):
@@ -122,13 +122,14 @@ class Composer:
         """Composes the settings of `train.respond`; `most` prompts fit into its `seconds`, None: all of them."""
         settings, context = self.settings, self.model.max_positions
         limit = Choice(settings.num_prompts, "as given" if settings.num_prompts else "all of them")
-        count = sum(1 for _ in read(Source(path=settings.prompts, limit=limit.value, hold_out=0), settings.seed))
+        skip = (lambda _: None) if settings.respond.get("malformed") == "skip" else None
+        count = sum(1 for _ in read(Source(path=settings.prompts, limit=limit.value, hold_out=0), settings.seed, skip))
         if most is not None and most < count:
             limit, count = Choice(most, f"as many as fit into {watch.duration(seconds)}"), most
         if count < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
         sample = Source(path=settings.prompts, limit=min(count, MEASURED_LENGTHS), hold_out=0)
-        lengths = {record.number: self._length(record.content) for record in read(sample, settings.seed)}
+        lengths = {record.number: self._length(record.content) for record in read(sample, settings.seed, skip)}
         typical = np.percentile([*lengths.values()], 95)
         longest = min(context // 2, math.ceil(typical / 32) * 32)
         on_cpu = devices.here().is_cpu
@@ -142,7 +143,7 @@ class Composer:
             max_prompt_tokens=longest,
             batch=max(settings.mesh.data * settings.mesh.fsdp or jax.device_count(), min(64, count)),
             seed=settings.seed,
-            mesh=settings.mesh,
+            mesh=MeshConfig(data=settings.mesh.data * settings.mesh.fsdp, model=settings.mesh.model),
         )
         reasons = {
             "sources.0.limit": limit.reason,

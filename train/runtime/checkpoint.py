@@ -18,10 +18,11 @@ from train.runtime import folders, hosts, run_config
 from train.runtime.run_config import LoopConfig
 from treeflash_jax.core import devices, sharding
 
-# Settings that may change when a run continues: the number of steps, and what does not affect weights.
+# Settings that may change when a run continues: the number of steps, and what changes weights by rounding at most.
 FREE = frozenset(
-    {"run", "mesh"}
-    | {f"loop.{name}" for name in "steps log_every save_every evaluate_every keep tensorboard wandb profile".split()}
+    {"run", "mesh", "evaluate", "attention"}
+    | {f"loop.{name}" for name in "steps accumulate log_every save_every evaluate_every keep best best_mode".split()}
+    | {f"loop.{name}" for name in "tensorboard wandb profile".split()}
 )
 STATE = "state"  # Orbax's name for a tree that is saved alone
 LOGGERS = ("absl", "asyncio")  # Orbax logs a traceback here of every error that it also raises

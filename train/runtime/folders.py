@@ -22,7 +22,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 def absolute(path: str | os.PathLike) -> epath.Path:
     """Returns an absolute path, which Orbax requires, or a URL unchanged. Raises ValueError if it cannot be opened."""
     if not is_remote(path):
-        return epath.Path(os.path.abspath(path))
+        return epath.Path(os.path.abspath(os.path.expanduser(path)))
     try:
         epath.Path(path).exists()
     except (ImportError, KeyError, NotImplementedError) as error:
@@ -31,6 +31,13 @@ def absolute(path: str | os.PathLike) -> epath.Path:
             f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install treeflash-jax[gcs]"
         ) from None
     return epath.Path(path)
+
+
+def local(path: str | os.PathLike) -> Path:
+    """Returns a path on this machine. Raises ValueError for a URL."""
+    if is_remote(path):
+        raise ValueError(f"got {path}, expected a local folder; copy it to the URL when it is finished")
+    return Path(path).expanduser()
 
 
 def check(target: str | os.PathLike, *, overwrite: bool = False) -> None:

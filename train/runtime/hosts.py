@@ -1,11 +1,13 @@
 """Processes and devices of a run: the same command runs on a laptop, on one GPU and on every host of a pod."""
 
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import sharding
@@ -16,11 +18,15 @@ from treeflash_jax.core.devices import here
 ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")
 
 
-def connect() -> None:
+def connect(*, notes_sigterm: bool = False) -> None:
     """Joins the other processes of this job, if there are any.
 
     JAX detects Cloud TPU pods (through their metadata server), GKE, Slurm, Open MPI and Kubernetes. Elsewhere set
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process; JAX_NUM_PROCESSES=1 detects nothing.
+
+    Args:
+      notes_sigterm: leave SIGTERM to JAX, which informs all hosts of it, so that training stops at one step on all of them.
+        Otherwise the signal ends this process.
 
     Raises:
       ValueError: the other processes cannot be joined.
@@ -37,8 +43,17 @@ def connect() -> None:
                 f"the other processes of this job cannot be joined ({clipped(error, 200)}); set JAX_COORDINATOR_ADDRESS, "
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process, or JAX_NUM_PROCESSES=1 to use this one alone"
             ) from error
+        return
+    if not (notes_sigterm and jax.process_count() > 1):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if jax.process_count() > 1 and here().is_cpu:  # programs of XLA:CPU read from a cache wait for each other forever
         jax.config.update("jax_enable_compilation_cache", False)
+
+
+def wait(name: str) -> None:
+    """Waits until all hosts come here. JAX ends a job whose first host takes much longer to finish than the others."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
 
 
 def introduce(mesh: jax.sharding.Mesh, output: str) -> None:

@@ -186,7 +186,9 @@ class _Run:
         """Evaluates, logs and saves a step, and exits after a signal."""
         metrics = self.termination.unless_received(self.measure) if self.is_evaluated_at(step) else {}
         is_cut, line = metrics is None, line | (metrics or {})
-        saves = ends or is_cut or _is_due(step, self.loop.save_every) or (step == self.start and bool(line))
+        if metrics and self.loop.best and self.loop.best not in metrics:
+            hosts.say(f"no checkpoint is kept as the best: loop.best {self.loop.best} is not among {', '.join(metrics)}")
+        saves = ends or is_cut or bool(metrics and self.loop.best) or _is_due(step, self.loop.save_every)
         if line or saves:
             self.check_owner()
         if line:
@@ -205,7 +207,8 @@ def make_held_out_measure(
 ) -> Callable[[Any, Any, Evaluating], dict[str, Any]]:
     """Returns a function of trained and frozen weights: means over a few held-out batches of every source.
 
-    The batches are spread over the source, and their anchors are fixed.
+    The batches are spread over the source, and their anchors are fixed. Like those of a step, they are computed in
+    `loop.accumulate` parts.
     """
     members = hosts.local_members(loop.batch, mesh)
     sources = {name: packed for name, packed in corpus.held_out.items() if len(packed)}
@@ -213,8 +216,9 @@ def make_held_out_measure(
     def local(params: Any, frozen: Any, batch: packing.Batch, keys_b: jax.Array) -> Sums:
         params = training_state.gather(params, task.specs, task.compute_dtype)
         frozen = training_state.gather(frozen, task.frozen_specs, task.compute_dtype)
-        function = task.held_out_sums or task.sums
-        return lax.psum(function(params, frozen, batch, keys_b), training_state.shared_axes())
+        function = partial(task.held_out_sums or task.sums, params, frozen)
+        sums = training_state.sum_parts(lambda part: function(*part), (batch, keys_b), loop.accumulate)
+        return lax.psum(sums, training_state.shared_axes())
 
     @devices.jit
     def sums(params: Any, frozen: Any, batch: packing.Batch, number: jax.Array) -> Sums:

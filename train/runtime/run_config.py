@@ -89,7 +89,8 @@ class LoopConfig:
       save_every: steps between checkpoints; 0 saves the last step only.
       evaluate_every: steps between evaluations; 0 evaluates the last step only.
       keep: number of newest checkpoints kept; the best by `best` is kept too.
-      best: metric of an evaluation by which a checkpoint is best; empty: only the newest are kept.
+      best: metric of an evaluation by which a checkpoint is best; every evaluated step is then saved, and the best one
+        kept. Empty: only the newest are kept.
       best_mode: "min" if the lowest value of `best` is best, "max" if the highest is.
       tensorboard: also writes TensorBoard files to RUN/tensorboard (needs the `tensorboard` extra).
       wandb: project of Weights & Biases that receives the metrics (needs the `wandb` extra); empty: none.

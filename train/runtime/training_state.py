@@ -160,6 +160,11 @@ def split_batch(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), tree)
 
 
+def sum_parts(function: Callable[[Any], Any], batch: Any, count: int) -> Any:
+    """Adds up `function(part)` over `count` parts of a batch [b, ...], one part at a time."""
+    return function(batch) if count == 1 else sum_chunks(function, split_batch(batch, count))
+
+
 def make_update(
     task: TrainTask, transform: optax.GradientTransformation, *, accumulate: int, seed: int, log_every: int
 ) -> Callable[[TrainState, Any, Batch], TrainState]:
@@ -176,11 +181,7 @@ def make_update(
             sums = task.sums(gather_trained(params, task.specs, task.compute_dtype), frozen, *part)
             return sums["loss"][0], sums
 
-        differentiate = partial(jax.grad(loss, has_aux=True), params)
-        if accumulate == 1:
-            grads, sums = differentiate((batch, keys_b))
-        else:
-            grads, sums = sum_chunks(differentiate, split_batch((batch, keys_b), accumulate))
+        grads, sums = sum_parts(partial(jax.grad(loss, has_aux=True), params), (batch, keys_b), accumulate)
         return total_gradients(grads, task.specs), lax.psum(sums, shared_axes())
 
     def update(state: TrainState, frozen: Any, batch: Batch) -> TrainState:

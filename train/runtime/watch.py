@@ -75,7 +75,7 @@ def duration(seconds: float) -> str:
 
 def read_log(folder: Any) -> list[Metrics]:
     """The lines of RUN/log.jsonl; a last line cut by a kill is left out, any other wrong line raises ValueError."""
-    path = epath.Path(folder) / "log.jsonl"
+    path = folders.absolute(folder) / "log.jsonl"
     try:
         return [json.loads(line) for line in folders.whole_lines(path)]
     except ValueError as error:
@@ -190,8 +190,9 @@ def plot(folder: Any) -> epath.Path:
         figure = plots.drawn(panels, "png", "over steps")
     except ImportError:
         raise ValueError("curves need matplotlib; install it with pip install matplotlib") from None
-    folders.write(epath.Path(folder) / "curves.png", figure)
-    return epath.Path(folder) / "curves.png"
+    path = folders.absolute(folder) / "curves.png"
+    folders.write(path, figure)
+    return path
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from etils import epath
 
 from train.data import answers, packing
 from train.data.documents import DataConfig
@@ -208,7 +207,7 @@ def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: A
 def train(settings: DraftingStage) -> None:
     """Loads verifier and data, trains, and writes RUN/model."""
     began = time.perf_counter()
-    hosts.connect()
+    hosts.connect(notes_sigterm=True)
     settings, mesh = settings.resolved(), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
@@ -241,8 +240,9 @@ def train(settings: DraftingStage) -> None:
     )
     whole = sharding.to_host(assemble(drafter, params | frozen))
     if hosts.is_first():
-        target = epath.Path(settings.run) / "model"
+        target = folders.absolute(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
             models.save_drafter(folder, drafter, whole)
             settings.add_files(folder)
         watch.table(f"Trained {settings.noun}", watch.summary(settings.run) | {"model": str(target)})
+    hosts.wait("model")
