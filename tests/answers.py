@@ -66,7 +66,8 @@ def make_runner(model: TreeFlash, prompts: list, capacity: int = 256, **settings
     """The runner of a call whose rounds may choose their trees, and the inputs of its prompts for these caches."""
     config = model.resolve(None, {"max_new_tokens": 64, "stop_ids": ()} | settings)
     requests = make_requests(prompts, config, model.verifier)
-    runner = model.make_runner(config, requests, len(requests), capacity - 20 - max(map(len, prompts)))
+    longest = replace(config, max_new_tokens=capacity - 20 - max(map(len, prompts)))
+    runner = model.make_runner(longest, requests, len(requests))
     return runner, model.make_batch(requests, config, batch_size=len(requests), capacity=capacity)
 
 

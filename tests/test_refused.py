@@ -40,7 +40,9 @@ def resolved(**settings) -> GenerateConfig:
 def test_settings_of_generate():
     """Every field with every wrong value; what is taken has the field's type."""
     names = GenerateConfig.__dataclass_fields__
-    taken = {name: [value for value in WRONG if understood(resolved, **{name: value})] for name in names}
+    reader = {"branches": "delayed", "trunk": "delayed", "skeleton": "hybrid", "leaves": "hybrid"}
+    named = {name: {"builder": reader[name]} if name in reader else {} for name in names}
+    taken = {name: [x for x in WRONG if understood(resolved, **named[name] | {name: x})] for name in names}
     assert not [name for name, values in taken.items() if HUGE in values]
     whole = "max_new_tokens nodes block_size candidates children shortlist branches trunk top_k seed samples batch_size"
     for name in whole.split():
@@ -54,7 +56,9 @@ def test_settings_of_generate():
     for name, values in taken.items():
         assert None not in values or defaults[name] is None, f"{name} takes None"
     refused(lambda: resolved(lanes=4, nodes=4), "lanes 4", "at most 3")
-    refused(lambda: resolved(lanes=2, builder="walk"), "lanes 2", "None with builder 'walk'")
+    refused(lambda: resolved(lanes=2, builder="walk"), "lanes 2", "its default: builder 'walk' ignores it")
+    refused(lambda: resolved(branches=4), "branches 4", "its default: builder 'best-first' ignores it")
+    refused(lambda: resolved(builder="paths", trunk=1), "trunk 1", "builder 'paths' ignores it")
     refused(lambda: resolved(depths=2), "depths 2", "drafters of kind 'block' do not have it")
 
 

@@ -26,7 +26,7 @@ from treeflash_jax.core import devices, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.engine import device_memory, loading
+from treeflash_jax.engine import batching, device_memory, loading
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, memory_limit
 from treeflash_jax.formats import models
@@ -202,7 +202,12 @@ def test_impossible_requests_are_refused_before_any_compute(no_compute, monkeypa
     refused(lambda: trained.generate([[1]] * 6, batch_size=2, max_new_tokens=8), "smaller batch")
     computes(trained, [1], [2])
     computes(trained, *[[1]] * 6, batch_size=1)
-    computes(trained, [1], max_new_tokens=500)
+    computes(trained, [1], max_new_tokens=300)
+    # 256 positions grow to 512: while the caches are copied, both exist.
+    monkeypatch.setattr(batching, "INITIAL_ROOM", 200)
+    refused(lambda: trained.generate([1], max_new_tokens=400), "caches")
+    monkeypatch.setattr(engine, "usable_memory", lambda mesh: needs.total + needs.verifier_cache + needs.drafter_cache)
+    computes(trained, [1], max_new_tokens=400)
     monkeypatch.setattr(engine, "usable_memory", lambda mesh: needs.total - needs.drafter_cache)
     computes(trained, [1], [2], builder="none")
     refused(lambda: trained.generate([[1], [2]], max_new_tokens=8, nodes=16), "caches")

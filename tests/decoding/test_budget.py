@@ -93,9 +93,9 @@ def started(model: TreeFlash, prompts, capacity: int = 256, **settings) -> tuple
 
 def test_one_token_decoding_keeps_the_requested_settings(trained, tmp_path):
     """Not by the defaults: its speed was measured with these settings."""
-    config = GenerateConfig(**AUTO, attention="xla", log_probs=True)  # no default
+    config = GenerateConfig(**AUTO, attention="xla", log_probs=True, max_new_tokens=199)  # no defaults
     model = beside(trained, tmp_path / "budget.json", table(trained, FLAT, 0.2, attention="xla"))
-    plan = model.make_runner(config, make_requests([[3]], config, model.verifier), 1, 199).plan
+    plan = model.make_runner(config, make_requests([[3]], config, model.verifier)).plan
     assert plan == model.plan(replace(config, builder="none", nodes=None)) and plan.attention == "xla" and plan.log_probs
 
 
@@ -176,7 +176,7 @@ def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, m
     model = beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.42))
     whole = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
     assert {1} < set(whole.nodes) and whole.ids[:70] == plain[0].ids
-    monkeypatch.setattr("treeflash_jax.engine.model.INITIAL_ROOM", 8)
+    monkeypatch.setattr("treeflash_jax.engine.batching.INITIAL_ROOM", 8)
     *chunks, result = model.stream(PROMPTS[0], max_new_tokens=300, stop_ids=[], rounds_per_dispatch=3, **AUTO)
     assert programs.compiled(loops.grow) and (result.ids, result.nodes) == (whole.ids, whole.nodes) and len(chunks) > 20
     for round_index in (0, len(whole.nodes) - 1):

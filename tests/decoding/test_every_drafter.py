@@ -20,9 +20,11 @@ from test_selector import written
 
 from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
 from treeflash_jax.core import programs
+from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
 from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.engine import model as engine
 from treeflash_jax.trees.containers import NO_TOKEN
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
@@ -255,6 +257,18 @@ def test_nothing_recompiles_when_only_values_change(tmp_path, kind, settings):
         programs.clear()
         run(1)
         assert {"jit(read)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
+
+
+def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_read():
+    """A pass over a longer prompt stores nothing for a sequence that has its first token, but needs room behind it."""
+    model, rng = make_pair(RANDOM_MODEL, KINDS["language model"]), np.random.default_rng(0)
+    chunk = model.plan(GenerateConfig(**TREE)).prefill_chunk
+    texts = [rng.integers(0, 64, count).tolist() for count in (3 * chunk, 3 * chunk + 8)]
+    call = engine.make_call(model, texts, None, {"max_new_tokens": 20} | TREE)
+    context = engine.start_decoder(model, call, Clock()).state.drafter.context
+    assert context.length_b.tolist() == [len(text) + 1 for text in texts]
+    for number, text in enumerate(texts):
+        assert np.all(np.asarray(context.layers[0].keys_bkse[number, :, len(text)]))
 
 
 @pytest.mark.slow

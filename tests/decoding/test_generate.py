@@ -1,5 +1,9 @@
 """The Python API on the shipped pair: samples, stop strings, streams, pictures, interrupts."""
 
+import copy
+import dataclasses
+import pickle
+
 import jax
 import pytest
 from answers import TREE
@@ -36,6 +40,29 @@ def test_a_stop_string_ends_the_text_before_it(tiny, answer):
     assert stop in tiny.tokenizer.decode(stopped.ids) and stop not in tiny.tokenizer.decode(stopped.ids[:-1])
     assert stopped.accepted_before_cut == answer.accept_lengths[: len(stopped.accept_lengths)]
     assert 1 + sum(stopped.accept_lengths) == len(stopped.ids)
+
+
+def test_text_ends_where_the_first_stop_string_is_complete(tiny, answer):
+    """Not before one that begins earlier and would be complete later, however many tokens a dispatch decodes."""
+    stops = (answer.text[9:24], answer.text[13:16])
+    assert answer.text.index(stops[0]) < answer.text.index(stops[1])
+    results = [tiny.generate([CHAT], max_new_tokens=40, stop=stops, **TREE)[0]]
+    results += [[*tiny.stream(CHAT, max_new_tokens=40, stop=stops, rounds_per_dispatch=1, **TREE)][-1]]
+    assert [result.text for result in results] == [answer.text[: answer.text.index(stops[1])]] * 2
+
+
+def test_a_special_token_may_be_given_as_a_stop_string(tiny):
+    usual = tiny.generate([CHAT], max_new_tokens=200, **TREE)[0]
+    [*before, end] = usual.ids
+    assert usual.finished == "stop"
+    stopped = tiny.generate([CHAT], max_new_tokens=200, stop=tiny.tokenizer.inner.decode([end]), stop_ids=[], **TREE)[0]
+    assert (stopped.ids, stopped.text, stopped.finished) == (usual.ids, usual.text, "stop")
+
+
+def test_copies_of_an_answer_do_not_copy_the_model(answer):
+    assert answer.draft_again is not None
+    for copied in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer), tf.Result(**dataclasses.asdict(answer))):
+        assert copied == answer and copied.draft_again is None
 
 
 @pytest.mark.parametrize("rounds", [1, 5])

@@ -30,7 +30,7 @@ def test_one_prompt_or_many(given, expected):
 
 
 def test_ids_become_plain_numbers():
-    for ids in ((1, 2), np.array([1, 2]), jnp.array([1, 2]), list(np.array([1, 2], np.int64))):
+    for ids in ((1, 2), np.array([1, 2]), jnp.array([1, 2]), list(np.array([1, 2], np.int64)), list(jnp.array([1, 2]))):
         encoded = prompts.encode(ids, None)
         assert encoded == [1, 2] and all(type(i) is int for i in encoded)
 

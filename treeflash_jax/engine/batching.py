@@ -14,16 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax import drafters
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
-from treeflash_jax.decoding.state import Sampling
+from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine.planning import Request, draft_temperature
 from treeflash_jax.engine.settings import GenerateConfig
 
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
+INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers
+NEXT_MESSAGE = 64  # tokens of a conversation's next message for which programs are compiled ahead
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that changing them rarely recompiles
 UNUSED = Request(index=0, ids=[0], temperature=0.0, top_k=0, top_p=1.0, seed=0)  # fills unused slots
 
@@ -34,6 +37,27 @@ def capacity_bucket(positions: int) -> int:
     """Returns the smallest cache capacity of 256, 384, 512, 768, 1024, 1536, ... that holds `positions`."""
     sizes = (size for n in count(7) for size in (2 * 2**n, 3 * 2**n))
     return next(size for size in sizes if size >= positions)
+
+
+def first_capacity(plan: DecodePlan, prompt: int, new: int) -> int:
+    """Returns the capacity that caches have at first, for prompts of up to `prompt` tokens and answers of up to `new`."""
+    return _capacity(plan, prompt, min(new, INITIAL_ROOM))
+
+
+def _capacity(plan: DecodePlan, prompt: int, new: int) -> int:
+    room = new + 1 + plan.path_length
+    if plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter):
+        # Such a drafter has read one token more than the prompt when longer prompts of the batch are still read.
+        room = max(room, 1 + plan.prefill_chunk)
+    return capacity_bucket(prompt + room)
+
+
+def largest_capacity(plan: DecodePlan, prompt: int, new: int) -> int:
+    """Returns the most positions that caches have at once: the last capacity, and the one before, which is copied to it."""
+    capacity, last = first_capacity(plan, prompt, new), _capacity(plan, prompt, new)
+    while 2 * capacity < last:
+        capacity *= 2
+    return last + (capacity if capacity < last else 0)
 
 
 def refill_size(batch_size: int) -> int:
@@ -144,7 +168,7 @@ class BatchDecoder:
         runner: Runner,
         make_batch: Callable[..., Batch],
         *,
-        room: int,
+        new: int,
         session: "Session | None" = None,
     ):
         """Prefills the first requests.
@@ -152,7 +176,7 @@ class BatchDecoder:
         Args:
           requests: requests to decode; those beyond `batch_size` wait for a free slot.
           make_batch: pads requests into arrays; called with keywords `batch_size` and `capacity`.
-          room: number of new tokens for which caches have room at first.
+          new: most new tokens of an answer.
           session: caches that may contain the beginning of the only prompt; replaced by those of this batch.
         """
         self.runner, self.make_batch, self.clock = runner, make_batch, runner.clock
@@ -161,7 +185,7 @@ class BatchDecoder:
         self.state, self.is_interrupted = None, False
         self.prepared = 0  # capacity for which programs were compiled ahead
         longest = max(request.length for request in requests)
-        capacity = capacity_bucket(longest + room + runner.plan.path_length)
+        capacity = first_capacity(runner.plan, longest, new)
         kept = session.take(runner, requests[0].ids) if session else None
         if kept is not None:  # prefill continues at any position, so its last chunk may extend beyond the prompt
             capacity = max(capacity, kept[0].capacity, capacity_bucket(longest + runner.plan.prefill_chunk))
@@ -219,10 +243,14 @@ class BatchDecoder:
             self.state = self.runner.run(self.state, max_rounds, self.slots.enough_done)
 
     def _grow_if_full(self) -> None:
-        """Doubles caches without room for a round; compiles the programs of larger caches in the background before."""
+        """Enlarges caches without room for a round, to twice their size or that of the longest possible answer.
+
+        A background thread compiles the programs of larger caches before.
+        """
         state = self.state
         end_b, limit_b = sharding.to_host((state.end_b, state.sampling.limit_b))
-        path, larger = self.runner.plan.path_length, capacity_bucket(2 * state.capacity)
+        path = self.runner.plan.path_length
+        larger = capacity_bucket(min(2 * state.capacity, max(np.max(limit_b), np.max(end_b)) + 1 + path))
         if np.max(end_b) + path > state.capacity:
             self.state = self.runner.grow(self.state, larger)
         elif np.max(limit_b) + path > state.capacity and 2 * np.max(end_b) > state.capacity and self.prepared < larger:
@@ -287,11 +315,11 @@ class Session:
         same = int(np.cumprod(known[: prompt.size] == prompt).sum())
         return (state, same - 1) if same > 1 else None  # a drafter's state may depend on the token after it
 
-    def prepare_next(self, positions: int) -> None:
-        """Compiles programs in the background if a next message and answer of `positions` tokens need larger caches."""
+    def prepare_next(self, new: int) -> None:
+        """Compiles programs in the background if a next message, and an answer of `new` tokens, need larger caches."""
         last = self.batch
         state, runner = last.state, replace(last.runner, clock=Clock(silent=True))
-        capacity = capacity_bucket(int(sharding.to_host(state.end_b)[0]) + positions + runner.plan.path_length)
+        capacity = first_capacity(runner.plan, int(sharding.to_host(state.end_b)[0]) + NEXT_MESSAGE, new)
         shapes = programs.abstract_shapes(state)
 
         def compile() -> None:

@@ -17,7 +17,7 @@ from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.decoding.tree_selector import SelectorConfig, plan_selection
 from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine import batching, planning
-from treeflash_jax.engine.batching import Batch, capacity_bucket
+from treeflash_jax.engine.batching import Batch, first_capacity
 from treeflash_jax.engine.planning import Request
 from treeflash_jax.engine.prompts import Prompt, encode
 from treeflash_jax.engine.settings import GenerateConfig, Settings
@@ -96,6 +96,11 @@ class LoadedPair:
                 logger.warning(f"{reason}: decoding one token at a time (builder 'none' does so without this note)")
         if config.stop and self.tokenizer is None:
             raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
+        if config.stop:  # a special token is not part of the text
+            special = {x.content: i for i, x in self.tokenizer.inner.added_tokens_decoder.items() if x.special}
+            ids = [special[stop] for stop in config.stop if stop in special]
+            strings = tuple(stop for stop in config.stop if stop not in special)
+            config = replace(config, stop=strings, stop_ids=[*self.find_stop_ids(config), *ids] if ids else config.stop_ids)
         return config
 
     def plan(self, config: GenerateConfig) -> DecodePlan:
@@ -134,10 +139,8 @@ class LoadedPair:
         shared = {"stop_ids": self.find_stop_ids(config), "dtype": self.dtype, "drafter": self.drafter, "mesh": self.mesh}
         return batching.make_batch(requests, config, batch_size=batch_size, capacity=capacity, **shared)
 
-    def make_runner(
-        self, config: GenerateConfig, requests: Sequence[Request] = (), batch_size: int = 1, room: int = 0
-    ) -> Runner:
-        """Makes the runner of a batch whose caches have room for `room` new tokens at first.
+    def make_runner(self, config: GenerateConfig, requests: Sequence[Request] = (), batch_size: int = 1) -> Runner:
+        """Makes the runner of a batch.
 
         With nodes "auto", rounds choose their number of nodes, or decode one token if drafting cannot pay; without requests
         they verify the largest trees measured.
@@ -147,7 +150,7 @@ class LoadedPair:
             weights = weights.replace(policy=self.selector(config.selector, plan)[1])
         if not plan.drafts or config.nodes != "auto" or not requests:
             return Runner(plan, weights, self.mesh)
-        positions = capacity_bucket(max(request.length for request in requests) + room + plan.path_length)
+        positions = first_capacity(plan, max(request.length for request in requests), config.max_new_tokens)
         temperatures = [request.temperature for request in requests]
         decision = self.calibration(plan).decide(sharding.padded(batch_size, self.mesh), positions, temperatures)
         if not decision.nodes:

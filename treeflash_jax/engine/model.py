@@ -10,7 +10,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import fit, whole
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.engine import planning
-from treeflash_jax.engine.batching import BatchDecoder, Session, capacity_bucket, refill_size
+from treeflash_jax.engine.batching import BatchDecoder, Session, largest_capacity, refill_size
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.loaded_pair import LoadedPair
 from treeflash_jax.engine.planning import Call
@@ -18,8 +18,6 @@ from treeflash_jax.engine.prompts import Prompt, as_list, encode_each
 from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
 from treeflash_jax.engine.settings import MAX_SEQUENCES, GenerateConfig, Settings, takes_settings
 
-INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers
-NEXT_MESSAGE = 64  # tokens of a conversation's next message for which programs are compiled ahead
 ROUNDS_PER_DISPATCH = 256  # Ctrl-C waits for a dispatch
 ROUNDS_PER_STOP_CHECK = 8  # the host searches for stop strings between dispatches
 
@@ -31,7 +29,7 @@ def make_call(
     settings: Settings,
     indices: Sequence[int] | None = None,
 ) -> Call:
-    """Checks the settings and prompts of a call against the pair, and its caches at full length against device memory."""
+    """Checks the settings and prompts of a call against the pair, and its largest caches against device memory."""
     prompts = as_list(prompts)
     config = model.resolve(config, settings, len(prompts))
     requests = planning.make_requests(encode_each(prompts, model.encode), config, model.verifier, indices)
@@ -43,7 +41,7 @@ def make_call(
         dtype=model.dtype,
         mesh=model.mesh,
         batch=sum(sharding.padded(size, model.mesh) for size in batches),
-        capacity=capacity_bucket(max(request.length for request in requests) + config.max_new_tokens),
+        capacity=largest_capacity(model.plan(config), max(x.length for x in requests), config.max_new_tokens),
         drafts=config.builder != "none",
         quantize=model.quantize,
     )
@@ -53,14 +51,9 @@ def make_call(
 
 def start_decoder(model: LoadedPair, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
     """Prefills the first requests of a call, which share one tree builder; with a session, its only request."""
-    room = initial_room(call.config)
-    runner = replace(model.make_runner(call.config, call.requests, call.batch_size, room), clock=clock)
+    runner = replace(model.make_runner(call.config, call.requests, call.batch_size), clock=clock)
     pad = partial(model.make_batch, config=call.config)
-    return BatchDecoder(call.requests, call.batch_size, runner, pad, room=room, session=session)
-
-
-def initial_room(config: GenerateConfig) -> int:
-    return min(config.max_new_tokens, INITIAL_ROOM) + 1
+    return BatchDecoder(call.requests, call.batch_size, runner, pad, new=call.config.max_new_tokens, session=session)
 
 
 def serve(model: LoadedPair, call: Call) -> Iterator[tuple[int, Result]]:
@@ -193,7 +186,7 @@ class TreeFlash(LoadedPair):
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
         if session:
-            session.prepare_next(NEXT_MESSAGE + initial_room(call.config))
+            session.prepare_next(call.config.max_new_tokens)
         yield result
 
     @takes_settings

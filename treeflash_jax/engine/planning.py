@@ -46,8 +46,14 @@ def resolve(
         options = {option.name for option in fields(kind.OPTIONS)}
         others = [option.name for option in fields(drafters.draft_options()) if option.name not in options]
         _refuse_changed(config, others, f"drafters of kind {drafter.kind!r} do not have it")
-        kind.choose(drafter, config, devices.here())
+        sizes, _ = kind.choose(drafter, config, devices.here())
         builder, rule, shape = choose_tree(config)
+        reads = BUILDERS[builder].reads
+        if config.builder is None and sizes.sampled_above is not None:
+            reads |= BUILDERS["hybrid"].reads  # by `choose_builder`
+        _refuse_changed(
+            config, [x.name for x in fields(TreeShape) if x.name not in reads], f"builder {builder!r} ignores it"
+        )
         expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lossless(rule, BUILDERS[builder].distribution_for(shape))
         if config.selector is not None:
@@ -59,7 +65,6 @@ def resolve(
             expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")
             expect(config.lanes is None, "lanes", config.lanes, f"None {only}: a calibration measures whole trees")
         if config.lanes is not None:
-            expect(builder == "best-first", "lanes", config.lanes, f"None with builder {builder!r}")
             most = (config.nodes or _default_nodes(drafter, devices.here())) - 1
             expect(config.lanes <= most, "lanes", config.lanes, f"at most {most}: the nodes below the root")
     for value in config.stop_ids or ():
@@ -221,7 +226,10 @@ class Call:
         members: dict[str | None, list[Request]] = {}
         for request in self.requests:
             members.setdefault(choose_builder(self.config, drafter, request.temperature), []).append(request)
-        return [replace(self, requests=members[name], config=replace(self.config, builder=name)) for name in members]
+        return [
+            type(self)(part, replace(self.config, builder=name), default_batch_size(self.config, len(part)))
+            for name, part in members.items()
+        ]
 
 
 def default_batch_size(config: GenerateConfig, num_requests: int) -> int:

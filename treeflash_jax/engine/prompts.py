@@ -148,7 +148,8 @@ def _items(prompts: Any) -> list[Any]:
     if isinstance(prompts, Mapping | Set | bytes) or not isinstance(prompts, Iterable):
         expected = "a string, a chat (a list of messages) or a list of token ids"
         raise ValueError(f"got {type(prompts).__name__} as a prompt, expected {expected}")
-    return prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # arrays have tolist
+    items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # arrays have tolist
+    return [item.item() if getattr(item, "shape", None) == () else item for item in items]  # and their items may be arrays
 
 
 def _is_id(value: Any) -> bool:

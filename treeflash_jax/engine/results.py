@@ -110,6 +110,13 @@ class Result:
         return self.draft_again(whole(round_index, "round", most=len(self.accept_lengths) - 1))
 
 
+class _DraftAgain(partial):
+    """Holds the model: a copy of a Result, or its pickle, has None instead."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class Results(list[Result]):
     """A list of answers, displayed by notebooks."""
 
@@ -172,7 +179,7 @@ class Reader:
                 log_probs=log_probs and log_probs[request.length :][: len(ids)],
                 expected_lengths=expected and expected[: len(accepted)],
                 nodes=nodes,
-                draft_again=partial(self._tree, request, ids, accepted, nodes) if drafts else None,
+                draft_again=_DraftAgain(self._tree, request, ids, accepted, nodes) if drafts else None,
             )
             results.append(result)
         return results
@@ -193,14 +200,13 @@ class Reader:
 
     def _until_stop(self, ids: list[int], accepted: list[int]) -> tuple[list[int], str | None, list[int], bool]:
         """Cuts tokens, text and accept lengths at the first stop string; the last value is true if there is one."""
-        text = self._text(ids)
-        cuts = [text.index(stop) for stop in self.config.stop if text and stop in text]
-        if not cuts:
-            return ids, text, accepted, False
+        if not self._has_stop(ids):
+            return ids, self._text(ids), accepted, False
         ids = ids[: bisect_left(range(len(ids)), True, key=lambda count: self._has_stop(ids[:count]))]
         while accepted and 1 + sum(accepted[:-1]) >= len(ids):
             accepted = accepted[:-1]
-        return ids, text[: min(cuts)], accepted, True
+        text = self._text(ids)  # with later tokens, it might contain another stop string, before this one
+        return ids, text[: min(text.index(stop) for stop in self.config.stop if stop in text)], accepted, True
 
     def _tree(
         self, request: Request, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int

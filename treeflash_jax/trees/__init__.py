@@ -41,6 +41,7 @@ class Builder:
     """A tree builder and its properties.
 
     Attributes:
+      reads: fields of TreeShape that `build` reads.
       distribution: name of the distribution of the nodes, as in the acceptance rules' DISTRIBUTIONS.
       one_path: name of the distribution if TreeShape.branches is 1; None: the same.
       is_chain: whether trees have one branch, hence at most one node per depth.
@@ -48,6 +49,7 @@ class Builder:
     """
 
     build: Build
+    reads: frozenset[str] = frozenset()
     distribution: str = "deterministic"
     one_path: str | None = None
     is_chain: bool = False
@@ -67,13 +69,21 @@ def _deterministic(build: Callable[..., DraftTree]) -> Build:
 
 
 BUILDERS: dict[str, Builder] = {
-    "best-first": Builder(_deterministic(lambda *args, shape: best_first(*args, shape.lanes))),
+    "best-first": Builder(_deterministic(lambda *args, shape: best_first(*args, shape.lanes)), frozenset({"lanes"})),
     "walk": Builder(_deterministic(lambda *args, shape: walk(*args)), is_chain=True),
     "chain": Builder(_deterministic(lambda *args, shape: rank_0_chain(*args)), is_chain=True),
-    "paths": Builder(paths, "paths", "one path"),
-    "delayed": Builder(delayed, "delayed", "one path", reads_past=lambda shape: shape.trunk == "auto"),
-    "without-replacement": Builder(without_replacement, "without-replacement", "one path"),
-    "hybrid": Builder(hybrid, "hybrid"),
+    "paths": Builder(paths, frozenset({"branches", "leaves"}), "paths", "one path"),
+    "delayed": Builder(
+        delayed,
+        frozenset({"branches", "trunk", "leaves"}),
+        "delayed",
+        "one path",
+        reads_past=lambda shape: shape.trunk == "auto",
+    ),
+    "without-replacement": Builder(
+        without_replacement, frozenset({"branches", "leaves"}), "without-replacement", "one path"
+    ),
+    "hybrid": Builder(hybrid, frozenset({"skeleton", "leaves"}), "hybrid"),
 }
 
 
