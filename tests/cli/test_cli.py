@@ -68,6 +68,7 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
     (["--prompt-ids", ""], "empty prompt"),
     (["--prompt-ids", "3 x"], "'x'"),
     (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+    (["--prompt-file", str(PAIR / "expected.npz")], "expected.npz: got byte 0x"),
     (["--prompt-ids", "3", "--nodes", "0"], "nodes '0'"),
     (["--prompt-ids", "3", "--candidates", "132"], "candidates 132"),
     (["--prompt-ids", "3", "--mesh", "4"], "--mesh '4'"),
@@ -83,6 +84,7 @@ def test_mistakes_end_with_one_line(capsys, monkeypatch, arguments, words):
     (["generate", "--max-tokens=8", "hello"], "--max-new-tokens"),
     (["generate", "hello", "-n", "4"], "--samples"),
     (["generate", "hello", "--temprature", "1"], "--temperature"),
+    (["generate", "hello", "--pair", "tiny"], "--verifier"),
     (["bench", "run", "--model", "x", "--out", "y"], "--pair"),
     (["bench", "memory", "--model", "x", "--shape", "y"], "--shape"),
     (["genrate", "hello"], "generate"),
@@ -130,6 +132,7 @@ def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first
         main(["generate", "--help"])
     text = capsys.readouterr().out
     shown = re.sub(r"-|\s", "", text)  # lines are broken at spaces and hyphens
+    assert "onlyitshowsthoseoflogprobsandexpectedlengths" in shown
     for field in fields(tf.GenerateConfig):
         about = field.metadata["help"] + (f" (default: {default_text(field)})" if default_text(field) else "")
         assert re.sub(r"-|\s|_", "", field.name) in shown and re.sub(r"-|\s", "", about) in shown
@@ -157,6 +160,11 @@ def test_demo_shows_two_ways_of_decoding_side_by_side(capsys, monkeypatch, tmp_p
     passes = re.findall(r"(\d+) passes, .* (\d+) passes, ", printed)
     plain, drafted = (max(map(int, numbers)) for numbers in zip(*passes, strict=True))
     assert plain == 16 > drafted
+
+
+def test_demo_checks_where_its_picture_goes_before_anything_else(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(tf, "load", None)
+    mistake(capsys, main, ["demo", "--pair", "tiny", "--svg", str(tmp_path / "nowhere" / "demo.svg")], "cannot write")
 
 
 def test_ctrl_c_in_a_stream_ends_the_demo(monkeypatch):

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import PAIR, random_pair
+from conftest import DATA, PAIR, random_pair
 from refusals import mistake
 from rich.console import Console
 from safetensors.numpy import load_file
@@ -21,6 +21,7 @@ import treeflash_jax as tf
 from treeflash_jax.cli import chat
 from treeflash_jax.cli.check import Divergence, check, divergence
 from treeflash_jax.cli.commands import main
+from treeflash_jax.core import programs
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import Request
 
@@ -55,8 +56,9 @@ def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, ca
     assert main(command) == 1
     words = "prompt 0: FAIL, differs from token 5 on .* apart, more than float32 .*\nFAIL: 1 prompts"
     assert re.search(words, capsys.readouterr().out)
+    mistake(capsys, main, [*command, "--builder", "none"], "got builder 'none'", "nothing to compare")
     assert main([*command, "--near-tie", "1e9"]) == 0
-    words = "prompt 0: PASS, .*near-tie: .*float32 rounding; not an error\nPASS: .*, 1 near-ties"
+    words = "prompt 0: PASS, .*near-tie: float32 rounding decides .*; not an error\nPASS: .*, 1 near-ties"
     assert re.search(words, capsys.readouterr().out)
 
 
@@ -79,6 +81,26 @@ def test_the_gap_counts_the_noise_that_draws_the_token():
         np.testing.assert_allclose([abs(at[i] - at[first]) for i in others], between, rtol=1e-3, atol=1e-3)
 
 
+def test_a_token_that_rounding_moves_across_a_filter_is_a_near_tie(monkeypatch):
+    """The tokens' shares are 50, 30, 15 and 5 %; a filter keeps two or three of them."""
+    model, logits_v = random_pair(), np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
+    monkeypatch.setattr(programs, "call", lambda *_, **__: logits_v)
+
+    def gaps(second: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
+        requests = [Request(0, [1], temperature, top_k, top_p, seed) for seed in range(8)]
+        return np.array([divergence(model, request, [0], [second]).gap for request in requests])
+
+    assert min(gaps(2)) > 1e-2
+    margin = 1e-4 / (0.8 * 0.2)  # of the log-odds of 80 %
+    for top_p in (0.8 + 1e-4, 0.8 - 1e-4):
+        is_near = np.isclose(gaps(2, top_p=top_p), margin, rtol=0.01)  # if the third token has the larger score
+        assert is_near.any() and min(gaps(2, top_p=top_p)[~is_near]) > 1
+    assert min(gaps(3, top_p=0.8 + 1e-4)) > 1 and min(gaps(2, top_p=0.6)) > 0.5, "far from the limit"
+    np.testing.assert_allclose(gaps(2, 0.0, top_k=1), logits_v[0] - logits_v[2], rtol=1e-6)  # greedy: no filter
+    logits_v[2] = logits_v[1]
+    assert min(gaps(2, top_k=2)) == 0, "rounding decides which of two equal tokens is kept"
+
+
 def test_a_head_is_dropped_only_on_request(tmp_path, capsys):
     source, target = PAIR / "drafter", tmp_path / "a"
     convert = ["convert", str(source), str(target), "--to", "dflash"]
@@ -92,6 +114,14 @@ def test_a_head_is_dropped_only_on_request(tmp_path, capsys):
     assert json.loads((target / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
     capsys.readouterr()
     mistake(capsys, main, [*convert, "--drop-head"], "exists")
+
+
+@pytest.mark.parametrize("folder, options, words", [
+    (DATA / "eagle3" / "speculators", ["--to", "speculators", "--drop-head"], "speculators files have no head"),
+    (PAIR / "verifier", [], "verifier without --to, or with --dtype; expected a GGUF file, or a drafter folder with --to"),
+])  # fmt: skip
+def test_conversions_that_cannot_be_end_with_one_line(tmp_path, capsys, folder, options, words):
+    mistake(capsys, main, ["convert", str(folder), str(tmp_path / "new"), *options], words)
 
 
 def test_chat_streams_turns_and_survives_mistakes(capsys, monkeypatch):

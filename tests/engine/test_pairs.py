@@ -72,7 +72,16 @@ def test_a_name_loads_its_drafter_by_default(tiny, named, drafts):
     ({"verifier": "nowhere/in/particular"}, ("not found", "a GGUF file", "a Hub id")),
     ({"verifier": "nowhere.gguf"}, ("nowhere.gguf not found",)),
     ({"name": "tiny"}, ("unknown argument 'name'", "did you mean verifier?")),
+    ({"verifier": "./nomodel"}, ("./nomodel not found", "expected a model folder")),
+    ({"verifier": "../nomodel"}, ("../nomodel not found", "expected a model folder")),
+    ({"verifier": TINY[0] / "model.safetensors"}, ("model.safetensors is a file", "expected a model folder")),
+    ({"pair": "tiny"}, ("unknown argument 'pair'", "did you mean verifier?")),
     ({"verifier": "tiny", "revision": "main"}, ("revision 'main'", "expected none with 'tiny'")),
+    ({"verifier": TINY[0], "revision": "main"}, ("got revision 'main', expected none with '", "not from the Hub")),
+    ({"verifier": "tiny", "drafter_revision": "main"}, ("got drafter_revision 'main', expected none with 'tiny'",)),
+    ({"verifier": "tiny", "drafter": TINY[1], "drafter_revision": "x"}, ("got drafter_revision 'x', expected none with",)),
+    ({"verifier": TINY[0], "drafter_revision": "x"}, ("got drafter_revision 'x', expected none without a drafter",)),
+    ({"verifier": "tiny", "dtype": "float64"}, ("got dtype 'float64'", "jax_enable_x64")),
 ])  # fmt: skip
 def test_unknown_names_get_one_line(named, words):
     refused(lambda: tf.load(**named), *words)
@@ -128,4 +137,5 @@ def test_hub_ids_are_read_from_the_local_cache(tmp_path):
     folder = in_hub_cache(tmp_path, "someone/something")
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert pairs.locate("someone/something", local_files_only=True) == folder
+    assert pairs.locate("someone/something", revision="main", local_files_only=True) == folder
     refused(lambda: models.read_verifier_config(folder), "gpt2")

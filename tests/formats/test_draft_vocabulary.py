@@ -96,6 +96,13 @@ def test_conversions_keep_it(folder, tmp_path):
     assert draft_vocabulary.read(tmp_path / "out", 2048).tolist() == [*range(0, 2048, 2)]
 
 
+def test_conversions_keep_the_tokenizer_of_a_language_model(tmp_path):
+    models.convert_drafter(locate("tiny"), tmp_path / "out", "language-model")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in locate("tiny").iterdir()}
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (locate("tiny") / name).read_bytes()
+
+
 def test_frequent_tokens_are_listed_and_lower_ids_first_among_equals(tmp_path):
     counts_v = np.zeros(2**14, np.int64)
     counts_v[[7, 9000]] = 3, 5

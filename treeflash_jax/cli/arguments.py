@@ -252,7 +252,10 @@ def parse_prompts(arguments: argparse.Namespace) -> list[Any]:
 def _read(path: str) -> str:
     """Returns the text of a file, or of standard input for "-", without its final line break."""
     if path != "-":
-        return regular(path, streams=True).read_text(encoding="utf-8").removesuffix("\n")
+        try:
+            return regular(path, streams=True).read_text(encoding="utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: got byte 0x{error.object[error.start]:02x}, expected text in UTF-8") from None
     with slow("reading a prompt from standard input"):
         return sys.stdin.read().removesuffix("\n")
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core import devices, programs, sharding
+from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.accepting import VERIFY_STREAM
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import Request, choose_tree, make_requests, resolve
@@ -30,7 +31,8 @@ class Divergence:
       index: number of generated tokens before it.
       drafted, plain: token of the drafted and of the one-token answer; None if the answer had ended.
       gap: difference of the two tokens' logits after one pass over the common prefix, at a temperature above 0 with the
-        noise that decides between them; None if an answer had ended.
+        noise that decides between them; or the change of logits by which top-k or top-p keeps one token and drops the
+        other, if that explains the difference; None if an answer had ended.
       rounding: unit of rounding of the larger logit in the compute dtype.
     """
 
@@ -67,13 +69,15 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settin
     """Decodes every prompt with and without drafting and compares the answers; see `TreeFlash.generate`.
 
     Raises:
-      ValueError: no drafter, or an acceptance rule with other samples than one-token decoding at a temperature above 0.
+      ValueError: no drafter, builder "none", or an acceptance rule with other samples than one-token decoding at a
+        temperature above 0.
     """
     if model.drafter is None:
         raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
     config = resolve(None, settings, model.verifier, model.drafter)
+    expect(config.builder != "none", "builder", "none", "one that drafts: without it there is nothing to compare")
     builder, rule, _ = choose_tree(config)
-    if config.builder != "none" and rule != "sample-and-match" and np.max(config.temperature) > 0:
+    if rule != "sample-and-match" and np.max(config.temperature) > 0:
         raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
     # An explicit builder disables the choice by temperature: sampled trees give other samples.
     drafted = model.generate(prompts, **settings | {"builder": builder})
@@ -96,7 +100,7 @@ def explanation(divergence: Divergence, dtype: Any, near_tie: float | None = Non
     if divergence.gap is None:
         return "one answer ended before the other"
     if divergence.is_near_tie(near_tie):
-        return f"near-tie: the two candidates' logits are equal to within {dtype} rounding; not an error"
+        return f"near-tie: {dtype} rounding decides between the two candidates; not an error"
     return f"the two candidates' logits are {divergence.gap:.2g} apart, more than {dtype} rounding explains"
 
 
@@ -119,9 +123,35 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
         noise_v = vocab.gumbel(key[None], logits_v.size, dtype)[0]
     scores_v = logits_v.astype(np.float64) + request.temperature * np.asarray(noise_v)
     ids = [token for token in tokens if token is not None]
-    gap = float(np.ptp(scores_v[ids])) if len(ids) == 2 else None
+    gap = None
+    if len(ids) == 2:
+        low, high = sorted(ids, key=lambda token: scores_v[token])
+        is_kept, margins = _filter_margins(logits_v, [low, high], request)
+        gap = min(scores_v[high] - scores_v[low], margins[1]) if is_kept[1] else margins[1]
+        gap = float(gap if is_kept[0] else max(gap, margins[0]))
     rounding = float(np.spacing(np.abs(logits_v[ids]).max().astype(model.dtype)))  # logits may have more bits
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
+
+
+def _filter_margins(logits_v: np.ndarray, ids: list[int], request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """Returns whether top-k and top-p keep each token, and the smallest change of logits that alters it."""
+    from scipy.special import logit  # slow to import
+
+    temperature, top_p, top_k = request.temperature, request.top_p, min(request.top_k or logits_v.size, logits_v.size)
+    if temperature == 0:  # no filters
+        return np.array([True, True]), np.array([np.inf, np.inf])
+    sorted_v = np.append(np.sort(logits_v.astype(np.float64))[::-1], -np.inf)
+    mass_k = np.cumsum(np.exp((sorted_v[:top_k] - sorted_v[0]) / temperature))
+    mass_k /= mass_k[-1]
+    num_kept = top_k if top_p == 1 else 1 + int(np.argmax(mass_k >= top_p))
+    # If differences of logits change by up to d, the log-odds of a mass change by up to d / temperature.
+    changes_k = temperature * np.abs(logit(mass_k) - logit(top_p)) if top_p < 1 else np.full(top_k, np.inf)
+    fewer = changes_k[num_kept - 2] if num_kept > 1 else np.inf  # change by which top-p keeps one token fewer
+    more = changes_k[num_kept - 1] if num_kept < top_k else np.inf
+    values, last, after = logits_v[ids].astype(np.float64), *sorted_v[num_kept - 1 : num_kept + 1]
+    to_drop, to_keep = np.maximum(values - last, fewer), np.maximum(after - values, more)
+    margins = np.where(values >= last, np.minimum(values - after, to_drop), np.minimum(last - values, to_keep))
+    return values >= last, margins
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))

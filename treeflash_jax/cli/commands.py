@@ -17,7 +17,7 @@ from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import LINE, clipped, fit
+from treeflash_jax.core.checks import LINE, LONGEST_PATH, clipped, fit
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, models
 
@@ -64,7 +64,8 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     """Answers prompts, by default with smollm2 if its weights are on this machine, otherwise with the toy pair tiny."""
     add_prompts(parser)
     output = add_settings(parser)
-    output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all results")
+    help = "print one JSON object per answer, with all results; only it shows those of --log-probs and --expected-lengths"
+    output.add_argument("--json", action="store_true", help=help)
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +160,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")
     if not is_gguf and (arguments.to is None or arguments.dtype):
         known = " or ".join(f"--to {name}" for name in dialects.written())
-        raise ValueError(f"got a drafter folder without --to, or with --dtype; expected {known} alone")
+        got = f"{clipped(arguments.source, LONGEST_PATH)} without --to, or with --dtype"
+        raise ValueError(f"got {got}; expected a GGUF file, or a drafter folder with {known} alone")
     if is_gguf:
         models.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
     else:

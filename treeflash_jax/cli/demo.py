@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     greatest length is shown up to its last whole sentence. The picture has the streams of the last prompt when the first of
     them ended, the tree and the table.
     """
+    if arguments.svg is not None:
+        files.check_output(arguments.svg)
     pair = arguments.pair
     console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
     if pair is None and (pair := pairs.default_verifier()) == "tiny":

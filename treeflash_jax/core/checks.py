@@ -95,8 +95,7 @@ def bounded(
       kind: effect of the setting: "answer", "speed" or "program".
       basic: lists the field before the advanced ones in help and tables.
       choices: returns the accepted texts; called at every check, since registries grow.
-      **limits: `least`, `most` (INT32 by default), `above` and `below` of a number; or other constraints of
-        `pydantic.Field`.
+      **limits: `least`, `most` (INT32 by default), `above` and `below` of a number; `min_length` of a list or text.
     """
     described = {"help": help, "unit": unit, "unset": unset, "kind": kind, "basic": basic, "choices": choices}
     limits = {"most": INT32} | limits if limits.keys() & LIMITS.keys() else limits
@@ -244,7 +243,8 @@ ALIASES = {
     "max_new_tokens": "max_tokens max_length max_completion_tokens max_output_tokens n_predict num_tokens new_tokens",
     "samples": "n num_return_sequences num_samples n_samples best_of",
     "temperature": "do_sample sample temp",
-    "verifier": "model name model_id model_name model_name_or_path pretrained_model_name_or_path target_model base_model m",
+    "verifier": "model name model_id model_name model_name_or_path pretrained_model_name_or_path target_model base_model m "
+    "pair",
     "pair": "model verifier drafter",
     "shape": "model verifier",
     "drafter": "draft draft_model assistant_model speculative_model",

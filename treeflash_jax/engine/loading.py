@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from treeflash_jax import drafters
 from treeflash_jax.core import devices, files, programs, sharding
-from treeflash_jax.core.checks import fit, quoted, suggesting
+from treeflash_jax.core.checks import expect, fit, quoted, suggesting
 from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import pairs
@@ -107,6 +107,8 @@ def load(
         drafter_config = _read_drafter_config(drafter, steering, config, thinking)
     elif steering is not None:
         raise ValueError(f"got steering {quoted(steering)} and no drafter, expected a language model to steer")
+    else:
+        expect(drafter_revision is None, "drafter_revision", drafter_revision, "none without a drafter")
     tokenizer = Tokenizer.load(verifier, {"enable_thinking": thinking, **(template or {})})
     if drafter is not None and drafters.is_declared("OWN_TOKENIZER", drafter_config):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
@@ -146,11 +148,14 @@ def _read_drafter_config(
 
 
 def float_type(dtype: Any) -> Any:
-    """Returns a float dtype. Raises ValueError for any other."""
+    """Returns a float dtype. Raises ValueError for any other, and for float64 without jax_enable_x64."""
+    name = ""
     with suppress(TypeError):
-        if jnp.dtype(dtype).name in DTYPES:
-            return jnp.dtype(dtype)
-    raise ValueError(f"got dtype {quoted(dtype)}, expected one of {', '.join(DTYPES)}")
+        name = jnp.dtype(dtype).name
+    expect(name in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    is_available = name != "float64" or jax.config.jax_enable_x64
+    expect(is_available, "dtype", dtype, 'jax.config.update("jax_enable_x64", True) before it')
+    return jnp.dtype(dtype)
 
 
 def keep_programs(*, by_jax: bool = False) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import LONGEST_PATH, clipped, quoted
+from treeflash_jax.core.checks import LONGEST_PATH, clipped, expect, quoted
 from treeflash_jax.formats import gguf_reader, hub
 
 Part = Literal["verifier", "drafter"]
@@ -27,13 +27,14 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
       name: name of a pair, "ngram", a folder, a GGUF file, a URL of either such as gs://bucket/drafter, or a Hub id.
       local_files_only: read Hub ids from the local cache only.
 
-    Raises ValueError for any other name, or if the Hub or URL cannot be reached.
+    Raises ValueError for any other name, for a revision of anything but a Hub id, or if the Hub or URL cannot be reached.
     """
-    if part == "drafter" and str(name) in DRAFTERS:
-        return DRAFTERS[str(name)]
-    if str(name) in VERIFIERS:
+    is_shipped = part == "drafter" and str(name) in DRAFTERS
+    if not is_shipped and str(name) in VERIFIERS:
         return VERIFIERS[str(name)](revision, local_files_only)
-    path = files.fetch(str(name)) if "://" in str(name) else Path(name)
+    path = DRAFTERS[str(name)] if is_shipped else files.fetch(str(name)) if "://" in str(name) else Path(name)
+    if os.path.exists(path):
+        _refuse_revision(revision, name, part)
     if os.path.isdir(path):  # unlike Path.is_dir, False for invalid names
         gguf = sorted(file for file in path.iterdir() if gguf_reader.is_gguf(file))
         if not gguf or (path / "config.json").exists():
@@ -43,11 +44,13 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
         return gguf[0]
     if os.path.isfile(path) and gguf_reader.is_gguf(path):
         return path
-    if not hub.is_hub_id(name) or gguf_reader.is_gguf(path):
+    is_file = os.path.isfile(path)
+    if is_file or not hub.is_hub_id(name) or gguf_reader.is_gguf(path):
         near = difflib.get_close_matches(str(name), VERIFIERS, n=1)
         raise ValueError(
-            f"{clipped(name, LONGEST_PATH)} not found; expected a model folder, a GGUF file, a Hub id like Qwen/Qwen3-4B, "
-            f"or a pair: {', '.join(VERIFIERS)}" + (f" (did you mean {near[0]}?)" if near else "")
+            f"{clipped(name, LONGEST_PATH)} {'is a file' if is_file else 'not found'}; expected a model folder, a GGUF "
+            f"file, a Hub id like Qwen/Qwen3-4B, or a pair: {', '.join(VERIFIERS)}"
+            + (f" (did you mean {near[0]}?)" if near else "")
         )
     return hub.download(str(name), revision, local_files_only)
 
@@ -61,9 +64,13 @@ def default_verifier() -> str:
     return "tiny" if gguf_reader.is_gguf(path) and find_spec("gguf") is None else "smollm2"
 
 
+def _refuse_revision(revision: str | None, name: str | Path, part: Part) -> None:
+    argument = "drafter_revision" if part == "drafter" else "revision"
+    expect(revision is None, argument, revision, f"none with {quoted(str(name), LONGEST_PATH)}, which is not from the Hub")
+
+
 def _tiny(revision: str | None, local_files_only: bool) -> Path:
-    if revision is not None:
-        raise ValueError(f"got revision {quoted(revision)}, expected none with 'tiny', which ships with the package")
+    _refuse_revision(revision, "tiny", "verifier")
     return _ASSETS / "tiny" / "verifier"
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from treeflash_jax import drafters
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import quoted, read_json
-from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, safetensors, storage
+from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, safetensors, storage, tokenizer
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import quantized, verifier
@@ -106,7 +106,7 @@ def writable(dialect: str, config: Any = None) -> Dialect:
 
 
 def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, drop_head: bool = False) -> None:
-    """Writes a drafter's files in another dialect, bit for bit.
+    """Writes a drafter's files in another dialect, bit for bit; copies its tokenizer, if any.
 
     Args:
       target: new folder; it appears when it is complete.
@@ -119,8 +119,7 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     files.check_folder(target)
     config = read_drafter_config(source)
     written = writable(dialect, config)
-    if not drop_head:
-        written.to_hf(config)  # refuses before weights are read
+    written.to_hf(written.without_head(config, {})[0] if drop_head else config)  # refuses before weights are read
     with safetensors.open_folder(Path(source)) as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
     if len(kinds) != 1:
@@ -131,8 +130,9 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
         config, params = written.without_head(config, params)
     with files.filled(target) as folder:
         save_drafter(folder, config, params, dialect=dialect, dtype=dtype)
-        if (Path(source) / draft_vocabulary.NAME).exists():
-            files.write(folder / draft_vocabulary.NAME, (Path(source) / draft_vocabulary.NAME).read_bytes())
+        for name in (draft_vocabulary.NAME, "generation_config.json", *tokenizer.FILES):
+            if (Path(source) / name).exists():
+                files.write(folder / name, (Path(source) / name).read_bytes())
 
 
 def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float32) -> None:

@@ -16,6 +16,8 @@ from treeflash_jax.core.files import regular
 from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
 SHORT = 2**17  # bytes of a text that is tokenised without a check of its length
+FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
+    chat_template.json""".split()
 LONGEST_CHAT = 2**26  # characters, before and after the template
 
 

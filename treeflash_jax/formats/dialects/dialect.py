@@ -56,8 +56,8 @@ class Dialect:
         return ()
 
     def without_head(self, config: Any, params: Any) -> tuple[Any, Any]:
-        """Returns a drafter without the weights that only some dialects of its kind can store."""
-        return config, params
+        """Returns a drafter without its head. Raises ValueError if drafters in this dialect have none."""
+        raise ValueError(f"got a head to drop, expected none: drafters in {self.name} files have no head")
 
     def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: Any) -> None:
         """Writes config.json and model.safetensors into a folder, created if missing.
