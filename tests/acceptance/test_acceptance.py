@@ -18,7 +18,7 @@ from refusals import refused
 from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance import RULES, check_lossless
 from treeflash_jax.trees import TreeShape
-from treeflash_jax.trees.containers import DETERMINISTIC, WITH_REPLACEMENT
+from treeflash_jax.trees.containers import DETERMINISTIC, WITH_REPLACEMENT, WITHOUT_REPLACEMENT
 
 CASES = {
     "one path": cases.paths_case(3, 1),
@@ -291,12 +291,42 @@ def test_greedy_keeps_the_likeliest_path_and_emits_the_argmax(name, rule):
     np.testing.assert_array_equal(length_b, best_bn.sum(1))
 
 
+@pytest.mark.parametrize("spare", [1e-6, 1e-25])
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_later_siblings_of_a_confident_drafter(rule, spare):
+    """Two draws without replacement from q = (1 - spare, 0.75 spare, 0.25 spare): token 0, then 1 or 2."""
+    second_b1, ones_bx = jnp.array([[1], [2]]), jnp.ones((2, 2), jnp.int32)
+    tokens_bn = jnp.concatenate([jnp.zeros((2, 2), jnp.int32), second_b1], axis=1)
+    drawn = trees.DraftTree(tokens_bn, 0 * tokens_bn, jnp.array([[0, 1, 1]] * 2), 0.0 * tokens_bn, tokens_bn >= 0)
+    log_q_bnc = jnp.full((2, 3, 3), -jnp.inf).at[:, 0].set(np.log([1 - spare, 0.75 * spare, 0.25 * spare]))
+    proposal = trees.Proposal(
+        jnp.broadcast_to(jnp.arange(3), (2, 3, 3)), log_q_bnc, ones_bx.cumsum(1), tokens_bn[:, 1:],
+        ones_bx * WITHOUT_REPLACEMENT, depths=1,
+    )  # fmt: skip
+    logits = jnp.broadcast_to(jnp.log(jnp.array([0.3, 0.5, 0.2])), (2, 3, 3))
+    np.testing.assert_allclose(make_weights(rule, drawn, proposal, logits), [[1, 0.3, 2 / 3], [1, 0.3, 0.7]], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.2])
+def test_probabilities_at_low_temperature(temperature):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(38 + rng.random((64, 1, 1)) - temperature * rng.exponential(2, (64, 1, 8)), jnp.float32)
+    expected = jax.nn.softmax(np.asarray(logits - logits.max(axis=-1, keepdims=True)) / temperature)
+    target = cases.target_distribution(logits, temperature)
+    np.testing.assert_allclose(jnp.exp(target.gather(jnp.broadcast_to(jnp.arange(8), logits.shape))), expected, atol=1e-6)
+    everything_bv = target.residual(jnp.zeros(64, jnp.int32), jnp.zeros((64, 1), jnp.int32), expected[:, 0, :1])
+    np.testing.assert_allclose(jnp.exp(everything_bv), expected[:, 0], atol=1e-6)
+
+
 def test_a_node_with_nothing_left_is_the_verifiers_distribution():
     target = cases.target_distribution(jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (1, 2, 5)))
     node_b, nothing = jnp.array([1]), jnp.zeros((1, 5))
     np.testing.assert_allclose(jax.nn.softmax(target.residual(node_b, jnp.arange(5)[None], nothing))[0], P, atol=1e-6)
     off_support = jax.nn.softmax(target.residual(node_b, jnp.array([[4, 1]]), nothing[:, :2]))[0]
     np.testing.assert_allclose(off_support, oracle.normalised(P * [1, 0, 1, 1, 0]), atol=1e-6)
+    negligible = cases.target_distribution(jnp.array([[[0.0, -1.0, -140.0]]]))
+    left = negligible.residual(jnp.array([0]), jnp.array([[0, 1]]), nothing[:, :2])[0]
+    np.testing.assert_allclose(jax.nn.softmax(left), jax.nn.softmax(jnp.array([0.0, -1.0, -140.0])), atol=1e-6)
 
 
 def test_lossy_combinations_are_refused_with_the_reason():

@@ -19,6 +19,7 @@ from treeflash_jax.cli.check import check
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, rounds
 from treeflash_jax.engine.planning import choose_tree
+from treeflash_jax.trees.containers import DETERMINISTIC
 
 DRAFT = {"nodes": 8} | SIZES
 TREE = DRAFT | {"max_new_tokens": 24}
@@ -131,16 +132,33 @@ def test_the_comparison_reports_whole_rounds(tmp_path, monkeypatch, capsys):
         assert abs(whole["expected_tau"]["value"] - whole["tau"]["value"]) < 1
 
 
-def test_an_automatic_trunk_is_the_mean_of_recent_rounds():
-    """Sequence by sequence: the tree is that of the trunk that the mean of the past asks for, and of the same draws."""
-    depths, nodes = 4, 8
-    log_probs = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))
-    shape = (5, depths, 4, 4)
-    table = trees.TransitionTable(
+def table_of_equal_nodes() -> trees.TransitionTable:
+    shape = (5, 4, 4, 4)  # sequences, depths, contexts, children
+    return trees.TransitionTable(
         jnp.broadcast_to(jnp.arange(10, 14), shape),
-        jnp.broadcast_to(log_probs, shape),
+        jnp.broadcast_to(jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1])), shape),
         jnp.broadcast_to(jnp.arange(4), shape),
     )
+
+
+@pytest.mark.parametrize("name", ["delayed", "without-replacement", "hybrid"])
+def test_only_nodes_with_drawn_children_have_a_proposal_distribution(name):
+    """Regression: k-sequential computed NaN at a leaf above the deepest level of its batch if p = q there."""
+    table, past = table_of_equal_nodes(), {}
+    if name == "delayed":
+        past["recent_b"] = jnp.asarray([0.7, 1.6, 3.4, 2.6, 90.0])
+    noise_bnc = trees.draw_noise(jax.random.split(jax.random.key(0), 5), table, 8)
+    build = trees.BUILDERS[name].build
+    tree, proposal = build(table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape(trunk="auto"), noise_bnc, **past)
+    is_drawn_bx = (proposal.node_bx > 0) & (proposal.kind_bx != DETERMINISTIC)
+    parent_bx = jnp.where(is_drawn_bx, trees.pick(tree.parent_bn, proposal.node_bx), -1)
+    has_draws_bn = jnp.any(parent_bx[:, None] == jnp.arange(8)[:, None], axis=-1)
+    np.testing.assert_array_equal(jnp.any(jnp.isfinite(proposal.log_q_bnc), axis=-1), has_draws_bn)
+
+
+def test_an_automatic_trunk_is_the_mean_of_recent_rounds():
+    """Sequence by sequence: the tree is that of the trunk that the mean of the past asks for, and of the same draws."""
+    table, nodes = table_of_equal_nodes(), 8
     noise_bnc = trees.draw_noise(jax.random.split(jax.random.key(0), 5), table, nodes)
 
     def tree(trunk, **past):

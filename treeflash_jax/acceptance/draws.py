@@ -1,9 +1,9 @@
 """Shared parts of the rules that test draws: p (the verifier) and q (the proposal) on the support, and the tests in order.
 
 The residual after rejecting draws from one distribution q is max(w p - C q, 0) with one scalar C per node, because each
-rejection subtracts a multiple of q again; deterministic children only remove their own token. So a node has four scalars
-(entry weight w, C, the remaining mass Z, the remaining part of q), and everything here is [b, n, c] or smaller. The mass of
-p off the support does not change: one number per node.
+rejection subtracts a multiple of q again; deterministic children only remove their own token. So a node has three scalars
+(entry weight w, C, the remaining mass Z), a draw has one (the part of q that earlier draws left), and everything here is
+[b, n, c], [b, x, c] or smaller. The mass of p off the support does not change: one number per node.
 
 Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), y draws before them, v vocabulary.
 
@@ -27,6 +27,7 @@ from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask, pick
 from treeflash_jax.trees.containers import DETERMINISTIC, WITHOUT_REPLACEMENT
 
 NEVER = 1 << 20  # rank of a test that does not happen
+SMALLEST = 1e-30  # If less of q is left, a draw is rejected untested, which is lossless: dividing by it would overflow.
 
 
 @struct.dataclass
@@ -120,11 +121,18 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
       above_bnn: the ancestor mask, if a child is entered with its chance as weight (traversal); None: all weights are 1,
         and all parents are processed at once.
     """
-    # Rank of the deterministic test that removes a token; NEVER if none does.
+    # Rank of the test that removes a token from p (deterministic) or from q (without replacement); NEVER if none does.
     never_nc = jnp.full(draws.p_bnc.shape[1:], NEVER)
-    gone_bnc = jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
-        draws.parent_bx, draws.slot_bx, jnp.where(draws.is_fixed_bx & draws.is_draw_bx, draws.rank_bx, NEVER)
+    gone_bnc, drawn_bnc = (
+        jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
+            draws.parent_bx, draws.slot_bx, jnp.where(removes_bx & draws.is_draw_bx, draws.rank_bx, NEVER)
+        )
+        for removes_bx in (draws.is_fixed_bx, draws.is_removed_bx)
     )
+    # The part of q that earlier draws left, as a sum: 1 - q(earlier draws) cancels if the drafter is confident.
+    is_spare_bxc = pick(drawn_bnc, draws.parent_bx) >= draws.rank_bx[..., None]
+    spare_bx = jnp.sum(jnp.where(is_spare_bxc, pick(draws.q_bnc, draws.parent_bx), 0), axis=-1)
+    spare_bx = jnp.where(draws.is_removed_bx & (draws.rank_bx > 0), jnp.where(spare_bx > SMALLEST, spare_bx, 0), 1)
     weighs = above_bnn is not None
     order_bx = draws.rank_bx
     if weighs:  # a draw waits for its parent's weight and for its earlier siblings
@@ -141,10 +149,9 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
         return left_bnc, jnp.sum(left_bnc, axis=-1) + weight_bn * draws.outside_bn
 
     def test(state):
-        turn, chance_bx, weight_bn, scale_bn, mass_bn, spare_bn, tested_bn = state
+        turn, chance_bx, weight_bn, scale_bn, mass_bn, tested_bn = state
         now_bx = order_bx == turn
-        parents = (pick(x_bn, draws.parent_bx) for x_bn in (weight_bn, scale_bn, mass_bn, spare_bn))
-        weight_bx, scale_bx, mass_bx, spare_bx = parents
+        weight_bx, scale_bx, mass_bx = (pick(x_bn, draws.parent_bx) for x_bn in (weight_bn, scale_bn, mass_bn))
         left_bx = jnp.maximum(weight_bx * drawn_p_bx - scale_bx * drawn_q_bx, 0)
         left_bx = jnp.where(gone_at_bx < draws.rank_bx, 0, left_bx)
         top_bx = jnp.where(draws.is_fixed_bx, left_bx, left_bx * spare_bx)
@@ -156,19 +163,17 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
             entered_bn = _to_nodes(jnp.ones_like(accepted_bx), is_entered_bx, draws.node_bx, weight_bn)
             entry_bn = _to_nodes(accepted_bx, is_entered_bx, draws.node_bx, weight_bn)
             weight_bn = jnp.where(entered_bn > 0, entry_bn, weight_bn)
-        sampled_bx = now_bx & ~draws.is_fixed_bx
         growth_bx = jnp.where(spare_bx > 0, mass_bx / jnp.where(spare_bx > 0, spare_bx, 1), 0)
-        scale_bn += _to_nodes(growth_bx, sampled_bx, draws.parent_bx, scale_bn)
-        spare_bn -= _to_nodes(drawn_q_bx, sampled_bx & draws.is_removed_bx, draws.parent_bx, spare_bn)
+        scale_bn += _to_nodes(growth_bx, now_bx & ~draws.is_fixed_bx, draws.parent_bx, scale_bn)
         touched_bn = _to_nodes(jnp.ones_like(draws.rank_bx), now_bx, draws.parent_bx, tested_bn)
         tested_bn += touched_bn
         remaining_bn = remaining(weight_bn, scale_bn, tested_bn)[1] + (1 - weight_bn)
         mass_bn = jnp.where(touched_bn > 0, remaining_bn, mass_bn)
-        return turn + 1, chance_bx, weight_bn, scale_bn, mass_bn, spare_bn, tested_bn
+        return turn + 1, chance_bx, weight_bn, scale_bn, mass_bn, tested_bn
 
-    start = jnp.int32(0), jnp.zeros_like(drawn_p_bx), one_bn, jnp.zeros_like(one_bn), one_bn, one_bn, counts_bn
+    start = jnp.int32(0), jnp.zeros_like(drawn_p_bx), one_bn, jnp.zeros_like(one_bn), one_bn, counts_bn
     last = jnp.max(order_bx, initial=-1)
-    _, chance_bx, weight_bn, scale_bn, _, _, tested_bn = lax.while_loop(lambda state: state[0] <= last, test, start)
+    _, chance_bx, weight_bn, scale_bn, _, tested_bn = lax.while_loop(lambda state: state[0] <= last, test, start)
     left_bnc, mass_bn = remaining(weight_bn, scale_bn, tested_bn)
     lost_bn = 1 - weight_bn  # kept apart from the mass: at weight 1 nothing may be lost to rounding
     keep_bn = jnp.where(lost_bn > 0, mass_bn / jnp.where(lost_bn > 0, mass_bn + lost_bn, 1), 1)

@@ -21,19 +21,21 @@ class TargetDistribution:
       logits_bnv: compute dtype, possibly sharded over the vocabulary.
       temperature_b: 0 is greedy.
       threshold_bn: tokens with a logit below it have probability zero.
-      log_normaliser_bn: log-sum-exp of the kept logits.
+      peak_bn: the largest logit.
+      log_normaliser_bn: log-sum-exp of (kept logits - peak) / temperature.
     """
 
     logits_bnv: jax.Array
     temperature_b: jax.Array
     threshold_bn: jax.Array
+    peak_bn: jax.Array
     log_normaliser_bn: jax.Array
 
     def gather(self, ids_bnx: jax.Array) -> jax.Array:
         """Returns log-probabilities of tokens, [b, n, x]; -inf for cut tokens. Greedy: 0 for the argmax, else -inf."""
         logits_bnx = vocab.take(self.logits_bnv, ids_bnx)
         kept_bnx = logits_bnx >= self.threshold_bn[..., None]
-        log_p_bnx = _scaled(logits_bnx, self.temperature_b) - self.log_normaliser_bn[..., None]
+        log_p_bnx = _scaled(logits_bnx, self.peak_bn, self.temperature_b) - self.log_normaliser_bn[..., None]
         log_p_bnx = jnp.where(kept_bnx, log_p_bnx, -jnp.inf)
         best_bn = vocab.argmax(self.logits_bnv)
         greedy_bnx = jnp.where(ids_bnx == best_bn[..., None], 0.0, -jnp.inf)
@@ -48,18 +50,19 @@ class TargetDistribution:
     def residual(self, node_b: jax.Array, support_bc: jax.Array, residual_bc: jax.Array) -> jax.Array:
         """Returns the log of one node's distribution with replaced probabilities on the support; unnormalised, [b, v].
 
-        If no mass is left, the distribution itself: a walk ends there only by rounding.
+        If no mass beyond rounding is left, the distribution itself: a walk ends there with at most that probability.
         """
         at_b1 = node_b[:, None]
         logits_bv = pick(self.logits_bnv, at_b1)[:, 0]
-        scaled_bv = _scaled(logits_bv[:, None], self.temperature_b)[:, 0]
+        scaled_bv = _scaled(logits_bv[:, None], pick(self.peak_bn, at_b1), self.temperature_b)[:, 0]
         kept_bv = logits_bv >= pick(self.threshold_bn, at_b1)
         log_p_bv = jnp.where(kept_bv, scaled_bv - pick(self.log_normaliser_bn, at_b1), -jnp.inf)
         ids_bv = lax.broadcasted_iota(jnp.int32, log_p_bv.shape, 1)
         greedy_bv = jnp.where(ids_bv == vocab.argmax(scaled_bv)[:, None], 0.0, -jnp.inf)
         log_p_bv = jnp.where((self.temperature_b > 0)[:, None], log_p_bv, greedy_bv)
         left_bv = vocab.put(log_p_bv, support_bc, jnp.log(residual_bc).astype(log_p_bv.dtype))
-        return jnp.where(jnp.max(left_bv, axis=-1, keepdims=True) > -jnp.inf, left_bv, log_p_bv)
+        mass_b1 = jnp.sum(jnp.exp(left_bv), axis=-1, keepdims=True)
+        return jnp.where(mass_b1 > 4 * jnp.finfo(left_bv.dtype).eps, left_bv, log_p_bv)
 
 
 @struct.dataclass
@@ -134,11 +137,17 @@ def target_distribution(
 
     no_cut_bn = jnp.full(logits_bnv.shape[:2], -jnp.inf, logits_bnv.dtype)
     threshold_bn = lax.cond(jnp.any(cuts_b), threshold, lambda: no_cut_bn)
-    kept_bnv = jnp.where(logits_bnv >= threshold_bn[..., None], _scaled(logits_bnv, temperature_b), -jnp.inf)
-    return TargetDistribution(logits_bnv, temperature_b, threshold_bn, vocab.log_sum_exp(kept_bnv))
+    peak_bn = jnp.max(logits_bnv, axis=-1)
+    scaled_bnv = _scaled(logits_bnv, peak_bn, temperature_b)
+    mass_bn = jnp.sum(jnp.where(logits_bnv >= threshold_bn[..., None], jnp.exp(scaled_bnv), 0), axis=-1)
+    return TargetDistribution(logits_bnv, temperature_b, threshold_bn, peak_bn, jnp.log(mass_bn))
 
 
-def _scaled(logits_bnx: jax.Array, temperature_b: jax.Array) -> jax.Array:
-    """Returns logits / temperature in float32 at least; unchanged for greedy sequences."""
+def _scaled(logits_bnx: jax.Array, peak_bn: jax.Array, temperature_b: jax.Array) -> jax.Array:
+    """Returns (logits - peak) / temperature in float32 at least; logits - peak for greedy sequences.
+
+    At low temperature logits / temperature is so large that rounding changes its exponential.
+    """
     dtype = jnp.promote_types(logits_bnx.dtype, jnp.float32)
-    return logits_bnx.astype(dtype) / jnp.where(temperature_b > 0, temperature_b, 1.0)[:, None, None].astype(dtype)
+    divisor_b = jnp.where(temperature_b > 0, temperature_b, 1.0).astype(dtype)
+    return (logits_bnx.astype(dtype) - peak_bn[..., None].astype(dtype)) / divisor_b[:, None, None]

@@ -279,7 +279,7 @@ def _describe(summary: dict[str, Any]) -> str:
     often = f", one in {tokens / near_ties:.0f} tokens" if near_ties else ""
     return (
         f"{text}\nlossless: {'FAIL, ' + failed if failed else 'PASS'}; {identical} of {answers} answers identical, "
-        f"{near_ties} near-ties{often} (the two candidates' logits are equal to within {settings['dtype']} rounding; "
+        f"{near_ties} near-ties{often} ({settings['dtype']} rounding decides between the two candidates; "
         f"not an error), {answers - identical - near_ties} other differences"
     )
 

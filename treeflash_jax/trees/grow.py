@@ -99,11 +99,11 @@ def grow(
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
     noise_bnc, is_drawn_once_bn = noise_bnc[:, :n], outline.kind_bn == WITHOUT_REPLACEMENT
     noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, outline.parent_bn), noise_bnc)
-    goes_on_bn, taken_bnc = _below(outline, support_bnc)
+    goes_on_bn, barred_bnc = _below(outline, support_bnc)
 
     def level(carry, depth):
         state_bn, nodes = carry
-        offered = _offered(expander, depth, state_bn, taken_bnc, goes_on_bn, leaves)
+        offered = _offered(expander, depth, state_bn, barred_bnc, goes_on_bn, leaves)
         nodes = _drawn(outline, nodes, depth, *offered, noise_bnc, ranks)
         above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, outline.parent_bn), state_bn)
         is_below_bn = outline.depth_bn == depth + 1
@@ -128,13 +128,13 @@ def grow(
 
 
 def _offered(
-    expander: Expander, depth: jax.Array, state_bn: Any, taken_bnc: jax.Array, goes_on_bn: jax.Array, leaves: bool
+    expander: Expander, depth: jax.Array, state_bn: Any, barred_bnc: jax.Array, goes_on_bn: jax.Array, leaves: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the children of every place with log p, and the distribution log q of its draws; all [b, n, c]."""
     tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
     # An entry without a child may name a token that another one offers, whose probability the rules would count twice.
     tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
-    free_bnc = jnp.isfinite(log_p_bnc) & ~taken_bnc
+    free_bnc = jnp.isfinite(log_p_bnc) & ~barred_bnc
     open_bnc = free_bnc & expander.continues(depth, state_bn)
     restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
     admitted_bnc = jnp.where(restricted_bn[..., None], open_bnc, free_bnc)
@@ -145,17 +145,21 @@ def _offered(
 
 
 def _below(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns places whose sampled children have children in the outline [b, n], and deterministic children [b, n, c]."""
+    """Returns places whose sampled children have children in the outline [b, n], and entries that are not drawn [b, n, c].
+
+    Not drawn are deterministic children, and all entries of places without sampled children.
+    """
     parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
     places = jnp.arange(parent_bn.shape[1], dtype=jnp.int32)
     is_child_bnn = (parent_bn[:, None] == places[:, None]) & (outline.depth_bn > 0)[:, None]  # [b, node, child]
     has_children_bn = jnp.any(is_child_bnn, axis=-1)
-    goes_on_bn = jnp.any(is_child_bnn & (has_children_bn & ~is_fixed_bn)[:, None], axis=-1)
+    is_drawn_bnn = is_child_bnn & ~is_fixed_bn[:, None]
+    goes_on_bn = jnp.any(is_drawn_bnn & has_children_bn[:, None], axis=-1)
     nothing_nc = jnp.zeros(support_bnc.shape[1:], bool)
     taken_bnc = jax.vmap(lambda parent_n, slot_n, fixed_n: nothing_nc.at[parent_n, slot_n].max(fixed_n))(
         parent_bn, outline.slot_bn, is_fixed_bn & (outline.depth_bn > 0)
     )
-    return goes_on_bn, taken_bnc
+    return goes_on_bn, taken_bnc | ~jnp.any(is_drawn_bnn, axis=-1, keepdims=True)
 
 
 def _drawn(outline: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int) -> dict[str, jax.Array]:
