@@ -341,6 +341,31 @@ def small_runs() -> str:
     return section("run | change | steps | held-out loss | tau ratio", rows, f"{runs['note']}:", runs["commands"])
 
 
+def small_runs_cpu() -> str:
+    """Formats short training runs on a CPU that differ from the first in one setting."""
+    runs, rows = read("small_runs_smollm2.json")["cpu"], []
+    for row in runs["rows"]:
+        loss = f"{row['held_out_loss']:.2f}" if row["held_out_loss"] else ""
+        change = f"`{row['change']}`" if row["change"] else ""
+        rows.append([row["name"], change, row["cpu_seconds"], loss, f"{row['tau']:.2f}", interval(row["over_base"])])
+    header = "run | change | CPU seconds | held-out loss | tau | tau ratio"
+    return section(header, rows, f"{runs['note']}:", runs["commands"])
+
+
+def equal_seconds() -> str:
+    """Formats drafters that trained for the same CPU seconds."""
+    runs, rows = read("drafters_smollm2.json")["equal_seconds"], []
+    for row in runs["rows"]:
+        cells = [
+            f"{row['tau']:.2f}",
+            f"{row['sampled_tau']:.2f}",
+            *(f"{100 * x:.0f}" for x in (row["accepted"] + [0.0] * 4)[:4]),
+        ]
+        rows.append([row["drafter"], row["steps"], row["cpu_seconds"], *cells])
+    header = "drafter | steps | CPU seconds | tau, T = 0 | tau, T = 0.7 | 1 token, % | 2 | 3 | 4"
+    return section(header, rows, f"{runs['note']}:", runs["commands"])
+
+
 def sampled_trees() -> str:
     runs = read("sampled_tiny.json")
     plain = {(row["temperature"], row["system"]): row["tau"] for row in runs["rows"]}
@@ -385,7 +410,7 @@ def options() -> str:
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
 SHOWN += (latency_h200, small_runs, budget, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds, train_steps)
-SHOWN += (train_batches, batches_smollm2, options)
+SHOWN += (train_batches, batches_smollm2, small_runs_cpu, equal_seconds, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
