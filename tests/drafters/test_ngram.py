@@ -149,14 +149,3 @@ def test_every_command_serves_it(short, tmp_path, capsys):
     goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4}, short)
     words = ["--verifier", "tiny", "--drafter", "ngram", "--prompt-ids", "5 6 7 5 6 7", "--max-new-tokens", "8"]
     assert main(["generate", *words, "--json"]) == 0
-
-
-def test_sampled_answers_do_not_depend_on_whether_others_have_a_draft():
-    """A batch without any draft verifies roots only, by the same rule with the same random numbers."""
-    model = make_pair(RANDOM_MODEL, ngram.NgramConfig(shortest=1, num_depths=3))
-    settings = {"max_new_tokens": 16, "nodes": 4, "builder": "paths", "acceptance": "traversal", "seed": 3, "batch_size": 2}
-    alone, beside = (
-        model.generate(prompts, temperature=[1.0, 0.0][: len(prompts)], **settings)[0].ids
-        for prompts in ([[5, 17, 33]], [[5, 17, 33], [7] * 20])
-    )
-    assert alone == beside

@@ -113,19 +113,16 @@ def _verify_if_drafted(
 ) -> tuple[Verified, Accepted]:
     """Verifies and accepts, but only the roots if every draft tree is empty, which takes no longer than one token.
 
-    Both have the same rule, so that an answer does not depend on the other sequences of its batch.
+    Which branch runs depends on the text alone, so the output stays exact although the roots have another rule. With a
+    sampled rule, the random numbers of an answer then depend on whether any sequence of its batch has a draft.
     """
-    root, root_proposal, root_plan = trees.first(tree, 1), None, replace(plan, num_nodes=1)
-    if proposal is not None:
-        draws = {name: getattr(proposal, name)[:, :0] for name in ("node_bx", "slot_bx", "kind_bx")}
-        nodes = {name: getattr(proposal, name)[:, :1] for name in ("support_bnc", "log_q_bnc")}
-        root_proposal = proposal.replace(**draws, **nodes)
+    root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
     def kept(*tree_and_plan) -> tuple[Verified, Accepted]:
         return keep_path(*verify_and_accept(weights, state, *tree_and_plan), plan.path_length)
 
     is_drafted = jnp.any(tree.valid_bn[:, 1:] & ~state.done_b[:, None])
-    return lax.cond(is_drafted, lambda: kept(tree, proposal, plan), lambda: kept(root, root_proposal, root_plan))
+    return lax.cond(is_drafted, lambda: kept(tree, proposal, plan), lambda: kept(trees.first(tree, 1), None, root_plan))
 
 
 def verify_and_accept(
