@@ -101,7 +101,7 @@ class Eagle3Stage(DraftingStage):
                 folders.write(path, json.dumps(ids_z.tolist()))
         else:
             ids_z = np.array(json.loads(path.read_text()))
-        return {"offsets": jnp.asarray(ids_z - np.arange(size), jnp.int32)}
+        return {"offsets": jnp.asarray(ids_z - np.arange(len(ids_z)), jnp.int32)}  # of another size: `claim` refuses it
 
     def fresh(self, drafter: EagleConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = parameters.initialize(eagle3.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
