@@ -265,6 +265,12 @@ def beside_published() -> str:
     return section(header, rows, f"{note.partition('; one_thread')[0]}:", [runs["command"]], "text")
 
 
+def beside_published_gpu() -> str:
+    runs = read("published_h100.json")
+    rows = [[row["name"], f"{row['ms']:.1f}", f"{row['other_ms']:.1f}", f"{row['ratio']:.1f}"] for row in runs["rows"]]
+    return section("decoding | this library, ms | published code, ms | ratio", rows, f"{runs['note']}:", runs["commands"])
+
+
 def beside_peers(drafting: str) -> str:
     """Formats systems of peers_smollm2.json by prompts, with speeds over those of the first system."""
     runs, rows = read("peers_smollm2.json")[drafting], []
@@ -347,7 +353,8 @@ def small_runs_cpu() -> str:
     for row in runs["rows"]:
         loss = f"{row['held_out_loss']:.2f}" if row["held_out_loss"] else ""
         change = f"`{row['change']}`" if row["change"] else ""
-        rows.append([row["name"], change, row["cpu_seconds"], loss, f"{row['tau']:.2f}", interval(row["over_base"])])
+        tau = f"{row['tau']:.2f}" if row["tau"] else ""
+        rows.append([row["name"], change, row["cpu_seconds"], loss, tau, interval(row["over_base"])])
     header = "run | change | CPU seconds | held-out loss | tau | tau ratio"
     return section(header, rows, f"{runs['note']}:", runs["commands"])
 
@@ -410,7 +417,7 @@ def options() -> str:
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
 SHOWN += (latency_h200, small_runs, budget, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds, train_steps)
-SHOWN += (train_batches, batches_smollm2, small_runs_cpu, equal_seconds, options)
+SHOWN += (train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu, options)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
