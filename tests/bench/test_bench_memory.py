@@ -119,9 +119,9 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
     results = json.loads(out.read_text())
     assert results.pop("earlier") == {"bytes_per_device": {}}
     [(key, result)] = results.items()
-    assert key == "verifier cpu 4x2 batch 8 drafted by drafter" and key in printed
+    assert key == "verifier cpu 4x2 batch 8 drafted by drafter: caches of 384 positions, 8 nodes, bfloat16" and key in printed
     assert (result["context"], result["nodes"], result["mesh"]) == (384, 8, {"data": 4, "model": 2})
-    assert result["dtype"] == "bfloat16" and result["fits"] is None
+    assert result["dtype"] == "bfloat16" and result["fits"] and result["bytes_limit"] > 2**30, "the host's memory"
     sizes = result["bytes_per_device"]
     parts = [sizes[part] for part in (*asdict(Footprint(verifier=0)), "rest", "programs")]
     assert min(parts[:5]) > 0 and sizes["resident"] == sum(parts)
@@ -130,7 +130,8 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
     assert str(tmp_path) not in out.read_text() and str(PAIR) not in out.read_text()
 
     assert main([*words[:-6], "--no-compile", "--batch", "16", "--builder", "none"]) == 0
-    results, plain = json.loads(out.read_text()), "verifier cpu 4x2 batch 16 none"
+    results = json.loads(out.read_text())
+    plain = "verifier cpu 4x2 batch 16 none: caches of 384 positions, 1 nodes, bfloat16"
     assert set(results) == {"earlier", key, plain} and results[key] == result and results[plain]["nodes"] == 1
     arithmetic = results[plain]["bytes_per_device"]
     assert arithmetic["verifier_cache"] == 2 * sizes["verifier_cache"] and "round" not in arithmetic

@@ -143,7 +143,7 @@ def changed(**changes):
 
 
 @pytest.mark.parametrize("line, words", [
-    (changed(schema=3), "got schema 3, expected 2"),
+    (changed(schema=4), "got schema 4, expected 3"),
     ('{"schema": 1', "got malformed JSON"),
     (changed(prompt_id="a"), "got a second answer to ('a', 'ar', 0.0, 0)"),
     (changed(hardware=HARDWARE | {"device": "H200"}), "got device 'H200', but 'cpu' in earlier lines"),

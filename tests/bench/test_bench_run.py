@@ -37,7 +37,8 @@ def fake(tiny, monkeypatch):
     """Answers made up at once, of two rounds with 3 and 1 tokens; `calls` holds what was asked for."""
     fake = SimpleNamespace(calls=[], compiles=lambda call: False, ids=lambda config: [5, 6, 7, 8], finished="stop")
 
-    def generate(_, inputs, config, *, seed):
+    def generate(_, inputs, config, *, seed, indices):
+        assert indices == [0] * len(inputs), "noise of a seed, wherever its prompt stands"
         fake.calls.append(SimpleNamespace(inputs=deepcopy(inputs), config=config, seed=seed))
         call, answer = len(fake.calls), {"prompt_ids": [1], "accept_lengths": [3, 1], "finished": fake.finished}
         seconds, compile_seconds = (1000.0, 9.0) if fake.compiles(call) else (float(len(inputs)), 0.0)
@@ -187,9 +188,31 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
         (fresh, ["--max-new-tokens", "1500"], "prompt 'cows': got 30"),
         (fresh, ["--format", "raw"], "prompt 'cows': got 2 turns, expected one turn alone"),
         (fresh, ["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
+        (out, ["--pair", "tiny", "tiny=other"], "got drafter_source 'other', but None in the file"),
+        (out, ["--stop-ids", "7"], "got stop_ids [7], but None in the file"),
+        (out, ["--expected-lengths"], "got expected_lengths True, but False in the file"),
+        (fresh, ["--other", "ar=cat"], "got --other 'ar=cat', expected NAME=COMMAND with a name that no other system has"),
+        (fresh, ["--other", "cat"], "got --other 'cat', expected NAME=COMMAND"),
+        (fresh, ["--phases", "0"], "got --phases 0, expected at least 1"),
+        (fresh, ["--prompt-ids", " "], "got --prompt-ids without ids"),
     ):
         mistake(capsys, main, ["bench", "run", "--out", str(path), *small, *more], words)
         assert fake.calls == [] and out.read_bytes() == before and not fresh.exists()
+
+
+def test_a_file_has_one_writer_and_phases_reach_answers_that_were_there(fake, small, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    bench(out, *small)
+    capsys.readouterr()
+    times = {"treeflash-8": {"context": 30, "ms": {"round": 2.0, "step": 1.0}}}
+    monkeypatch.setattr(run, "time_phases", lambda measured, context, temperature, known: times)
+    with bench_records.held(out):
+        mistake(capsys, main, ["bench", "run", "--out", str(out), *small], "another process writes to it")
+    asked = len(fake.calls)
+    records = bench(out, *small, "--phases", "30")
+    assert len(fake.calls) == asked and "ms by phase, after 30 tokens" in capsys.readouterr().out
+    assert {record["system"]: record["phases"] for record in records} == {"ar": None, "marginal-8": None} | times
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "prompts.jsonl"}, "no lock stays"
 
 
 def test_names_of_systems_hold_their_settings():
@@ -221,6 +244,8 @@ def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
     names = ["marginal+hybrid+traversal", "treeflash+hybrid+traversal"]
     words = ["bench", "run", "--out", "out", "--preset", "rules", "--nodes", "8", "--systems", *names]
     arguments = commands.parser().parse_args(words)
+    run.set_defaults(arguments)
+    assert (arguments.nodes, arguments.temperature, arguments.batch_size) == ([8], [1.0], 8)
     for head, expected in (("marginal", 1), ("mlp", 2)):
         model = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head=head))
         monkeypatch.setattr(run.tf, "load", lambda *_, model=model, **__: model)
@@ -230,6 +255,7 @@ def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
 def test_drafters_are_systems_with_one_baseline_and_their_own_options():
     words = ["--pair", "tiny", "shipped=tiny", "ngram", "--nodes", "4", "--candidates", "5", "--out", "x"]
     arguments = commands.parser().parse_args(["bench", "run", *words])
+    run.set_defaults(arguments)
     systems = run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))
     trees = [f"{name}, shipped" for name in ("chain", "marginal-4", "treeflash-4", "joined-4")]
     assert [system.name for system in systems] == ["ar", *trees, "chain, ngram", "treeflash-4, ngram"]

@@ -1,7 +1,9 @@
 """Files of results: records of answers, one a line and all of one run; and JSON files to which commands add."""
 
+import json
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,10 +15,11 @@ from treeflash_jax.trees import TreeShape
 
 Record = dict[str, Any]
 
-SCHEMA = 2
+SCHEMA = 3
 # Settings that are equal in all records of a file, and in all of a system. Temperature and seed may vary.
-SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p".split()
-SYSTEM = "dtype drafter drafter_temperature drafter_temperature_rule builder acceptance nodes selector attention".split()
+SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p stop_ids expected_lengths".split()
+SYSTEM = "dtype drafter drafter_source drafter_temperature drafter_temperature_rule builder acceptance nodes".split()
+SYSTEM += "selector attention command".split()
 SYSTEM += [field.name for options in (draft_options(), TreeShape) for field in fields(options)]
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
@@ -63,6 +66,8 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
         where = f"{path}:{number}"
         if (schema := record.get("schema")) != SCHEMA:
             raise ValueError(f"{where}: got schema {quoted(schema)}, expected {SCHEMA}; write to another file")
+        if missing := {"settings", "versions", "hardware", "system", "prompt_id"} - record.keys():
+            raise ValueError(f"{where}: got no {min(missing)}, expected a record of treeflash bench run")
         if (key := record_key(record)) in seen:
             raise ValueError(f"{where}: got a second answer to {quoted(key, 120)}, expected one")
         seen.add(key)
@@ -104,6 +109,32 @@ def read_results(path: str | Path) -> tuple[list[Record], int]:
     records, size = read_records(path) if Path(path).is_file() else ([], 0)
     files.check_output(path, lambda content: RECORD_START.startswith(content[size:][: len(RECORD_START)]))
     return records, size
+
+
+@contextmanager
+def held(path: str | Path) -> Iterator[None]:
+    """Holds a results file, so that no other process on this machine writes to it. Raises ValueError if one does."""
+    from filelock import FileLock, Timeout
+
+    path = Path(path)
+    files.check_output(path)
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    except Timeout:
+        raise ValueError(f"{path}: another process writes to it; wait for it, or write to another file") from None
+
+
+def rewrite(path: str | Path, records: Sequence[Record]) -> int:
+    """Replaces a results file by these records; returns its number of bytes."""
+    content = "".join(json.dumps(record) + "\n" for record in records)
+    if records:
+        files.write(path, content)
+    return len(content.encode())
 
 
 def open_results(path: str | Path, size: int) -> BinaryIO:

@@ -29,7 +29,7 @@ from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_cha
 from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.bench.timed import Progress
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, load_model, option_values
-from treeflash_jax.core import devices, sharding
+from treeflash_jax.core import devices, files, sharding
 from treeflash_jax.decoding import calibration, loops, rounds
 from treeflash_jax.decoding.budget import BudgetPolicy, Measured
 from treeflash_jax.decoding.runner import Runner
@@ -61,9 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
 
 
-add_arguments.__doc__ = __doc__  # the description of the command
-
-
 def run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments)
     if model.drafter is None:
@@ -81,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_sizes([plan], batches, contexts, model.mesh)
     chats = [model.encode(empty_chat(prompt, arguments.format)) for prompt in prompts]
     make_requests(chats, config, model.verifier)  # refuses prompts that are too long
+    if arguments.out is not None:
+        files.check_output(arguments.out)
     out = Path(arguments.out) if arguments.out else model.budget or calibration.default_path(None)
     if out.exists():
         calibration.read(out)

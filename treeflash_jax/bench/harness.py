@@ -32,7 +32,7 @@ from treeflash_jax.core.checks import parse_json
 from treeflash_jax.engine.planning import Request, choose_tree
 from treeflash_jax.trees import draws
 
-SAMPLING = ("max_new_tokens", "batch_size", "top_k", "top_p")
+SAMPLING = ("max_new_tokens", "batch_size", "top_k", "top_p", "expected_lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class System:
     Attributes:
       config: settings of `generate`; temperature and seed are replaced by those that are measured.
       pair: names of verifier and drafter, for the records.
+      drafter_source: what the drafter was loaded from, if its name in `pair` is a label.
 
     Example:
       >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))
@@ -52,6 +53,7 @@ class System:
     model: tf.TreeFlash
     config: tf.GenerateConfig
     pair: tuple[str, str | None] = ("tiny", "tiny")
+    drafter_source: str | None = None
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
         """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of those of the call.
@@ -61,7 +63,7 @@ class System:
         config = replace(self.config, temperature=temperature, seed=0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="tau is")  # a drafter that accepts little is a result here
-            results = self.model.generate(prompts, config, seed=seeds)
+            results = self.model.generate(prompts, config, seed=seeds, indices=[0] * len(prompts))  # a seed decides alone
         if any(result.finished == "interrupted" for result in results):
             raise KeyboardInterrupt
         return [replace(result, seconds=result.seconds / len(prompts)) for result in results]
@@ -74,11 +76,12 @@ class System:
             shape = dict.fromkeys(shape) | ({"lanes": plan.shape.lanes} if plan.builder == "best-first" else {})
         settings = {name: getattr(config, name) for name in SAMPLING}
         settings |= {"verifier": self.pair[0], "drafter": self.pair[1], "dtype": str(model.dtype)}
+        settings |= {"drafter_source": self.drafter_source, "stop_ids": config.stop_ids and list(config.stop_ids)}
         settings |= {"quantize": model.quantize, **shape, "selector": config.selector, **describe_tree(plan)}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
         settings |= {"attention": config.attention, "drafter_temperature": None, "drafter_temperature_rule": None}
         if not plan.drafts:
-            return settings | {"nodes": None, "acceptance": None}
+            return settings | {"nodes": None, "acceptance": None, "drafter_source": None}
         rule = "fixed" if (fixed := config.drafter_temperature) else "max(it, min(T, 1))"
         settings |= {"nodes": "auto"} if config.nodes == "auto" else {}
         drafter_temperature = fixed or model.drafter.drafter_temperature
@@ -129,7 +132,7 @@ class Peer(System):
         return results
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | dict.fromkeys(SYSTEM) | {"builder": PEER}
+        return super().settings() | dict.fromkeys(SYSTEM) | {"builder": PEER, "command": self.command}
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         program = self.programs[-1]
@@ -137,9 +140,10 @@ class Peer(System):
             program.stdin.write(json.dumps(question) + "\n")
             program.stdin.flush()
         line = program.stdout.readline()
-        with suppress(ValueError):
+        with suppress(ValueError, AttributeError):  # no JSON object
             answer = parse_json(line)
-            if isinstance(answer, dict) and answer.get("seconds", 0) > 0:
+            seconds, ids = answer.get("seconds"), answer.get("ids", [])
+            if isinstance(seconds, int | float) and seconds > 0 and isinstance(ids, list):
                 return answer
         got = f"got {line.strip()!r} from" if line else "got no answer from"
         raise ValueError(f"{got} {self.command!r}, expected one JSON line per prompt, with seconds above 0")
@@ -185,16 +189,13 @@ def measure(
             if compile_seconds or system.name not in warm:
                 answers = converse(system, batch, format, temperature, seed)
                 warm.add(system.name)
-            for place, (prompt, results) in enumerate(zip(batch, answers, strict=True)):
+            for prompt, results in zip(batch, answers, strict=True):
                 if prompt not in missing:
                     continue
                 record = make_record(system, prompt, results, format, temperature, seed)
                 record["compile_seconds"] = compile_seconds
                 others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
-                requests = []  # of the turns; the place in the call counts prompts that have this turn
-                for turn, result in enumerate(results):
-                    index = sum(turn < len(p.turns) for p in batch[:place])
-                    requests.append(Request(index, result.prompt_ids, temperature, 0, 1.0, prompt.seed(seed)))
+                requests = [Request(0, turn.prompt_ids, temperature, 0, 1.0, prompt.seed(seed)) for turn in results]
                 record["differences"] = compare(system.model, record, filter(None, others), requests, printed)
                 records[record_key(record)] = record
                 yield record

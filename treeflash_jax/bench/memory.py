@@ -32,7 +32,7 @@ from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_MEMORY, Devic
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.batching import capacity_bucket, make_batch
-from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, memory_limit
+from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
 from treeflash_jax.engine.planning import make_plan, resolve
 from treeflash_jax.engine.settings import GenerateConfig, settings_class
 from treeflash_jax.models import verifier
@@ -78,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = resolve(None, option_values(arguments, settings_class()), model, drafter)
+    if arguments.context > model.max_positions:
+        raise ValueError(f"got --context {arguments.context}, expected at most {model.max_positions} (the verifier's context)")
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
     plan = make_plan(config, model, drafter, dtype, device)
     sizes, quantize = dict(mesh.shape), arguments.quantize
@@ -102,13 +104,18 @@ def run(arguments: argparse.Namespace) -> int:
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
-    words = [result["shape"], device.kind, "x".join(map(str, sizes.values())), f"batch {batch}"]
-    words += [f"drafted by {drafted}"] if drafted else []
-    key = " ".join(words + [word for word in (quantize, plan.builder) if word not in (None, "best-first")])
     if arguments.out:
-        files.write(arguments.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
-    print("\n".join(describe(key, result)))
+        files.write(arguments.out, json.dumps(earlier | {request_name(result): result}, indent=1) + "\n")
+    print("\n".join(describe(result)))
     return int(result["fits"] is False)
+
+
+def request_name(result: dict[str, Any]) -> str:
+    """Returns the name of a result, under which a file keeps it: what was asked for, except for details of the tree."""
+    words = [result["shape"], result["topology"], "x".join(map(str, result["mesh"].values())), f"batch {result['batch']}"]
+    words += [f"drafted by {result['drafter']}"] if result.get("drafter") else []
+    words += [word for word in (result["quantize"], result["builder"]) if word not in (None, "best-first")]
+    return f"{' '.join(words)}: caches of {result['context']} positions, {result['nodes']} nodes, {result['dtype']}"
 
 
 def compile_programs(
@@ -138,11 +145,11 @@ def compile_programs(
     return prefill, decode
 
 
-def describe(key: str, result: dict[str, Any]) -> list[str]:
+def describe(result: dict[str, Any]) -> list[str]:
     memory, limit = result["bytes_per_device"], result["bytes_limit"]
     names = {"verifier_cache": "verifier's cache", "drafter_cache": "drafter's cache", "rest": "state and padding"}
     names |= {"programs": "compiled programs", "round": "temporary in a round", "prefill": "temporary in a prefill"}
-    lines = [f"{key}: caches of {result['context']} positions, {result['nodes']} nodes, {result['dtype']}; on each device"]
+    lines = [f"{request_name(result)}; on each device"]
     lines += [f"  {names.get(part, part):24}{in_units(size):>12}" for part, size in memory.items() if part != "resident"]
     if limit is not None:
         lines.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
@@ -201,9 +208,9 @@ def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
         limit = limit and limit * chips // count  # a chip of v4 is two devices
     sizes = sharding.parse_sizes(arguments.mesh or f"1x{count}")
     if devices is None:
-        return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), limit or memory_limit(), device
+        return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), limit or usable_memory(), device
     mesh = sharding.make_mesh(**sizes, devices=devices)
-    return mesh, limit or memory_limit(mesh), device
+    return mesh, limit or usable_memory(mesh), device
 
 
 def find_devices(topology: str | None) -> list[Any]:

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from treeflash_jax.bench import plots
 from treeflash_jax.bench.bench_records import PEER, SHARED, Record, is_comparable, read_records, record_key
+from treeflash_jax.core.checks import fit
 
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    fit(int, arguments.resamples, "--resamples", least=1)
     records, _ = read_records(arguments.results)
     if not records:
         raise ValueError(f"{arguments.results}: got no records, expected at least one")
@@ -169,7 +171,8 @@ def _compare_answers(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
 
 def _whole_rounds(mine: Answers, systems: dict[str, Answers], resamples: int) -> dict[str, Any]:
     """Returns tau and expected tau over whole rounds, and their ratios over the best-first tree of the same size."""
-    wanted = {**{name: _settings(mine)[name] for name in ("head", "nodes")}, "builder": "best-first"}
+    same = "drafter", "dtype", "drafter_temperature", "ngrams", "head", "nodes"
+    wanted = {name: _settings(mine)[name] for name in same} | {"builder": "best-first"}
     best_first = next((answers for answers in systems.values() if wanted.items() <= _settings(answers).items()), {})
     single = dict.fromkeys(mine, {"whole": 1, "expected": 1, "rounds": 1})
     ratios = {}
@@ -286,7 +289,7 @@ def _describe(summary: dict[str, Any]) -> str:
 
 def table_console() -> Console:
     """Returns the console for tables: as wide as the terminal, or WIDTH if they go to a file."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
 def make_table(title: str, columns: Sequence[str]) -> Table:

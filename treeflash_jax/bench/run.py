@@ -20,7 +20,7 @@ Settings of the drafter or the tree may follow as ":name=value", such as "treefl
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from itertools import product
@@ -35,7 +35,7 @@ from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.phases import Bench, check_sizes
 from treeflash_jax.bench.prompt_sets import BenchPrompt, PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values, parse_ids
-from treeflash_jax.core.checks import field_checks
+from treeflash_jax.core.checks import field_checks, fit
 from treeflash_jax.core.clock import slow
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import draft_options
@@ -67,7 +67,10 @@ def lossless_pairs() -> list[str]:
     return pairs
 
 
-# Options that a preset sets if the command line does not.
+# Options that a preset may set, with their values without one. None on the command line: not given.
+USUAL: dict[str, Any] = {
+    "systems": list(SYSTEMS), "nodes": [16], "temperature": [0.0], "batch_size": 1, "expected_lengths": False
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "rules": {
         "systems": [head + pair for head in ("marginal", "treeflash") for pair in lossless_pairs()],
@@ -92,9 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_argument_group("systems")
     help = ", ".join(SYSTEMS) + ", or a tree like treeflash-32+hybrid+traversal@0.7:skeleton=0.5 (nodes, builder, "
     help += "rule, drafter temperature, other settings)"
-    chosen.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME", help=help)
+    chosen.add_argument("--systems", nargs="+", metavar="NAME", help=help)
     help = "rules: all lossless combinations of tree builder and acceptance rule, by default at temperature 1"
-    chosen.add_argument("--preset", choices=PRESETS, action=Preset, help=help)
+    chosen.add_argument("--preset", choices=PRESETS, help=help)
     help = "another program that decodes greedily, as in bench/peers; may be given several times"
     chosen.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help=help)
     by_name = "head builder acceptance selector drafter_temperature"  # what the names of systems choose
@@ -108,16 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--phases", type=int, metavar="CONTEXT", help=help)
     sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
     sampling.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
-
-
-class Preset(argparse.Action):
-    """Sets the options of a preset that still have their defaults."""
-
-    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, value)
-        for name, preset in PRESETS[value].items():
-            if getattr(namespace, name) == parser.get_default(name):
-                setattr(namespace, name, preset)
+    parser.set_defaults(**dict.fromkeys(USUAL))
 
 
 def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str, dict[str, Any]]:
@@ -154,20 +148,37 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
     return systems
 
 
+def set_defaults(arguments: argparse.Namespace) -> None:
+    """Sets the options that were not given to those of the preset, if one was, or to their usual values."""
+    for name, value in (USUAL | PRESETS.get(arguments.preset, {})).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measures the answers that the output file lacks, then prints the summary of all of them."""
+    set_defaults(arguments)
     chosen, ids = parse_systems(arguments.systems, arguments.nodes), arguments.prompt_ids
+    if ids is not None and (arguments.prompts or not ids.strip()):
+        raise ValueError("got --prompt-ids without ids, or with --prompts, expected ids alone")
     prompts = [BenchPrompt(id="ids", ids=parse_ids(ids))] if ids else chosen_prompts(arguments)
     temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
     if arguments.other and (max(temperatures) > 0 or arguments.batch_size != 1):
         raise ValueError("got --other with a temperature above 0 or a batch, expected greedy decoding of single prompts")
-    records, size = bench_records.read_results(arguments.out)
+    others: dict[str, str] = {}
+    for other in arguments.other:
+        name, _, command = other.partition("=")
+        if not name or not command.strip() or name in (*others, *chosen):
+            raise ValueError(f"got --other {other!r}, expected NAME=COMMAND with a name that no other system has")
+        others[name] = command
+    fit(int | None, arguments.phases, "--phases", least=1)
     plots.check(arguments.plot)
     with ExitStack() as stack:
+        stack.enter_context(bench_records.held(arguments.out))
+        records, size = bench_records.read_results(arguments.out)
         measured = load_systems(arguments, chosen)
         base = measured[0]
-        for other in arguments.other:
-            name, _, command = other.partition("=")
+        for name, command in others.items():
             peer = Peer(name=name, model=base.model, config=base.config, pair=base.pair, command=command)
             measured.append(stack.enter_context(peer))
         sampling = {"temperature": temperatures, "seed": seeds}
@@ -176,7 +187,10 @@ def run(arguments: argparse.Namespace) -> int:
         check(measured, prompts, arguments.format, records, arguments.out)
         phases = {record["system"]: record["phases"] for record in records if record.get("phases")}
         if arguments.phases is not None:
-            phases |= time_phases(measured, arguments.phases, temperatures[0], phases)
+            known = {name for name, times in phases.items() if times["context"] == arguments.phases}
+            phases |= time_phases(measured, arguments.phases, temperatures[0], known)
+            records = [record | {"phases": phases.get(record["system"])} for record in records]
+            size = bench_records.rewrite(arguments.out, records)
         output = stack.enter_context(bench_records.open_results(arguments.out, size))
         settings = {"format": arguments.format, "temperatures": temperatures, "seeds": seeds}
         for record in harness.measure(measured, prompts, known=tuple(records), **settings):
@@ -217,7 +231,8 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
             settings = {key: value for key, value in settings.items() if key not in dropped}
             config = resolve(None, settings, model.verifier, model.drafter)
             ends = [label] * (len(labels) > 1 and config.builder != "none") + [dtype] * (len(arguments.dtype) > 1)
-            new = System(name=", ".join([name, *ends]), model=model, config=config, pair=(verifier, label))
+            source = {} if label == drafter else {"drafter_source": drafter}
+            new = System(name=", ".join([name, *ends]), model=model, config=config, pair=(verifier, label), **source)
             key = json.dumps(new.settings() | ({"drafter": None} if config.builder == "none" else {}))
             is_reduced = any(system.get(option) for option in dropped)
             if key not in loaded or is_reduced < loaded[key][0]:  # of equal systems, one that this drafter supports in full
@@ -226,7 +241,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
 
 
 def time_phases(
-    measured: Sequence[System], context: int, temperature: float, known: Mapping[str, Any]
+    measured: Sequence[System], context: int, temperature: float, known: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """Times the phases of a round of every system that drafts; those whose trees a policy chooses are left out.
 

@@ -253,7 +253,7 @@ def _read(path: str) -> str:
     """Returns the text of a file, or of standard input for "-", without its final line break."""
     if path != "-":
         try:
-            return regular(path, streams=True).read_text(encoding="utf-8").removesuffix("\n")
+            return regular(path, streams=True).read_text(encoding="utf-8-sig").removesuffix("\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: got byte 0x{error.object[error.start]:02x}, expected text in UTF-8") from None
     with slow("reading a prompt from standard input"):

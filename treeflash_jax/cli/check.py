@@ -82,6 +82,8 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settin
     # An explicit builder disables the choice by temperature: sampled trees give other samples.
     drafted = model.generate(prompts, **settings | {"builder": builder})
     plain = model.generate(prompts, **settings | {"builder": "none"})
+    if any(result.finished == "interrupted" for result in [*drafted, *plain]):
+        raise KeyboardInterrupt
     requests = make_requests([result.prompt_ids for result in plain[:: config.samples]], config, model.verifier)
     return [
         Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids))

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -29,6 +30,9 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_enable_x64", True)
     try:
         status = arguments.run(arguments)
+    except BrokenPipeError:  # the program that reads the output has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
     except (ValueError, OSError) as error:
         print(f"treeflash: error: {clipped(error, 2 * LINE)}", file=sys.stderr)
         status = 2
@@ -53,7 +57,8 @@ def _add_commands(parser: argparse.ArgumentParser, metavar: str, commands: dict[
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     group = parser.add_subparsers(metavar=metavar, parser_class=Parser)
     for name, (help, add_options, run_command) in commands.items():
-        text = {"help": help, "description": inspect.cleandoc(add_options.__doc__ or "")}
+        described = add_options.__doc__ or inspect.getmodule(add_options).__doc__
+        text = {"help": help, "description": inspect.cleandoc(described)}
         command = group.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **text)
         add_options(command)
         command.set_defaults(run=run_command)
@@ -105,10 +110,13 @@ def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = given_settings(arguments), parse_prompts(arguments)
     model = load_model(arguments)
     is_streamed = len(prompts) == 1 and settings.get("samples", 1) == 1 and model.tokenizer and not arguments.json
+    status = 0
     for result in model.stream(prompts, **settings) if is_streamed else model.generate(prompts, **settings):
         if isinstance(result, Chunk):
             print(result.text, end="", flush=True)
             continue
+        is_cut = result.finished == "interrupted"
+        status = 130 if is_cut else status
         if arguments.json:
             values = {name: getattr(result, name) for name in PRINTED}
             print(json.dumps({name: value for name, value in values.items() if value is not None}))
@@ -116,15 +124,16 @@ def _generate(arguments: argparse.Namespace) -> int:
         print("" if is_streamed else " ".join(map(str, result.ids)) if result.text is None else result.text)
         print(
             f"[{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
-            f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s]",
+            f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s"
+            f"{', interrupted' * is_cut}]",
             file=sys.stderr,
         )
-    return 0
+    return status
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     settings = given_settings(arguments)
-    converse(load_model(arguments), Console(highlight=False), **settings)
+    converse(load_model(arguments), Console(highlight=False, emoji=False), **settings)
     return 0
 
 

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None:
         files.check_output(arguments.svg)
     pair = arguments.pair
-    console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
+    console, logger = Console(highlight=False, emoji=False), logging.getLogger("treeflash_jax")
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
         console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
     demo = DEMOS[pair]
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             tree = Text(f"one of the rounds, with the tokens that it kept marked:\n{_draw(results)}\n")
         console.print(tree, table := _table(pair, records))
         if arguments.svg is not None:
-            pictured = Console(highlight=False, record=True, width=console.width, file=io.StringIO())
+            pictured = Console(highlight=False, emoji=False, record=True, width=console.width, file=io.StringIO())
             pictured.print(f"[bold]{prompt}[/bold]", streams, tree, table)
             title = f"treeflash demo: {devices.here().kind}, {model.dtype.name}"
             picture = pictured.export_svg(title=title, font_aspect_ratio=0.6)  # the width of Fira Code's letters
