@@ -71,7 +71,9 @@ class Eagle3Stage(DraftingStage):
         return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
 
     def drafter_config(self, model: ModelConfig) -> EagleConfig:
-        taps, size = self.target_layer_ids or default_taps(model.num_layers), self.draft_vocab_size or model.vocab_size
+        depth, size = model.num_layers, self.draft_vocab_size or model.vocab_size
+        usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)  # of fewer, the usual ones coincide
+        taps = self.target_layer_ids or usual
         if size > model.vocab_size:
             raise ValueError(f"got draft_vocab_size {size}, expected at most {model.vocab_size} (verifier)")
         return EagleConfig(

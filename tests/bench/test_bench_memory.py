@@ -119,7 +119,8 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
     results = json.loads(out.read_text())
     assert results.pop("earlier") == {"bytes_per_device": {}}
     [(key, result)] = results.items()
-    assert key == "verifier cpu 4x2 batch 8 drafted by drafter: caches of 384 positions, 8 nodes, bfloat16" and key in printed
+    name = "verifier cpu 4x2 batch 8 drafted by drafter: caches of 384 positions, 8 nodes, bfloat16"
+    assert key == name and key in printed
     assert (result["context"], result["nodes"], result["mesh"]) == (384, 8, {"data": 4, "model": 2})
     assert result["dtype"] == "bfloat16" and result["fits"] and result["bytes_limit"] > 2**30, "the host's memory"
     sizes = result["bytes_per_device"]

@@ -83,6 +83,16 @@ def test_trees_hold_what_followed_earlier(temperature):
     assert {1, 9} < sizes, "texts without a match and with many"
 
 
+def test_low_drafter_temperatures_keep_the_likeliest_continuations():
+    """Weights that all underflow would be NaN, which a search ranks first."""
+    text = [1, 2, 3, 9, 8, 7, 5, 2, 3, 4, 6, 1, 2, 3]
+    for temperature in (0.05, 0.01, 1e-3, 1e-5):
+        table = offered([text], temperature)
+        tree = trees.best_first(table, jnp.asarray([text[-1]]), 8)
+        assert np.isfinite(np.where(tree.valid_bn, tree.log_prob_bn, 0)).all()
+        assert np.asarray(tree.tokens_bn)[0, :4].tolist() == [3, 9, 8, 7], temperature
+
+
 def test_a_table_is_joined_by_what_followed_earlier():
     """Probabilities below a path, against the mixture written out; what the table cannot continue, n-grams may."""
     text = [1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 1, 2, 3]  # after 1 2 3: 4; after 2 3: 5; after 3: 6

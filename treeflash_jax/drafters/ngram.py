@@ -23,6 +23,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, JoinedOptions, LevelOptions, State
 from treeflash_jax.models.config import ModelConfig
@@ -108,11 +109,13 @@ class Continuations:
         """Returns distinct next tokens of the matches that agree, by the sum of their weights."""
         token_bm = self.tokens_bmi[:, :, depth]
         same_bmm = token_bm[:, :, None] == token_bm[:, None]
-        weight_bwm = jnp.where(agrees_bwm, jnp.exp(self.log_weight_bm)[:, None], 0)
+        log_weight_bwm = jnp.where(agrees_bwm, self.log_weight_bm[:, None], -jnp.inf)
+        top_bw1 = jnp.maximum(jnp.max(log_weight_bwm, axis=-1, keepdims=True), self.unseen_b[:, None, None])
+        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # of the largest: at low temperatures all might underflow
         together_bwm = jnp.einsum("bmn,bwn->bwm", same_bmm.astype(weight_bwm.dtype), weight_bwm)
         earlier_mm = jnp.tri(token_bm.shape[1], k=-1, dtype=bool)
         is_again_bwm = jnp.any((same_bmm & earlier_mm)[:, None] & agrees_bwm[:, :, None], axis=-1)
-        total_bw1 = jnp.sum(weight_bwm, axis=-1, keepdims=True) + jnp.exp(self.unseen_b)[:, None, None]
+        total_bw1 = jnp.sum(weight_bwm, axis=-1, keepdims=True) + jnp.exp(self.unseen_b[:, None, None] - top_bw1)
         log_prob_bwm = jnp.log(jnp.where(agrees_bwm & ~is_again_bwm, together_bwm, 0)) - jnp.log(total_bw1)
         cost_bwm, token_bwm = jnp.broadcast_arrays(-log_prob_bwm, token_bm[:, None])
         cost_bwc, token_bwc = lax.sort((cost_bwm, token_bwm), num_keys=1, is_stable=True)
@@ -197,6 +200,8 @@ def default_matches(options: JoinedOptions, device: Device) -> int:
     On accelerators, n-grams were never timed.
     """
     is_chain = BUILDERS[options.builder or "best-first"].is_chain
+    why = "0 with builder 'chain', whose tokens follow no path ('walk' does)"
+    expect(options.builder != "chain" or not options.ngrams, "ngrams", options.ngrams, why)
     default = MATCHES if device.is_cpu and not is_chain else 0
     return default if options.ngrams is None else options.ngrams
 

@@ -133,6 +133,8 @@ def choose_builder(config: GenerateConfig, drafter: DrafterSizes | None, tempera
     """Returns the requested builder, or "hybrid" if none is requested and sampled trees are better at this temperature."""
     if drafter is None or config.builder is not None or config.acceptance is not None or config.nodes in (1, "auto"):
         return config.builder
+    if config.lanes is not None:  # of best-first trees
+        return None
     sampled_above = drafters.get(drafter).choose(drafter, config, devices.here())[0].sampled_above
     return None if sampled_above is None or temperature < sampled_above else "hybrid"
 

@@ -125,7 +125,7 @@ class TreeConfig:
     )
     lanes: Nodes | None = speed(
         TreeShape.lanes,
-        "nodes per level that a best-first tree may expand; a small number gives EAGLE-2's tree",
+        "nodes per level that a best-first tree may expand; as many as children give EAGLE-2's tree",
         unset="the drafter's (2 for the default tree on a CPU without matrix instructions); all nodes if it drafts every "
         "level in one pass",
         unit="nodes",

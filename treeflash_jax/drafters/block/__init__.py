@@ -110,9 +110,10 @@ def _settings(config: DrafterConfig, options: Any, device: Device) -> DraftSetti
     add 3 ms to a round of 8 nodes and nothing to tau; the second stage takes 85 ms over the vocabulary and 16 ms over 32
     tokens per depth, at equal tau. Accelerators read the vocabulary table once for all contexts of that stage.
     """
-    shortlist = 32 if device.is_cpu and config.layers.vocab_size >= 2**14 else 0
+    vocabulary = config.draft_vocab_size or config.layers.vocab_size
+    shortlist = min(32, vocabulary) if device.is_cpu and config.layers.vocab_size >= 2**14 else 0
     return DraftSettings(
-        candidates=options.candidates or (8 if device.pays_per_token else 16),
+        candidates=options.candidates or min(8 if device.pays_per_token else 16, vocabulary),
         children=options.children,
         shortlist=shortlist if options.shortlist is None else options.shortlist,
         head=options.head or config.head,
