@@ -14,7 +14,7 @@ from conftest import needs_8_devices
 from refusals import refused
 
 import treeflash_jax as tf
-from treeflash_jax.core import devices
+from treeflash_jax.core import devices, programs
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.ngram import NgramConfig
 from treeflash_jax.engine.planning import make_plan
@@ -171,3 +171,17 @@ def test_programs_that_hold_weights_as_constants_fail():
     with pytest.raises(UserWarning, match="onstant"):
         devices.jit(lambda x: x @ weight)(jnp.ones(64))
     devices.jit(lambda x, weight: x @ weight)(jnp.ones(64), weight)
+
+
+def test_float32_is_float32_on_accelerators(monkeypatch):
+    def precision(dtype):
+        x = jnp.ones((3, 3), dtype)
+        programs.call(jax.jit(lambda x: x @ x), x, is_kept=False)
+        return "highest" in programs.compiled()[-1].run.as_text()
+
+    with jax.default_matmul_precision(None):
+        assert not precision(jnp.float32)
+        monkeypatch.setattr(devices, "describe_mesh", lambda mesh: devices.Device("gpu"))
+        assert precision(jnp.float32) and not precision(jnp.bfloat16)
+    with jax.default_matmul_precision("default"):
+        assert not precision(jnp.float32), "the user's choice stays"

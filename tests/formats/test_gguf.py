@@ -165,6 +165,18 @@ def test_tokens_have_their_roles(tmp_path):
     assert tf.load(verifier=path).stop_ids == (0, 2)
 
 
+def test_ends_of_turns_are_known_by_their_texts(tmp_path):
+    words = vocabulary("smollm") | {"tokenizer.ggml.eos_token_id": 0}
+    config = models.read_verifier_config(write_small(tmp_path / "x.gguf", words))
+    assert words["tokenizer.ggml.tokens"][2] == "<|im_end|>" and config.eos_token_ids == (0, 2)
+
+
+@pytest.mark.parametrize("change", [{"rope.scaling.factor": 4.0}, {"rope.scaling.attn_factor": 1.5}])
+def test_scaling_that_llama_cpp_applies_without_a_type_is_refused(tmp_path, change):
+    path = write(tmp_path / "x.gguf", LLAMA, as_gguf(save_hf(tmp_path, LLAMA), LLAMA), EOS, change)
+    refused(lambda: models.read_verifier_config(path), f"{next(iter(change))} = {next(iter(change.values()))}")
+
+
 def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does(tmp_path):
     for pre, begins in (("llama-bpe", True), ("qwen2", False)):
         words = vocabulary(pre) | {"tokenizer.ggml.add_bos_token": None}

@@ -243,6 +243,16 @@ def test_a_tied_file_may_repeat_its_table(tmp_path):
     models.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
     change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].copy()})
     assert "unembed" not in models.load_verifier(tmp_path)[1]
+    change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["lm_head.weight"] + 1})
+    refused(lambda: models.load_verifier(tmp_path), "lm_head.weight differs from model.embed_tokens.weight")
+
+
+def test_a_whole_file_comes_before_parts(tmp_path):
+    """As in transformers: a folder that was saved again in one file keeps the parts of the first time."""
+    config = MODELS["tied"]
+    models.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "part.safetensors"}}')
+    assert "embed" in models.load_verifier(tmp_path)[1]
 
 
 def test_stop_ids_of_both_files_are_united(tmp_path):
@@ -270,7 +280,10 @@ DAMAGE = {
     "junk": (lambda folder: (folder / WEIGHTS).write_text("<html></html>" * 20), (WEIGHTS, "damaged")),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), (WEIGHTS, "not found")),
     "part without a listed tensor": (partial(split_in_two, lost=1), (PARTS[1], "no tensor")),
-    "deep index": (lambda folder: (folder / INDEX).write_text("[" * 200_000), (INDEX, "nested too deeply")),
+    "deep index": (
+        in_place_of(WEIGHTS, lambda path: path.with_name(INDEX).write_text("[" * 200_000)),
+        (INDEX, "nested too"),
+    ),
     "pipe for weights": (in_place_of(WEIGHTS, os.mkfifo), (WEIGHTS, "named pipe")),
     "pipe for a config": (in_place_of("config.json", os.mkfifo), ("config.json", "named pipe")),
     "folder for weights": (in_place_of(WEIGHTS, Path.mkdir), (WEIGHTS,)),

@@ -59,7 +59,7 @@ class ObjectiveConfig:
     loss: losses.LossName
     decay: float = bounded(7.0, least=0)
     base_weight: float = bounded(0.0, least=0)
-    anchors: int = bounded(least=1)
+    anchors: int = bounded(least=1, most=4096)
     chunk: int = bounded(16, least=1)
     vocabulary: int = bounded(0, least=0)
 

@@ -9,7 +9,7 @@ from typing import Any
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.formats.gguf_reader import File
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -68,8 +68,8 @@ def _tokenizer(file: File) -> Any:
     made.pre_tokenizer, made.normalizer = _pre_tokenizer(kind)
     made.decoder = decoders.ByteLevel()
     made.add_tokens([
-        AddedToken(token, special=number == _CONTROL, normalized=False)
-        for token, number in zip(tokens, kinds, strict=True) if number in (_CONTROL, _USER_DEFINED)
+        AddedToken(token, special=number == CONTROL, normalized=False)
+        for token, number in zip(tokens, kinds, strict=True) if number in (CONTROL, _USER_DEFINED)
     ])  # fmt: skip
     bos = special_ids(file).get("bos")
     if keys.truth("tokenizer.ggml.add_bos_token", kind == "llama3") and bos is not None:

@@ -23,14 +23,13 @@ def cached(hub_id: str, revision: str | None = None) -> Path | None:
 def download(hub_id: str, revision: str | None = None, local_files_only: bool = False) -> Path:
     """Returns the folder of a Hub id in the local cache, downloading missing files. Raises ValueError if it cannot."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         kinds = ["*.json", "*.safetensors", "*.jinja"]
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=kinds, local_files_only=local_files_only))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # of the Hub's client, or of the library that it connects with
         cause = type(error).__name__
         raise ValueError(
             f"{hub_id} is no folder here and could not be downloaded from the Hub ({cause}); "
-            "give a local folder with config.json and model.safetensors instead"
+            "try again, which goes on from there, or give a local folder with config.json and model.safetensors instead"
         ) from None

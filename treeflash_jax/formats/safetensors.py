@@ -64,9 +64,9 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Returns the file of every tensor by the folder's index; {} without one."""
+    """Returns the file of every tensor by the folder's index; {} without one, or with a whole file, which comes first."""
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
+    if not index.exists() or (folder / "model.safetensors").exists():
         return {}
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:

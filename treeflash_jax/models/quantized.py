@@ -104,7 +104,9 @@ def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: A
         return products.product(equation, x, weight, dtype)
     # Tied to x: XLA would convert the values of all layers ahead of a decoding loop and hold them, wide, to its end.
     x, values = lax.optimization_barrier((x, weight.values))
-    return products.product(equation, x, values.astype(x.dtype), dtype) * weight.scale.astype(dtype or x.dtype)
+    dtype = dtype or x.dtype
+    wide = jnp.float32 if dtype == jnp.float16 else dtype  # sums of x with values up to 127 overflow float16
+    return (products.product(equation, x, values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(dtype)
 
 
 def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:

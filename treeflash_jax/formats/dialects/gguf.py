@@ -19,6 +19,7 @@ from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf_reader import File, Tensor
+from treeflash_jax.formats.gguf_tokenizer import CONTROL
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
@@ -55,6 +56,7 @@ _OTHERS = """vocab_size attention.head_count_kv attention.key_length attention.v
     attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow rope.scaling.finetuned""".split()
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")  # llama.cpp, too, knows them by their texts
 _NEUTRAL = {  # more of its keys, with the only value that has no effect
     "expert_count": 0,
     "expert_used_count": 0,
@@ -131,7 +133,6 @@ def _as_config_json(file: File) -> dict[str, Any]:
             raise ValueError(f"{keys.where}: got {key} {values[key]}, expected {head_dim}, the length of a key")
     if architecture.gguf_sizes:
         raw["norm_topk_prob"] = True  # not in files; llama.cpp normalises for every implemented mixture of experts
-    ids = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))  # end of text and end of turn
     return raw | {
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(file, values.get("vocab_size")),
@@ -140,8 +141,21 @@ def _as_config_json(file: File) -> dict[str, Any]:
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, keys, head_dim, raw["max_position_embeddings"]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "eos_token_id": [metadata[key] for key in ids if key in metadata],
+        "eos_token_id": _stop_ids(file),
     }
+
+
+def _stop_ids(file: File) -> list[int]:
+    """Returns the ids that end a text, a turn or a message: those that the metadata names, and control tokens for turns."""
+    named = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
+    ids = [i for i in named if i is not None]
+    tokens, types = (
+        file.keys.value(list[Any] | None, f"tokenizer.ggml.{name}", None, "a list") or ()
+        for name in ("tokens", "token_type")
+    )
+    words = enumerate(zip(tokens, types, strict=False))
+    ends = [i for i, (token, kind) in words if kind == CONTROL and token in _TURN_ENDS]
+    return ids + [i for i in ends if i not in ids]
 
 
 def _vocab_size(file: File, stated: Any) -> int:
@@ -161,6 +175,10 @@ def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str
     scaling = keys.raw.get("rope.scaling.type")
     if scaling not in (None, "none", "yarn"):
         raise ValueError(f"{file.path}: got rope.scaling.type {quoted(scaling)}, expected none or 'yarn'")
+    if scaling is None:
+        keys.check_only({"rope.scaling.factor": (0, 1)})  # without a type, llama.cpp divides frequencies by it
+    if scaling != "yarn":
+        keys.check_only({"rope.scaling.attn_factor": (1,)})
     raw, tensor = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}, file.tensors.get(_ROPE_DIVISORS)
     if scaling == "yarn":
         if tensor is not None:

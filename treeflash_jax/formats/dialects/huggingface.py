@@ -1,13 +1,15 @@
 """Folders of verifiers as transformers writes them: config.json and safetensors."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.formats import architectures, safetensors
+from treeflash_jax.formats import architectures, safetensors, storage
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models.config import ModelConfig
 
 
@@ -19,6 +21,18 @@ class HuggingFace(Dialect):
 
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
         return architectures.recognise(keys).read(keys, names=safetensors.names(path))
+
+    @contextmanager
+    def opened(self, path: Path, config: ModelConfig) -> Iterator[Mapping[str, Tensor]]:
+        """Opens the tensors. Raises ValueError if a tied table is stored twice, with different weights."""
+        with super().opened(path, config) as tensors:
+            outside = ARCHITECTURES[config.model_type].outside
+            embed, unembed = (outside[part].name for part in ("embed", "unembed"))
+            if config.tie_embeddings and {embed, unembed} <= tensors.keys():
+                if not storage.are_equal(tensors[embed], tensors[unembed]):
+                    got = f"{unembed} differs from {embed}, although config.json ties them"
+                    raise ValueError(f"{path}: {got}; set tie_word_embeddings to false there")
+            yield tensors
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         return ARCHITECTURES[config.model_type].entries(specs, names)
