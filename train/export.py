@@ -141,7 +141,11 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
         return (min if loop.best_mode == "min" else max)(scores, key=scores.get)
     if wanted.isdigit() and int(wanted) in saved:
         return int(wanted)
-    raise ValueError(f"got step {wanted!r}, expected last, best (needs evaluations of {loop.best}) or one of {[*saved]}")
+    best = f"best (of {loop.best}), " * bool(scores)
+    why = (
+        "" if scores or wanted != "best" else f"; {loop.best} was never measured (no document is held out of fewer than 50)"
+    )
+    raise ValueError(f"got step {wanted!r}, expected last, {best}or one of {[*saved]}{why}")
 
 
 def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int) -> str:

@@ -3,7 +3,7 @@
 #
 #   train/launch.sh NAME install        sends the last commit and installs it, with Python 3.12, on all workers
 #   train/launch.sh NAME run COMMAND    starts a command on all workers; it goes on if this machine disconnects
-#   train/launch.sh NAME log            follows the output of the first worker; Ctrl-C ends only this
+#   train/launch.sh NAME log [WORKER]   follows the output of a worker, by default the first, 0; Ctrl-C ends only this
 #   train/launch.sh NAME stop           stops the command on all workers; training saves a checkpoint first
 #   train/launch.sh NAME one COMMAND    runs a command on one chip of the first worker, without waiting for the others
 set -euo pipefail
@@ -32,9 +32,12 @@ case $action in
       cd treeflash && ~/.local/bin/uv venv --quiet --python 3.12 &&
       ~/.local/bin/uv pip install --quiet --editable '.[tpu,train,gcs,tensorboard]'"
     ;;
-  run) on all "$INSIDE && { nohup $command > run.log 2>&1 < /dev/null & } && echo started" ;;
+  run)
+    whole=$(printf '%q' "trap : TERM; $command; echo \"ended, exit status \$?\"") # trap: stop is for the command
+    on all "$INSIDE && { nohup bash -c $whole > run.log 2>&1 < /dev/null & } && echo started"
+    ;;
   one) on 0 "$INSIDE && $ONE_CHIP $command" ;;
-  log) on 0 "tail -n +1 -f treeflash/run.log" ;;
+  log) on "${1:-0}" "tail -n +1 -f treeflash/run.log" ;;
   stop) on all "pkill -TERM -f '[p]ython -m train' || true" ;;
   *) echo "error: got $action, expected install, run, log, stop or one" >&2 && exit 2 ;;
 esac

@@ -28,6 +28,7 @@ from train.pairing.choices import Choice
 from train.pairing.compose import LEAST_PROMPTS, MOST_EVALUATIONS, Composed, Composer, PairConfig
 from train.pairing.time_budget import Budget
 from train.runtime import folders, hosts, lock, run_config, watch
+from treeflash_jax.bench.report import format_interval
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 
@@ -189,14 +190,20 @@ def _trained_steps(settings: PairConfig, name: str) -> int:
 def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: dict[str, Any], seconds: float) -> None:
     """Prints whether drafting pays here, how much training would make it pay, and the command that uses the drafter."""
     drafted = [system for system in measured["systems"] if system["system"].startswith("drafted")]
+    hosts.say("")
+    for system in drafted:
+        ratio, pays = system["speedup"], "drafting does not pay"
+        if ratio["value"] > 1:
+            pays = "drafting pays" if (ratio["low"] or 0) > 1 else "too few answers to tell whether drafting pays"
+        hosts.say(f"T {system['temperature']:g}: {format_interval(ratio)} x the speed of one-token decoding: {pays}")
     best = max(drafted, key=lambda system: system["speedup"]["value"])
     speedup, tau = best["speedup"]["value"], best["tau"]
     words = ["treeflash", "generate", "--verifier", settings.verifier, "--drafter", str(settings.path("model"))]
     words += ["--thinking"] * responded.thinking
     words += ["--template", json.dumps(responded.template)] if responded.template else []
-    if speedup > 1:
+    if (best["speedup"]["low"] or 0) > 1:
         words += [word for name, value in measured["options"].items() for word in (f"--{name}", str(value))]
-    else:
+    elif speedup <= 1:
         cost = tau / speedup
         hosts.say(
             f"\nDrafting does not pay on this machine yet: {speedup:.2f} x the speed of one-token decoding. "

@@ -43,10 +43,10 @@ def test_commands_reach_the_workers_as_they_were_given(launch, tmp_path):
     assert done.stdout == "started\n", done.stderr
     log = tmp_path / "worker" / "treeflash" / "run.log"
     for _ in range(100):
-        if log.exists() and log.read_text():
+        if log.exists() and "ended" in log.read_text():
             break
         time.sleep(0.1)
-    assert log.read_text() == "two  words a=[1, 'b'] \n"
+    assert log.read_text() == "two  words a=[1, 'b'] \nended, exit status 0\n"
     assert launch("pod", "one", *words).stdout == "two  words a=[1, 'b'] 0\n"
     assert launch("pod", "stop").returncode == 0
     calls = (tmp_path / "calls").read_text()

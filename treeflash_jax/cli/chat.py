@@ -67,9 +67,8 @@ def _draw(console: Console, last: Result | None) -> None:
     """Draws the draft tree of the last answer's round that accepted most, or prints why there is none."""
     if last is None:
         return console.print("no draft tree yet: no answer was finished")
-    longest = max(range(len(last.accept_lengths)), key=last.accept_lengths.__getitem__, default=0)
     try:
-        console.print(str(last.tree(longest)), markup=False)
+        console.print(str(last.tree()), markup=False)
     except ValueError as error:
         console.print(f"no draft tree: {error}", markup=False)
     except KeyboardInterrupt:

@@ -198,11 +198,12 @@ def _table(pair: str, records: Sequence[Record]) -> Table:
     for prompt in dict.fromkeys(record["prompt_id"] for record in records):
         entries = report.summarise([r for r in records if r["prompt_id"] == prompt], resamples=1)["systems"]
         for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):  # the order of the turns changes
-            is_same = entry["identical"] == entry["compared"]
-            if not is_same:
-                table.caption = "no: usually a near-tie of two logits, not an error; see treeflash check"
+            is_tie = entry["verdict"] == "PASS" and entry["identical"] < entry["compared"]
+            same = "near-tie" if is_tie else "yes" if entry["identical"] == entry["compared"] else "no"
+            if is_tie:
+                table.caption = "near-tie: rounding chose between two nearly equal logits, which is expected"
             passes = str(entry["rounds"] // entry["responses"] + 1)
             speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"
             name = prompt if entry["system"] == PLAIN else ""
-            table.add_row(name, entry["system"], passes, f"{entry['tau'] or 1:.2f}", *speeds, "yes" if is_same else "no")
+            table.add_row(name, entry["system"], passes, f"{entry['tau'] or 1:.2f}", *speeds, same)
     return table

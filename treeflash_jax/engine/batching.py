@@ -300,6 +300,9 @@ class Session:
     def __init__(self):
         self.batch: BatchDecoder | None = None  # decoder of the last answer
 
+    def __repr__(self) -> str:
+        return f"Session({'empty' if self.batch is None else 'with the caches of its last answer'})"
+
     def take(self, runner: Runner, ids: list[int]) -> Kept | None:
         """Returns the last state, which the caller donates, and its number of reusable prompt tokens; None for none."""
         last, self.batch = self.batch, None

@@ -97,7 +97,7 @@ def explain_plain(
     if is_requested or is_free or device.drafting_pays(dtype, sequences, tau):
         return None
     together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype, tau=tau) else ""
-    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name}{together} (nodes=16 drafts anyway)"
+    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name}{together} (nodes=8 drafts anyway)"
 
 
 def _drafting_settings() -> list[str]:

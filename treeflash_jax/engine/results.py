@@ -80,7 +80,9 @@ class Result:
 
     def __repr__(self) -> str:
         """Formats the text first, and six numbers of every list."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr} | {
+            "tau": round(self.tau, 2)
+        }
         show = lambda value: reprlib.repr(value) if isinstance(value, list) else repr(value)  # noqa: E731
         shown = (f"{name}={show(value)}" for name, value in values.items() if value is not None or name == "text")
         return f"Result({', '.join(shown)})"
@@ -97,8 +99,13 @@ class Result:
             f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table></div>"
         )
 
-    def tree(self, round_index: int) -> "DrawnTree":
-        """Drafts the tree of a round again, counted from 0; `print` draws it. Raises ValueError if there is none.
+    def tree(self, round_index: int | None = None) -> "DrawnTree":
+        """Drafts the tree of a round again, by default of the one that accepted most; `print` draws it.
+
+        Args:
+          round_index: number of the round, from 0.
+
+        Raises ValueError if there is none.
 
         With trunk "auto", a selector or steering, trees also depend on earlier rounds, which are not repeated: from the
         second round on, the tree may then differ from the one that was verified.
@@ -107,6 +114,8 @@ class Result:
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")
         if not self.accept_lengths:
             raise ValueError("this answer has no rounds: its only token came from the prefill")
+        if round_index is None:
+            round_index = max(range(len(self.accept_lengths)), key=self.accept_lengths.__getitem__)
         return self.draft_again(whole(round_index, "round", most=len(self.accept_lengths) - 1))
 
 
