@@ -69,8 +69,8 @@ INDICES = {
 def test_indices_name_files_of_their_folder(tmp_path, weight_map, words):
     folder = tmp_path / "model"
     folder.mkdir()
-    for place in (tmp_path, folder):
-        save_file({"a": np.zeros(2, np.float32)}, place / "model.safetensors")
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    save_file({"a": np.zeros(2, np.float32)}, folder / "part.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     refused(lambda: safetensors.open_folder(folder).__enter__(), "model.safetensors.index.json", words)
 

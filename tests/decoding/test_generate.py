@@ -79,6 +79,7 @@ def test_a_stream_shows_the_text_and_never_takes_back(tiny, answer, rounds):
 def test_a_drawn_tree_holds_the_accepted_path(answer):
     longest = max(range(len(answer.accept_lengths)), key=answer.accept_lengths.__getitem__)
     tree = answer.tree(longest)
+    assert str(answer.tree()) == str(answer.tree(answer.accept_lengths.index(max(answer.accept_lengths))))
     assert sum(tree.accepted) == answer.accept_lengths[longest] > 1
     assert all(tree.accepted[tree.parents[node]] for node in range(len(tree.labels)) if tree.accepted[node])
     drawn = str(tree)

@@ -78,8 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = resolve(None, option_values(arguments, settings_class()), model, drafter)
-    if arguments.context > (most := model.max_positions):
-        raise ValueError(f"got --context {arguments.context}, expected at most {most} (the verifier's context)")
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
     plan = make_plan(config, model, drafter, dtype, device)
     sizes, quantize = dict(mesh.shape), arguments.quantize

@@ -159,14 +159,14 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
     return block.reshape(-1, *view[1:])[(slice(None), *others)].transpose(np.argsort(entry.order))
 
 
-def are_equal(one: Tensor, other: Tensor) -> bool:
+def are_equal(left: Tensor, right: Tensor) -> bool:
     """Returns whether two matrices have equal numbers; reads a few lines at a time."""
-    shape = tuple(one.get_shape())
-    if shape != tuple(other.get_shape()):
+    shape = tuple(left.get_shape())
+    if shape != tuple(right.get_shape()):
         return False
     step = max(1, READ_AT_ONCE // shape[-1])
     spans = (slice(i, min(i + step, shape[0])) for i in range(0, shape[0], step))
-    return all(np.array_equal(one[span], other[span]) for span in spans)
+    return all(np.array_equal(left[span], right[span]) for span in spans)
 
 
 def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
