@@ -124,9 +124,8 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     Args:
       held_out: return the prompts held out for validation instead of the others.
 
-    Raises:
-      ValueError: a source that cannot be read, no prompt that is short enough, more tokens than the context holds, or
-        prompts to exclude and no tokenizer.
+    Raises ValueError for a source that cannot be read, no prompt that is short enough, more tokens than the context holds,
+    or prompts to exclude and no tokenizer.
     """
     prompts: list[Prompt] = []
     left_out: Counter[str] = Counter()

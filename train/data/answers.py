@@ -74,8 +74,7 @@ def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], set[int]]
     Returns:
       The prompts in the order of the answers, prompts without an answer in the gaps; and the indices of the answers.
 
-    Raises:
-      ValueError: an answer to another prompt, because the data changed.
+    Raises ValueError for an answer to another prompt, because the data changed.
     """
     numbers: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):

@@ -67,8 +67,7 @@ def read_documents(
       vocab_size: upper bound of ids.
       skipped: updated with the number of records left out ("malformed", "too long", "unfinished") or shortened ("cut").
 
-    Raises:
-      ValueError: a record that cannot be used, with its file and line; an unreadable source; no tokenizer.
+    Raises ValueError for a record that cannot be used, with its file and line; an unreadable source; no tokenizer.
     """
 
     def malformed(error: Malformed) -> None:

@@ -159,13 +159,9 @@ class Corpus:
 def load_corpus(
     sources: Sequence[Source], config: DataConfig, tokenizer: Tokenizer | None, seed: int, vocab_size: int | None = None
 ) -> Corpus:
-    """Reads, tokenises and packs every source.
+    """Reads, tokenises and packs every source; ids must be below `vocab_size`.
 
-    Args:
-      vocab_size: upper bound of ids.
-
-    Raises:
-      ValueError: a source without a usable document, or see `records.read` and `documents.read_documents`.
+    Raises ValueError for a source without a usable document, or see `records.read` and `documents.read_documents`.
     """
     if not sources:
         raise ValueError("got no sources, expected at least one [[sources]] table")
@@ -196,9 +192,7 @@ def batches(
     """Yields the batch of every step in [start, stop), prefetched by threads.
 
     Sources contribute their shares in a fixed pattern, each in fresh random orders of its sequences: epoch after epoch.
-
-    Args:
-      members: indices of the sequences to yield; None: the whole batch.
+    Only sequences of the indices `members` are yielded; None: the whole batch.
     """
     import grain  # slow to import, and only training needs it
 

@@ -97,11 +97,7 @@ def record_all(
 def record_batch(
     model: tf.TreeFlash, settings: Any, runner: Runner, prompts: Sequence[Sequence[int]], group: int
 ) -> Labels:
-    """Decodes one batch of prompts and returns labels of roots every few rounds.
-
-    Args:
-      group: index of the batch; its prompts begin at `group * settings.batch`.
-    """
+    """Decodes the batch of prompts that begins at `group * settings.batch`; returns labels of roots every few rounds."""
     pairs = [(temperature, top_p) for temperature in settings.temperatures for top_p in settings.top_p]
     prompt_b = np.arange(len(prompts))[group * settings.batch :][: settings.batch]
     setting_b = (prompt_b + group) % len(pairs)  # shifted, so that every bucket meets every setting

@@ -242,8 +242,7 @@ class Composer:
 def _hold_out(count: int, numbers: Sequence[int] | None = None) -> int:
     """Returns n such that every n-th record is held out: of `count`, about 16, from one in 50 to a quarter.
 
-    Args:
-      numbers: numbers of records that can be used; some are held out and others are not, if any n allows it.
+    Of `numbers`, those of records that can be used, some are held out and others are not, if any n allows it.
     """
     usual = min(50, max(4, count // 16))
     if numbers is None:

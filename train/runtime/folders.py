@@ -52,8 +52,7 @@ def check(target: str | os.PathLike, *, overwrite: bool = False) -> None:
 def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """Yields a local folder to write into; its files are moved or uploaded to `target` at the end, unless writing fails.
 
-    Raises:
-      ValueError: see `check`, or a folder that cannot be written.
+    Raises ValueError as `check`, and for a folder that cannot be written.
     """
     if not is_remote(target):
         with files.filled(target, overwrite=overwrite) as folder:

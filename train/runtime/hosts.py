@@ -28,8 +28,7 @@ def connect(*, notes_sigterm: bool = False) -> None:
       notes_sigterm: leave SIGTERM to JAX, which informs all hosts of it, so that training stops at one step on all of them.
         Otherwise the signal ends this process.
 
-    Raises:
-      ValueError: the other processes cannot be joined.
+    Raises ValueError if the other processes cannot be joined.
     """
     names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
     given = {name: int(os.environ[key]) for name, key in names.items() if key in os.environ}

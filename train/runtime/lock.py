@@ -27,8 +27,7 @@ def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
       path: lock file; its folder is created if missing.
       what: name of the output in messages.
 
-    Raises:
-      ValueError: another process holds the lock, or the file cannot be written; raised on every host.
+    Raises ValueError if another process holds the lock, or the file cannot be written; raised on every host.
     """
     path, token = epath.Path(path), uuid.uuid4().hex
     local = FileLock(path, timeout=0) if hosts.is_first() and not folders.is_remote(path) else None

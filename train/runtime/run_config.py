@@ -146,8 +146,7 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
 def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> T:
     """Returns settings from a TOML file and overrides (`a.b=value`; values are TOML, bare words are strings).
 
-    Raises:
-      ValueError: an unreadable file, an unknown or missing key, a value of another type or outside its limits.
+    Raises ValueError for an unreadable file, an unknown or missing key, a value of another type or outside its limits.
     """
     return _build(cls, read(path, overrides), str(path) if path is not None and not overrides else "settings")
 

@@ -28,10 +28,8 @@ RECORD_START = b'{"schema": '  # of every line of results
 def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list[tuple[int, Record]], int]:
     """Reads the objects of a JSONL file with their line numbers, and the number of bytes that they take.
 
-    Args:
-      unfinished_tail: leaves out a last line that was cut off in the middle, with a warning.
-
-    Raises ValueError for a file that cannot be read, or a line that is no JSON object.
+    With `unfinished_tail`, a last line that was cut off in the middle is left out, with a warning. Raises ValueError for a
+    file that cannot be read, or a line that is no JSON object.
     """
     try:
         lines = files.regular(path, streams=True).read_bytes().splitlines(keepends=True)

@@ -243,13 +243,9 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
 def time_phases(
     measured: Sequence[System], context: int, temperature: float, known: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """Times the phases of a round of every system that drafts; those whose trees a policy chooses are left out.
+    """Times the phases of a round of every system that drafts, except those in `known` and those with a policy.
 
-    Args:
-      known: systems that are not measured again.
-
-    Returns:
-      By system, {"context", "ms"}: tokens in the cache, and the median time of every phase; "step" is that of one token.
+    Returns {"context", "ms"} by system: tokens in the cache, and median times by phase; "step" is that of one token.
     """
     groups: dict[Any, dict[str, DecodePlan]] = {}  # systems that differ in nodes alone
     times = {}

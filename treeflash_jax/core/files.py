@@ -59,10 +59,8 @@ def fetch(url: str) -> Path:
 def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
     """Returns the path of a file to read. Missing files and folders pass: opening them fails.
 
-    Args:
-      streams: accept streams that the shell has opened, as in `--prompt-file <(command)`.
-
-    Raises ValueError for a named pipe, a socket or a device, which could block forever.
+    Raises ValueError for a named pipe, a socket or a device, which could block forever; with `streams`, not for a stream
+    that the shell has opened, as in `--prompt-file <(command)`.
     """
     path = Path(path)
     if streams and str(path).startswith(STREAMS):
@@ -80,10 +78,7 @@ def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
 def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] | None = None) -> None:
     """Checks that an output file can be written, before anything is computed. Writes nothing.
 
-    Args:
-      may_replace: predicate of the content of an existing file that may be replaced; None replaces any.
-
-    Raises ValueError for no folder to write in, no regular file, or a file with other content.
+    Raises ValueError for no folder to write in, no regular file, or a file with content for which `may_replace` is false.
     """
     path = Path(path)
     if path.is_dir():
@@ -113,11 +108,7 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
 def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Checks that `filled` can write a folder. Writes nothing.
 
-    Args:
-      target: folder; new or empty, unless `overwrite` is set.
-      overwrite: allows the files to be replaced.
-
-    Raises ValueError for a file, a link, or a folder with files that may not be replaced.
+    Raises ValueError for a file, a link or, unless `overwrite` allows to replace them, a folder with files.
     """
     target = Path(target)
     if target.is_dir() and not target.is_symlink():

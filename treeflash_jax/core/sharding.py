@@ -201,10 +201,9 @@ def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequ
 
 
 def per_device(run: Callable[..., Any], mesh, inputs: Any, outputs: Any) -> Callable[..., Any]:
-    """Returns a function that runs on each device's part of its arguments: `jax.shard_map` over the mesh's free axes.
+    """Returns `run` on each device's part of its arguments: `jax.shard_map` over the mesh's free axes.
 
-    Args:
-      inputs, outputs: PartitionSpecs of arguments and results.
+    `inputs` and `outputs` are the PartitionSpecs of arguments and results.
     """
     free = free_axes(mesh)
     return jax.shard_map(run, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=free, check_vma=False)

@@ -183,11 +183,7 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
 
 
 def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan, choice_b: jax.Array | None = None) -> Draft:
-    """Returns the trees of `draft_tree`, given the drafter's expander.
-
-    Args:
-      choice_b: index of each sequence's tree in `plan.policy.sizes`, with a selector.
-    """
+    """Returns the trees of `draft_tree`, given the expander and, with a selector, their indices in `plan.policy.sizes`."""
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
     past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
@@ -245,8 +241,7 @@ def commit_path(
 ) -> DecodeState:
     """Returns the state after the round, with the positions of the accepted path in both caches.
 
-    Args:
-      nodes: number of verified nodes, a scalar or [b]; read only with a policy.
+    `nodes` is the number of verified nodes, a scalar or [b]; read only with a policy.
     """
     with jax.named_scope("commit"):
         is_round_bs = (jnp.arange(state.capacity) == state.rounds_b[:, None]) & ~state.done_b[:, None]

@@ -161,10 +161,8 @@ def float_type(dtype: Any) -> Any:
 def keep_programs(*, by_jax: bool = False) -> None:
     """Stores executables in the user's cache folder for later processes, unless JAX has a compilation cache already.
 
-    JAX_ENABLE_COMPILATION_CACHE=false turns it off.
-
-    Args:
-      by_jax: store every program in JAX's persistent compilation cache, instead of only the executables of decoding.
+    JAX_ENABLE_COMPILATION_CACHE=false turns it off. With `by_jax`, every program is stored in JAX's persistent compilation
+    cache, instead of only the executables of decoding.
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return

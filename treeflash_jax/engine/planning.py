@@ -243,10 +243,8 @@ def make_requests(
 ) -> list[Request]:
     """Makes one request per prompt and sample, prompt by prompt.
 
-    Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length.
-
-    Args:
-      indices: index of every prompt for its random key; None counts from 0.
+    Random keys of prompts contain their `indices`; None counts from 0. Raises ValueError for no prompts, ids outside the
+    vocabulary, more tokens than the context, lists of the wrong length.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")

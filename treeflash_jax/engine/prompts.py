@@ -53,9 +53,8 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
       context: context length of the verifier in tokens; text that is certainly longer is rejected before tokenization.
         None tokenizes all text.
 
-    Raises:
-      ValueError: no prompt, an empty prompt, text without a tokenizer, text that the tokenizer or its chat template
-        rejects, or messages with content other than text.
+    Raises ValueError for no prompt, an empty prompt, text without a tokenizer, text that the tokenizer or its chat template
+    rejects, or messages with content other than text.
     """
     if isinstance(prompt, str) and not isinstance(prompt, Text) and prompt and tokenizer and tokenizer.has_chat_template:
         prompt = [{"role": "user", "content": prompt}]

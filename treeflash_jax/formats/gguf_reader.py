@@ -102,9 +102,8 @@ def is_gguf(path: str | Path) -> bool:
 def read(path: str | Path) -> File:
     """Reads the header of a file.
 
-    Raises:
-      ValueError: no GGUF file, or one that is cut off, of another version or byte order, one part of several, or with
-        tensors that overlap, are misaligned or have unknown types; or the package `gguf` is not installed.
+    Raises ValueError for no GGUF file, or one that is cut off, of another version or byte order, one part of several, or
+    with tensors that overlap, are misaligned or have unknown types; or the package `gguf` is not installed.
     """
     path = regular(path)
     _package()

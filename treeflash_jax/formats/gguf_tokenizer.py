@@ -25,8 +25,7 @@ _PRE = {  # tokenizer.ggml.pre, and the pre-tokenizer it stands for
 def arguments(file: File) -> dict[str, Any]:
     """Returns the arguments of `PreTrainedTokenizerFast` for a file's tokenizer; {} if it has none.
 
-    Raises:
-      ValueError: a kind of tokenizer that is not implemented, or a damaged vocabulary.
+    Raises ValueError for a kind of tokenizer that is not implemented, or a damaged vocabulary.
     """
     if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
         return {}

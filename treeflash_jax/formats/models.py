@@ -41,8 +41,7 @@ def load_verifier(
       mesh: mesh to shard the weights over; each host reads only the slices of its devices. None: the default device.
       quantize: "int8" rounds every matrix when it is read, so that devices store one matrix in `dtype` at a time.
 
-    Raises:
-      ValueError: anything missing, unknown, damaged, mis-shaped or not implemented.
+    Raises ValueError for anything missing, unknown, damaged, mis-shaped or not implemented.
     """
     quantized.check_scheme(quantize)
     dialect, config = _find(path, "verifier")
@@ -84,8 +83,7 @@ def save_drafter(
       params: weights of its specs; those of a block drafter are {"backbone": ..., "head": ...}.
       dialect: name of one of `dialects.written()`; None: the usual one of this kind of drafter.
 
-    Raises:
-      ValueError: no such dialect, or one that cannot store this drafter.
+    Raises ValueError for no such dialect, or one that cannot store this drafter.
     """
     kind = drafters.get(config)
     writable(dialect or kind.DIALECT, config).save(Path(folder), config, kind.specs(config), params, dtype)
@@ -113,8 +111,7 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
       dialect: name of the dialect to write.
       drop_head: leave out a block drafter's head, which some dialects cannot store.
 
-    Raises:
-      ValueError: a dialect that cannot be written, a drafter that it cannot store, or a target that exists.
+    Raises ValueError for a dialect that cannot be written, a drafter that it cannot store, or a target that exists.
     """
     files.check_folder(target)
     config = read_drafter_config(source)
@@ -142,8 +139,7 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float3
       target: new folder; it appears when it is complete.
       dtype: dtype on disk; float32 represents all quantised types exactly.
 
-    Raises:
-      ValueError: as `load_verifier`, or a target that exists.
+    Raises ValueError as `load_verifier`, and for a target that exists.
     """
     files.check_folder(target)
     file = gguf_reader.read(source)

@@ -18,9 +18,8 @@ LONGEST_NAME = 255  # bytes of a file's name
 def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
     """Opens the tensors of a folder by name, from model.safetensors or the parts of its index; the files close at the end.
 
-    Raises:
-      ValueError: files that are missing or damaged, or that lack a tensor which the index lists; an index that names
-        anything but files of this folder.
+    Raises ValueError for files that are missing or damaged, or that lack a tensor which the index lists; an index that
+    names anything but files of this folder.
     """
     listed = _listed(folder)
     with open_files(folder, sorted({*listed.values()}) or ["model.safetensors"], listed) as tensors:
@@ -31,11 +30,7 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
 def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
     """Opens the tensors of some files of a folder by name; the files close at the end.
 
-    Args:
-      listed: file of every tensor, by the index.
-
-    Raises:
-      ValueError: files that are missing or damaged, or that lack a tensor which is listed.
+    Raises ValueError for files that are missing, damaged or lack a tensor which the index, `listed`, says they hold.
     """
     with ExitStack() as stack:
         held = {name: _open(folder / name, stack) for name in names}

@@ -57,8 +57,7 @@ def load(
       spare: tensor names that are allowed but not read.
       finish: transformation of each weight, applied as soon as it is read.
 
-    Raises:
-      ValueError: tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
+    Raises ValueError for tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
     """
     _check(where, tensors, specs, entries, dtype, spare)
 

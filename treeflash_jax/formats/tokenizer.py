@@ -58,11 +58,8 @@ class Tokenizer:
     def encode(self, text: str, context: int | None = None) -> list[int]:
         """Returns the ids of a text, without a chat template.
 
-        Args:
-          context: maximum number of tokens; None: no limit.
-
-        Raises:
-          ValueError: a lone surrogate, a text that certainly has more tokens, or one that the tokenizer refuses.
+        Raises ValueError for a lone surrogate, a text that certainly has more than `context` tokens (None: no limit), or
+        one that the tokenizer refuses.
         """
         return self.encode_texts([text], context)[0]
 
@@ -84,13 +81,9 @@ class Tokenizer:
         return self.encode_texts([self.render(messages)], context, add_special_tokens=False)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Returns a chat as text, by the chat template.
+        """Returns a chat as text, by the chat template; with `add_generation_prompt`, it ends with the start of an answer.
 
-        Args:
-          add_generation_prompt: whether the text ends with the start of an answer of the assistant.
-
-        Raises:
-          ValueError: no chat template, a chat that the template refuses, or more than LONGEST_CHAT characters.
+        Raises ValueError for no chat template, a chat that the template refuses, or more than LONGEST_CHAT characters.
         """
         if not self.has_chat_template:
             raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")

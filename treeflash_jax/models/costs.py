@@ -158,8 +158,7 @@ def measure_flops(dtype: Any) -> float:
 def peak_flops(count: int, dtype: Any) -> float | None:
     """Returns the peak FLOP/s of `count` devices: the data sheet's in bfloat16 or, on one CPU, measured; None if not known.
 
-    Args:
-      dtype: of the measurement on a CPU.
+    `dtype` is that of the measurement on a CPU.
     """
     device = devices.here()
     if device.peak_rates:

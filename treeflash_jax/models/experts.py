@@ -38,10 +38,8 @@ def specs(config: ModelConfig) -> dict[str, Spec]:
 def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes the feed-forward part of a sparse layer: sum over a token's experts of weight * down(silu(gate x) * up x).
 
-    Returns the sum [b, t, d] in the dtype of x, and the experts of every token [b, t, k] in order of decreasing weight.
-
-    Args:
-      x_btd: normed residual stream.
+    Of the normed residual stream, returns the sum [b, t, d] in its dtype, and the experts of every token [b, t, k] in order
+    of decreasing weight.
     """
     weights = {name: params[name] for name in specs(config)}
     mesh = sharding.current()

@@ -89,8 +89,7 @@ class Architecture:
           also_known: keys that the caller reads.
           names: names of the file's tensors, if known.
 
-        Raises:
-          ValueError: a key or value that is not implemented, a missing size, or more layers than the tensors have.
+        Raises ValueError for a key or value that is not implemented, a missing size, or more layers than the tensors have.
         """
         known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types"}
         keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known))

@@ -28,13 +28,10 @@ DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 
 
 def recognise(path: Path, keys: Keys, part: str) -> Dialect:
-    """Returns the dialect of a folder or file.
+    """Returns the dialect of a folder or file that holds this part, "verifier" or "drafter".
 
-    Args:
-      part: "verifier" or "drafter", the expected content. A verifier read as a drafter is a language model that drafts.
-
-    Raises:
-      ValueError: the other part, or a model that is not implemented.
+    A verifier read as a drafter is a language model that drafts. Raises ValueError for a drafter read as a verifier, or a
+    model that is not implemented.
     """
     dialect = next(dialect for dialect in reversed(DIALECTS.values()) if dialect.recognises(path, keys))
     if dialect.part == part:

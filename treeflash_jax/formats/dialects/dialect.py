@@ -62,8 +62,7 @@ class Dialect:
     def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: Any) -> None:
         """Writes config.json and model.safetensors into a folder, created if missing.
 
-        Raises:
-          ValueError: a config that the dialect cannot store, or weights of other shapes than the specs'.
+        Raises ValueError for a config that the dialect cannot store, or weights of other shapes than the specs'.
         """
         raw = self.to_hf(config) | {"dtype": jnp.dtype(dtype).name}  # raises before the folder is made
         folder.mkdir(parents=True, exist_ok=True)
