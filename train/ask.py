@@ -81,8 +81,10 @@ def main(settings: AskConfig) -> None:
 
 
 def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
-    """Returns the ids before the first words of a user in a chat, and the id that ends the turn. Raises ValueError if the
-    chat template does not show them."""
+    """Returns the ids before the first words of a user in a chat, and the id that ends the turn.
+
+    Raises ValueError if the chat template does not show them.
+    """
     if tokenizer is None:
         raise ValueError("got a verifier without a tokenizer, expected one with a chat template")
     before, *after = tokenizer.render([{"role": "user", "content": MARK}]).split(MARK)
@@ -101,12 +103,7 @@ def read(out: epath.Path) -> tuple[set[str], int]:
 
 
 def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:
-    """Yields lines of new questions until there are enough, and adds them to `known`.
-
-    Args:
-      known: normalised questions so far.
-      first: number of the first question to try.
-    """
+    """Yields lines of new questions, from number `first` on, until there are enough; adds them, normalised, to `known`."""
     opening, closing = question_tokens(model.tokenizer)
     idle, tries = 0, max(TRIES, 2 * settings.batch)  # the last ones of a batch leave slots unused
     while len(known) < settings.count:

@@ -75,8 +75,7 @@ def main(settings: MeasureStage) -> None:
 def measure(settings: MeasureStage) -> dict[str, Any]:
     """Tries the systems on few prompts, then compares the fastest one-token and the fastest drafted system.
 
-    Returns:
-      The summary of `report.summarise`, the tokens/s of all systems that were tried, and the options of the drafted one.
+    Returns the summary of `report.summarise`, tokens/s of all systems that were tried, and the options of the drafted one.
     """
     began = time.perf_counter()
     responded = run_config.load(respond.RespondConfig, settings.respond)

@@ -71,9 +71,7 @@ def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> 
 def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], set[int]]:
     """Matches the answers of a file with prompts, by the ids of the prompts.
 
-    Returns:
-      The prompts in the order of the answers, prompts without an answer in the gaps; and the indices of the answers.
-
+    Returns the prompts in the order of the answers, prompts without an answer in the gaps; and the indices of the answers.
     Raises ValueError for an answer to another prompt, because the data changed.
     """
     numbers: dict[str, list[int]] = {}

@@ -106,10 +106,8 @@ def chat_documents(
     An assistant turn is the text that the template adds to its generation prompt: the chat before the turn, with the
     generation prompt, must be a token prefix of the chat that includes the turn, and that a prefix of the whole chat. So a
     drafter is trained on the contexts that it drafts in. Earlier turns that a template rewrites (Qwen3 drops their
-    thinking) fail this test and are not learnt. Messages after the last assistant turn are left out.
-
-    Returns:
-      One Document per chat, or the ValueError that explains why there is none.
+    thinking) fail this test and are not learnt. Messages after the last assistant turn are left out. If a chat has no
+    Document, the result has the ValueError that explains why.
     """
     rendered = [_catch(_render, tokenizer, chat) for chat in chats]
     texts = [text for group in rendered if isinstance(group, list) for text in group]

@@ -70,9 +70,7 @@ def record_all(
 ) -> Labels:
     """Returns the labels of all prompts, read from the folder or recorded there, batch by batch.
 
-    Args:
-      settings: a `train.selector.SelectorStage`.
-      runners: one per bucket; batches of prompts take turns.
+    Batches take turns with the runners, one per bucket. `settings` is a `train.selector.SelectorStage`.
     """
     affecting = {name: value for name, value in run_config.to_dict(settings).items() if name not in TRAINING}
     digest = hashlib.sha256(json.dumps(affecting | {"pair": config.pair}, sort_keys=True).encode()).hexdigest()[:8]

@@ -77,11 +77,9 @@ def _has_drafter_layers(model: ModelConfig) -> bool:
 def backbone(
     model: ModelConfig, tokenizer: Tokenizer | None, counts_v: np.ndarray, given: Mapping[str, Any]
 ) -> dict[str, Choice]:
-    """Chooses the settings of a backbone and its head, but for those that were given.
+    """Chooses the settings of a backbone and its head, but for those that are given: neither None nor empty.
 
-    Args:
-      counts_v: occurrences of each token of the verifier's vocabulary in the training data.
-      given: settings by name; those that are None or empty are chosen.
+    `counts_v` are the occurrences of each token of the verifier's vocabulary in the training data.
     """
     on_cpu = devices.here().is_cpu
     block = Choice(8, "every drafted slot costs time on a CPU") if on_cpu else Choice(16, "the published size")

@@ -19,15 +19,10 @@ from train.runtime import folders, hosts
 
 @contextmanager
 def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
-    """Holds the lock of `path` for all hosts of this job while the block runs.
+    """Holds the lock file `path`, in a folder created if missing, for all hosts of this job while the block runs.
 
-    Yields a function to be called before every write: it raises ValueError if a newer process owns the output.
-
-    Args:
-      path: lock file; its folder is created if missing.
-      what: name of the output in messages.
-
-    Raises ValueError if another process holds the lock, or the file cannot be written; raised on every host.
+    Yields a function to be called before every write: it raises ValueError if a newer process owns the output, which
+    messages call `what`. Raises ValueError on every host if another process holds the lock or the file cannot be written.
     """
     path, token = epath.Path(path), uuid.uuid4().hex
     local = FileLock(path, timeout=0) if hosts.is_first() and not folders.is_remote(path) else None

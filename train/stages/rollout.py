@@ -69,9 +69,8 @@ def rollout_sums(
       params: trained weights of the drafter, of any float dtype.
       frozen: "verifier", and "offsets" if the draft vocabulary is a part of the verifier's.
 
-    Returns:
-      The sums of `losses.path_sums`; the loss is the cross-entropy against the verifier's distribution over the draft
-      vocabulary.
+    Returns those of `losses.path_sums`; the loss is the cross-entropy to the verifier's distribution over the draft
+    vocabulary.
     """
     tables = frozen["verifier"]
     dtype = tables["embed"].dtype

@@ -44,9 +44,7 @@ class Teacher:
 def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch, attention: str = "chunked") -> Teacher:
     """Runs the verifier over packed sequences, unless the batch contains its outputs.
 
-    Args:
-      taps: 0-based layers, in the order in which the drafter reads them.
-      attention: implementation, a name in `attention.TRAINING`.
+    `taps` are 0-based layers, in the order in which the drafter reads them; `attention` is one of `attention.TRAINING`.
     """
     if batch.hidden_btd is not None:
         return Teacher(batch.features_btj, batch.hidden_btd)
@@ -69,11 +67,8 @@ def record(
     """Returns the corpus with the outputs of the verifier; computes and writes those that `folder` lacks.
 
     An interrupted command continues when it is run again. Every layer has its own file, so that drafters that read
-    different layers share files. Other documents, sequence lengths, weights or dtypes have other files.
-
-    Args:
-      weights: weights of the verifier, on the mesh.
-      taps: 0-based layers, in the order in which the drafter reads them.
+    different layers share files. Other documents, sequence lengths, weights or dtypes have other files. `weights` are the
+    verifier's, on the mesh; `taps` as in `teach`.
     """
     if jax.process_count() > 1:
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")

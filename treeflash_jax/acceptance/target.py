@@ -96,11 +96,10 @@ class Acceptance:
 
 
 def follow(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
-    """Returns the deepest node that matches along with all its ancestors, [b]; at most one child of a node may match.
+    """Returns the deepest node that matches (is entered from its parent) along with all its ancestors, [b].
 
-    Args:
-      matches_bn: True for nodes that the walk enters from their parent.
-      depths: places of a path, root included; static, at least the tree's depth + 1.
+    At most one child of a node may match. `depths`, static, is the number of places of a path, root included: at least the
+    tree's depth + 1.
     """
     matches_bn = matches_bn.at[:, 0].set(True)
     reached_bn = jnp.all(matches_bn[:, None] | ~ancestor_mask(tree.parent_bn, depths - 1), axis=-1)

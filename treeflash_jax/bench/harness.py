@@ -243,12 +243,8 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Compares a drafted with a one-token answer to the same prompt, and prints how they differ.
 
-    Args:
-      requests: prompt and sampling settings of every turn of the answer.
-      printed: lines that are not printed again; extended.
-
-    Returns:
-      By system, {"turn", "near_tie"} and the fields of `check.Divergence`; systems with the same answer are left out.
+    `requests` has prompt and sampling settings of every turn; lines in `printed`, which is extended, are not printed again.
+    Returns {"turn", "near_tie"} and the fields of `check.Divergence` by system, without systems of the same answer.
     """
     differing = {}
     for other in others:

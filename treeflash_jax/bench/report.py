@@ -147,9 +147,8 @@ def _acceptance_by_depth(records: Sequence[Record]) -> list[float]:
 def _compare_answers(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
     """Sums up how answers differ from the one-token answers to the same prompts, with which they are paired.
 
-    Returns:
-      {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to the
-      first difference. The last three are None for systems that draw other samples or have another dtype.
+    Returns {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to
+    the first difference. The last three are None for systems that draw other samples or have another dtype.
     """
     keys = ("ids" if all(x["ids"]) and all(y["ids"]) else "texts" for x, y in pairs)  # some programs give no ids
     differing = [(x, y) for (x, y), key in zip(pairs, keys, strict=True) if x[key] != y[key]]
@@ -193,12 +192,8 @@ def _settings(answers: Answers) -> dict[str, Any]:
 def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str, resamples: int) -> dict[str, Any] | None:
     """Computes (sum of top / sum of bottom) of one system over that of another, with a paired bootstrap interval.
 
-    Args:
-      mine, theirs: records by (prompt, seed); only keys of both count.
-      top, bottom: names of the two summed quantities.
-
-    Returns:
-      {"value", "low", "high", "answers"}; None without a common answer or if a sum is zero. One prompt has no interval.
+    `top` and `bottom` are names in the records, of which only those of a (prompt, seed) of both systems count. Returns
+    {"value", "low", "high", "answers"}; None without a common answer or if a sum is zero. One prompt has no interval.
     """
     common = sorted(mine.keys() & theirs.keys())
     prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in common))}

@@ -142,9 +142,8 @@ def _race(
 ) -> tuple[Text, tf.Result, Columns]:
     """Shows streams side by side; of those whose program exists, the one that has used least time goes on.
 
-    Returns:
-      The answer of the last system, coloured, its result, and both streams when the first of them ended. An answer that was
-      cut ends with its last whole sentence.
+    Returns the answer of the last system, coloured, its result, and both streams when the first of them ended. An answer
+    that was cut ends with its last whole sentence.
     """
     streams = {s.name: s.model.stream(prompt, s.config, rounds_per_dispatch=1) for s in systems}
     texts, clocks, passes = {name: Text() for name in streams}, dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)

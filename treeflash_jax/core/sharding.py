@@ -187,11 +187,9 @@ def over_batch(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequence[tuple[Axes, Sequence[int]]]) -> Any:
-    """Runs a function on each device's part of `arrays`; its result is sharded like the first of them.
+    """Runs a function on each device's part of `arrays`, or pytrees; its result is sharded like the first of them.
 
-    Args:
-      arrays: arrays or pytrees.
-      layouts: for each of `arrays`, its logical axes, and the sizes that the mesh axes must divide.
+    `layouts` has, for each of `arrays`, its logical axes, and the sizes that the mesh axes must divide.
     """
     mesh = current()
     if not free_axes(mesh):

@@ -130,9 +130,7 @@ def choose_bucket(
 def update_budget(budget: Budget, choice: BudgetChoice, committed_b: jax.Array, live_b: jax.Array) -> Budget:
     """Returns the budget after a drafted round: new reliability, debt and pause.
 
-    Args:
-      committed_b: tokens that the round committed, bonus included, before any cut.
-      live_b: sequences that were not done.
+    `committed_b` counts the round's tokens, bonus included, before any cut; `live_b` marks sequences that were not done.
     """
     tokens_b = jnp.where(live_b, committed_b, 0).astype(budget.committed.dtype)  # int / int would be float64 under x64
     committed = jnp.sum(tokens_b) / jnp.maximum(jnp.sum(live_b), 1)

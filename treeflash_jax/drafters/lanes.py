@@ -233,9 +233,7 @@ def likeliest_children(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the likeliest tokens after normed hidden states and their log-probabilities, [b, w, c] each.
 
-    Args:
-      table_vd: vocabulary table, or that of a draft vocabulary.
-      ids_z: the verifier's ids of a draft vocabulary; None: the table is over the verifier's vocabulary.
+    The table is that of the verifier's vocabulary, or of a draft vocabulary with the verifier's ids `ids_z`.
     """
     tokens_bwc, log_probs_bwc = vocab.likeliest(table_vd, hidden_bwd, children, temperature_b)
     return tokens_bwc if ids_z is None else ids_z[tokens_bwc], log_probs_bwc

@@ -149,11 +149,9 @@ def draft_temperature(config: GenerateConfig, drafter: DrafterSizes | None, temp
 def make_plan(
     config: GenerateConfig, verifier: ModelConfig, drafter: DrafterSizes | None, dtype: Any, device: Device | None = None
 ) -> DecodePlan:
-    """Makes the plan of the programs that `generate` compiles for these settings.
+    """Makes the plan of the programs that `generate` compiles for checked settings; one-token decoding without a drafter.
 
-    Args:
-      config: checked settings; `nodes` "auto" counts as None, since its buckets come from a calibration.
-      drafter: sizes of the drafter; None decodes one token at a time.
+    `nodes` "auto" counts as None, since its buckets come from a calibration.
     """
     device, config = (device or devices.here()).in_dtype(dtype), settings_class()(**vars(config))
     head_dims = {layers.head_dim for layers in (verifier, getattr(drafter, "layers", verifier))}

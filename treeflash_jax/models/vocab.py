@@ -45,9 +45,8 @@ def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
 def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: Any = None) -> jax.Array:
     """Returns hidden . table^T: logits [..., v], sharded over the vocabulary if the table is.
 
-    Args:
-      table_vd: one table, or [b, v, d], a table for each sequence (in training).
-      dtype: of the logits of one table; None: that of `hidden`.
+    In training, there may be a table for each sequence, [b, v, d]. `dtype` is that of the logits of one table; None: that
+    of `hidden`.
     """
     if len(table_vd.shape) == 3:
         return jax.vmap(partial(quantized.product, "...d,vd->...v"))(hidden, table_vd)

@@ -44,11 +44,9 @@ class Outline:
 
 
 def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = (), size: int | None = None) -> Outline:
-    """Returns an outline of sampled nodes, the same for all sequences.
+    """Returns an outline of sampled nodes, the same for all sequences: the parent and rank of places 1, 2, ...
 
-    Args:
-      parents, ranks: parent and rank of places 1, 2, ...; no ranks: all are 0.
-      size: number of places, unused ones included; None: none is unused.
+    Without ranks, all are 0. `size` is the number of places, unused ones included; None: none is unused.
     """
     parent_n, depth_n, rank_n = np.zeros((3, size or 1 + len(parents)), np.int32)
     depth_n[1 + len(parents) :] = UNUSED

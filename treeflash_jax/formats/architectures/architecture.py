@@ -83,13 +83,10 @@ class Architecture:
     gguf_rotates_pairs: bool = False
 
     def read(self, keys: Keys, also_known: Collection[str] = (), names: Collection[str] = ()) -> ModelConfig:
-        """Returns the config that a config.json states.
+        """Returns the config that a config.json states; the caller reads the keys `also_known`.
 
-        Args:
-          also_known: keys that the caller reads.
-          names: names of the file's tensors, if known.
-
-        Raises ValueError for a key or value that is not implemented, a missing size, or more layers than the tensors have.
+        Raises ValueError for a key or value that is not implemented, a missing size, or more layers than the tensors
+        `names` of the file have, if they are known.
         """
         known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types"}
         keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known))
