@@ -1,9 +1,8 @@
 """The harness of all measurements: systems answer prompts in turns, and every answer becomes a record.
 
-A `System` is a model with settings of `generate`: one-token decoding, a drafter, a kind of tree, a temperature of the
-drafter, a dtype. A `Peer` is another program. All systems answer a batch of prompts before the next batch begins, in an
-order that rotates. The first call of a system and every call that had to compile are warm-up: they are repeated, and only
-the second answer counts.
+A `System` is a model with settings of `generate`, a `Peer` another program. All systems answer a batch of prompts before
+the next batch begins, in an order that rotates. The first call of a system and every call that had to compile are warm-up:
+they are repeated, and only the second answer counts.
 """
 
 import json

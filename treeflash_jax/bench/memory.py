@@ -3,9 +3,8 @@
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) and the
-collectives of a round are read from the compiled programs. They are compiled from shapes alone, for the devices at hand or,
-with --topology, for TPUs or GPUs that this machine lacks (which needs `pip install "jax[tpu]"` or `"jax[cuda12]"`). The
-exit status is 1 if a device is too small.
+collectives of a round are read from the compiled programs, which are compiled from shapes alone. The exit status is 1 if a
+device is too small.
 """
 
 import argparse

@@ -1,15 +1,9 @@
 """Prints the tables of a file that `treeflash bench run` wrote: `treeflash bench report FILE`.
 
-Estimators. tau: tokens that rounds added to answers over the number of rounds. tau per response: mean of the tau of every
-response (a turn; those without a round are left out). tokens/s: all tokens over all seconds, prefill included; its median
-is over answers. speedup: tokens/s over that of one-token decoding, the fastest if there are several. tau ratio: tau over
-that of a named system. Ratios are over the answers that two systems have in common at one temperature. Intervals are 95 %
-percentile bootstraps over prompts; both systems, and all seeds of a prompt, are resampled together. Each of several files
-of prompts is summarised on its own.
-
-If rounds recorded the number of tokens that they were expected to commit, another table counts the last round of an answer
-in full, although a stop or the limit cut it, as the expected number does. It compares trees with the best-first tree of the
-same number of nodes.
+README.md explains the tables. tau per response: mean of the tau of every response (a turn; those without a round are left
+out). speedup: tokens/s over that of the fastest one-token decoding. Ratios are over the answers that two systems have in
+common at one temperature; whole rounds are compared with the best-first tree of the same number of nodes. Intervals are
+95 % percentile bootstraps over prompts; both systems, and all seeds of a prompt, are resampled together.
 """
 
 import argparse

@@ -2,19 +2,9 @@
 
     treeflash bench run --prompts gsm8k.jsonl --format math --limit 64 --systems ar chain marginal treeflash \\
         --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
-    treeflash bench run --pair tiny shipped=tiny EAGLE-3=runs/eagle3/model ngram --phases 200 --out drafters.jsonl
-    treeflash bench run --preset rules --limit 64 --out rules.jsonl --plot rules.png
-    treeflash bench run --systems ar treeflash-8 --other "transformers=python torch_generate.py FOLDER" --out peers.jsonl
 
-See `harness` for what is measured. The same command continues a run that was stopped: answers in the file are not measured
-again. A file of other settings, versions or hardware is refused and left as it is.
-
-"ar" decodes one token at a time, "chain" drafts one path, "marginal" and "treeflash" are trees without and with the
-drafter's head, and "joined" is "treeflash" with n-grams of the text. A tree's name may add its nodes, a builder, an
-acceptance rule and a drafter temperature: "treeflash-32", "treeflash-auto" (the number of nodes that `treeflash calibrate`
-found best), "treeflash-32+hybrid", "marginal+paths+traversal", "treeflash-16@0.7". A tree without nodes in its name is
-measured for every number of --nodes.
-Settings of the drafter or the tree may follow as ":name=value", such as "treeflash-16+delayed:branches=2:trunk=auto".
+README.md explains the names of systems, which `parse_systems` reads, and `harness` what is measured. Answers that the file
+has are not measured again; a file of other settings, versions or hardware is refused and left as it is.
 """
 
 import argparse
