@@ -182,9 +182,10 @@ def _changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def _describe(tree: Any) -> dict[str, str]:
     """Returns dtype and shape by path, such as "float32[8, 16]"."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
-    return {name: f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}" for name, (_, leaf) in zip(names, leaves, strict=True)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}"
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
 def _unwritten(folder: epath.Path, error: Exception) -> ValueError:

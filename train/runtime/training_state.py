@@ -130,7 +130,7 @@ def abstract_state(task: TrainTask, transform: optax.GradientTransformation, bat
     """Returns shapes and shardings of the state: weights by their specs, the memory of the optimiser like its weights."""
     params = parameters.abstract(task.specs, jnp.float32)
     shapes = jax.eval_shape(lambda params: initial_state(task, transform, params, batch), params)
-    leaves = jax.tree_util.tree_flatten_with_path(task.specs, is_leaf=parameters.is_spec)[0]
+    leaves = jax.tree.leaves_with_path(task.specs, is_leaf=parameters.is_spec)
     by_path = {jax.tree_util.keystr(path): spec for path, spec in leaves}
     replicated = NamedSharding(mesh, PartitionSpec())
 

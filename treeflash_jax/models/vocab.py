@@ -154,10 +154,7 @@ def likeliest(
 
 def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:
     """Draws standard Gumbel noise [..., v], independent for each key."""
-    draw = lambda key: jax.random.gumbel(key, (size,), dtype)  # noqa: E731
-    for _ in range(keys.ndim):
-        draw = jax.vmap(draw)
-    noise = draw(keys)
+    noise = jnp.vectorize(lambda key: jax.random.gumbel(key, (size,), dtype), signature="()->(v)")(keys)
     return sharding.constrain(noise, ("batch",) + (None,) * (noise.ndim - 2) + ("vocab",))
 
 
