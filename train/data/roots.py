@@ -38,7 +38,6 @@ class Labels:
       hidden_oj, scalars_os: inputs of the selector, see `tree_selector.Features`.
       expected_oa: expected number of tokens that the round commits with every bucket.
       setting_o: index of the pair of sampling settings.
-      prompt_o: index of the prompt.
     """
 
     hidden_oj: np.ndarray

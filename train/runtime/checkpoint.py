@@ -43,7 +43,6 @@ class Checkpoints:
     """The checkpoints of one run directory.
 
     Args:
-      run: the directory.
       loop: settings of the run: its steps, and which checkpoints are kept.
       documents: digest of the training documents by source (`Corpus.digests`); None if checkpoints are only read.
     """

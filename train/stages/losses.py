@@ -73,7 +73,6 @@ def path_sums(
     """Returns metric sums of drafted paths, n per sequence.
 
     Args:
-      weights_bni: weights of the loss at every depth.
       real_bni: 1 for depths that count, 0 for those past the end of the document.
       top1_bni: 1 if the likeliest token is the next token.
       overlap_bni: sum min(p, q); None without the verifier's distribution.

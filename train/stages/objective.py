@@ -131,7 +131,6 @@ def drafting_sums(
     Args:
       params: trained weights, "backbone" and/or "head", of any float dtype.
       frozen: "verifier", and "backbone" if it is not trained, in the compute dtype.
-      keys_b: one random key per sequence.
       attention: implementation, a name in `attention.TRAINING`.
 
     Returns:

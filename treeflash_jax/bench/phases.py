@@ -116,8 +116,7 @@ class Bench:
     """A batch of sequences that have read `context` random tokens, and every phase of every plan over them, warm.
 
     Attributes:
-      timed: the phases.
-      compile_seconds: time of compiling and warming up all of them; the times of single programs overlap.
+      compile_seconds: time of compiling and warming up all phases; the times of single programs overlap.
       experts: of a mixture of experts, by tokens per sequence (1, and the nodes of each plan): distinct experts that each
         layer reads on one device, and their number if routing were random.
     """

@@ -56,7 +56,6 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
     """Computes all that the tables show.
 
     Args:
-      records: at least one.
       against: system that tau ratios divide by; "marginal", the default, means the tree of the same number of nodes.
 
     Returns:

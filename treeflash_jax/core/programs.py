@@ -64,7 +64,6 @@ def call(
     """Runs a jitted function, compiling it ahead of time if these shapes are new.
 
     Args:
-      function: a `jax.jit` function.
       *args: trees of arrays. With a `jax.ShapeDtypeStruct` among them, the program is compiled but not run, and the shapes
         of its result are returned.
       mesh: ambient mesh of the program; None for one device.

@@ -45,12 +45,7 @@ MATCHES = 8  # that join another drafter's trees by default on a CPU
 
 @dataclass(frozen=True, kw_only=True)
 class NgramConfig(DrafterSizes):
-    """Lengths of matches, and defaults for trees. It fits every verifier.
-
-    Attributes:
-      longest: maximal length of a match, in tokens.
-      shortest: minimal length of a match.
-    """
+    """Least and greatest length of a match, in tokens, and defaults for trees. It fits every verifier."""
 
     kind: ClassVar[str] = "ngram"
     taps: ClassVar[tuple[int, ...]] = ()

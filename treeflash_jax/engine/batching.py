@@ -114,13 +114,7 @@ def make_batch(
 
 
 class Slots:
-    """Slots of a batch.
-
-    Attributes:
-      group: number of slots refilled together.
-      waiting: requests without a slot.
-      held: request of each used slot.
-    """
+    """Slots of a batch: the requests that they hold, and those that wait for one. `group` slots are refilled together."""
 
     def __init__(self, size: int, group: int, requests: Sequence[Request]):
         self.size, self.group = size, group

@@ -282,7 +282,6 @@ class DrawnTree:
       labels: text of each node's token, the anchor first.
       parents: index of each node's parent; 0 for the anchor.
       probabilities: drafted probability of the path from the anchor to each node.
-      accepted: true for accepted nodes.
     """
 
     labels: Sequence[str]

@@ -9,12 +9,7 @@ from treeflash_jax.core.checks import INT32, fit, quoted
 
 @dataclass(frozen=True)
 class Keys:
-    """The object of a config file, or one inside it.
-
-    Attributes:
-      raw: its keys and values.
-      where: the file and the path of keys inside it, for messages.
-    """
+    """The object of a config file, or one inside it; `where` is the file and the path of keys inside it, for messages."""
 
     raw: Mapping[str, Any]
     where: str

@@ -30,12 +30,7 @@ class LayerKV:
 
 @struct.dataclass
 class KVCache:
-    """Committed keys and values of a stack of layers.
-
-    Attributes:
-      layers: the layers in order.
-      length_b: number of committed positions of each sequence; slots beyond hold garbage.
-    """
+    """Committed keys and values of a stack of layers, `length_b` positions of each sequence; slots beyond hold garbage."""
 
     layers: tuple[LayerKV, ...]
     length_b: jax.Array

@@ -28,12 +28,7 @@ BLOCK_BITS = 12  # of an int32 that holds the index of a block; the others hold 
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Mask over keys of a context followed by keys of blocks, computed from one integer per query.
-
-    Attributes:
-      context: number of keys of the context.
-      keys: number of keys of a block.
-    """
+    """Mask over `context` keys followed by blocks of `keys` keys each, computed from one integer per query."""
 
     context: int
     keys: int
