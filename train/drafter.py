@@ -27,7 +27,7 @@ from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
 from train.stages.objective import ObjectiveConfig, drafting_flops, drafting_sums
 from treeflash_jax.core import parameters
-from treeflash_jax.core.checks import AtLeast0, bounded, quoted
+from treeflash_jax.core.checks import AtLeast0, bounded, expect, quoted
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers, fresh_layers
 from treeflash_jax.formats import draft_vocabulary
@@ -107,8 +107,7 @@ class DrafterStage(BlockStage):
     num_nodes: int = bounded(16, least=1, most=MAX_NODES)
 
     def __post_init__(self) -> None:
-        if self.head not in block.HEADS:
-            raise ValueError(f"got head {quoted(self.head)}, expected one of {', '.join(block.HEADS)}")
+        expect(self.head in block.HEADS, "head", self.head, f"one of {', '.join(block.HEADS)}")
         if "head" in self.trains and not self.objective.base_weight:
             raise ValueError(f"got head {quoted(self.head)} and objective.base_weight 0, expected more for the candidates")
 

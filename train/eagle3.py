@@ -25,7 +25,7 @@ from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
 from train.stages.rollout import RolloutConfig, rollout_sums
 from treeflash_jax.core import parameters
-from treeflash_jax.core.checks import AtLeast0, bounded
+from treeflash_jax.core.checks import AtLeast0, bounded, expect
 from treeflash_jax.drafters import eagle3
 from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.drafters.eagle3 import EagleConfig, default_taps
@@ -60,11 +60,9 @@ class Eagle3Stage(DraftingStage):
 
     def __post_init__(self) -> None:
         whole, anchors, chunk = self.data.sequence_length, self.objective.anchors, self.objective.chunk
-        if anchors > whole:
-            raise ValueError(f"got objective.anchors {anchors}, expected at most data.sequence_length {whole}")
-        if (anchors or whole) % chunk:
-            of = "objective.anchors" if anchors else "data.sequence_length"
-            raise ValueError(f"got objective.chunk {chunk}, expected a divisor of {of} {anchors or whole}")
+        expect(anchors <= whole, "objective.anchors", anchors, f"at most data.sequence_length {whole}")
+        divided = f"objective.anchors {anchors}" if anchors else f"data.sequence_length {whole}"
+        expect((anchors or whole) % chunk == 0, "objective.chunk", chunk, f"a divisor of {divided}")
 
     @property
     def trains(self) -> tuple[str, ...]:
@@ -74,8 +72,7 @@ class Eagle3Stage(DraftingStage):
         depth, size = model.num_layers, self.draft_vocab_size or model.vocab_size
         usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)  # of fewer, the usual ones coincide
         taps = self.target_layer_ids or usual
-        if size > model.vocab_size:
-            raise ValueError(f"got draft_vocab_size {size}, expected at most {model.vocab_size} (verifier)")
+        expect(size <= model.vocab_size, "draft_vocab_size", size, f"at most {model.vocab_size} (verifier)")
         return EagleConfig(
             layers=fresh_layers(model, 1),
             target_hidden_size=model.hidden_size,

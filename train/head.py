@@ -22,7 +22,7 @@ from train.stages.drafting import load_drafter, read_drafter
 from train.stages.drafting import train as main
 from treeflash_jax.bench import shapes
 from treeflash_jax.core import parameters
-from treeflash_jax.core.checks import bounded, quoted
+from treeflash_jax.core.checks import bounded, expect
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.models.config import ModelConfig
@@ -48,8 +48,7 @@ class HeadStage(BlockStage):
 
     def __post_init__(self) -> None:
         trainable = [name for name, head in block.HEADS.items() if head.ENTRIES]
-        if self.head not in trainable:
-            raise ValueError(f"got head {quoted(self.head)}, expected one of {', '.join(trainable)}")
+        expect(self.head in trainable, "head", self.head, f"one of {', '.join(trainable)}")
 
     @property
     def trains(self) -> tuple[str, ...]:

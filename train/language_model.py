@@ -31,7 +31,7 @@ from train.stages.drafting import train as main
 from train.stages.objective import counted, sample_vocabulary, sampled_vectors
 from train.stages.teacher import teach
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.core.checks import AtLeast0, bounded
+from treeflash_jax.core.checks import AtLeast0, bounded, expect
 from treeflash_jax.drafters import causal_lm, steering
 from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
@@ -85,8 +85,7 @@ class LanguageModelStage(DraftingStage):
         if not (self.train_model or self.language_model):
             raise ValueError("got train_model=false and no language_model, expected the model that is to be steered")
         length = self.data.sequence_length
-        if length % self.chunk:
-            raise ValueError(f"got chunk {self.chunk}, expected a divisor of data.sequence_length {length}")
+        expect(length % self.chunk == 0, "chunk", self.chunk, f"a divisor of data.sequence_length {length}")
         if len(self.taps) not in (0, 3):
             raise ValueError(f"got {len(self.taps)} taps, expected three layers of the verifier (low, mid, high) or none")
 

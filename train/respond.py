@@ -32,7 +32,7 @@ from train.data.records import Malformed, Source, read
 from train.runtime import folders, hosts, lock, run_config, watch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.bench.prompt_sets import read_prompts
-from treeflash_jax.core.checks import NonNegative, bounded, quoted
+from treeflash_jax.core.checks import NonNegative, bounded, expect, quoted
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
@@ -108,8 +108,7 @@ def main(settings: RespondConfig) -> None:
 
 def load_model(settings: RespondConfig) -> TreeFlash:
     """Loads the verifier and the drafter, if any, on the devices of this replica."""
-    if settings.mesh.fsdp != 1:
-        raise ValueError(f"got mesh.fsdp {settings.mesh.fsdp}, expected 1: answers are made over data and model")
+    expect(settings.mesh.fsdp == 1, "mesh.fsdp", settings.mesh.fsdp, "1: answers are made over data and model")
     mesh = hosts.make_mesh(settings.mesh, jax.local_devices() if settings.replicas == "host" else jax.devices())
     hosts.introduce(mesh, f"out={settings.out}")
     is_alone = mesh.size == 1 and (settings.replicas == "host" or jax.process_count() == 1)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from treeflash_jax.core.checks import bounded, parse_json
+from treeflash_jax.core.checks import bounded, expect, parse_json
 from treeflash_jax.core.files import fetch
 from treeflash_jax.engine import prompts
 
@@ -52,8 +52,7 @@ class Source:
     hold_out: int = bounded(50, least=0)
 
     def __post_init__(self) -> None:
-        if self.hold_out == 1:
-            raise ValueError(f"source {self.path}: got hold_out 1, expected 0 (none), or 2 or more")
+        expect(self.hold_out != 1, "hold_out", 1, "0 (none), or 2 or more", f"source {self.path}")
 
     @property
     def name(self) -> str:

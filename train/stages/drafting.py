@@ -33,7 +33,7 @@ from train.runtime.training_state import SumsFunction, TrainTask, place
 from train.stages.teacher import record
 from treeflash_jax import drafters
 from treeflash_jax.core import devices, parameters, sharding
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.checks import bounded, expect
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
@@ -212,8 +212,7 @@ def train(settings: DraftingStage) -> None:
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     model, folder, length = settings.verifier_config, settings.verifier_folder, settings.data.sequence_length
-    if length > model.max_positions:
-        raise ValueError(f"got data.sequence_length {length}, expected at most {model.max_positions} (verifier)")
+    expect(length <= model.max_positions, "data.sequence_length", length, f"at most {model.max_positions} (verifier)")
     corpus = settings.corpus
     _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = settings.recorded_config(model)

@@ -28,7 +28,7 @@ from train.data.packing import Batch
 from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.checks import bounded, expect
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.backbone import context_kv
 from treeflash_jax.drafters.block.block_config import DrafterConfig
@@ -100,10 +100,8 @@ def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Arra
     """Returns all tokens of a sequence, and random others drawn without replacement; None if `size` is 0."""
     if not size:
         return None
-    if size < batch.tokens_bt.shape[1]:
-        raise ValueError(
-            f"got objective.vocabulary {size}, expected at least the {batch.tokens_bt.shape[1]} tokens of a sequence, or 0"
-        )
+    length = batch.tokens_bt.shape[1]
+    expect(size >= length, "objective.vocabulary", size, f"at least the {length} tokens of a sequence, or 0")
     size = min(size, vocab_size)
     # The keys themselves draw the anchors.
     noise_bv = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (vocab_size,)))(keys_b)

@@ -68,10 +68,10 @@ def clipped(text: object, size: int = LINE) -> str:
     return line if len(line) <= size else line[: size - 4] + " ..."
 
 
-def expect(is_met: bool, name: str, value: Any, expected: str) -> None:
-    """Raises ValueError with the value and the expectation unless a condition is met."""
+def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") -> None:
+    """Raises ValueError with the value, the expectation and the file `where`, if any, unless a condition is met."""
     if not is_met:
-        raise ValueError(f"got {name} {quoted(value)}, expected {expected}")
+        raise ValueError((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}")
 
 
 def bounded(

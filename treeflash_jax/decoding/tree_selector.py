@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax import trees
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.accepting import Accepted, make_target
@@ -231,8 +231,7 @@ def plan_selection(config: SelectorConfig, plan: DecodePlan, nodes: int | None) 
 
     Raises ValueError if it was trained for another rule, or if its largest tree has more than the requested `nodes`.
     """
-    if plan.rule != config.rule:
-        raise ValueError(f"got acceptance {quoted(plan.rule)}, expected {config.rule!r}, the selector's")
+    expect(plan.rule == config.rule, "acceptance", plan.rule, f"{config.rule!r}, the selector's")
     if nodes is not None and nodes < config.nodes:
         raise ValueError(f"got nodes {nodes}, expected at least {config.nodes}: the selector's largest tree")
     return replace(plan, num_nodes=config.nodes, policy=SelectorPolicy(config.buckets))

@@ -30,8 +30,7 @@ def resolve(
     """Replaces `settings` in `config` and checks all against the pair. Raises ValueError for a wrong setting."""
     for name in settings:
         _check_name(name)
-    if not isinstance(config, GenerateConfig | None):
-        raise ValueError(f"got config {quoted(config)}, expected a GenerateConfig; settings are given by name")
+    expect(isinstance(config, GenerateConfig | None), "config", config, "a GenerateConfig; settings are given by name")
     config = settings_class()(**(vars(config) if config else {}) | settings)
     if isinstance(config.stop, str):
         config = replace(config, stop=(config.stop,))
@@ -116,8 +115,7 @@ def _is_changed(config: GenerateConfig, name: str) -> bool:
 
 def _refuse_changed(config: GenerateConfig, names: Sequence[str], why: str) -> None:
     for name in names:
-        if _is_changed(config, name):
-            raise ValueError(f"got {name} {quoted(getattr(config, name))}, expected its default: {why}")
+        expect(not _is_changed(config, name), name, getattr(config, name, None), f"its default: {why}")
 
 
 def choose_tree(config: GenerateConfig) -> tuple[str, str, TreeShape]:

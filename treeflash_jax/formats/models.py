@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from treeflash_jax import drafters
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import quoted, read_json
+from treeflash_jax.core.checks import expect, quoted, read_json
 from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, safetensors, storage, tokenizer
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
@@ -92,8 +92,7 @@ def save_drafter(
 def writable(dialect: str, config: Any = None) -> Dialect:
     """Returns a dialect by name. Raises ValueError for one that is unknown, or cannot store drafters of this kind."""
     known = dialects.written()
-    if dialect not in known:
-        raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
+    expect(dialect in known, "dialect", dialect, f"one of {', '.join(known)}")
     result = dialects.DIALECTS[dialect]
     if config is not None and result.kind not in (None, config.kind):
         raise ValueError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures import rope
 from treeflash_jax.formats.keys import Keys
@@ -98,8 +98,7 @@ class Architecture:
         heads, kv_heads, head_dim = (fields[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
         if heads % kv_heads:
             raise ValueError(f"{keys.where}: got {heads} heads over {kv_heads} key/value heads, expected a multiple")
-        if head_dim % 2:
-            raise ValueError(f"{keys.where}: got head_dim {head_dim}, expected an even number (its halves are rotated)")
+        expect(head_dim % 2 == 0, "head_dim", head_dim, "an even number (its halves are rotated)", keys.where)
         fields |= self.constants
         fields |= self.derive(keys, fields)
         return ModelConfig(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
@@ -165,16 +165,14 @@ def _vocab_size(file: File, stated: Any) -> int:
     size = table.shape[0]
     tokens = file.keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list of texts")
     for what, count in (("vocab_size", stated), ("tokens", None if tokens is None else len(tokens))):
-        if count not in (None, size):
-            raise ValueError(f"{file.path}: got {what} {quoted(count)}, expected {size}, the length of token_embd.weight")
+        expect(count in (None, size), what, count, f"{size}, the length of token_embd.weight", str(file.path))
     return size
 
 
 def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str, Any]:
     """Returns `rope_parameters`. llama.cpp multiplies `attn_factor` with YaRN's factor; in transformers it replaces it."""
     scaling = keys.raw.get("rope.scaling.type")
-    if scaling not in (None, "none", "yarn"):
-        raise ValueError(f"{file.path}: got rope.scaling.type {quoted(scaling)}, expected none or 'yarn'")
+    expect(scaling in (None, "none", "yarn"), "rope.scaling.type", scaling, "none or 'yarn'", str(file.path))
     if scaling is None:
         keys.check_only({"rope.scaling.factor": (0, 1)})  # without a type, llama.cpp divides frequencies by it
     if scaling != "yarn":
