@@ -3,8 +3,8 @@
     treeflash bench run --prompts gsm8k.jsonl --format math --limit 64 --systems ar chain marginal treeflash \\
         --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
 
-README.md explains the names of systems, which `parse_systems` reads, and `harness` what is measured. Answers that the file
-has are not measured again; a file of other settings, versions or hardware is refused and left as it is.
+The names of systems are explained in treeflash_jax/bench/README.md. Answers that the file has are not measured again; a file
+of other settings, versions or hardware is refused and left as it is.
 """
 
 import argparse
