@@ -228,7 +228,7 @@ def test_arguments_of_functions(trained, monkeypatch):
 @pytest.mark.parametrize("words", [
     ("--nodes", "1000000"), ("--batch-size", str(2**40)), ("--top-k", "2147483648"), ("--nodes", "9" * 5000),
     ("--samples", str(2**40)), ("--temperature", "nan"), ("--stop-ids", "9" * 5000), ("--builder", ""),
-    ("--prompt-ids", "x" * 5000), ("--stop", "\udcff"), ("--builder", "delayed", "--selector", "x" * 5000),
+    ("--prompt-ids", "x" * 5000), ("--stop", "\udcff"),
     ("--revision", "x" * 5000), ("--verifier", "x" * 5000), ("--verifier", "x/" * 900),
     ("--verifier", "x" * 300 + ".gguf"), ("--verifier", "x" * 99 + "/x"), ("--drafter", "x" * 5000),
     ("--steering", "x" * 5000), ("--steering", "x/" * 900), ("check", "--near-tie", "nan"), ("check", "--near-tie", "-1"),

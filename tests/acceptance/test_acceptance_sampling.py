@@ -19,13 +19,10 @@ from scipy import stats
 from treeflash_jax import GenerateConfig, TreeFlash
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.acceptance.draws import make_rule, reject_all, walk_down
-from treeflash_jax.core import parameters
-from treeflash_jax.decoding import tree_selector
 from treeflash_jax.decoding.loops import DecodePlan, Sampling
 from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.decoding.tree_selector import SelectorPolicy
 from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
-from treeflash_jax.trees import BUILDERS, Bucket
+from treeflash_jax.trees import BUILDERS
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every token occurs often: n-grams match
 BATCH = 40_000
@@ -153,20 +150,6 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(exact, monkeypatch, ki
     parts = zip(fitting, np.split(tokens, len(fitting)), strict=True)
     p_values = {name: p_value(part, exact) for name, part in parts}
     assert min(p_values.values()) > 1e-4, p_values
-
-
-@pytest.mark.slow
-def test_answers_have_it_where_a_selector_chooses_the_tree(pair, exact):
-    """The selector is an arbitrary function of its inputs."""
-    buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
-    plan = planned(pair, "traversal", DRAFT | TREES["delayed"] | {"nodes": 7}, SelectorPolicy(buckets))
-    config = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=plan.rule)
-    selector = parameters.initialize(tree_selector.specs(config), jax.random.key(11), scale=1.0)
-    tokens, states = answers(pair, plan, selector, batches=2)
-    assert p_value(tokens, exact) > 0.001
-    nodes = np.concatenate([state.nodes_bs for state in states])
-    counts = np.bincount(nodes.ravel())[1:]
-    assert np.count_nonzero(counts > 0.02 * counts.sum()) > 2, "many trees are in use"
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
     for key in ("ids", "accept_lengths", "texts", "cut", "finished"):
         assert record[key] == [getattr(turn, "text" if key == "texts" else key) for turn in (answer, again)]
     assert record["tokens"] == len(answer.ids) + len(again.ids)
-    sampled = dict.fromkeys(("branches", "trunk", "selector", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
+    sampled = dict.fromkeys(("branches", "trunk", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
     assert record["settings"] == settings | sampled | {
         "shortlist": 0, "depths": None, "head": "mlp", "block_size": 16, "draft_vocabulary": "all", "attention": None,
         "builder": "best-first", "acceptance": "sample-and-match", "drafter_temperature_rule": "max(it, min(T, 1))",
@@ -227,7 +227,6 @@ def test_names_of_systems_hold_their_settings():
         "treeflash-8+delayed:trunk=auto:branches=3":
             {"ngrams": 0, "builder": "delayed", "acceptance": None, "nodes": 8, "trunk": "auto", "branches": 3},
         "treeflash-4+one-path+block": {"ngrams": 0, "builder": "paths", "branches": 1, "acceptance": "block", "nodes": 4},
-        "treeflash-4:selector=a:b.safetensors": {"ngrams": 0, "nodes": 4, "selector": "a:b.safetensors"},
     }  # fmt: skip
     assert parse_systems(systems, [2]) == systems
     names = "ar marginal@0.7 treeflash-64 treeflash+paths:trunk=1"

@@ -15,8 +15,6 @@ from answers import cut_by_stops, drafted_as_plain, make_pair, make_runner, pref
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program, gathered_shapes
 from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL, compilations, needs_8_devices
 from refusals import refused
-from test_selector import HOW as SELECTED
-from test_selector import written
 
 from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
 from treeflash_jax.core import programs
@@ -115,15 +113,13 @@ def test_drafted_output_is_one_token_output(float64, kind, name):
 
 
 def with_files(pair: TreeFlash, settings: dict, folder) -> tuple[TreeFlash, dict]:
-    """Adds the calibration or the selector that rounds choose their trees by."""
+    """Adds the calibration that rounds choose their trees by."""
     if settings is answers.AUTO:
         return answers.beside(pair, folder / "a.json", answers.table(pair, answers.MIXED, 0.9)), settings
-    if settings is SELECTED:
-        return pair, settings | {"selector": written(pair, folder / "a.safetensors")}
     return pair, settings
 
 
-ON_A_MESH = [("block", answers.AUTO), ("block", SELECTED)]
+ON_A_MESH = [("block", answers.AUTO)]
 ON_A_MESH += [("frequent", TREE)]
 for how in (TREE, {"builder": "walk"}, {"builder": "paths", "nodes": 8}):
     ON_A_MESH += [(kind, how) for kind in ("eagle3", "language model", "ngram")]
@@ -204,7 +200,7 @@ def test_no_token_is_offered_twice(kind, settings):
         assert len({*named}) == named.size
 
 
-ONE_PROGRAM = [("block", how) for how in ({"builder": "none"}, TREE | {"candidates": 4}, answers.AUTO, SELECTED)]
+ONE_PROGRAM = [("block", how) for how in ({"builder": "none"}, TREE | {"candidates": 4}, answers.AUTO)]
 ONE_PROGRAM += [(kind, TREE) for kind in KINDS if kind != "block"]
 ONE_PROGRAM += [(kind, {"builder": "walk", "children": 4}) for kind in ("ngram", "language model")]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from refusals import refused, understood
 
-from train import ask, drafter, export, from_scratch, head, measure, respond, selector
+from train import ask, drafter, export, from_scratch, head, measure, respond
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
@@ -17,7 +17,6 @@ STAGES = {
     "from_scratch": from_scratch.FromScratchStage,
     "ask": ask.AskConfig,
     "respond": respond.RespondConfig,
-    "selector": selector.SelectorStage,
 }
 FILES = sorted(CONFIGS.rglob("*.toml"))
 HEAD, DRAFTER = CONFIGS / "tiny" / "head.toml", CONFIGS / "tiny" / "drafter.toml"
@@ -121,17 +120,6 @@ def test_help_describes_every_setting(cls):
     for number in settings:
         assert lines[number + 1 : number + 2] and number + 1 not in settings, f"{lines[number]} has no description"
     assert "MISSING" not in str(lines) and len(settings) > 3
-
-
-def test_the_selector_asks_the_chat_template_as_train_respond_does(monkeypatch, tmp_path):
-    def load(**how):
-        assert how["thinking"] is True and how["template"] == {"effort": "high"}
-        raise ChildProcessError
-
-    monkeypatch.setattr(selector.tf, "load", load)
-    words = [f"run={tmp_path}/run", "thinking=true", "template.effort=high"]
-    with pytest.raises(ChildProcessError):
-        selector.main(run_config.load(selector.SelectorStage, CONFIGS / "tiny" / "selector.toml", words))
 
 
 def test_missing_values_and_files_are_named(tmp_path):

@@ -19,7 +19,7 @@ SCHEMA = 3
 # Settings that are equal in all records of a file, and in all of a system. Temperature and seed may vary.
 SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p stop_ids expected_lengths".split()
 SYSTEM = "dtype drafter drafter_source drafter_temperature drafter_temperature_rule builder acceptance nodes".split()
-SYSTEM += "selector attention command".split()
+SYSTEM += "attention command".split()
 SYSTEM += [field.name for options in (draft_options(), TreeShape) for field in fields(options)]
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results

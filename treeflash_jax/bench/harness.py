@@ -76,7 +76,7 @@ class System:
         settings = {name: getattr(config, name) for name in SAMPLING}
         settings |= {"verifier": self.pair[0], "drafter": self.pair[1], "dtype": str(model.dtype)}
         settings |= {"drafter_source": self.drafter_source, "stop_ids": config.stop_ids and list(config.stop_ids)}
-        settings |= {"quantize": model.quantize, **shape, "selector": config.selector, **describe_tree(plan)}
+        settings |= {"quantize": model.quantize, **shape, **describe_tree(plan)}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
         settings |= {"attention": config.attention, "drafter_temperature": None, "drafter_temperature_rule": None}
         if not plan.drafts:

@@ -3,8 +3,8 @@
     treeflash bench run --prompts gsm8k.jsonl --format math --limit 64 --systems ar chain marginal treeflash \\
         --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
 
-The names of systems are explained in treeflash_jax/bench/README.md. Answers that the file has are not measured again; a file
-of other settings, versions or hardware is refused and left as it is.
+The names of systems are explained in treeflash_jax/bench/README.md. Answers that the file has are not measured again; a
+file of other settings, versions or hardware is refused and left as it is.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--preset", choices=PRESETS, help=help)
     help = "another program that decodes greedily, as in bench/peers; may be given several times"
     chosen.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help=help)
-    by_name = "head builder acceptance selector drafter_temperature"  # what the names of systems choose
+    by_name = "head builder acceptance drafter_temperature"  # what the names of systems choose
     add_fields(chosen, TreeConfig, without=by_name, several="nodes", nodes=[16])
     add_fields(chosen, draft_options(), without=by_name)
     sampling = parser.add_argument_group("sampling and output")

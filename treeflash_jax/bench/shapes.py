@@ -94,7 +94,7 @@ def add_arguments(parser: Any, *, required: bool = False) -> None:
 def add_tree_arguments(parser: Any) -> None:
     """Adds the options that say what a round drafts and verifies."""
     add_fields(parser, draft_options())
-    add_fields(parser, TreeConfig, without="nodes selector drafter_temperature")
+    add_fields(parser, TreeConfig, without="nodes drafter_temperature")
     add_fields(parser, RuntimeConfig, "attention")
 
 

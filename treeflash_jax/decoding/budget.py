@@ -185,7 +185,7 @@ class BudgetPolicy(rounds.Policy):
     ) -> tuple[rounds.Draft, DecodePlan]:
         return (trees.first(choice.tree, bucket), None), replace(plan, num_nodes=bucket)
 
-    def learn(self, state: DecodeState, choice: BudgetChoice, accepted: Accepted, observed: None) -> Budget:
+    def learn(self, state: DecodeState, choice: BudgetChoice, accepted: Accepted) -> Budget:
         return update_budget(state.policy, choice, accepted.length_b, ~state.done_b)
 
     def is_paused(self, state: DecodeState) -> jax.Array:

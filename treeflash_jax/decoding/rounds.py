@@ -46,8 +46,8 @@ class Verified:
 class Policy:
     """Chooses one of a few buckets (sizes of tree) for every round, on the device; hashable and static.
 
-    `DecodePlan.policy` is `budget.BudgetPolicy` (nodes="auto"), `tree_selector.SelectorPolicy`, or None: all rounds have
-    equal shapes. Its state is `DecodeState.policy`; its measurements or network are `Weights.policy`.
+    `DecodePlan.policy` is `budget.BudgetPolicy` (nodes="auto") or None: all rounds have equal shapes. Its state is
+    `DecodeState.policy`; its measurements are `Weights.policy`.
 
     The distribution of answers must not depend on the choice: it may be a function of the text, draft distributions and
     earlier rounds, but never of the round's random numbers.
@@ -71,12 +71,8 @@ class Policy:
     def draft(self, state: DecodeState, choice: Any, bucket: Any, plan: DecodePlan) -> tuple[Draft, DecodePlan]:
         """Returns the draft of a bucket, and the bucket's plan."""
 
-    def observe(self, state: DecodeState, proposal: trees.Proposal | None, verified: Verified, accepted: Accepted) -> Any:
-        """Returns the input of `learn` from a verified tree, of equal shapes for all buckets; by default None."""
-
-    def learn(self, state: DecodeState, choice: Any, accepted: Accepted, observed: Any) -> Any:
-        """Returns the policy's state after a round, by default `observed`; `state` is the decode state before it."""
-        return observed
+    def learn(self, state: DecodeState, choice: Any, accepted: Accepted) -> Any:
+        """Returns the policy's state after a round; `state` is the decode state before it."""
 
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
@@ -97,15 +93,13 @@ def _chosen_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Dec
     """
     policy, choice = plan.policy, plan.policy.choose(weights, state, plan)
 
-    def branch(bucket: Any) -> tuple[Verified, Accepted, Any]:
-        (tree, proposal), bucket_plan = policy.draft(state, choice, bucket, plan)
-        verified, accepted = verify_and_accept(weights, state, tree, proposal, bucket_plan)
-        observed = policy.observe(state, proposal, verified, accepted)
-        return *keep_path(verified, accepted, plan.path_length), observed
+    def branch(bucket: Any) -> tuple[Verified, Accepted]:
+        draft, bucket_plan = policy.draft(state, choice, bucket, plan)
+        return keep_path(*verify_and_accept(weights, state, *draft, bucket_plan), plan.path_length)
 
-    verified, accepted, observed = lax.switch(choice.index, [partial(branch, bucket) for bucket in policy.buckets(plan)])
+    verified, accepted = lax.switch(choice.index, [partial(branch, bucket) for bucket in policy.buckets(plan)])
     after = commit_path(weights, state, verified, accepted, plan, choice.nodes)
-    return after.replace(policy=policy.learn(state, choice, accepted, observed))
+    return after.replace(policy=policy.learn(state, choice, accepted))
 
 
 def _verify_if_drafted(
@@ -182,16 +176,15 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
         return drafters.get(plan.drafter).STAGES[name](inputs, value)
 
 
-def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan, choice_b: jax.Array | None = None) -> Draft:
-    """Returns the trees of `draft_tree`, given the expander and, with a selector, their indices in `plan.policy.sizes`."""
+def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -> Draft:
+    """Returns the trees of `draft_tree`, given the drafter's expander."""
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
     past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
-    past, sizes = (past, {}) if choice_b is None else (past | {"choice_b": choice_b}, {"buckets": plan.policy.sizes})
 
     def build(expander, anchor_b, past, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None
-        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, **past, **sizes)
+        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, **past)
 
     with jax.named_scope("tree"):
         build = partial(sharding.over_batch, build) if expander.is_table else build

@@ -14,14 +14,12 @@ from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.budget import BudgetPolicy
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.decoding.tree_selector import SelectorConfig, plan_selection
 from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine import batching, planning
 from treeflash_jax.engine.batching import Batch, first_capacity
 from treeflash_jax.engine.planning import Request
 from treeflash_jax.engine.prompts import Prompt, encode
 from treeflash_jax.engine.settings import GenerateConfig, Settings
-from treeflash_jax.formats import selector_file
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
@@ -55,7 +53,6 @@ class LoadedPair:
         self.mesh, self.names, self.weights, self.budget = mesh, names, weights, budget
         self.noted_plain = False  # whether the note that nothing is drafted was logged
         self._calibrations: dict[DecodePlan, calibration.Calibration] = {}
-        self._selectors: dict[str, tuple[SelectorConfig, Any]] = {}
 
     def __repr__(self) -> str:
         def show(name: str, kind: str, weights: Any) -> str:
@@ -106,11 +103,9 @@ class LoadedPair:
     def plan(self, config: GenerateConfig) -> DecodePlan:
         """Returns the plan of the programs for these settings; with nodes "auto", for the largest trees measured.
 
-        Raises ValueError without a calibration of this pair and settings, or for a selector of another pair or rule.
+        Raises ValueError without a calibration of this pair and settings.
         """
         plan = planning.make_plan(config, self.verifier, self.drafter, self.dtype)
-        if plan.drafts and config.selector is not None:
-            return plan_selection(self.selector(config.selector, plan)[0], plan, config.nodes)
         return replace(plan, num_nodes=self.calibration(plan).nodes[-1]) if plan.drafts and config.nodes == "auto" else plan
 
     def calibration(self, plan: DecodePlan) -> calibration.Calibration:
@@ -120,16 +115,6 @@ class LoadedPair:
             identity = calibration.make_identity(self.weights, plan, self.mesh)
             self._calibrations[key] = calibration.find(self.budget or calibration.default_path(None), identity)
         return self._calibrations[key]
-
-    def selector(self, path: str, plan: DecodePlan) -> tuple[SelectorConfig, Any]:
-        """Returns config and weights of a selector's file. Raises ValueError if it is damaged or made for another pair."""
-        if path not in self._selectors:
-            config, params = selector_file.load(Path(path), self.mesh)
-            pair = calibration.pair_digest(self.weights, plan)
-            if pair != config.pair:
-                raise ValueError(f"got a selector for the pair {config.pair}, expected {pair}; train a selector for it")
-            self._selectors[path] = config, params
-        return self._selectors[path]
 
     def find_stop_ids(self, config: GenerateConfig) -> Sequence[int]:
         return self.stop_ids if config.stop_ids is None else config.stop_ids
@@ -146,8 +131,6 @@ class LoadedPair:
         they verify the largest trees measured.
         """
         plan, weights = self.plan(config), self.weights
-        if plan.drafts and config.selector is not None:
-            weights = weights.replace(policy=self.selector(config.selector, plan)[1])
         if not plan.drafts or config.nodes != "auto" or not requests:
             return Runner(plan, weights, self.mesh)
         positions = first_capacity(plan, max(request.length for request in requests), config.max_new_tokens)

@@ -55,9 +55,6 @@ def resolve(
         )
         expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lossless(rule, BUILDERS[builder].distribution_for(shape))
-        if config.selector is not None:
-            expect(config.builder == "delayed", "builder", config.builder, "'delayed' with a selector")
-            _refuse_changed(config, ("trunk", "branches"), "with a selector, which chooses it")
         if config.nodes == "auto":  # sampled nodes must not decide it, and every bucket is a prefix of the best-first tree
             only = "with nodes 'auto'"
             expect(builder == "best-first", "builder", builder, f"'best-first' {only}")

@@ -43,8 +43,7 @@ class Result:
         requested.
       expected_lengths: expected number of tokens committed by each round, given its tree and before any cut; None unless
         requested.
-      nodes: number of nodes that each round verified, 1 if it drafted nothing; None unless rounds choose it
-        (nodes="auto" or a selector).
+      nodes: number of nodes that each round verified, 1 if it drafted nothing; None unless rounds choose it (nodes="auto").
     """
 
     text: str | None
@@ -107,7 +106,7 @@ class Result:
 
         Raises ValueError if there is none.
 
-        With trunk "auto", a selector or steering, trees also depend on earlier rounds, which are not repeated: from the
+        With trunk "auto" or steering, trees also depend on earlier rounds, which are not repeated: from the
         second round on, the tree may then differ from the one that was verified.
         """
         if self.draft_again is None:

@@ -102,13 +102,6 @@ class TreeConfig:
         "ended on average",
         unit="nodes",
     )
-    selector: str | None = speed(
-        None,
-        "file of a selector (`python -m train.selector`), which chooses branches and trunk of a delayed tree in every "
-        "round",
-        unset="none",
-        unit="file",
-    )
     skeleton: float = speed(
         TreeShape.skeleton,
         "share of the nodes of a hybrid tree that best-first search chooses",
@@ -230,7 +223,6 @@ class Settings(TypedDict, total=False):
     acceptance: str | None
     branches: int
     trunk: int | Literal["auto"]
-    selector: str | None
     skeleton: float
     leaves: bool
     lanes: int | None

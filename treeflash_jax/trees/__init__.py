@@ -11,8 +11,7 @@ A builder reads a drafter only through an `Expander`. It is one function, and on
     noise_bnc  Gumbel noise from `draw_noise`; None for deterministic builders
 
 If `Builder.reads_past` is true for a shape, `build` also gets `recent_b`, the recent mean number of tokens that a round
-commits. A selector also gives the builder "delayed" its `buckets`, in place of the shape's trunk and branches, and
-`choice_b`, the index of each sequence's bucket.
+commits.
 
 Deterministic builders return no proposal: rules that compare tokens are exact for them. Builders that draw nodes return the
 distribution they draw from (`Proposal`) and declare its name for the acceptance rules. At temperature above 0 a
@@ -31,7 +30,7 @@ from treeflash_jax.trees.deterministic import best_first, rank_0_chain, walk
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.grow import draw_noise
 from treeflash_jax.trees.sampled import delayed, hybrid, paths, without_replacement
-from treeflash_jax.trees.shape import Bucket, TreeShape
+from treeflash_jax.trees.shape import TreeShape
 
 Build = Callable[..., tuple[DraftTree, Proposal | None]]
 
@@ -98,6 +97,6 @@ def branching() -> list[str]:
 
 
 __all__ = [
-    "BUILDERS", "Bucket", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape", "ancestor_mask",
+    "BUILDERS", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape", "ancestor_mask",
     "best_first", "branching", "draw_noise", "draws", "first", "pick", "rank_0_chain", "root_only",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ Their outlines are fixed before the draws.
 """
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -38,35 +37,23 @@ def delayed(
     shape: TreeShape,
     noise_bnc: jax.Array,
     recent_b: jax.Array | None = None,
-    buckets: Sequence[Bucket] = (),
-    choice_b: jax.Array | None = None,
 ) -> tuple[DraftTree, Proposal]:
     """Draws one path of `shape.trunk` tokens, then `shape.branches` i.i.d. paths from its end.
 
     Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth. With
-    trunk="auto" every sequence branches at the depth at which its recent rounds ended on average. This depth, like the
-    choice among buckets, must be known before anything is drawn.
-
-    Args:
-      recent_b: recent mean number of tokens that a round of each sequence commits; for trunk="auto".
-      buckets: sizes to choose from, in place of the shape's trunk and branches; static.
-      choice_b: index of each sequence's bucket.
+    trunk="auto" every sequence branches at the depth at which its recent rounds ended on average, `recent_b` being the
+    mean number of tokens that they committed. This depth must be known before anything is drawn.
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
     depths = expander.num_depths
-    if buckets:
-        table = [bucket.cut(depths) for bucket in buckets]
-    else:
-        trunks = range(min(num_nodes - 1, depths) + 1) if shape.trunk == "auto" else [shape.trunk]
-        table = [_largest_bucket(depths, num_nodes, trunk, shape.branches) for trunk in trunks]
-    if recent_b is not None:
-        choice_b = jnp.round(recent_b).astype(jnp.int32) - 1
-    size = table[0].nodes if choice_b is None else num_nodes
+    trunks = range(min(num_nodes - 1, depths) + 1) if shape.trunk == "auto" else [shape.trunk]
+    table = [_largest_bucket(depths, num_nodes, trunk, shape.branches) for trunk in trunks]
+    size = table[0].nodes if recent_b is None else num_nodes
     outlines = [make_outline(_parents(bucket), WITH_REPLACEMENT, size=size) for bucket in table]
     outline = outlines[0]
-    if choice_b is not None:
-        choice_b = jnp.clip(choice_b, 0, len(table) - 1)
+    if recent_b is not None:
+        choice_b = jnp.clip(jnp.round(recent_b).astype(jnp.int32) - 1, 0, len(table) - 1)
         outline = jax.tree.map(lambda *x_n: jnp.stack(x_n)[choice_b], *outlines)
     deepest = max(bucket.depth for bucket in table)
     return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, deepest=deepest)

@@ -1,7 +1,7 @@
 """Sizes of a draft tree."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -25,11 +25,6 @@ class Bucket:
     @property
     def depth(self) -> int:
         return self.trunk + self.length
-
-    def cut(self, depths: int) -> Self:
-        """Returns this tree cut to a drafter's depths."""
-        trunk = min(self.trunk, depths)
-        return Bucket(self.branches, trunk, min(self.length, depths - trunk))
 
 
 @dataclass(frozen=True, kw_only=True)
