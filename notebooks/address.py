@@ -22,9 +22,9 @@ MISSING = "no clone and no treeflash.zip here: upload it as described above"
 TRAIN = {"03_train_a_head.ipynb", "04_many_devices.ipynb", "05_which_drafter_pays.ipynb"}
 
 CELL = """\
-try:
-    import treeflash_jax as tf
-except ImportError:  # install it from a clone, for the accelerator at hand
+from importlib.util import find_spec
+
+if not all(map(find_spec, NEEDS)):  # install it from a clone, for the chip at hand
     import os
     from glob import glob
 
@@ -34,11 +34,9 @@ except ImportError:  # install it from a clone, for the accelerator at hand
     if not os.path.exists(clone):
 FETCH
     %pip install -q "{clone}[EXTRAS{chip}]"
-    import treeflash_jax as tf
+import treeflash_jax as tf
 """
 IMPORT_TRAIN = """
-import sys
-
 sys.path += ["..", "./treeflash"]  # only a clone has train/ and configs/
 import train
 """
@@ -66,11 +64,12 @@ def install_cell(address: str, trains: bool) -> str:
     """
     fetch = [f"!git clone -q --depth 1 {address} treeflash"]
     if not address:
-        fetch = ['if not os.path.exists("treeflash.zip"):', f'    raise ModuleNotFoundError("{MISSING}") from None']
+        fetch = ['if not os.path.exists("treeflash.zip"):', f'    raise ModuleNotFoundError("{MISSING}")']
         fetch += ["!unzip -q treeflash.zip -d treeflash"]
     cell = CELL.replace("FETCH", "\n".join(" " * 8 + line for line in fetch))
     cell = cell.replace("EXTRAS", "train,plots" if trains else "plots")
-    return (cell + IMPORT_TRAIN * trains).strip()
+    cell = cell.replace("NEEDS", str(("matplotlib", "treeflash_jax") + ("tomli_w",) * trains).replace("'", '"'))
+    return ("import sys\n" * trains + cell + IMPORT_TRAIN * trains).strip()
 
 
 def rendered(text: str, address: str, notebook: str = "") -> str:
