@@ -29,6 +29,7 @@ from train.stages.registry import read_stage
 from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import bounded, clipped, read_json
+from treeflash_jax.engine.pairs import HUB_IDS
 from treeflash_jax.formats import draft_vocabulary, models, storage
 
 TAU_PROMPTS, TAU_TOKENS = 8, 64
@@ -161,7 +162,7 @@ def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: s
         measured.append(f"| {name.removeprefix('held_out/')} | {' '.join(shown)} |")
     return f"""---
 license: {settings.licence}
-base_model: {trained.verifier}
+base_model: {HUB_IDS.get(trained.verifier, trained.verifier)}
 library_name: treeflash-jax
 tags: [speculative-decoding, {dialect}]
 ---

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -343,3 +344,15 @@ def test_large_tensors_are_read_in_pieces(tmp_path, monkeypatch, order, mesh):
         tensors = {"x": file.get_slice("x")}
         loaded = storage.load(path, tensors, specs, entries, jnp.bfloat16, mesh and tf.make_mesh(*mesh))
     np.testing.assert_array_equal(loaded["x"], weight.astype(jnp.bfloat16))
+
+
+def test_saving_holds_one_tensor_at_a_time(tmp_path):
+    names = [f"w{i}" for i in range(8)]
+    specs = {name: Spec((512, 512), (None, None)) for name in names}
+    params = {name: np.full((512, 512), i, np.float32) for i, name in enumerate(names)}
+    tracemalloc.start()
+    storage.save(tmp_path / WEIGHTS, specs, {name: Entry(name, order=(0, 1)) for name in names}, params, jnp.float32)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 2**20, "of 8 MiB"
+    assert all((load_file(tmp_path / WEIGHTS)[name] == params[name]).all() for name in names)

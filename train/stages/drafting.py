@@ -36,7 +36,7 @@ from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import bounded, expect
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.pairs import HUB_IDS, locate
 from treeflash_jax.formats import models
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ class DraftingStage(ABC):
     def recorded_config(self, model: ModelConfig) -> Any:
         """Returns `drafter_config` with the facts about its training data that its files record."""
         drafter = self.drafter_config(model)
-        known = {"verifier": (self.verifier, ARCHITECTURES[model.model_type].class_name)}
+        known = {"verifier": (HUB_IDS.get(self.verifier, self.verifier), ARCHITECTURES[model.model_type].class_name)}
         known |= {} if self.data.thinking is None else {"thinking": self.data.thinking}
         return replace(drafter, **{name: value for name, value in known.items() if hasattr(drafter, name)})
 

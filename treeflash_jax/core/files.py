@@ -11,9 +11,10 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 STREAMS = ("/dev/fd/", "/dev/stdin")  # opened by the shell
 LAST = "config.json"  # written last: a folder without it is no model
@@ -93,13 +94,21 @@ def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] |
         raise ValueError(f"{path} holds something else than results of this command; write to another file")
 
 
-def write(path: str | os.PathLike, content: str | bytes) -> None:
-    """Writes a file whole or not at all, replacing a file or link of this name. Raises ValueError if it cannot."""
+def write(path: str | os.PathLike, content: str | bytes | Iterable[Any]) -> None:
+    """Writes a file whole or not at all, replacing a file or link of this name. Raises ValueError if it cannot.
+
+    Args:
+      content: text, bytes, or buffers that are written one after another.
+    """
     path = Path(os.path.abspath(path))
     with _as_value_error(path):
         part = _part(path.parent, path.name)
         try:
-            part.write_bytes(content.encode() if isinstance(content, str) else content)
+            pieces = (
+                [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
+            )
+            with part.open("wb") as file:
+                file.writelines(pieces)
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)

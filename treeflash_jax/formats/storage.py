@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save as serialize
 
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import QUOTED, clipped
@@ -25,6 +24,7 @@ _HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 2**17
 READ_AT_ONCE = 2**20  # numbers, before they are converted: fresh memory costs more time than reading
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
 WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
 
 
@@ -174,37 +174,63 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
 
 
 def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] | None = None) -> None:
-    """Writes weights to a safetensors file, in `dtype` unless their spec has one. Raises ValueError for a wrong shape."""
-    parts: dict[str, list[tuple[int, int, np.ndarray]]] = {}
+    """Writes weights to a safetensors file, in `dtype` unless their spec has one, with one tensor at a time in memory.
 
-    def keep(spec: Spec, entry: Entry, weight: np.ndarray) -> None:
+    Raises ValueError for a wrong shape.
+    """
+    parts: dict[str, list[_Part]] = {}
+
+    def keep(spec: Spec, entry: Entry, read: Callable[[], Any]) -> None:
         if entry.is_apart:
-            for i, expert in enumerate(weight):
-                keep(inside(spec), entry.at(i), expert)
+            for i in range(spec.shape[0]):
+                keep(inside(spec), entry.at(i), lambda i=i: read()[i])
             return
         order = (0, *(axis + 1 for axis in entry.order)) if entry.is_stacked else entry.order
-        block = weight.transpose(order).reshape(replace(entry, part=(0, 1)).disk_shape(spec))
-        parts.setdefault(entry.name, []).append((entry.part[0], entry.part_axis - 2, block))
+        shape, kind = tuple(replace(entry, part=(0, 1)).disk_shape(spec)), np.dtype(spec.dtype_in(dtype))
+        part = _Part(entry.part[0], entry.part_axis - 2, shape, kind, order, read)
+        parts.setdefault(entry.name, []).append(part)
 
     for (spec, entry), leaf in zip(_pairs(specs, entries), jax.tree.leaves(params), strict=True):
         if leaf.shape != spec.shape:
             raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
-        keep(spec, entry, np.asarray(leaf).astype(spec.dtype_in(dtype)))
-    tensors = {}
-    for name, blocks in parts.items():
-        joined = [block for *_, block in sorted(blocks, key=lambda block: block[0])]
-        tensors[name] = np.ascontiguousarray(np.concatenate(joined, axis=blocks[0][1]))
-    metadata = METADATA | (extra or {})
-    # Not save_file, whose files only their owner can read.
-    files.write(path, _in_order(serialize(tensors, metadata=metadata), metadata))
+        keep(spec, entry, lambda leaf=leaf: leaf)
+    for joined in parts.values():
+        joined.sort(key=lambda part: part.index)
+    names = sorted(parts, key=lambda name: (-parts[name][0].dtype.itemsize, name))  # so that all numbers are aligned
+    header, end = {"__metadata__": dict(sorted((METADATA | (extra or {})).items()))}, 0
+    for name in names:
+        first, begin = parts[name][0], end
+        shape = list(first.shape)
+        shape[first.axis] = sum(part.shape[first.axis] for part in parts[name])
+        end += math.prod(shape) * first.dtype.itemsize
+        header[name] = {"dtype": _DTYPES[first.dtype.name], "shape": shape, "data_offsets": [begin, end]}
+    ordered = json.dumps(
+        {name: header[name] for name in sorted(header)}, separators=(",", ":"), ensure_ascii=False
+    ).encode()
+    ordered = ordered.ljust(-(-len(ordered) // 8) * 8)
+
+    def content() -> Iterator[Any]:
+        yield len(ordered).to_bytes(8, "little") + ordered
+        for name in names:
+            blocks = [part.block() for part in parts[name]]
+            joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=parts[name][0].axis)
+            yield np.ascontiguousarray(joined).view(np.uint8).data
+
+    files.write(path, content())
 
 
-def _in_order(content: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Orders the metadata, so that equal weights give equal files: the package's order is random."""
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size]) | {"__metadata__": metadata}
-    ordered = json.dumps({name: header[name] for name in sorted(header)}, separators=(",", ":"), ensure_ascii=False)
-    return b"".join([content[:8], ordered.encode().ljust(size), memoryview(content)[8 + size :]])
+class _Part(NamedTuple):
+    """A part of a tensor on disk: its place along an axis, and the weight that it is made of."""
+
+    index: int
+    axis: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    order: Sequence[int]
+    read: Callable[[], Any]
+
+    def block(self) -> np.ndarray:
+        return np.asarray(self.read()).astype(self.dtype).transpose(self.order).reshape(self.shape)
 
 
 def is_own(path: Any) -> bool:
