@@ -181,3 +181,15 @@ def test_recent_lengths_are_a_moving_mean():
         for length in lengths[:count]:
             mean = 0.8 * mean + 0.2 * length
         assert abs(float(got) - mean) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [{}, {"branches": 1}, {"branches": 3, "trunk": 1}, {"trunk": "auto"}], ids=str)
+@pytest.mark.parametrize("name", ["paths", "delayed", "hybrid"])
+def test_sizes_are_those_of_the_trees(name, shape):
+    """Paths that end at the last depth leave nodes over: plans and records have the number that is verified."""
+    builder, table, shape = trees.BUILDERS[name], table_of_equal_nodes(), trees.TreeShape(**shape)
+    past = {"recent_b": jnp.full(5, 2.0)} if builder.reads_past(shape) else {}
+    for nodes in (2, 5, 64):
+        noise_bnc = jax.random.gumbel(jax.random.key(0), (5, nodes, 4))
+        tree, _ = builder.build(table, jnp.zeros(5, jnp.int32), nodes, shape, noise_bnc, **past)
+        assert tree.tokens_bn.shape[1] == builder.size(4, nodes, shape) <= nodes

@@ -170,7 +170,7 @@ def make_plan(
     lanes = sizes.lanes if shape.lanes is None and builder == "best-first" else shape.lanes
     return DecodePlan(
         drafter=sizes,
-        num_nodes=min(nodes, longest) if is_chain else nodes,
+        num_nodes=BUILDERS[builder].size(sizes.num_depths, nodes, shape),
         draft=draft,
         builder=builder,
         shape=shape if BUILDERS[builder].draws else TreeShape(lanes=lanes),

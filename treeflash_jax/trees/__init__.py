@@ -23,13 +23,13 @@ ranked by their own value: that would change their distribution.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treeflash_jax.trees.containers import DraftTree, Proposal, ancestor_mask, first, pick, root_only
 from treeflash_jax.trees.deterministic import best_first, rank_0_chain, walk
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.grow import draw_noise
-from treeflash_jax.trees.sampled import delayed, hybrid, paths, without_replacement
+from treeflash_jax.trees.sampled import delayed, delayed_size, hybrid, paths, without_replacement
 from treeflash_jax.trees.shape import TreeShape
 
 Build = Callable[..., tuple[DraftTree, Proposal | None]]
@@ -44,6 +44,7 @@ class Builder:
       distribution: name of the distribution of the nodes, as in the acceptance rules' DISTRIBUTIONS.
       one_path: name of the distribution if TreeShape.branches is 1; None: the same.
       is_chain: whether trees have one branch, hence at most one node per depth.
+      size: largest number of nodes that trees of these depths, nodes and shape have.
       reads_past: predicate of a shape: whether its trees depend on the lengths of past rounds.
     """
 
@@ -52,6 +53,7 @@ class Builder:
     distribution: str = "deterministic"
     one_path: str | None = None
     is_chain: bool = False
+    size: Callable[[int, int, TreeShape], int] = lambda depths, nodes, shape: nodes
     reads_past: Callable[[TreeShape], bool] = lambda shape: False
 
     @property
@@ -67,16 +69,25 @@ def _deterministic(build: Callable[..., DraftTree]) -> Build:
     return lambda expander, anchor_b, num_nodes, shape, noise_bnc: (build(expander, anchor_b, num_nodes, shape=shape), None)
 
 
+def _paths_size(depths: int, nodes: int, shape: TreeShape) -> int:
+    return delayed_size(depths, nodes, replace(shape, trunk=0))
+
+
+def _path_size(depths: int, nodes: int, shape: TreeShape) -> int:
+    return min(nodes, depths + 1)
+
+
 BUILDERS: dict[str, Builder] = {
     "best-first": Builder(_deterministic(lambda *args, shape: best_first(*args, shape.lanes)), frozenset({"lanes"})),
-    "walk": Builder(_deterministic(lambda *args, shape: walk(*args)), is_chain=True),
-    "chain": Builder(_deterministic(lambda *args, shape: rank_0_chain(*args)), is_chain=True),
-    "paths": Builder(paths, frozenset({"branches", "leaves"}), "paths", "one path"),
+    "walk": Builder(_deterministic(lambda *args, shape: walk(*args)), is_chain=True, size=_path_size),
+    "chain": Builder(_deterministic(lambda *args, shape: rank_0_chain(*args)), is_chain=True, size=_path_size),
+    "paths": Builder(paths, frozenset({"branches", "leaves"}), "paths", "one path", size=_paths_size),
     "delayed": Builder(
         delayed,
         frozenset({"branches", "trunk", "leaves"}),
         "delayed",
         "one path",
+        size=delayed_size,
         reads_past=lambda shape: shape.trunk == "auto",
     ),
     "without-replacement": Builder(

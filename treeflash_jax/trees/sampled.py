@@ -59,6 +59,11 @@ def delayed(
     return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, deepest=deepest)
 
 
+def delayed_size(depths: int, nodes: int, shape: TreeShape) -> int:
+    """Returns the largest number of nodes of a delayed tree, at most `nodes`: all paths end at the last depth."""
+    return nodes if shape.trunk == "auto" else _largest_bucket(depths, nodes, shape.trunk, shape.branches).nodes
+
+
 def _largest_bucket(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:
     """Returns the largest bucket with this trunk and number of branches that fits."""
     trunk = min(trunk, num_nodes - 1, depths)
