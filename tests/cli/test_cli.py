@@ -118,7 +118,7 @@ def heard(monkeypatch, tiny):
 ])  # fmt: skip
 def test_prompts_are_words_options_files_or_standard_input(heard, monkeypatch, tmp_path, arguments, typed, expected):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompt.txt").write_text("two\nlines é\n", encoding="utf-8")
+    (tmp_path / "prompt.txt").write_text("two\nlines é\n", encoding="utf-8-sig")
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert main(["generate", *shlex.split(arguments)]) == 0
     assert heard.prompts == expected and list(map(type, heard.prompts)) == list(map(type, expected))

@@ -28,6 +28,16 @@ from treeflash_jax.engine.planning import Request
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
 
 
+def test_commands_that_ctrl_c_ended_say_so_and_fail(monkeypatch, capsys):
+    cut = tf.Result(
+        text="", ids=[5], prompt_ids=[1], builder="none", accept_lengths=[], seconds=1.0, finished="interrupted"
+    )
+    monkeypatch.setattr(tf.TreeFlash, "generate", lambda *_, **__: [cut, cut])
+    prompts = ["--verifier", "tiny", "--prompt-ids", "1 2 3", "--prompt-ids", "4"]
+    assert main(["check", *prompts, "--nodes", "8"]) == 130 and "FAIL" not in capsys.readouterr().out
+    assert main(["generate", *prompts]) == 130 and ", interrupted]" in capsys.readouterr().err
+
+
 def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, capsys):
     model = random_pair()
     sizes = {"max_new_tokens": 12, "nodes": 8, "candidates": 4, "children": 4}

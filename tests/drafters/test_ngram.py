@@ -93,6 +93,11 @@ def test_low_drafter_temperatures_keep_the_likeliest_continuations():
         assert np.asarray(tree.tokens_bn)[0, :4].tolist() == [3, 9, 8, 7], temperature
 
 
+def test_a_chain_that_follows_no_path_is_not_joined(tiny):
+    refused(lambda: tiny.plan(tiny.resolve(None, {"builder": "chain", "ngrams": 8})), "ngrams 8", "with builder 'chain'")
+    assert tiny.plan(tiny.resolve(None, {"builder": "walk", "ngrams": 8})).draft.ngrams == 8
+
+
 def test_a_table_is_joined_by_what_followed_earlier():
     """Probabilities below a path, against the mixture written out; what the table cannot continue, n-grams may."""
     text = [1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 1, 2, 3]  # after 1 2 3: 4; after 2 3: 5; after 3: 6

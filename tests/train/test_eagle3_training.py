@@ -115,8 +115,8 @@ def test_a_step_is_what_drafting_gives(vocabulary):
 @pytest.fixture
 def toml(tmp_path):
     toy_training.write(tmp_path)
-    lines = ("target_layer_ids = [0, 1, 2]", "objective = { steps = 2, anchors = 16, chunk = 8 }")
-    return toy_training.write_stage(tmp_path, *lines, without=("drafter", "objective"))
+    line = "objective = { steps = 2, anchors = 16, chunk = 8 }"
+    return toy_training.write_stage(tmp_path, line, without=("drafter", "objective"))
 
 
 @pytest.mark.slow
@@ -126,7 +126,8 @@ def test_a_run_learns_and_is_exported(toml, tmp_path):
     log = toy_training.read_log(tmp_path / "run")
     assert log[-1]["loss"] < log[0]["loss"]
     model = toy_training.exported(tmp_path / "run", tmp_path / "verifier")
-    assert model.drafter.taps == (0, 1, 2) and model.drafter.kind == "eagle3"
+    assert model.drafter.taps == (0, 1, 2), "by default, of three layers"
+    assert model.drafter.kind == "eagle3"
     assert replace(models.load_drafter(tmp_path / "run" / "model")[0], tau=model.drafter.tau) == model.drafter
     assert model.drafter.tau > 1, "measured by the export"
     answers = [line["response"] for line in toy_training.read_lines(tmp_path / "responses.jsonl")]

@@ -18,7 +18,7 @@ from treeflash_jax.cli import commands
 from treeflash_jax.cli.check import check
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, rounds
-from treeflash_jax.engine.planning import choose_tree
+from treeflash_jax.engine.planning import choose_builder, choose_tree
 from treeflash_jax.trees.containers import DETERMINISTIC
 
 DRAFT = {"nodes": 8} | SIZES
@@ -106,6 +106,11 @@ def test_rules_that_suit_the_builder_are_the_default():
         (None, 2, "sample-and-match"), ("paths", 1, "block"), ("paths", 2, "traversal"), ("hybrid", 1, "traversal")
     ):  # fmt: skip
         assert choose_tree(GenerateConfig(builder=builder, branches=branches))[1] == rule
+
+
+def test_lanes_ask_for_a_best_first_tree(tiny):
+    assert choose_builder(GenerateConfig(), tiny.drafter, 1.0) == "hybrid"
+    assert choose_builder(GenerateConfig(lanes=2), tiny.drafter, 1.0) is None
 
 
 def test_the_comparison_holds_every_lossless_pair_once():
