@@ -144,7 +144,9 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
         return int(wanted)
     best = f"best (of {loop.best}), " * bool(scores)
     why = (
-        "" if scores or wanted != "best" else f"; {loop.best} was never measured (no document is held out of fewer than 50)"
+        ""
+        if scores or wanted != "best"
+        else f"; {loop.best} was never measured: with under 50 documents, set sources.0.hold_out"
     )
     raise ValueError(f"got step {wanted!r}, expected last, {best}or one of {[*saved]}{why}")
 

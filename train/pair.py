@@ -192,10 +192,10 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
     drafted = [system for system in measured["systems"] if system["system"].startswith("drafted")]
     hosts.say("")
     for system in drafted:
-        ratio, pays = system["speedup"], "drafting does not pay"
-        if ratio["value"] > 1:
-            pays = "drafting pays" if (ratio["low"] or 0) > 1 else "too few answers to tell whether drafting pays"
-        hosts.say(f"T {system['temperature']:g}: {format_interval(ratio)} x the speed of one-token decoding: {pays}")
+        ratio = system["speedup"]
+        low, high = ratio["low"] or 0, ratio["high"] or math.inf
+        pays = "drafting pays" if low > 1 else "drafting does not pay" if high < 1 else "undecided, measure more prompts"
+        hosts.say(f"T = {system['temperature']:g}: {format_interval(ratio)} x one-token speed; {pays}")
     best = max(drafted, key=lambda system: system["speedup"]["value"])
     speedup, tau = best["speedup"]["value"], best["tau"]
     words = ["treeflash", "generate", "--verifier", settings.verifier, "--drafter", str(settings.path("model"))]

@@ -194,7 +194,7 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
         (fresh, ["--other", "ar=cat"], "got --other 'ar=cat', expected NAME=COMMAND with a name that no other system has"),
         (fresh, ["--other", "cat"], "got --other 'cat', expected NAME=COMMAND"),
         (fresh, ["--phases", "0"], "got --phases 0, expected at least 1"),
-        (fresh, ["--prompt-ids", " "], "got --prompt-ids without ids"),
+        (fresh, ["--prompt-ids", " "], "got --prompt-ids and --prompts"),
     ):
         mistake(capsys, main, ["bench", "run", "--out", str(path), *small, *more], words)
         assert fake.calls == [] and out.read_bytes() == before and not fresh.exists()

@@ -242,7 +242,7 @@ class Composer:
 def _hold_out(count: int, numbers: Sequence[int] | None = None) -> int:
     """Returns n such that every n-th record is held out: of `count`, about 16, from one in 50 to a quarter.
 
-    Of `numbers`, those of records that can be used, some are held out and others are not, if any n allows it.
+    If possible, holds out some but not all of `numbers`, the usable records.
     """
     usual = min(50, max(4, count // 16))
     if numbers is None:

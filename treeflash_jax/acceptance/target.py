@@ -96,7 +96,7 @@ class Acceptance:
 
 
 def follow(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
-    """Returns the deepest node that matches (is entered from its parent) along with all its ancestors, [b].
+    """Returns the deepest node that, like all its ancestors, matches (is entered from its parent), [b].
 
     At most one child of a node may match. `depths`, static, is the number of places of a path, root included: at least the
     tree's depth + 1.

@@ -2,9 +2,9 @@
 
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 
-Every combination of batch, context and nodes is measured. Times are medians in milliseconds, with quartiles; that of
-prefill is per prompt token, all sequences counted. Floors are those of floors.py. The output file is written after every
-batch and context, and keeps results of other settings.
+Every combination of batch, context and nodes is measured. Times are median milliseconds, with quartiles; prefill's is per
+prompt token of all sequences. Floors are bytes and FLOPs over measured rates. The output file is written after every batch
+and context, and keeps results of other settings.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Prints the tables of a file that `treeflash bench run` wrote: `treeflash bench report FILE`.
 
-README.md explains the tables. tau per response: mean of the tau of every response (a turn; those without a round are left
-out). speedup: tokens/s over that of the fastest one-token decoding. Ratios are over the answers that two systems have in
-common at one temperature; whole rounds are compared with the best-first tree of the same number of nodes. Intervals are
-95 % percentile bootstraps over prompts; both systems, and all seeds of a prompt, are resampled together.
+treeflash_jax/bench/README.md explains the tables. tau per response: mean of the tau of every response (a turn; those
+without a round are left out). speedup: tokens/s over that of the fastest one-token decoding. Ratios are over the answers
+that two systems have in common at one temperature; whole rounds are compared with the best-first tree of the same number of
+nodes. Intervals are 95 % percentile bootstraps over prompts; both systems and all seeds of a prompt are resampled together.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     treeflash bench run --prompts gsm8k.jsonl --format math --limit 64 --systems ar chain marginal treeflash \\
         --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
 
-The names of systems are explained in treeflash_jax/bench/README.md. Answers that the file has are not measured again; a
-file of other settings, versions or hardware is refused and left as it is.
+The names of systems are explained in treeflash_jax/bench/README.md. Answers already in --out are not repeated; a file of
+other settings, versions or hardware is refused and left as it is.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def lossless_pairs() -> list[str]:
     return pairs
 
 
-# Options that a preset may set, with their values without one. None on the command line: not given.
+# Defaults of options that a preset may set; the parser's None means not given.
 USUAL: dict[str, Any] = {
     "systems": list(SYSTEMS), "nodes": [16], "temperature": [0.0], "batch_size": 1, "expected_lengths": False
 }  # fmt: skip
@@ -149,8 +149,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures the answers that the output file lacks, then prints the summary of all of them."""
     set_defaults(arguments)
     chosen, ids = parse_systems(arguments.systems, arguments.nodes), arguments.prompt_ids
-    if ids is not None and (arguments.prompts or not ids.strip()):
-        raise ValueError("got --prompt-ids without ids, or with --prompts, expected ids alone")
+    if ids is not None and arguments.prompts:
+        raise ValueError("got --prompt-ids and --prompts, expected one of them")
+    if ids is not None and not ids.strip():
+        raise ValueError("got --prompt-ids without ids, expected token ids")
     prompts = [BenchPrompt(id="ids", ids=parse_ids(ids))] if ids else chosen_prompts(arguments)
     temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
     if arguments.other and (max(temperatures) > 0 or arguments.batch_size != 1):

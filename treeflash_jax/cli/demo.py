@@ -199,7 +199,9 @@ def _table(pair: str, records: Sequence[Record]) -> Table:
         for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):  # the order of the turns changes
             is_tie = entry["verdict"] == "PASS" and entry["identical"] < entry["compared"]
             same = "near-tie" if is_tie else "yes" if entry["identical"] == entry["compared"] else "no"
-            if is_tie:
+            if same == "no":
+                table.caption = "no: an error; run treeflash check"
+            elif is_tie and table.caption is None:
                 table.caption = "near-tie: rounding chose between two nearly equal logits, which is expected"
             passes = str(entry["rounds"] // entry["responses"] + 1)
             speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"

@@ -149,7 +149,7 @@ class Device:
 
     @property
     def pays_per_token(self) -> bool:
-        """True if the time of a pass grows with its number of tokens: on CPUs without amx_bf16."""
+        """True if the time of a pass grows with its number of tokens: on CPUs not using amx_bf16."""
         return self.is_cpu and not self.features & MATRIX_INSTRUCTIONS
 
     def tree_nodes(self, usual: int) -> int:

@@ -117,7 +117,7 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[Any]) -> None
 def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Checks that `filled` can write a folder. Writes nothing.
 
-    Raises ValueError for a file, a link or, unless `overwrite` allows to replace them, a folder with files.
+    Raises ValueError for a file, a link or, unless `overwrite` is set, a folder with files.
     """
     target = Path(target)
     if target.is_dir() and not target.is_symlink():

@@ -199,7 +199,7 @@ def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequ
 
 
 def per_device(run: Callable[..., Any], mesh, inputs: Any, outputs: Any) -> Callable[..., Any]:
-    """Returns `run` on each device's part of its arguments: `jax.shard_map` over the mesh's free axes.
+    """Makes `run` act on each device's part of its arguments: `jax.shard_map` over the mesh's free axes.
 
     `inputs` and `outputs` are the PartitionSpecs of arguments and results.
     """

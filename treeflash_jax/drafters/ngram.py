@@ -106,7 +106,7 @@ class Continuations:
         same_bmm = token_bm[:, :, None] == token_bm[:, None]
         log_weight_bwm = jnp.where(agrees_bwm, self.log_weight_bm[:, None], -jnp.inf)
         top_bw1 = jnp.maximum(jnp.max(log_weight_bwm, axis=-1, keepdims=True), self.unseen_b[:, None, None])
-        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # of the largest: at low temperatures all might underflow
+        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # relative to the largest, lest all underflow
         together_bwm = jnp.einsum("bmn,bwn->bwm", same_bmm.astype(weight_bwm.dtype), weight_bwm)
         earlier_mm = jnp.tri(token_bm.shape[1], k=-1, dtype=bool)
         is_again_bwm = jnp.any((same_bmm & earlier_mm)[:, None] & agrees_bwm[:, :, None], axis=-1)
@@ -195,7 +195,7 @@ def default_matches(options: JoinedOptions, device: Device) -> int:
     On accelerators, n-grams were never timed.
     """
     is_chain = BUILDERS[options.builder or "best-first"].is_chain
-    why = "0 with builder 'chain', whose tokens follow no path ('walk' does)"
+    why = "0 with builder 'chain'; use 'walk', whose tokens follow the path"
     expect(options.builder != "chain" or not options.ngrams, "ngrams", options.ngrams, why)
     default = MATCHES if device.is_cpu and not is_chain else 0
     return default if options.ngrams is None else options.ngrams

@@ -273,7 +273,7 @@ class LevelOptions(ListOptions):
     depths: int | None = option(
         None,
         "deepest level of the tree, or length of the chain, for drafters whose network runs once per level",
-        unset="the drafter's; 4 for the default tree on a CPU without amx_bf16",
+        unset="the drafter's; 4 for the default tree on a CPU not using amx_bf16",
         least=1,
         most=MAX_NODES - 1,
         unit="levels",

@@ -86,7 +86,7 @@ class TreeConfig:
         None,
         "tree nodes verified per round, the root (the last token of the text) included; auto chooses by `treeflash "
         "calibrate`",
-        unset="for a tree the drafter's, but at most 8 on a CPU without amx_bf16; for a chain the whole block",
+        unset="for a tree the drafter's, but at most 8 on a CPU not using amx_bf16; for a chain the whole block",
         unit="nodes",
     )
     acceptance: str | None = speed(
@@ -118,8 +118,8 @@ class TreeConfig:
     )
     lanes: Nodes | None = speed(
         TreeShape.lanes,
-        "nodes per level that a best-first tree may expand; as many as children give EAGLE-2's tree",
-        unset="the drafter's (2 for the default tree on a CPU without amx_bf16); all nodes if it drafts every "
+        "nodes per level that a best-first tree may expand; the number of children gives EAGLE-2's tree",
+        unset="the drafter's (2 for the default tree on a CPU not using amx_bf16); all nodes if it drafts every "
         "level in one pass",
         unit="nodes",
     )

@@ -30,6 +30,6 @@ def download(hub_id: str, revision: str | None = None, local_files_only: bool = 
     except Exception as error:  # of the Hub's client, or of the library that it connects with
         cause = type(error).__name__
         raise ValueError(
-            f"{hub_id} is no folder here and could not be downloaded from the Hub ({cause}); "
-            "try again, which goes on from there, or give a local folder with config.json and model.safetensors instead"
+            f"{hub_id} is no local folder and could not be downloaded from the Hub ({cause}); "
+            "check the id, retry (downloads resume), or give a local folder with config.json and model.safetensors"
         ) from None

@@ -60,7 +60,7 @@ def delayed(
 
 
 def delayed_size(depths: int, nodes: int, shape: TreeShape) -> int:
-    """Returns the largest number of nodes of a delayed tree, at most `nodes`: all paths end at the last depth."""
+    """Returns the largest number of nodes of a delayed tree, at most `nodes`: all branches have equal length."""
     return nodes if shape.trunk == "auto" else _largest_bucket(depths, nodes, shape.trunk, shape.branches).nodes
 
 

@@ -50,14 +50,14 @@ class BlockOptions(JoinedOptions):
         None,
         "length of the drafted block, the last token of the text included, at most the drafter's; shorter blocks make "
         "rounds faster and trees shallower",
-        unset="the drafter's, but at most 8 for trees on a CPU without amx_bf16 unless their nodes are given",
+        unset="the drafter's, but at most 8 for trees on a CPU not using amx_bf16 unless their nodes are given",
         least=2,
         unit="tokens",
     )
     candidates: int | None = option(
         None,
         "most likely tokens per depth: the candidates that trees are built from (M in the paper)",
-        unset="16; on a CPU without amx_bf16 8",
+        unset="16; on a CPU not using amx_bf16 8",
         least=1,
         unit="tokens",
     )
