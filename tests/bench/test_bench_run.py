@@ -84,7 +84,7 @@ def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
         "builder": "best-first", "acceptance": "sample-and-match", "drafter_temperature_rule": "max(it, min(T, 1))",
         "drafter_temperature": tiny.drafter.drafter_temperature, "temperature": 0.0, "seed": 0, "top_k": 0, "top_p": 1.0,
         "format": "chat", "template": {"enable_thinking": False}, "dtype": "float32", "quantize": None, "batch_size": 1,
-        "verifier": "tiny", "drafter": "tiny",
+        "verifier": "tiny", "drafter": "tiny", "drafter_source": None, "stop_ids": None, "expected_lengths": False,
     }  # fmt: skip
     assert record["hardware"]["backend"] == "cpu" and set(record["versions"]) == {"jax", "treeflash_jax", "python"}
     plain = next(r for r in records if r["system"] == "ar")
