@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-if missing := [name for name in ("etils", "grain", "optax", "orbax", "tomli_w") if find_spec(name) is None]:
-    raise ModuleNotFoundError(f'training needs {", ".join(missing)}; pip install -e ".[train]"')
+if find_spec("tomli_w") is None:  # the first of its packages that a command needs
+    raise ModuleNotFoundError('training needs packages that are not installed: pip install -e ".[train]"')

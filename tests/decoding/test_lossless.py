@@ -112,7 +112,7 @@ def test_random_verifiers_drafters_and_trees_lose_nothing(tmp_path, seed, progra
             weights = Weights(weights, fresh(block.specs(drafter), number + 1, 0.35, noisy=True))
             model = TreeFlash(config, weights, drafter=drafter)
             draft = {"nodes": draw.choice((2, 5, 9, 16)), "candidates": 5, "children": 4} | kind
-            draft["ngrams"] = draw.choice((0, 3))
+            draft["ngrams"] = draw.choice((0, 3)) * (kind.get("builder") != "chain")
             if kind is AUTO:
                 entry = table(model, MIXED, draw.choice((0.42, 0.9)), settings=SIZES | {"ngrams": draft["ngrams"]})
                 model = beside(model, tmp_path / "budget.json", entry)
