@@ -335,6 +335,17 @@ def taus_smollm2() -> str:
     return section(f"drafter | {' | '.join(columns)}", cells, f"{results['note']}:", results["commands"])
 
 
+def shipped_nodes() -> str:
+    """Formats tau of the drafter that ships by tree and temperature, over all sets of prompts."""
+    results, rows = read("drafters_smollm2.json")["shipped"], {}
+    for row in results["rows"]:
+        rows.setdefault((row["tree"], row["nodes"]), {})[row["temperature"]] = row["tau"]
+    temperatures = sorted({row["temperature"] for row in results["rows"]})
+    cells = [[*key, *(f"{taus[t]:.2f}" for t in temperatures)] for key, taus in rows.items()]
+    header = " | ".join(["tree", "nodes", *(f"tau, T = {t:g}" for t in temperatures)])
+    return section(header, cells, f"{results['note']}:", results["commands"])
+
+
 def small_runs() -> str:
     """Formats short training runs of one drafter that differ from the first in one setting."""
     runs, rows = read("small_runs_smollm2.json"), []
@@ -417,7 +428,7 @@ def options() -> str:
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
 SHOWN += (latency_h200, small_runs, budget, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds, train_steps)
-SHOWN += (train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu, options)
+SHOWN += (train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu, options, shipped_nodes)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
