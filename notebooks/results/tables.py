@@ -432,6 +432,7 @@ SHOWN += (train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
+    "peers-zen5": lambda: beside_peers("zen5"),
     "tpu-rounds": lambda: compiled("tpu_rounds.json"),
     "experts-rounds": lambda: compiled("experts_rounds.json", " | one token reads | a round reads"),
 }
