@@ -143,11 +143,8 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
     if wanted.isdigit() and int(wanted) in saved:
         return int(wanted)
     best = f"best (of {loop.best}), " * bool(scores)
-    why = (
-        ""
-        if scores or wanted != "best"
-        else f"; {loop.best} was never measured: with under 50 documents, set sources.0.hold_out"
-    )
+    is_unmeasured = wanted == "best" and not scores
+    why = f"; {loop.best} was never measured: with under 50 documents, set sources.0.hold_out" * is_unmeasured
     raise ValueError(f"got step {wanted!r}, expected last, {best}or one of {[*saved]}{why}")
 
 

@@ -194,7 +194,9 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
     for system in drafted:
         ratio = system["speedup"]
         low, high = ratio["low"] or 0, ratio["high"] or math.inf
-        pays = "drafting pays" if low > 1 else "drafting does not pay" if high < 1 else "undecided, measure more prompts"
+        pays = "undecided, give more prompts or minutes"
+        if low > 1 or high < 1:
+            pays = "drafting pays" if low > 1 else "drafting does not pay"
         hosts.say(f"T = {system['temperature']:g}: {format_interval(ratio)} x one-token speed; {pays}")
     best = max(drafted, key=lambda system: system["speedup"]["value"])
     speedup, tau = best["speedup"]["value"], best["tau"]

@@ -240,7 +240,7 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, 
 @pytest.mark.parametrize(("speedup", "low", "taus", "said"), [
     (1.2, 1.1, {}, "--nodes 8"),
     (1.2, 1.1, {}, "T = 0: 1.20 [1.10, 2.00] x one-token speed; drafting pays\nT = 0.7: 0.10 [0.10, 2.00]"),
-    (1.2, 0.9, {}, "T = 0: 1.20 [0.90, 2.00] x one-token speed; undecided, measure more prompts"),
+    (1.2, 0.9, {}, "T = 0: 1.20 [0.90, 2.00] x one-token speed; undecided, give more prompts or minutes"),
     (0.8, 0.7, {2: 1.5, 4: 2.0}, "drafting pays with 2.0 times the training: about 24 answers and 4 minutes in all"),
     (0.8, 0.7, {4: 2.0}, "too short to say how much training that takes: it has no evaluation at half"),
     (0.5, 0.4, {2: 1.95, 4: 2.0}, "too short to say how much training that takes: tau of held-out prompts rose from 1.95"),

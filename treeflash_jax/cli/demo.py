@@ -202,7 +202,7 @@ def _table(pair: str, records: Sequence[Record]) -> Table:
             if same == "no":
                 table.caption = "no: an error; run treeflash check"
             elif is_tie and table.caption is None:
-                table.caption = "near-tie: rounding chose between two nearly equal logits, which is expected"
+                table.caption = "near-tie: rounding chose between two nearly equal logits; no error"
             passes = str(entry["rounds"] // entry["responses"] + 1)
             speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"
             name = prompt if entry["system"] == PLAIN else ""

@@ -104,9 +104,8 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[Any]) -> None
     with _as_value_error(path):
         part = _part(path.parent, path.name)
         try:
-            pieces = (
-                [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
-            )
+            content = content.encode() if isinstance(content, str) else content
+            pieces = [content] if isinstance(content, bytes) else content
             with part.open("wb") as file:
                 file.writelines(pieces)
             os.replace(part, path)

@@ -79,9 +79,8 @@ class Result:
 
     def __repr__(self) -> str:
         """Formats the text first, and six numbers of every list."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr} | {
-            "tau": round(self.tau, 2)
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
+        values["tau"] = round(self.tau, 2)
         show = lambda value: reprlib.repr(value) if isinstance(value, list) else repr(value)  # noqa: E731
         shown = (f"{name}={show(value)}" for name, value in values.items() if value is not None or name == "text")
         return f"Result({', '.join(shown)})"
