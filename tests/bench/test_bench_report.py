@@ -138,6 +138,25 @@ def test_tables_keep_their_key_column_in_little_space():
     assert len([line for line in cells if line[1].startswith("treeflash-6")]) == 2 * 3, "names fold, they are not cut off"
 
 
+def test_whole_rounds_are_compared_with_the_tree_of_the_same_drafter():
+    records = []
+    for system, drafter, lengths in (("treeflash-8, a", "a", [4, 4]), ("treeflash-8, b", "b", [2, 2])):
+        record = make_record("p", system.partition(",")[0], [lengths], 1.0) | {"expected": 6.0}
+        record |= {"system": system, "settings": record["settings"] | {"drafter": drafter}}
+        records.append(record)
+    for name in ("treeflash-8, a", "treeflash-8, b"):
+        assert entry(records, name)["whole_rounds"]["tau_ratio"]["value"] == 1
+
+
+def test_names_are_printed_as_they_are(tmp_path, capsys):
+    """Rich would read them as markup and emoji."""
+    record = make_record("p", "treeflash-8", [[2]], 1.0) | {"system": "treeflash-8, run[a][/b] :100:"}
+    path = write_lines(tmp_path / "results.jsonl", [record])
+    assert main(["bench", "report", str(path)]) == 0
+    assert "run[a][/b] :100:" in capsys.readouterr().out
+    mistake(capsys, main, ["bench", "report", str(path), "--resamples", "0"], "--resamples 0")
+
+
 def changed(**changes):
     return json.dumps(make_record("b", "ar", [[1]], 1.0) | changes)
 
@@ -145,6 +164,7 @@ def changed(**changes):
 @pytest.mark.parametrize("line, words", [
     (changed(schema=4), "got schema 4, expected 3"),
     ('{"schema": 1', "got malformed JSON"),
+    ('{"schema": 3}', "got no hardware, expected a record of treeflash bench run"),
     (changed(prompt_id="a"), "got a second answer to ('a', 'ar', 0.0, 0)"),
     (changed(hardware=HARDWARE | {"device": "H200"}), "got device 'H200', but 'cpu' in earlier lines"),
 ])  # fmt: skip

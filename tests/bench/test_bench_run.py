@@ -1,5 +1,6 @@
 """`bench run`: what is measured, how a run is resumed, and what is refused."""
 
+import shlex
 import sys
 from collections import Counter
 from copy import copy, deepcopy
@@ -13,6 +14,7 @@ from toy_training import read_lines, write_lines
 
 import treeflash_jax as tf
 from treeflash_jax.bench import bench_records, report, run
+from treeflash_jax.bench.harness import Peer
 from treeflash_jax.bench.prompt_sets import FORMATS
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import check, commands
@@ -198,6 +200,13 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
     ):
         mistake(capsys, main, ["bench", "run", "--out", str(path), *small, *more], words)
         assert fake.calls == [] and out.read_bytes() == before and not fresh.exists()
+
+
+@pytest.mark.parametrize("reply", ["[1]", '{"ids": [5]}', '{"ids": [5], "seconds": "1.0"}', '{"ids": 5, "seconds": 1.0}'])
+def test_other_programs_that_answer_something_else_are_refused(tiny, reply):
+    command = shlex.join([sys.executable, "-c", f"input(); print({reply!r})"])
+    with Peer(name="other", model=tiny, config=tf.GenerateConfig(), command=command) as peer:
+        refused(lambda: peer.answer([[5, 6]], 0.0, [0]), "expected one JSON line per prompt")
 
 
 def test_a_file_has_one_writer_and_phases_reach_answers_that_were_there(fake, small, tmp_path, capsys, monkeypatch):

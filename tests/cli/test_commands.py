@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import treeflash_jax as tf
-from treeflash_jax.cli import chat
+from treeflash_jax.cli import chat, commands
 from treeflash_jax.cli.check import Divergence, check, divergence
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import programs
@@ -141,6 +141,13 @@ def test_chat_streams_turns_and_survives_mistakes(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "no draft tree yet" in printed and "tau" in printed and "(anchor; " in printed
     assert "context" in printed and printed.count("/reset forgets") == 2
+
+
+def test_chat_prints_text_as_it_is(monkeypatch, capsys):
+    """Rich would turn parts of slices into emoji."""
+    monkeypatch.setattr(commands, "load_model", lambda _: None)
+    monkeypatch.setattr(commands, "converse", lambda _, console, **__: chat.Lines(console).write("x = items[:100:2]"))
+    assert main(["chat"]) == 0 and capsys.readouterr().out == "x = items[:100:2]"
 
 
 def test_chat_remembers_the_conversation(capsys, monkeypatch):

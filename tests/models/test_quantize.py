@@ -73,6 +73,12 @@ def test_linear_is_the_product_with_the_rounded_weight(name):
     np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-4)
 
 
+def test_sums_of_float16_do_not_overflow():
+    weight = quantize(jnp.full((4096, 4), 0.01, jnp.float16), (0,))
+    product = quantized.product("bi,io->bo", jnp.full((1, 4096), 1.0, jnp.float16), weight)
+    assert product.dtype == jnp.float16 and abs(float(product[0, 0]) - 40.96) < 0.1, "of values up to 127, 520,192"
+
+
 def test_loops_carry_int8_and_no_wide_copy():
     """XLA moves what a loop does not change out of it, unless it is tied to what changes."""
     small = quantize(jnp.asarray(draw(32, 32)), (0,))
