@@ -37,7 +37,7 @@ def test_smollm2_in_its_default_dtype(treeflash):
     assert [case["verdict"] for case in cases] == ["PASS", "PASS"] and all(case["tau"] > 1.3 for case in cases)
     [first], [again] = (treeflash("generate", PROMPTS[1], "--nodes", "8", "--max-new-tokens", "24") for _ in range(2))
     assert "River" in first["text"] and again["ids"] == first["ids"]
-    assert again["compile_seconds"] == 0, "the executables were kept"
+    assert again["compile_seconds"] < first["compile_seconds"] / 2, "the programs were kept"
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shlex
-from concurrent.futures import Future
 from dataclasses import fields, replace
 from importlib import metadata
 from types import SimpleNamespace
@@ -171,23 +170,13 @@ def test_ctrl_c_in_a_stream_ends_the_demo(monkeypatch):
     """A stream ends with what there is of its answer; the demo does not go on with the next one."""
     chunks = [tf.Chunk(ids=[1], text="One", rounds=0), tf.Result.unanswered([1], has_text=True)]
     monkeypatch.setattr(tf.TreeFlash, "stream", lambda *_, **__: iter(chunks))
-    monkeypatch.setattr(demo, "_compile", lambda *args: [future.set_result(0.0) for future in args[-1].values()])
     assert main(["demo", "--pair", "tiny"]) == 130
 
 
-def test_demo_reports_what_its_background_thread_cannot_compile(capsys):
-    assert main(["demo", "--pair", "tiny", "--max-new-tokens", "99999"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(("finished", "answer"), [("stop", "One. Two 2.5 is. Thr ee fo"), ("length", "One. Two 2.5 is.")])
-def test_the_compiled_stream_that_has_used_less_time_goes_on(monkeypatch, is_late, finished, answer):
-    """Chunks cost one second and three, by the demo's clock. A late program exists when the other answer is complete."""
-    now, order, compiled = 0.0, [], {"plain": Future(), "tree": Future()}
-    compiled["plain"].set_result(0.0)
-    if not is_late:
-        compiled["tree"].set_result(0.0)
+def test_the_stream_that_has_used_less_time_goes_on(monkeypatch, finished, answer):
+    """Chunks cost one second and three, by the demo's clock."""
+    now, order = 0.0, []
 
     def stream(prompt, seconds, *, rounds_per_dispatch):
         nonlocal now
@@ -195,16 +184,14 @@ def test_the_compiled_stream_that_has_used_less_time_goes_on(monkeypatch, is_lat
             now += seconds
             order.append(seconds)
             yield tf.Chunk(ids=[index] * seconds, text=text, rounds=index)
-        if not compiled["tree"].done():
-            compiled["tree"].set_result(0.0)
         yield replace(tf.Result.unanswered([1], has_text=True), finished=finished)
 
     monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: now))
     console, model = Console(file=io.StringIO(), width=80), SimpleNamespace(stream=stream)
     systems = [SimpleNamespace(name=name, model=model, config=cost) for name, cost in (("plain", 1), ("tree", 3))]
-    text, result, _ = demo._race(console, systems, "Hello", compiled)
+    text, result, _ = demo._race(console, systems, "Hello")
     assert result.finished == finished
-    assert order == ([1, 1, 1, 1, 3, 3, 3, 3] if is_late else [1, 3, 1, 1, 1, 3, 3, 3])
+    assert order == [1, 3, 1, 1, 1, 3, 3, 3]
     assert str(text) == answer and {str(span.style) for span in text.spans} == {demo.SEVERAL}
 
 

@@ -176,7 +176,7 @@ def test_programs_that_hold_weights_as_constants_fail():
 def test_float32_is_float32_on_accelerators(monkeypatch):
     def precision(dtype):
         x = jnp.ones((3, 3), dtype)
-        programs.call(jax.jit(lambda x: x @ x), x, is_kept=False)
+        programs.call(jax.jit(lambda x: x @ x), x)
         return "highest" in programs.compiled()[-1].run.as_text()
 
     with jax.default_matmul_precision(None):

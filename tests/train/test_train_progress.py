@@ -8,6 +8,7 @@ import pytest
 from toy_training import finish, start, write_lines
 
 from train.runtime import run_config, watch
+from treeflash_jax.core import programs
 
 LOG = [
     {"step": 20, "loss": 3.25, "top1": [0.5, 0.25], "tokens_per_second": 900.0, "mfu": 0.25, "seconds": 61.0},
@@ -77,7 +78,7 @@ def test_commands_keep_programs_and_their_warnings_do_not_tear_bars(monkeypatch)
     """Also where another package has called `logging.basicConfig` by then: its handler would write into the bar."""
     terminal, kept = open_terminal(monkeypatch), []
     monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr(run_config, "keep_programs", lambda by_jax: kept.append(by_jax))
+    monkeypatch.setattr(programs, "keep_on_disk", lambda: kept.append(True))
 
     def main(settings):
         logging.basicConfig(stream=sys.stderr)

@@ -25,9 +25,9 @@ from jax.experimental import multihost_utils
 from train.data import packing
 from train.runtime import folders, hosts, lock, sinks, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
-from train.runtime.run_config import LoopConfig
+from train.runtime.run_config import EVALUATION, LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
-from treeflash_jax.core import devices, programs, sharding
+from treeflash_jax.core import devices, sharding
 from treeflash_jax.models import costs
 
 T = TypeVar("T")
@@ -305,7 +305,7 @@ class Termination:
             except BaseException as error:
                 result.set_exception(error)
 
-        threading.Thread(target=run, daemon=True, name=programs.THREAD).start()
+        threading.Thread(target=run, daemon=True, name=EVALUATION).start()
         while not result.done():
             if self.received is not None:
                 return None

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import textwrap
+import threading
 import tomllib
 import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,9 +30,9 @@ from etils import epath
 from train.runtime import folders
 from treeflash_jax.core import files, programs
 from treeflash_jax.core.checks import CONFIG, bounded, clipped, explain, quoted
-from treeflash_jax.engine.loading import keep_programs
 
 T = TypeVar("T")
+EVALUATION = "treeflash-evaluation"  # name of the thread of an evaluation that a signal may cut short
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,13 +129,15 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
         if len(paths) > 1:
             raise ValueError(f"got {len(paths)} files ({', '.join(paths)}), expected at most one TOML file")
         config = load(cls, paths[0] if paths else None, [word for word in words if "=" in word])
-        keep_programs(by_jax=True)
+        programs.keep_on_disk()
         # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
         logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
         main(config)
     except SystemExit as ended:
-        if isinstance(ended.code, int):
-            programs.leave(ended.code)  # an evaluation that a signal cut short still runs
+        if isinstance(ended.code, int) and any(thread.name == EVALUATION for thread in threading.enumerate()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ended.code)  # Python 3.11 aborts if a thread returns from XLA while the interpreter ends
         raise
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if "float64" in (getattr(arguments, "dtype", None) or ()):  # a name, or the names that `bench run` compares
         jax.config.update("jax_enable_x64", True)
+    programs.keep_on_disk()
     try:
         status = arguments.run(arguments)
     except BrokenPipeError:  # the program that reads the output has ended
@@ -38,8 +39,6 @@ def main(argv: list[str] | None = None) -> int:
         status = 2
     except KeyboardInterrupt:
         status = 130
-    if argv is None:  # the process ends here
-        programs.leave(status)
     return status
 
 

@@ -6,8 +6,7 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.cli.arguments import add_fields
-from treeflash_jax.core import devices, files, programs
+from treeflash_jax.core import devices, files
 from treeflash_jax.engine import pairs
 
 PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # ways of decoding
@@ -78,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Streams answers side by side, while later programs compile, and prints a draft tree and a table.
+    """Streams answers side by side, and prints a draft tree and a table.
 
     Speeds are medians over interleaved runs at batch 1, greedy, made after all programs are compiled. An answer of the
     greatest length is shown up to its last whole sentence. The picture has the streams of the last prompt when the first of
@@ -95,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="tau is")  # of an answer of which little can be drafted
         stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.ERROR)  # the live display says that programs are compiled
+        logger.setLevel(logging.ERROR)  # the status says that programs are compiled
         with console.status(f"loading {pair}"):
             model = tf.load(pair)
         console.print(demo.text + "\n")
@@ -103,13 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
         ways = {PLAIN: {"builder": "none"}, DRAFTED: demo.settings}
         configs = {name: tf.GenerateConfig(**shared, **settings) for name, settings in ways.items()}
         systems = [System(name=name, model=model, config=config) for name, config in configs.items()]
-        compiled = {system.name: Future() for system in systems}
-        programs.wait()  # a job of an earlier call would keep this one from starting
-        programs.compile_ahead(lambda: _compile(systems, demo.prompts.values(), compiled))
+        with console.status("compiling"):
+            for system in systems:
+                for prompt in demo.prompts.values():
+                    model.warmup(len(model.encode(prompt)), config=system.config)
         results = []  # of the drafted answers
         for prompt in demo.prompts.values():
             console.print(f"[bold]{prompt}[/bold]")
-            text, result, streams = _race(console, systems, prompt, compiled)
+            text, result, streams = _race(console, systems, prompt)
             console.print(text, "\n")
             results.append(result)
         prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in demo.prompts.items()]
@@ -128,19 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _compile(systems: Sequence[System], prompts: Iterable[str], compiled: Mapping[str, Future]) -> None:
-    for system in systems:
-        model = system.model
-        try:
-            compiled[system.name].set_result([model.warmup(len(model.encode(p)), config=system.config) for p in prompts])
-        except Exception as error:
-            compiled[system.name].set_exception(error)  # raised where the stream is awaited
-
-
-def _race(
-    console: Console, systems: Sequence[System], prompt: str, compiled: Mapping[str, Future]
-) -> tuple[Text, tf.Result, Columns]:
-    """Shows streams side by side; of those whose program exists, the one that has used least time goes on.
+def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Text, tf.Result, Columns]:
+    """Shows streams side by side; the one that has used least time goes on.
 
     Returns the answer of the last system, coloured, its result, and both streams when the first of them ended. An answer
     that was cut ends with its last whole sentence.
@@ -148,23 +137,19 @@ def _race(
     streams = {s.name: s.model.stream(prompt, s.config, rounds_per_dispatch=1) for s in systems}
     texts, clocks, passes = {name: Text() for name in streams}, dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
     first_end = None
-    is_timed, since = all(compiled[name].done() for name in streams), time.perf_counter()
     width, height = max(24, console.width // len(texts) - 1), max(6, min(18, console.height - 6))
 
     def panels() -> Columns:
         panels = []
         for name, text in texts.items():
-            state = f"{passes[name]} passes" + (f", {clocks[name]:.1f} s" if is_timed else "")
-            if not compiled[name].done():
-                state = f"compiling, {time.perf_counter() - since:.0f} s"
+            state = f"{passes[name]} passes, {clocks[name]:.1f} s"
             lines = Text("\n").join(text.wrap(console, width - 4)[2 - height :])
             panels.append(Panel(lines, title=name, subtitle=state, width=width, height=height))
         return Columns(panels)
 
     with Live(get_renderable=panels, console=console, transient=True):
         while streams:
-            name = min([name for name in streams if compiled[name].done()] or streams, key=clocks.__getitem__)
-            compiled[name].result()
+            name = min(streams, key=clocks.__getitem__)
             start = time.perf_counter()
             piece = next(streams[name])
             clocks[name] += time.perf_counter() - start

@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import acceptance, drafters, trees
+from treeflash_jax import drafters
 from treeflash_jax.core import devices, programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.trees import DraftTree
 
-REGISTRIES = (*drafters.REGISTRIES, trees.BUILDERS, acceptance.RULES)
-SHIPPED = [dict(registry) for registry in REGISTRIES]  # programs of others are not kept: keys cover this package only
 Kept = tuple[DecodeState, int]  # an earlier state, donated, and the number of positions to keep in its caches
 
 
@@ -77,8 +75,7 @@ class Runner:
         return self.call(loops.draft, self.weights, self.start_policy(state), plan=self.plan)
 
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
-        is_kept = [dict(registry) for registry in REGISTRIES] == SHIPPED
-        return programs.call(function, *args, mesh=self.mesh, clock=self.clock, is_kept=is_kept, **static)
+        return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
 
     def prefill(self, batch: tuple[Any, ...], kept: Kept | None = None, first_b: jax.Array | None = None) -> DecodeState:
         """Reads prompts, a few chunks per dispatch, so that progress is logged and Ctrl-C works in between."""

@@ -11,7 +11,6 @@ from treeflash_jax.drafters import block, causal_lm, eagle3, ngram
 from treeflash_jax.drafters.protocol import Drafter, DrafterSizes, Inputs
 
 DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language model": causal_lm, "ngram": ngram}
-REGISTRIES = DRAFTERS, block.HEADS  # kinds of drafters and heads that programs can be compiled for
 
 
 def get(config: DrafterSizes) -> Drafter:
@@ -35,4 +34,4 @@ def _merge(*options: type) -> type:
     return dataclasses.dataclass(frozen=True, kw_only=True)(type("DraftOptions", options, attributes))
 
 
-__all__ = ["DRAFTERS", "REGISTRIES", "Drafter", "DrafterSizes", "Inputs", "draft_options", "get", "is_declared"]
+__all__ = ["DRAFTERS", "Drafter", "DrafterSizes", "Inputs", "draft_options", "get", "is_declared"]

@@ -6,7 +6,6 @@ waiting requests is prefilled in a smaller batch and moved into their slots ("co
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -26,7 +25,6 @@ from treeflash_jax.engine.settings import GenerateConfig
 
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers
-NEXT_MESSAGE = 64  # tokens of a conversation's next message for which programs are compiled ahead
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that changing them rarely recompiles
 UNUSED = Request(index=0, ids=[0], temperature=0.0, top_k=0, top_p=1.0, seed=0)  # fills unused slots
 
@@ -177,7 +175,6 @@ class BatchDecoder:
         sizes = (sharding.padded(size, runner.mesh) for size in (batch_size, refill_size(batch_size)))
         self.slots = Slots(*sizes, requests)
         self.state, self.is_interrupted = None, False
-        self.prepared = 0  # capacity for which programs were compiled ahead
         longest = max(request.length for request in requests)
         capacity = first_capacity(runner.plan, longest, new)
         kept = session.take(runner, requests[0].ids) if session else None
@@ -237,20 +234,13 @@ class BatchDecoder:
             self.state = self.runner.run(self.state, max_rounds, self.slots.enough_done)
 
     def _grow_if_full(self) -> None:
-        """Enlarges caches without room for a round, to twice their size or that of the longest possible answer.
-
-        A background thread compiles the programs of larger caches before.
-        """
+        """Enlarges caches without room for a round, to twice their size or that of the longest possible answer."""
         state = self.state
         end_b, limit_b = sharding.to_host((state.end_b, state.sampling.limit_b))
         path = self.runner.plan.path_length
-        larger = capacity_bucket(min(2 * state.capacity, max(np.max(limit_b), np.max(end_b)) + 1 + path))
         if np.max(end_b) + path > state.capacity:
-            self.state = self.runner.grow(self.state, larger)
-        elif np.max(limit_b) + path > state.capacity and 2 * np.max(end_b) > state.capacity and self.prepared < larger:
-            self.prepared = larger
-            shapes, runner = programs.abstract_shapes(self.state), replace(self.runner, clock=Clock(silent=True))
-            programs.compile_ahead(lambda: runner.run(runner.grow(shapes, larger), 0, self.slots.size))
+            longest = max(np.max(limit_b), np.max(end_b)) + 1 + path
+            self.state = self.runner.grow(self.state, capacity_bucket(min(2 * state.capacity, longest)))
 
     def _start(self, capacity: int, kept: Kept | None = None) -> None:
         """Prefills requests into all slots of an empty batch."""
@@ -311,17 +301,3 @@ class Session:
         prompt = np.array(ids[: known.size])
         same = int(np.cumprod(known[: prompt.size] == prompt).sum())
         return (state, same - 1) if same > 1 else None  # a drafter's state may depend on the token after it
-
-    def prepare_next(self, new: int) -> None:
-        """Compiles programs in the background if a next message, and an answer of `new` tokens, need larger caches."""
-        last = self.batch
-        state, runner = last.state, replace(last.runner, clock=Clock(silent=True))
-        capacity = first_capacity(runner.plan, int(sharding.to_host(state.end_b)[0]) + NEXT_MESSAGE, new)
-        shapes = programs.abstract_shapes(state)
-
-        def compile() -> None:
-            batch = last.make_batch([UNUSED], batch_size=1, capacity=capacity)
-            runner.run(runner.start(batch, (shapes, 0)), 0, 1)
-
-        if capacity > state.capacity:
-            programs.compile_ahead(compile)

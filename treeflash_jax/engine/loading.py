@@ -1,7 +1,6 @@
-"""Loading a verifier with its drafter, and keeping compiled programs from one process to the next."""
+"""Loading a verifier with its drafter."""
 
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compilation_cache import compilation_cache
 
 from treeflash_jax import drafters
-from treeflash_jax.core import devices, files, programs, sharding
+from treeflash_jax.core import devices, sharding
 from treeflash_jax.core.checks import expect, fit, quoted, suggesting
 from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.state import Weights
@@ -26,7 +24,6 @@ from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-KEPT_SECONDS = 0.3  # shortest compilation whose program is stored in JAX's cache
 logger = logging.getLogger("treeflash_jax")
 
 
@@ -89,9 +86,6 @@ def load(
     fit(Mapping[str, Any] | None, template, "template", says="a dictionary")
     sharding.check(mesh)
     quantized.check_scheme(quantize)
-    keep_programs()
-    if mesh is None:
-        programs.read_ahead()
     if drafter is None:
         drafter = verifier if str(verifier) in pairs.VERIFIERS else pairs.NO_DRAFTER
     drafter = None if str(drafter) == pairs.NO_DRAFTER else drafter
@@ -156,23 +150,3 @@ def float_type(dtype: Any) -> Any:
     is_available = name != "float64" or jax.config.jax_enable_x64
     expect(is_available, "dtype", dtype, 'jax.config.update("jax_enable_x64", True) before it')
     return jnp.dtype(dtype)
-
-
-def keep_programs(*, by_jax: bool = False) -> None:
-    """Stores executables in the user's cache folder for later processes, unless JAX has a compilation cache already.
-
-    JAX_ENABLE_COMPILATION_CACHE=false turns it off. With `by_jax`, every program is stored in JAX's persistent compilation
-    cache, instead of only the executables of decoding.
-    """
-    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
-        return
-    folder = files.user_cache() / "programs"
-    with suppress(OSError):  # a home that cannot be written to
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        return
-    programs.folder = folder
-    if by_jax:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
-        compilation_cache.reset_cache()  # JAX reads the folder's name once, at its first compilation

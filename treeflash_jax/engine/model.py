@@ -185,8 +185,6 @@ class TreeFlash(LoadedPair):
             text = (result.text or "") if ready else reader.certain(result.text or "")
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
-        if session:
-            session.prepare_next(call.config.max_new_tokens)
         yield result
 
     @takes_settings
@@ -201,8 +199,8 @@ class TreeFlash(LoadedPair):
 
         Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus
         `max_new_tokens`, rounded up) and on the drafting settings, but not on prompts, filters or seeds, nor on
-        temperatures unless these select the builder. Caches have room for 1,024 new tokens at first and grow for longer
-        answers; a background thread compiles the programs of the next size before it is needed.
+        temperatures unless these select the builder. Caches have room for 1,024 new tokens at first; for longer answers
+        they grow, and programs of the next size are compiled when it is needed.
 
         Example:
           >>> model.warmup(prompt_tokens=200, max_new_tokens=256)

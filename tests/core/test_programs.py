@@ -1,0 +1,68 @@
+"""Commands keep compiled programs between processes unless the user chose otherwise; the library changes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+SCRIPT = """
+import json, jax
+jax.jit(lambda x: x + 1)(jax.numpy.ones(3))  # programs are kept after a first compilation, too
+from treeflash_jax.core import programs
+programs.keep_on_disk()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(7)).block_until_ready()
+print(json.dumps(jax.config.jax_compilation_cache_dir))
+"""
+
+
+def run(home, script: str = SCRIPT, **variables: str) -> Any:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"XDG_CACHE_HOME": str(home)}
+    environment |= {"JAX_PLATFORMS": "cpu"} | variables
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_programs_are_kept_and_found_again(tmp_path):
+    folder = tmp_path / "treeflash" / "programs"
+    kept = []
+    for _ in range(2):
+        assert run(tmp_path) == str(folder)
+        kept.append({path.name: path.stat().st_ino for path in folder.rglob("*-cache")})
+    assert kept[0] == kept[1] != {}
+
+
+def test_other_wishes_are_respected(tmp_path):
+    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine")) == str(tmp_path / "mine")
+    assert run(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false") is None
+    (tmp_path / "treeflash").write_text("")  # fails if a run above has made this folder, which now cannot be made
+    assert run(tmp_path) is None
+
+
+LIBRARY = """
+import json, jax
+import treeflash_jax as tf
+before = dict(jax.config.values)
+tf.load("tiny").generate("3 + 4", max_new_tokens=2)
+print(json.dumps({name: str(value) for name, value in jax.config.values.items() if value != before[name]}))
+"""
+COMMAND = """
+from treeflash_jax.cli.commands import main
+raise SystemExit(main("generate --verifier tiny --prompt-ids 3 --max-new-tokens 2 --json --mesh".split() + [{mesh!r}]))
+"""
+
+
+def test_loading_changes_no_setting_of_jax(tmp_path):
+    assert run(tmp_path, LIBRARY) == {} and not list(tmp_path.iterdir())
+
+
+def test_commands_keep_their_programs(tmp_path):
+    """But none of a mesh of several CPU devices: programs that are read back wait for ever in their collectives."""
+    two_devices = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    folder = tmp_path / "treeflash" / "programs"
+    run(tmp_path, COMMAND.format(mesh="2x1"), XLA_FLAGS=two_devices)
+    assert not list(folder.glob("jit_decode-*"))
+    run(tmp_path, COMMAND.format(mesh="1x1"))
+    assert len(list(folder.glob("jit_decode-*-cache"))) == 1
