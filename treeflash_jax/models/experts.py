@@ -87,7 +87,7 @@ def _local_mixture(
     local_nk = ids_nk - lax.axis_index(experts) * held if experts else ids_nk
     is_held_nk = (local_nk >= 0) & (local_nk < held)
     weight_nk = jnp.where(is_held_nk, weight_nk.astype(_wide(x_nd)), 0)
-    y_nd = expert_sums.choose_form(*ids_nk.shape, held)(weights, x_nd, weight_nk, jnp.where(is_held_nk, local_nk, held))
+    y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, jnp.where(is_held_nk, local_nk, held))
     if axes := tuple(name for name in (experts, ffn) if name):
         y_nd = lax.psum(y_nd, axes)
     return y_nd.astype(x_btd.dtype).reshape(x_btd.shape), ids_nk.reshape(batch, tokens, -1)
