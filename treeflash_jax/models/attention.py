@@ -4,9 +4,9 @@ Every new position sees the whole committed prefix and the new positions in its 
 positions in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context] mask
 exists.
 
-"xla" reads the whole capacity of the cache and is the reference that the others are tested against. "streamed" reads the
-quarters of it that hold the longest prefix. The Pallas kernels read each prefix block by block under an online softmax.
-"splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
+"xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
+prefix. The Pallas kernels read each prefix block by block under an online softmax. "splash", "cudnn" and "chunked" are for
+packed sequences without a prefix, in training.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, h query heads, k key/value heads,
 g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.
@@ -115,15 +115,13 @@ def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
     ends = [-(-slots * (quarter + 1) // QUARTERS) for quarter in range(QUARTERS)]
 
-    def attend_up_to(end: int) -> Callable[..., jax.Array]:
-        def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
-            first = jax.tree.map(lambda slots_bkse: slots_bkse[:, :, :end], prefix)
-            return _xla(q_bthe, k_buke, v_buke, mask_btu, first, length_b)
-
-        return attend
+    def attend_up_to(end, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+        first = jax.tree.map(lambda slots_bkse: slots_bkse[:, :, :end], prefix)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, first, length_b)
 
     def attend(*arrays):
-        return lax.switch(jnp.sum(jnp.max(arrays[-1]) > jnp.asarray(ends[:-1])), [*map(attend_up_to, ends)], *arrays)
+        branch = jnp.sum(jnp.max(arrays[-1]) > jnp.asarray(ends[:-1]))
+        return lax.switch(branch, [partial(attend_up_to, end) for end in ends], *arrays)
 
     return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 

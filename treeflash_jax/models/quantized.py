@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax.core import devices
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.parameters import Spec, is_spec, shardings
 from treeflash_jax.models.backend import indexing, products
@@ -59,8 +58,8 @@ def check_scheme(scheme: str | None) -> None:
 
 def quantization_scheme(weights: Any) -> str | None:
     """Returns the scheme of a tree of weights; None if nothing in it is quantised."""
-    is_quantized = lambda x: isinstance(x, Quantized)  # noqa: E731
-    return SCHEMES[0] if any(map(is_quantized, jax.tree.leaves(weights, is_leaf=is_quantized))) else None
+    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Quantized))
+    return SCHEMES[0] if any(isinstance(leaf, Quantized) for leaf in leaves) else None
 
 
 def specs(tree: Any, scheme: str | None) -> Any:
@@ -124,4 +123,4 @@ def _parts(spec: Spec) -> Quantized:
 
 @cache
 def compile_quantize(inputs: tuple[int, ...], place: Quantized | None) -> Callable[[jax.Array], Quantized]:
-    return devices.jit(partial(quantize, inputs=inputs), out_shardings=place)
+    return jax.jit(partial(quantize, inputs=inputs), out_shardings=place)

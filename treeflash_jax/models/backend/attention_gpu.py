@@ -5,7 +5,7 @@ divided evenly among its shares, whatever its length, so that a batch of one fil
 No block past a sequence's length is read.
 
 Pallas' Triton lowering serves every NVIDIA GPU since Ampere; jax 0.12 deprecates it for Mosaic's, which starts at Hopper.
-It was timed on an H200 with jax 0.11.2 (`Device.attention`); the sizes below are not tuned.
+The sizes below are not tuned.
 
 Shape suffixes: b batch, k key/value heads, q queries of one key/value head, s cache slots, x slots of one block,
 y shares of the prefix, e head dim.

@@ -1,11 +1,10 @@
 """Matrix products in the form that the backend runs fastest.
 
 The plain form is an einsum in the operands' dtype. XLA's CPU backend runs a bfloat16 product at the machine's rate only as
-a matrix product that accumulates in float32, is rounded afterwards and sums over the last axis of its left matrix. Products
-from bfloat16 to bfloat16, with a single vector, or summed over the first axis (the gradient of a weight) take two to five
-times as long. In float32, it reads the left matrix in place and copies the right one into another layout, so that a few
-vectors are best multiplied with the weight on the left. All forms accumulate in float32, as accelerators do; results differ
-in the order of sums only.
+a matrix product that accumulates in float32, is rounded afterwards and sums over the last axis of its left matrix; not
+from bfloat16 to bfloat16, with a single vector, or summed over the first axis (the gradient of a weight). In float32, it
+reads the left matrix in place and copies the right one into another layout, so that a few vectors are best multiplied with
+the weight on the left. All forms accumulate in float32, as accelerators do; results differ in the order of sums only.
 
 Shape suffixes: n activation vectors (all leading axes flattened), i input axes flattened, o output axes flattened; and of
 attention, b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
