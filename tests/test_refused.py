@@ -129,12 +129,10 @@ def test_prompts(tiny):
     for prompt in (  # beside those of tests/engine/test_prompts.py
         1.5, None, True, {}, object(), [[]], ["3"], [True], [b"3"], "\ud800", "a\udfff", {5, 6}, frozenset("ab"),
         [{"role": "user", "content": "\ud800"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": b"x"}],
-        "word " * 10**6, [{"role": "user", "content": "word " * 10**6}],
     ):  # fmt: skip
         refused(lambda prompt=prompt: tiny.encode(prompt))
     refused(lambda: tiny.generate([HUGE]), "expected 0 to")
     refused(lambda: tiny.generate(["fine", "\ud800"]), "prompt 1", "U+D800")
-    refused(lambda: tiny.encode(tf.Text("word " * 10**6)), "5,000,000 characters", "context")
 
 
 BAD_TEMPLATES = {
@@ -147,7 +145,6 @@ BAD_TEMPLATES = {
     "reaches for Python": "{{ ''.__class__.__mro__ }}",
     "changes the chat": "{{ messages.append(messages[0]) }}",
     "writes half a character": "{{ '\\ud800' }}",
-    "writes too much": "{{ 'x' * 2**27 }}",
 }
 
 

@@ -77,7 +77,7 @@ class LoadedPair:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt in any form that `generate` takes; see `prompts.encode`."""
-        return encode(prompt, self.tokenizer, self.verifier.max_positions)
+        return encode(prompt, self.tokenizer)
 
     def resolve(self, config: GenerateConfig | None, settings: Settings, num_prompts: int = 1) -> GenerateConfig:
         """Checks the settings of a call and fills in the defaults of this pair; `settings` override `config`."""

@@ -43,15 +43,13 @@ def encode_each(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]]
     return encoded
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = None) -> list[int]:
+def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Returns the token ids of one prompt.
 
     A string is a user's message, formatted with the chat template if the tokenizer has one; a `Text` is continued as it is.
 
     Args:
       tokenizer: tokenizer of the verifier; not needed for ids.
-      context: context length of the verifier in tokens; text that is certainly longer is rejected before tokenization.
-        None tokenizes all text.
 
     Raises ValueError for no prompt, an empty prompt, text without a tokenizer, text that the tokenizer or its chat template
     rejects, or messages with content other than text.
@@ -63,7 +61,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
     if is_chat or isinstance(items, str):
         if tokenizer is None:
             raise ValueError("got text, but the verifier's folder has no tokenizer.json; give ids instead")
-        ids = tokenizer.encode_chat(plain_messages(items), context) if is_chat else tokenizer.encode(items, context)
+        ids = tokenizer.encode_chat(plain_messages(items)) if is_chat else tokenizer.encode(items)
     else:
         if strange := [item for item in items if not _is_id(item)]:
             raise ValueError(f"got {type(strange[0]).__name__} among the token ids of a prompt, expected whole numbers")

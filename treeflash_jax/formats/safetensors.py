@@ -52,12 +52,6 @@ def names(folder: Path) -> Collection[str]:
         return ()
 
 
-def metadata(path: Path) -> dict[str, str]:
-    """Returns the metadata of a file. Raises ValueError if it is missing or damaged."""
-    with ExitStack() as stack:
-        return _open(path, stack).metadata() or {}
-
-
 def _listed(folder: Path) -> dict[str, str]:
     """Returns the file of every tensor by the folder's index; {} without one, or with a whole file, which comes first."""
     index = folder / "model.safetensors.index.json"

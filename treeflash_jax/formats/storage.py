@@ -173,64 +173,66 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
     return zip(jax.tree.leaves(specs, is_leaf=is_spec), flat_entries, strict=True)
 
 
-def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] | None = None) -> None:
+def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
     """Writes weights to a safetensors file, in `dtype` unless their spec has one, with one tensor at a time in memory.
 
-    Raises ValueError for a wrong shape.
+    The library's writer needs all tensors at once, and orders metadata at random. Raises ValueError for a wrong shape.
     """
-    parts: dict[str, list[_Part]] = {}
-
-    def keep(spec: Spec, entry: Entry, read: Callable[[], Any]) -> None:
-        if entry.is_apart:
-            for i in range(spec.shape[0]):
-                keep(inside(spec), entry.at(i), lambda i=i: read()[i])
-            return
-        order = (0, *(axis + 1 for axis in entry.order)) if entry.is_stacked else entry.order
-        shape, kind = tuple(replace(entry, part=(0, 1)).disk_shape(spec)), np.dtype(spec.dtype_in(dtype))
-        part = _Part(entry.part[0], entry.part_axis - 2, shape, kind, order, read)
-        parts.setdefault(entry.name, []).append(part)
-
+    tensors: dict[str, list[_Part]] = {}
     for (spec, entry), leaf in zip(_pairs(specs, entries), jax.tree.leaves(params), strict=True):
         if leaf.shape != spec.shape:
             raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
-        keep(spec, entry, lambda leaf=leaf: leaf)
-    for joined in parts.values():
-        joined.sort(key=lambda part: part.index)
-    names = sorted(parts, key=lambda name: (-parts[name][0].dtype.itemsize, name))  # so that all numbers are aligned
-    header, end = {"__metadata__": dict(sorted((METADATA | (extra or {})).items()))}, 0
+        kind = spec.dtype_in(dtype)
+        for i in range(spec.shape[0]) if entry.is_apart else (None,):
+            part = _Part(entry, spec, kind, leaf) if i is None else _Part(entry.at(i), inside(spec), kind, leaf, i)
+            tensors.setdefault(part.entry.name, []).append(part)
+    for parts in tensors.values():
+        parts.sort(key=lambda part: part.entry.part)
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))  # so that all numbers are aligned
+    header, end = {"__metadata__": METADATA}, 0
     for name in names:
-        first, begin = parts[name][0], end
+        first, begin = tensors[name][0], end
         shape = list(first.shape)
-        shape[first.axis] = sum(part.shape[first.axis] for part in parts[name])
+        shape[first.axis] = sum(part.shape[first.axis] for part in tensors[name])
         end += math.prod(shape) * first.dtype.itemsize
         header[name] = {"dtype": _DTYPES[first.dtype.name], "shape": shape, "data_offsets": [begin, end]}
-    ordered = json.dumps(
-        {name: header[name] for name in sorted(header)}, separators=(",", ":"), ensure_ascii=False
-    ).encode()
-    ordered = ordered.ljust(-(-len(ordered) // 8) * 8)
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
 
     def content() -> Iterator[Any]:
-        yield len(ordered).to_bytes(8, "little") + ordered
+        yield len(text).to_bytes(8, "little") + text
         for name in names:
-            blocks = [part.block() for part in parts[name]]
-            joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=parts[name][0].axis)
+            blocks = [part.block() for part in tensors[name]]
+            joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=tensors[name][0].axis)
             yield np.ascontiguousarray(joined).view(np.uint8).data
 
     files.write(path, content())
 
 
 class _Part(NamedTuple):
-    """A part of a tensor on disk: its place along an axis, and the weight that it is made of."""
+    """A weight, or one index of its first axis, as a part of a tensor on disk."""
 
-    index: int
-    axis: int
-    shape: tuple[int, ...]
+    entry: Entry
+    spec: Spec
     dtype: np.dtype
-    order: Sequence[int]
-    read: Callable[[], Any]
+    leaf: Any
+    index: int | None = None
+
+    @property
+    def axis(self) -> int:
+        """Axis of the tensor along which its parts follow each other."""
+        return self.entry.part_axis - 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return replace(self.entry, part=(0, 1)).disk_shape(self.spec)
 
     def block(self) -> np.ndarray:
-        return np.asarray(self.read()).astype(self.dtype).transpose(self.order).reshape(self.shape)
+        order = self.entry.order
+        if self.entry.is_stacked:
+            order = (0, *(axis + 1 for axis in order))
+        weight = self.leaf if self.index is None else self.leaf[self.index]
+        return np.asarray(weight).astype(self.dtype).transpose(order).reshape(self.shape)
 
 
 def is_own(path: Any) -> bool:

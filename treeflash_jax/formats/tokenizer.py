@@ -1,13 +1,12 @@
 """Encoding and decoding of text with the Hugging Face tokenizer of a model folder.
 
-Tokenizers and chat templates come with models: their errors become one line, and lone surrogates and texts longer than the
-context are refused before tokenisation. Templates run in the sandbox of transformers; Ctrl-C stops one that never ends.
+Tokenizers and chat templates come with models: their errors become one line. Templates run in the sandbox of transformers;
+Ctrl-C stops one that never ends.
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,10 +14,8 @@ from treeflash_jax.core.checks import clipped, quoted
 from treeflash_jax.core.files import regular
 from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
-SHORT = 2**17  # bytes of a text that is tokenised without a check of its length
 FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
     chat_template.json""".split()
-LONGEST_CHAT = 2**26  # characters, before and after the template
 
 
 class Tokenizer:
@@ -55,20 +52,14 @@ class Tokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         return () if self.inner.eos_token_id is None else (int(self.inner.eos_token_id),)
 
-    def encode(self, text: str, context: int | None = None) -> list[int]:
-        """Returns the ids of a text, without a chat template.
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, without a chat template. Raises ValueError for a text that the tokenizer refuses."""
+        return self.encode_texts([text])[0]
 
-        Raises ValueError for a lone surrogate, a text that certainly has more than `context` tokens (None: no limit), or
-        one that the tokenizer refuses.
-        """
-        return self.encode_texts([text], context)[0]
-
-    def encode_texts(
-        self, texts: Sequence[str], context: int | None = None, *, add_special_tokens: bool = True
-    ) -> list[list[int]]:
+    def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Returns the ids of several texts, encoded in parallel. Raises ValueError as `encode`."""
         for text in texts:
-            self._check(text, context)
+            _check_characters(text)
         with _one_line("the tokenizer refuses the text"):
             return [list(ids) for ids in self.inner(list(texts), add_special_tokens=add_special_tokens)["input_ids"]]
 
@@ -76,49 +67,34 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.inner.chat_template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], context: int | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the ids of a chat up to the start of the next answer. Raises ValueError as `render` and `encode`."""
-        return self.encode_texts([self.render(messages)], context, add_special_tokens=False)[0]
+        return self.encode_texts([self.render(messages)], add_special_tokens=False)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Returns a chat as text, by the chat template; with `add_generation_prompt`, it ends with the start of an answer.
 
-        Raises ValueError for no chat template, a chat that the template refuses, or more than LONGEST_CHAT characters.
+        Raises ValueError for no chat template, or a chat that the template refuses.
         """
         if not self.has_chat_template:
             raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")
-        _check_chat("a chat of", sum(len(str(message.get("content"))) for message in messages))
         with _one_line("got a chat that the verifier's chat template refuses"):
             how = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
             text = self.inner.apply_chat_template(list(messages), **how, **self.template)
-        _check_chat("a chat template that writes", len(text))
-        self._check(text, None)
+        _check_characters(text)
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _check(self, text: str, context: int | None) -> None:
-        try:
-            size = len(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            got = f"half a character (U+{ord(text[error.start]):04X}, a lone surrogate) at position {error.start}"
-            raise ValueError(f"got {got}, expected whole ones") from None
-        if context is not None and size > SHORT and size > context * self._longest:
-            raise ValueError(
-                f"got a prompt of {len(text):,} characters, at least {size // self._longest:,} tokens, "
-                f"expected at most {context:,} tokens (the verifier's context)"
-            )
 
-    @cached_property
-    def _longest(self) -> int:
-        """Bytes of the longest token."""
-        return max((len(token.encode("utf-8", "replace")) for token in self.inner.get_vocab()), default=1)
-
-
-def _check_chat(what: str, size: int) -> None:
-    if size > LONGEST_CHAT:
-        raise ValueError(f"got {what} {size:,} characters, expected at most {LONGEST_CHAT:,}")
+def _check_characters(text: str) -> None:
+    """Raises ValueError for a lone surrogate, which tokenizers crash on."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        got = f"half a character (U+{ord(text[error.start]):04X}, a lone surrogate) at position {error.start}"
+        raise ValueError(f"got {got}, expected whole ones") from None
 
 
 def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> None:
