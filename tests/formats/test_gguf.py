@@ -144,6 +144,9 @@ def test_tokenizers_are_llama_cpps(tmp_path, pre):
         assert tokenizer.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
     composed, apart = tokenizer.encode("caf\u00e9"), tokenizer.encode("cafe\u0301")
     assert (composed == apart) == (same_as.get(pre, pre) == "qwen2")
+    silent = vocabulary(pre) | {"tokenizer.ggml.add_bos_token": None}
+    begins = Tokenizer.load(write(tmp_path / "silent.gguf", LLAMA, {}, silent)).encode("a")[0] == 1
+    assert begins == (same_as.get(pre, pre) == "llama-bpe"), "as in llama.cpp if the file does not say"
 
 
 def test_tokens_have_their_roles(tmp_path):
@@ -163,25 +166,9 @@ def test_tokens_have_their_roles(tmp_path):
     config = models.read_verifier_config(path)
     assert config.eos_token_ids == models.stop_ids(path, config) == (0, 2), "the ends of a text and of a turn"
     assert tf.load(verifier=path).stop_ids == (0, 2)
-
-
-def test_ends_of_turns_are_known_by_their_texts(tmp_path):
     words = vocabulary("smollm") | {"tokenizer.ggml.eos_token_id": 0}
-    config = models.read_verifier_config(write_small(tmp_path / "x.gguf", words))
-    assert words["tokenizer.ggml.tokens"][2] == "<|im_end|>" and config.eos_token_ids == (0, 2)
-
-
-@pytest.mark.parametrize("change", [{"rope.scaling.factor": 4.0}, {"rope.scaling.attn_factor": 1.5}])
-def test_scaling_that_llama_cpp_applies_without_a_type_is_refused(tmp_path, change):
-    path = write(tmp_path / "x.gguf", LLAMA, as_gguf(save_hf(tmp_path, LLAMA), LLAMA), EOS, change)
-    refused(lambda: models.read_verifier_config(path), f"{next(iter(change))} = {next(iter(change.values()))}")
-
-
-def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does(tmp_path):
-    for pre, begins in (("llama-bpe", True), ("qwen2", False)):
-        words = vocabulary(pre) | {"tokenizer.ggml.add_bos_token": None}
-        tokenizer = Tokenizer.load(write(tmp_path / f"{pre}.gguf", LLAMA, {}, words))
-        assert (tokenizer.encode("a")[0] == 1) == begins
+    config = models.read_verifier_config(write_small(tmp_path / "texts.gguf", words))
+    assert words["tokenizer.ggml.tokens"][2] == "<|im_end|>" and config.eos_token_ids == (0, 2), "by the text of the token"
 
 
 def test_files_without_a_tokenizer_take_ids(tmp_path):

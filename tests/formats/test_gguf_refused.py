@@ -72,6 +72,8 @@ REFUSED = {
     "more layers": (lambda p: write_small(p, changes={"block_count": 10**9}), "1,000,000,000 layers, expected 2"),
     "lengths": (lambda p: write_small(p, changes={"attention.value_length": 8}), "value_length 8, expected 16"),
     "linear": (lambda p: write_small(p, changes={"rope.scaling.type": "linear"}), "rope.scaling.type 'linear'"),
+    "a factor without a type": (lambda p: write_small(p, changes={"rope.scaling.factor": 4.0}), "scaling.factor = 4.0"),
+    "attention without a type": (lambda p: write_small(p, changes={"rope.scaling.attn_factor": 1.5}), "attn_factor = 1.5"),
     "yarn without a factor": (lambda p: write_small(p, changes={"rope.scaling.type": "yarn"}), "scaling.factor = None"),
     "half of yarn": (lambda p: write_small(p, changes=YARN | {"rope.scaling.yarn_ext_factor": 0.5}), "ext_factor = 0.5"),
     "yarn and divisors": (

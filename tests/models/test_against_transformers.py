@@ -147,22 +147,14 @@ def test_refused_files(tmp_path, name):
 @needs_8_devices
 @pytest.mark.parametrize("layout", ["apart", "fused"])
 def test_each_device_reads_its_own_experts_from_one_open_file(monkeypatch, layout):
-    opened, read, load = [], [], storage.load
+    opened, read, read_slice = [], [], storage.read_slice
 
-    class Counted:
-        def __init__(self, name, source):
-            self.name, self.source = name, source
-            self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
+    def read_counted(source, spec, entry, *place):
+        block = read_slice(source, spec, entry, *place)
+        read.append((entry.name, block.nbytes))
+        return block
 
-        def __getitem__(self, index):
-            block = self.source[index]
-            read.append((self.name, block.nbytes))
-            return block
-
-    def load_counted(where, tensors, *others):
-        return load(where, {name: Counted(name, tensor) for name, tensor in tensors.items()}, *others)
-
-    monkeypatch.setattr(storage, "load", load_counted)
+    monkeypatch.setattr(storage, "read_slice", read_counted)
     monkeypatch.setattr(safetensors, "safe_open", lambda path, **named: opened.append(path) or safe_open(path, **named))
     mesh = make_mesh(2, 4)
     _, whole = models.load_verifier(FOLDER / layout)

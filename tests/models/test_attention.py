@@ -71,13 +71,6 @@ def test_xla_is_the_dense_softmax(heads, kv_heads):
     np.testing.assert_allclose(attention(q_bthe, k_buke, v_buke, mask_btu), expected, atol=3e-6)
 
 
-def test_large_logits_in_bfloat16_stay_finite():
-    """The prefix holds the peak of some positions, the new positions that of others: both must enter the maximum."""
-    q_bthe, *others = short_arguments(dtype=jnp.bfloat16)
-    out = attention(q_bthe * 1e4, *others)
-    assert out.dtype == jnp.bfloat16 and bool(jnp.isfinite(out).all()) and bool((jnp.abs(out) < 10).all())
-
-
 def finite(arrays):
     """The same with zeros for NaN: what "xla" can take."""
     return jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)
@@ -112,18 +105,13 @@ def test_any_number_of_queries_and_slots(name, queries, heads, slots):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_large_logits_stay_finite(name):
-    """Peaks of a thousand move from block to block: what is kept so far must shrink, never overflow."""
+def test_large_logits_stay_finite_and_a_prefix_may_be_missing(name):
+    """Peaks of a thousand move from block to block, and from the prefix to the new positions: sums never overflow."""
     q_bthe, *others = arguments(LENGTHS["full"])
-    arrays = finite((q_bthe * 1e3, *others))
-    np.testing.assert_allclose(attention(*arrays, implementation=name), attention(*arrays), atol=1e-3)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_without_a_prefix(name):
-    q_bthe, k_buke, v_buke, mask_btu, *_ = arguments(LENGTHS["full"])
-    got = attention(q_bthe, k_buke, v_buke, mask_btu, implementation=name)
-    np.testing.assert_array_equal(got, attention(q_bthe, k_buke, v_buke, mask_btu))
+    for arrays in (finite((q_bthe * 1e3, *others)), (q_bthe * 1e3, *others[:3])):
+        expected = attention(*arrays)
+        assert (jnp.abs(expected) < 10).all()
+        np.testing.assert_allclose(attention(*arrays, implementation=name), expected, atol=1e-3)
 
 
 @needs_8_devices

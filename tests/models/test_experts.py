@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RANDOM_MODEL, needs_8_devices
+from conftest import RANDOM_MODEL, needs_8_devices, needs_cpu
 
 from treeflash_jax import make_mesh
 from treeflash_jax.core import parameters, sharding
@@ -123,6 +123,18 @@ def test_one_token_multiplies_no_matrix_of_all_experts():
     text = jax.jit(lambda weights, x: experts.mixture(weights, CONFIG, x)).lower(weights, x_btd).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert products and not [line for line in products if "6x8x4" in line or "6x4x8" in line]
+
+
+@needs_cpu
+@pytest.mark.parametrize("scheme, dtype", [(None, "float32"), (None, "bfloat16"), ("int8", "float32")])
+def test_no_matrix_of_an_expert_is_copied_for_one_token(scheme, dtype):
+    config = replace(CONFIG, hidden_size=64, num_experts=8, expert_size=48)
+    weights = parameters.initialize(experts.specs(config), jax.random.key(0), dtype)
+    weights = {name: quantized.compress(weight, experts.specs(config)[name], scheme) for name, weight in weights.items()}
+    run = jax.jit(lambda weights, x: experts.mixture(weights, config, x))
+    compiled = run.lower(weights, jnp.ones((1, 1, 64), dtype)).compile()
+    matrix = 64 * 48 * (1 if scheme else jnp.dtype(dtype).itemsize)
+    assert compiled.memory_analysis().temp_size_in_bytes < matrix
 
 
 def test_int8_experts_equal_their_dequantised_weights():
