@@ -1,4 +1,4 @@
-"""Random pairs, states after their prompts, made-up calibrations, and drafted answers against one-token decoding."""
+"""Random pairs, states after their prompts, and drafted answers against one-token decoding."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,20 +11,16 @@ import pytest
 
 from treeflash_jax import GenerateConfig, Result, TreeFlash, drafters
 from treeflash_jax.core import parameters
-from treeflash_jax.decoding import calibration, loops
-from treeflash_jax.decoding.calibration import Calibration
+from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.models import verifier
 
-BUCKETS = [2, 4, 8, 16]
 SIZES = {"candidates": 8, "children": 8}
 TREE = {"nodes": 8, "candidates": 4, "children": 4}
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
 SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0], "top_k": [0, 0, 9, 0]}  # of four prompts
-AUTO = {"nodes": "auto"} | SIZES
-FLAT, MIXED = [1.0] * 4, [1.0, 1.2, 1.5, 2.1]
 
 
 def slow_unless(is_quick: bool, *values: Any) -> Any:
@@ -63,12 +59,10 @@ def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) 
 
 
 def make_runner(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[Runner, tuple]:
-    """The runner of a call whose rounds may choose their trees, and the inputs of its prompts for these caches."""
+    """The runner of a call, and the inputs of its prompts for these caches."""
     config = model.resolve(None, {"max_new_tokens": 64, "stop_ids": ()} | settings)
     requests = make_requests(prompts, config, model.verifier)
-    longest = replace(config, max_new_tokens=capacity - 20 - max(map(len, prompts)))
-    runner = model.make_runner(longest, requests, len(requests))
-    return runner, model.make_batch(requests, config, batch_size=len(requests), capacity=capacity)
+    return model.make_runner(config), model.make_batch(requests, config, batch_size=len(requests), capacity=capacity)
 
 
 def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any = None, **settings) -> list[Result]:
@@ -100,19 +94,3 @@ def assert_same_positions(got: Any, expected: Any, length_b: Any, atol: float = 
 def cut_by_stops(results: list[Result]) -> int:
     """Number of answers that stop inside an accepted path."""
     return sum(result.finished == "stop" and result.cut > 0 for result in results)
-
-
-def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, settings=SIZES, **changes) -> Calibration:
-    """A calibration that was never measured."""
-    plan = model.plan(GenerateConfig(builder="best-first", nodes=nodes[-1], **settings))
-    times = dict(round_seconds=[[list(seconds)]], tree_seconds=[[[0.0] * len(nodes)]], step_seconds=[[step]])
-    lengths = dict(temperatures=[0.0, 1.0], tau=[list(tau)] * 2, reliability=[1.0, 1.0])
-    identity = calibration.make_identity(model.weights, plan, model.mesh) | changes
-    return Calibration(identity=identity, nodes=list(nodes), batch=[1], positions=[256], **times, **lengths)
-
-
-def beside(model: TreeFlash, path, *entries: Calibration) -> TreeFlash:
-    """The same model, which reads these entries."""
-    for entry in entries:
-        calibration.write(path, entry)
-    return TreeFlash(model.verifier, model.weights, drafter=model.drafter, mesh=model.mesh, budget=path)

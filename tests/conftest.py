@@ -158,7 +158,7 @@ def compilations() -> Iterator[list[str]]:
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch) -> None:
-    """An empty folder in place of the user's cache, which keeps calibrations and what is fetched from URLs."""
+    """An empty folder in place of the user's cache, which keeps what is fetched from URLs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -20,7 +20,7 @@ def generated(capsys, *words: str) -> list[int]:
 
 
 def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys, settings=SMALL, verifier="tiny") -> None:
-    """Python, the command line, benchmarks and calibration."""
+    """Python, the command line, and benchmarks."""
     options = [f"--{name}={value}" for name, value in settings.items()]
     [result] = drafted_as_plain(model, [CHAT], settings, max_new_tokens=12)
     pair = ["--verifier", str(verifier), "--drafter", str(folder)]
@@ -36,7 +36,3 @@ def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys, setti
     shape = verifier if verifier == "tiny" else verifier / "config.json"
     words = ["--shape", str(shape), "--drafter-shape", str(folder / "config.json"), "--no-compile", "--dtype", "float32"]
     assert main(["bench", "memory", *words]) == 0
-    budget = ["--out", str(tmp_path / "budget.json"), "--limit", "1", "--repeats", "1", "--max-new-tokens", "24"]
-    words = ["--batch", "1", "--context", "40", *options, "--nodes", "2", "4"]
-    assert main(["calibrate", *pair, *words, *budget]) == 0
-    assert json.loads((tmp_path / "budget.json").read_text()) and "NaN" not in (tmp_path / "budget.json").read_text()

@@ -149,7 +149,7 @@ def test_times_on_a_pod_are_those_of_the_formula():
 
 def test_named_options_exist(capsys):
     """Every option that the pages name is an option of some command, to the letter."""
-    for command in ("generate", "check", "convert", "calibrate", "bench run", "bench latency", "bench memory"):
+    for command in ("generate", "check", "convert", "bench run", "bench latency", "bench memory"):
         with pytest.raises(SystemExit):
             commands.main([*command.split(), "--help"])
     with pytest.raises(SystemExit):

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import json
 import math
 import time
 import timeit
@@ -22,7 +21,6 @@ from refusals import mistake, refused, understood
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks, devices
-from treeflash_jax.decoding import calibration
 from treeflash_jax.engine import prompts
 from treeflash_jax.engine.planning import LOAD_ARGUMENTS, make_requests, resolve
 from treeflash_jax.engine.settings import GenerateConfig
@@ -171,30 +169,6 @@ def test_broken_tokenizer_files(tiny, tmp_path):
     for text in (b"", b"{", whole[: len(whole) // 2], b"[]", b'{"model": 3}', b"\xff\xfe", DEEP.encode()):
         (tmp_path / "tokenizer.json").write_bytes(text)
         refused(lambda: Tokenizer.load(tmp_path), "tokenizer.json")
-
-
-CALIBRATION = {
-    "identity": {"pair": "x"}, "nodes": [1, 2], "batch": [1], "positions": [64], "round_seconds": [[[0.1, 0.2]]],
-    "tree_seconds": [[[0.0, 0.1]]], "step_seconds": [[0.1]], "temperatures": [0.0], "tau": [[1.0, 2.0]],
-    "reliability": [0.9],
-}  # fmt: skip
-
-
-def test_calibrations(tmp_path):
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps({"entries": [CALIBRATION]}))
-    assert calibration.read(path)[0].nodes == [1, 2]
-    for key in CALIBRATION:
-        for value in (None, "x", [], [1], [[1]], [[[1]]], 3, ["x"], [-1], [HUGE]):
-            path.write_text(json.dumps({"entries": [CALIBRATION | {key: value}]}))
-            understood(calibration.find, path, {"pair": "y"})
-    path.write_text(json.dumps({"entries": [CALIBRATION | {"identity": ["pair"]}]}))
-    refused(lambda: calibration.find(path, {"pair": "y"}), "identity")
-    path.write_text(DEEP)
-    refused(lambda: calibration.read(path), "nested too deeply")
-    for text in ("", "[]", "{}", '{"entries": [{"nodes": 1}]}'):
-        path.write_text(text)
-        refused(lambda: calibration.read(path), "got no calibration")
 
 
 def test_arguments_of_functions(trained, monkeypatch):

@@ -196,15 +196,6 @@ def latency_h200() -> str:
     return section(f"tokens in the cache | attention | {PHASES}", rows, runs["note"], commands)
 
 
-def budget() -> str:
-    runs, rows = read("budget_auto.json"), []
-    for row in runs["rows"]:
-        speed = row["tokens_per_second"]
-        rows.append([row["prompts"], row["batch"], *speed.values(), f"{speed['treeflash-auto'] / speed['ar']:.2f}"])
-    header = "prompts | batch | one token at a time | 8 nodes | 16 nodes | auto | auto / one token at a time"
-    return section(header, rows, f"{runs['what']}. {runs['hardware']}:", runs["command"], "text")
-
-
 def compiled(name: str, reads: str = "") -> str:
     """Formats memory and collectives of rounds; `reads`: headers of the columns of weights that experts add."""
     rows = []
@@ -427,7 +418,7 @@ def options() -> str:
 
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
-SHOWN += (latency_h200, small_runs, budget, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds, train_steps)
+SHOWN += (latency_h200, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds, train_steps)
 SHOWN += (train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu, options, shipped_nodes)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),

@@ -79,14 +79,14 @@ def asked(part: int, size: int = BATCH, new: int = NEW) -> tuple[jax.Array, jax.
     return tokens_bs, full(len(PROMPT), jnp.int32), sampling
 
 
-def planned(pair: TreeFlash, rule: str, settings: dict, policy=None) -> DecodePlan:
-    return replace(pair.plan(GenerateConfig(**settings)), rule=rule, prefill_chunk=len(PROMPT), policy=policy)
+def planned(pair: TreeFlash, rule: str, settings: dict) -> DecodePlan:
+    return replace(pair.plan(GenerateConfig(**settings)), rule=rule, prefill_chunk=len(PROMPT))
 
 
-def answers(pair: TreeFlash, plan: DecodePlan, policy=None, *, batches: int = 1, size: int = BATCH, new: int = NEW):
+def answers(pair: TreeFlash, plan: DecodePlan, *, batches: int = 1, size: int = BATCH, new: int = NEW):
     """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key."""
-    runner = Runner(plan, pair.weights.replace(policy=policy))
-    states = [runner.run(runner.start(asked(part, size, new)), new, size) for part in range(batches)]
+    runner = Runner(plan, pair.weights)
+    states = [runner.run(runner.prefill(asked(part, size, new)), new, size) for part in range(batches)]
     assert all(bool(jnp.all(state.done_b)) for state in states)
     return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states
 
@@ -110,7 +110,6 @@ RULE_TREES = {
     "k-sequential": "delayed", "block": "one path", "traversal": "hybrid", "multi-path-block": "paths",
 }  # fmt: skip
 PLANS = [(rule, TREES[RULE_TREES[rule]]) for rule in RULES]
-PLANS += [("k-sequential", TREES["delayed"] | {"trunk": "auto"})]  # past rounds choose the trunk
 
 
 @pytest.mark.slow

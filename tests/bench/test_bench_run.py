@@ -231,10 +231,9 @@ def test_names_of_systems_hold_their_settings():
         "chain@0.7": sampled | {"builder": "chain"},
         "marginal-4+paths+traversal@0.7": sampled | {"builder": "paths", "acceptance": "traversal", "nodes": 4},
         "joined-4": {"ngrams": 8, "nodes": 4},
-        "treeflash-auto": {"ngrams": 0, "nodes": "auto"},
         "treeflash-8+hybrid": {"ngrams": 0, "builder": "hybrid", "acceptance": None, "nodes": 8},
-        "treeflash-8+delayed:trunk=auto:branches=3":
-            {"ngrams": 0, "builder": "delayed", "acceptance": None, "nodes": 8, "trunk": "auto", "branches": 3},
+        "treeflash-8+delayed:trunk=1:branches=3":
+            {"ngrams": 0, "builder": "delayed", "acceptance": None, "nodes": 8, "trunk": 1, "branches": 3},
         "treeflash-4+one-path+block": {"ngrams": 0, "builder": "paths", "branches": 1, "acceptance": "block", "nodes": 4},
     }  # fmt: skip
     assert parse_systems(systems, [2]) == systems

@@ -187,7 +187,7 @@ def test_what_is_typed_during_an_answer_is_no_message(monkeypatch):
 
 def test_every_command_has_help(capsys):
     """`treeflash` and `treeflash bench` alone list all there are."""
-    commands = ["generate", "chat", "check", "convert", "calibrate", "demo", "bench"]
+    commands = ["generate", "chat", "check", "convert", "demo", "bench"]
     for words, expected in ([], commands), (["bench"], ["run", "report", "latency", "memory"]):
         assert main(words) == 0
         text = capsys.readouterr().out

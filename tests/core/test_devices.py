@@ -46,7 +46,7 @@ def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, can
     assert (model.drafter.num_nodes, model.drafter.block_size) == (16, 16)
     assert sizes() == (nodes, candidates, block_size)
     assert sizes(dtype=jnp.float32) == ((8, 8, 8) if device.is_cpu else (nodes, candidates, block_size))
-    assert sizes(nodes=24, candidates=5) == (24, 5, 16) and sizes(nodes="auto") == (16, candidates, 16)
+    assert sizes(nodes=24, candidates=5) == (24, 5, 16)
     assert sizes(replace(model.drafter, num_nodes=4)) == (4, candidates, 4 if nodes == 8 else 16)
     assert sizes(nodes=5) == (5, candidates, 16), "rounds of different sizes share their draft"
     assert sizes(block_size=3) == (nodes, candidates, 3)

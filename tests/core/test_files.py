@@ -21,7 +21,6 @@ from train.runtime import run_config
 from treeflash_jax.bench import bench_records
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
-from treeflash_jax.decoding import calibration
 from treeflash_jax.formats import gguf_reader, models, safetensors, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -39,7 +38,6 @@ def no_hang():
 PIPES = {
     "gguf": ("model.gguf", lambda path: gguf_reader.read(path)),
     "tokenizer": ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
-    "calibration": ("budget.json", lambda path: calibration.read(path)),
     "settings": ("head.toml", lambda path: run_config.read(path)),
     "results": ("out.jsonl", lambda path: bench_records.read_records(path)),
     "timings": ("out.json", lambda path: bench_records.read_kept(path)),

@@ -5,7 +5,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import AUTO, MIXED, TREE, beside, prefilled, slow_unless, table
+from answers import TREE, prefilled, slow_unless
 from conftest import random_pair
 
 from treeflash_jax.core import programs
@@ -78,17 +78,3 @@ def test_admission_writes_the_replaced_sequences_only():
         np.testing.assert_array_equal(np.asarray(x)[:2], before[:2])
         np.testing.assert_array_equal(np.asarray(x)[2], came[0])
     assert after.end_b.tolist() == [2 + 1, 2 + 1, 3 + 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [0.42, 0.9])
-def test_the_budget_policy_survives_admission(trained, tmp_path, step):
-    """With pauses, too: pending tokens are added to the drafter's context before an admission."""
-    model = beside(trained, tmp_path / "a.json", table(trained, MIXED, step))
-    how = {"max_new_tokens": 60, "stop_ids": [3, 7, 11, 20]}
-    plain = trained.generate(PROMPTS, builder="none", batch_size=7, **how)
-    results = model.generate(PROMPTS, batch_size=2, **AUTO, **how)
-    assert [result.ids for result in results] == [result.ids for result in plain]
-    assert all(len(result.nodes) == len(result.accept_lengths) for result in results)
-    chosen = {nodes for result in results for nodes in result.nodes}
-    assert len(chosen) > 1 and (1 in chosen) == (step == 0.42)

@@ -6,7 +6,6 @@ Losslessness of block drafters: test_lossless.py.
 from dataclasses import replace
 from functools import cache, partial
 
-import answers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,15 +111,7 @@ def test_drafted_output_is_one_token_output(float64, kind, name):
     assert cut or name in ("one node", "two nodes", "walk", "one level", "chain")
 
 
-def with_files(pair: TreeFlash, settings: dict, folder) -> tuple[TreeFlash, dict]:
-    """Adds the calibration that rounds choose their trees by."""
-    if settings is answers.AUTO:
-        return answers.beside(pair, folder / "a.json", answers.table(pair, answers.MIXED, 0.9)), settings
-    return pair, settings
-
-
-ON_A_MESH = [("block", answers.AUTO)]
-ON_A_MESH += [("frequent", TREE)]
+ON_A_MESH = [("block", TREE), ("frequent", TREE)]
 for how in (TREE, {"builder": "walk"}, {"builder": "paths", "nodes": 8}):
     ON_A_MESH += [(kind, how) for kind in ("eagle3", "language model", "ngram")]
 
@@ -128,15 +119,14 @@ for how in (TREE, {"builder": "walk"}, {"builder": "paths", "nodes": 8}):
 @needs_8_devices
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "how"), ON_A_MESH, ids=str)
-def test_eight_devices_answer_as_one(float64, tmp_path, kind, how):
+def test_eight_devices_answer_as_one(float64, kind, how):
     """Batch, heads and vocabularies are split, and a waiting prompt moves in; no round gathers logits or caches."""
     settings = {"max_new_tokens": 40, "stop_ids": (), "batch_size": 4}
     settings |= {} if how.get("builder") == "paths" else {"temperature": [0.0, 0.7, 0.0, 0.05, 1.0], "seed": 3}
     texts = [*TEXTS, [9, 8, 9, 8, 9], [5, 6]]
     programs.clear()
     pair = make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64, mesh=make_mesh(4, 2))
-    pair, draft = with_files(pair, how, tmp_path)
-    drafted = pair.generate(texts, **draft | settings)
+    drafted = pair.generate(texts, **how | settings)
     gathered = {size for shape in gathered_shapes() for size in shape}
     assert kind in ("block", "frequent") or not gathered & {RANDOM_MODEL.vocab_size, 256}
     plain = make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64).generate(texts, builder="none", **settings)
@@ -200,7 +190,7 @@ def test_no_token_is_offered_twice(kind, settings):
         assert len({*named}) == named.size
 
 
-ONE_PROGRAM = [("block", how) for how in ({"builder": "none"}, TREE | {"candidates": 4}, answers.AUTO)]
+ONE_PROGRAM = [("block", how) for how in ({"builder": "none"}, TREE | {"candidates": 4})]
 ONE_PROGRAM += [(kind, TREE) for kind in KINDS if kind != "block"]
 ONE_PROGRAM += [(kind, {"builder": "walk", "children": 4}) for kind in ("ngram", "language model")]
 
@@ -208,35 +198,27 @@ ONE_PROGRAM += [(kind, {"builder": "walk", "children": 4}) for kind in ("ngram",
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("kind", "settings"), [slow_unless(pair in ONE_PROGRAM[:2], *pair) for pair in ONE_PROGRAM])
-def test_a_round_is_one_program_that_copies_no_cache(tmp_path, kind, settings, batch):
-    """A pause, and a round of every bucket, included."""
-    pair, settings = with_files(make_pair(RANDOM_MODEL, KINDS[kind]), settings, tmp_path)
+def test_a_round_is_one_program_that_copies_no_cache(kind, settings, batch):
+    pair = make_pair(RANDOM_MODEL, KINDS[kind])
     runner, inputs = make_runner(pair, PROMPTS[:batch], CAPACITY, **settings)
     plan, chunks = runner.plan.for_prefill(), jax.device_put(jnp.int32(3))
     begun = loops.begin(*inputs, plan=plan, dtype=jnp.float32)
     read = loops.read.lower(pair.weights, begun, inputs[1], chunks, plan=plan).compile()
-    state = runner.start_policy(read(pair.weights, begun, inputs[1], chunks))
+    state = read(pair.weights, begun, inputs[1], chunks)
     assert_copies_nothing(read, state)
-    text = assert_one_program(runner.weights, state, runner.plan)
-    branches = text.count("branch_computations={") + text.count("true_computation=")
-    assert branches >= 1 or runner.plan.policy is None, "buckets are branches"
+    assert_one_program(runner.weights, state, runner.plan)
 
 
 RECOMPILED = [slow_unless(kind in ("block", "ngram"), kind, TREE) for kind in KINDS]
-RECOMPILED += [slow_unless(False, "block", answers.AUTO)]
 
 
 @pytest.mark.parametrize(("kind", "settings"), RECOMPILED)
-def test_nothing_recompiles_when_only_values_change(tmp_path, kind, settings):
-    """Prompts, their number within the batch, settings of sampling, stop ids, measured times."""
+def test_nothing_recompiles_when_only_values_change(kind, settings):
+    """Prompts, their number within the batch, settings of sampling, stop ids."""
     pair, rng = make_pair(RANDOM_MODEL, KINDS[kind]), np.random.default_rng(0)
 
     def run(count: int) -> None:
-        model, scale = pair, rng.uniform(1, 2)
-        if settings is answers.AUTO:
-            times = [scale * seconds for seconds in answers.MIXED]
-            model = answers.beside(pair, tmp_path / "a.json", answers.table(pair, times, 0.9 * scale))
-        model.generate(
+        pair.generate(
             [rng.integers(0, 64, rng.integers(1, 41)).tolist() for _ in range(count)],
             max_new_tokens=int(rng.integers(1, 34)), batch_size=4, **settings,
             temperature=rng.choice([0.0, 0.6, 1.3], count).tolist(), top_k=rng.choice([0, 5], count).tolist(),

@@ -7,10 +7,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import needs_8_devices
 from refusals import refused
 from rich.console import Console
 
-from treeflash_jax import TreeFlash
+from treeflash_jax import TreeFlash, make_mesh
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.cli.check import check
 from treeflash_jax.core import devices
@@ -69,6 +70,31 @@ def test_the_default_drafts_if_that_pays(features, most, most_if_stated, trained
     for device in (Device("gpu", "NVIDIA H200"), Device("tpu", "TPU v5 lite")):
         monkeypatch.setattr(devices, "here", lambda device=device: device)
         assert wide.plan(wide.resolve(config, {})).builder == "best-first"
+
+
+H100, CPU = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("cpu", features=frozenset({"avx512_bf16", "amx_bf16"}))
+
+
+@needs_8_devices
+@pytest.mark.parametrize(("device", "data", "batch", "nodes"), [
+    (H100, 1, 1, 16), (H100, 1, 8, 16), (H100, 1, 64, 4), (H100, 1, 512, 1), (H100, 8, 64, 16), (H100, 8, 505, 4),
+    (Device("gpu", "unknown"), 1, 512, 16), (CPU, 1, 512, 16),
+])  # fmt: skip
+def test_large_batches_get_smaller_trees_on_known_accelerators(trained, monkeypatch, caplog, device, data, batch, nodes):
+    """Nodes x sequences of a data shard stay within the ridge (295 tokens on an H100), unless the caller sets them."""
+    monkeypatch.setattr(devices, "describe", lambda _: device)
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trained.weights)
+    model = TreeFlash(trained.verifier, weights, drafter=trained.drafter, mesh=make_mesh(data) if data > 1 else None)
+
+    def plan(**settings):
+        return model.plan(model.resolve(None, settings | {"batch_size": batch}, batch))
+
+    assert plan().num_nodes == nodes and plan().drafts == (nodes > 1)
+    assert ("does not pay on NVIDIA H100 80GB HBM3 for 512 sequences at a time" in caplog.text) == (nodes == 1)
+    assert plan(nodes=8).num_nodes == 8
+    assert plan(builder="hybrid").num_nodes == max(nodes, 2)
+    assert plan(lanes=5).num_nodes == max(nodes, 6)
+    assert plan(builder="chain").num_nodes == {4: 4, 1: 2}.get(nodes, 1 + trained.drafter.num_depths)
 
 
 def test_requested_drafting_is_refused(alone):

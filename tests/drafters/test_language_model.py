@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import assert_same_positions, beside, drafted_as_plain, make_pair, prefilled, table
+from answers import assert_same_positions, make_pair, prefilled
 from conftest import RANDOM_MODEL
 from extending import goes_through_everything
 from refusals import refused
@@ -62,19 +62,6 @@ def test_the_context_holds_the_text_and_the_anchor():
 def test_the_verifiers_own_drafts_are_accepted_to_full_depth(how):
     [result] = noisy_pair(0.0).generate([[1, 2, 3]], max_new_tokens=40, stop_ids=(), ngrams=0, **how)
     assert set(result.accepted_before_cut[:-1]) == {how.get("depths", 8) + 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.15, 0.5])
-def test_rounds_that_choose_their_nodes_and_pause(tmp_path, noise):
-    """A pause puts off what the small model reads; a drafter that is wrong most of the time is paused."""
-    model = noisy_pair(noise)
-    entry = table(model, [1.0, 1.2, 1.5], 0.7, tau=(1.8, 2.5, 3.2), nodes=[2, 4, 8], settings={"children": 8})
-    model = beside(model, tmp_path / "budget.json", entry)
-    settings = {"max_new_tokens": 60, "stop_ids": (), "batch_size": 3, "temperature": [0.0, 0.7, 1.3]}
-    got = drafted_as_plain(model, TEXTS, {"nodes": "auto", "children": 8}, **settings)
-    nodes = {count for answer in got for count in answer.nodes}
-    assert 1 in nodes and max(nodes) > 1
 
 
 @pytest.mark.slow

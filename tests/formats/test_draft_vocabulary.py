@@ -12,7 +12,6 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.bench.shapes import describe_tree
-from treeflash_jax.decoding import calibration
 from treeflash_jax.drafters.block.block_config import VOCABULARIES
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import draft_vocabulary, models
@@ -70,9 +69,7 @@ def test_rows_of_the_table_are_sharded_like_it(folder):
 
 
 def test_quantized_verifiers_lend_rounded_rows(folder, tiny):
-    whole, model = (tf.load("tiny", drafter=folder, quantize=quantize) for quantize in (None, "int8"))
-    table_vd, plan = tiny.weights.verifier["embed"], model.plan(tf.GenerateConfig(nodes=8))
-    assert calibration.pair_digest(whole.weights, plan) == calibration.pair_digest(model.weights, plan)
+    table_vd, model = tiny.weights.verifier["embed"], tf.load("tiny", drafter=folder, quantize="int8")
     assert 0 < np.abs(model.weights.drafter["unembed"] - table_vd[::2]).max() < 0.02 * np.abs(table_vd).max()
 
 

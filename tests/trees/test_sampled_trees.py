@@ -1,7 +1,6 @@
 """Sampled trees in the decode round: what stays equal, what is refused, streams, meshes, the comparison of all rules."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from treeflash_jax.bench.run import PRESETS, lossless_pairs
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.check import check
 from treeflash_jax.core import programs
-from treeflash_jax.decoding import accepting, loops, rounds
+from treeflash_jax.decoding import accepting, loops
 from treeflash_jax.engine.planning import choose_builder, choose_tree
 from treeflash_jax.trees.containers import DETERMINISTIC
 
@@ -149,52 +148,22 @@ def table_of_equal_nodes() -> trees.TransitionTable:
 @pytest.mark.parametrize("name", ["delayed", "without-replacement", "hybrid"])
 def test_only_nodes_with_drawn_children_have_a_proposal_distribution(name):
     """Regression: k-sequential computed NaN at a leaf above the deepest level of its batch if p = q there."""
-    table, past = table_of_equal_nodes(), {}
-    if name == "delayed":
-        past["recent_b"] = jnp.asarray([0.7, 1.6, 3.4, 2.6, 90.0])
+    table = table_of_equal_nodes()
     noise_bnc = trees.draw_noise(jax.random.split(jax.random.key(0), 5), table, 8)
     build = trees.BUILDERS[name].build
-    tree, proposal = build(table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape(trunk="auto"), noise_bnc, **past)
+    tree, proposal = build(table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape(), noise_bnc)
     is_drawn_bx = (proposal.node_bx > 0) & (proposal.kind_bx != DETERMINISTIC)
     parent_bx = jnp.where(is_drawn_bx, trees.pick(tree.parent_bn, proposal.node_bx), -1)
-    has_draws_bn = jnp.any(parent_bx[:, None] == jnp.arange(8)[:, None], axis=-1)
+    has_draws_bn = jnp.any(parent_bx[:, None] == jnp.arange(tree.tokens_bn.shape[1])[:, None], axis=-1)
     np.testing.assert_array_equal(jnp.any(jnp.isfinite(proposal.log_q_bnc), axis=-1), has_draws_bn)
 
 
-def test_an_automatic_trunk_is_the_mean_of_recent_rounds():
-    """Sequence by sequence: the tree is that of the trunk that the mean of the past asks for, and of the same draws."""
-    table, nodes = table_of_equal_nodes(), 8
-    noise_bnc = trees.draw_noise(jax.random.split(jax.random.key(0), 5), table, nodes)
-
-    def tree(trunk, **past):
-        shape, anchor_b = trees.TreeShape(trunk=trunk), jnp.zeros(5, jnp.int32)
-        return trees.BUILDERS["delayed"].build(table, anchor_b, nodes, shape, noise_bnc, **past)[0]
-
-    chosen = tree("auto", recent_b=jnp.asarray([0.7, 1.6, 3.4, 2.6, 90.0]))
-    for b, trunk in enumerate((0, 1, 2, 2, 4)):
-        expected = tree(trunk)
-        size = expected.tokens_bn.shape[1]
-        jax.tree.map(lambda got, x, b=b, n=size: np.testing.assert_array_equal(got[b, :n], x[b]), chosen, expected)
-        assert not np.any(chosen.valid_bn[b, size:])
-
-
-def test_recent_lengths_are_a_moving_mean():
-    accepted_bs = np.asarray([[4, 1, 2, 9, 0], [5, 5, 5, 5, 0], [9, 9, 9, 9, 9]])
-    past = SimpleNamespace(accepted_bs=jnp.asarray(accepted_bs), rounds_b=jnp.asarray([3, 4, 0]))
-    for got, lengths, count in zip(rounds.recent_lengths(past), accepted_bs, past.rounds_b, strict=True):
-        mean = trees.TreeShape().trunk + 1.0
-        for length in lengths[:count]:
-            mean = 0.8 * mean + 0.2 * length
-        assert abs(float(got) - mean) < 1e-5
-
-
-@pytest.mark.parametrize("shape", [{}, {"branches": 1}, {"branches": 3, "trunk": 1}, {"trunk": "auto"}], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"branches": 1}, {"branches": 3, "trunk": 1}], ids=str)
 @pytest.mark.parametrize("name", ["paths", "delayed", "hybrid"])
 def test_sizes_are_those_of_the_trees(name, shape):
     """Paths that end at the last depth leave nodes over: plans and records have the number that is verified."""
     builder, table, shape = trees.BUILDERS[name], table_of_equal_nodes(), trees.TreeShape(**shape)
-    past = {"recent_b": jnp.full(5, 2.0)} if builder.reads_past(shape) else {}
     for nodes in (2, 5, 64):
         noise_bnc = jax.random.gumbel(jax.random.key(0), (5, nodes, 4))
-        tree, _ = builder.build(table, jnp.zeros(5, jnp.int32), nodes, shape, noise_bnc, **past)
+        tree, _ = builder.build(table, jnp.zeros(5, jnp.int32), nodes, shape, noise_bnc)
         assert tree.tokens_bn.shape[1] == builder.size(4, nodes, shape) <= nodes

@@ -82,7 +82,6 @@ class System:
         if not plan.drafts:
             return settings | {"nodes": None, "acceptance": None, "drafter_source": None}
         rule = "fixed" if (fixed := config.drafter_temperature) else "max(it, min(T, 1))"
-        settings |= {"nodes": "auto"} if config.nodes == "auto" else {}
         drafter_temperature = fixed or model.drafter.drafter_temperature
         return settings | {"drafter_temperature": drafter_temperature, "drafter_temperature_rule": rule}
 
@@ -227,7 +226,7 @@ def make_record(
     sampling = {"format": format, "temperature": temperature, "seed": seed}
     record = {"schema": SCHEMA, "prompt_id": prompt.id, "prompt_hash": prompt.hash, "prompt_set": prompt.set}
     record |= {"system": system.name, "settings": system.settings() | sampling}
-    for name in ("accept_lengths", "cut", "ids", "text", "nodes", "finished"):
+    for name in ("accept_lengths", "cut", "ids", "text", "finished"):
         record["texts" if name == "text" else name] = [getattr(result, name) for result in results]
     # Some programs give no ids.
     record["tokens"] = sum(len(result.ids) or round(result.tokens_per_second * result.seconds) for result in results)

@@ -32,7 +32,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.batching import capacity_bucket, make_batch
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
-from treeflash_jax.engine.planning import make_plan, resolve
+from treeflash_jax.engine.planning import fit_nodes, make_plan, resolve
 from treeflash_jax.engine.settings import GenerateConfig, settings_class
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
@@ -78,10 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = resolve(None, option_values(arguments, settings_class()), model, drafter)
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
-    plan = make_plan(config, model, drafter, dtype, device)
     sizes, quantize = dict(mesh.shape), arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
+    config = fit_nodes(config, drafter, device, batch // sizes["data"])
+    plan = make_plan(config, model, drafter, dtype, device)
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None

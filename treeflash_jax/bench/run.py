@@ -44,7 +44,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 # Builders that a name may add, as fields of GenerateConfig.
 BRANCHING = {name: {"builder": name} for name in branching()} | {"one-path": {"builder": "paths", "branches": 1}}
-NAME = re.compile(r"([a-z]+)(?:-(\d+|auto))?(?:\+([a-z-]+)(?:\+([a-z-]+))?)?(?:@(\d+\.?\d*))?((?::\w+=.+)?)")
+NAME = re.compile(r"([a-z]+)(?:-(\d+))?(?:\+([a-z-]+)(?:\+([a-z-]+))?)?(?:@(\d+\.?\d*))?((?::\w+=.+)?)")
 
 
 def lossless_pairs() -> list[str]:
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--pair", nargs="+", metavar=names, default=["tiny", "tiny"], help=f"{help} (default: tiny tiny)")
     help = "dtypes, each of which adds its own systems (default: bfloat16, but float32 on a CPU without it)"
     model.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None], help=help)
-    add_fields(model, ModelOptions, "quantize thinking template budget")
+    add_fields(model, ModelOptions, "quantize thinking template")
     prompts = parser.add_argument_group("prompts")
     add_fields(prompts, PromptSet, several="prompts")
     prompts.add_argument("--prompt-ids", metavar="IDS", help="token ids of one prompt, instead of files")
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dict.fromkeys(USUAL))
 
 
-def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str, dict[str, Any]]:
+def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Returns fields of GenerateConfig by system name; trees whose name gives no number of nodes get each of `nodes`.
 
     Raises ValueError for an unknown system or setting.
@@ -133,7 +133,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
             systems[name] = system
             continue
         ending = name.removeprefix(base if size is None else f"{base}-{size}")
-        for count in nodes if size is None else [size if size == "auto" else int(size)]:
+        for count in nodes if size is None else [int(size)]:
             systems[f"{base}-{count}{ending}"] = system | {"nodes": count}
     return systems
 
@@ -235,7 +235,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
 def time_phases(
     measured: Sequence[System], context: int, temperature: float, known: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """Times the phases of a round of every system that drafts, except those in `known` and those with a policy.
+    """Times the phases of a round of every system that drafts, except those in `known`.
 
     Returns {"context", "ms"} by system: tokens in the cache, and median times by phase; "step" is that of one token.
     """
@@ -243,8 +243,7 @@ def time_phases(
     times = {}
     for system in measured:
         plan = system.model.plan(system.config)
-        is_fixed = plan.drafts and plan.policy is None and system.config.nodes != "auto"
-        if is_fixed and not isinstance(system, Peer) and system.name not in known:
+        if plan.drafts and not isinstance(system, Peer) and system.name not in known:
             groups.setdefault((system.model, replace(plan, num_nodes=1)), {})[system.name] = plan
     sizes = {"batch": measured[0].config.batch_size, "context": context}
     for (model, _), plans in groups.items():

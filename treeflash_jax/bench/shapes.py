@@ -75,7 +75,7 @@ class MeasuredSizes:
     nodes: int | None = bounded(
         None,
         "tree nodes verified per round, root included",
-        unset="the drafter's; to calibrate, 4 to 32 on a CPU and 8 to 256 elsewhere",
+        unset="the drafter's",
         least=1,
         unit="nodes",
     )

@@ -53,7 +53,7 @@ class Timed:
         jax.block_until_ready(enqueue())
         return (time.perf_counter() - since) / self.calls / self.units
 
-    def calibrate(self, repeats: int) -> None:
+    def choose_counts(self, repeats: int) -> None:
         """Chooses the numbers of samples and of calls per sample."""
         self.calls, self.seconds = self.least, []
         seconds = min(self.sample(), self.sample()) * self.units
@@ -72,7 +72,7 @@ def sample_in_turns(phases: Sequence[Timed], repeats: int, notify: Notify) -> No
     """Takes up to `repeats` samples of every phase, in turns whose order rotates."""
     for timed in phases:
         notify(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
-        timed.calibrate(repeats)
+        timed.choose_counts(repeats)
     for turn in range(repeats):
         notify(f"sample {turn + 1} of {repeats}")
         first = turn % len(phases)

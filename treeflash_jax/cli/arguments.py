@@ -69,9 +69,6 @@ class ModelOptions:
     template: Mapping[str, Any] | None = bounded(
         None, 'further arguments of the chat template, such as {"reasoning_effort": "high"}', unset="none", unit="json"
     )
-    budget: str | None = bounded(
-        None, "calibration file for --nodes auto", unset="the path treeflash calibrate writes to", unit="file"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 
 from treeflash_jax import __version__
-from treeflash_jax.bench import calibrate, latency, memory, report, run
+from treeflash_jax.bench import latency, memory, report, run
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
 from treeflash_jax.cli.chat import converse
@@ -102,7 +102,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 PRINTED = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished".split()
-PRINTED += ["log_probs", "expected_lengths", "nodes"]  # of answers that have them
+PRINTED += ["log_probs", "expected_lengths"]  # of answers that have them
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -184,7 +184,6 @@ COMMANDS = {
     "chat": ("talk to a model", _chat_options, _chat),
     "check": ("check that drafting does not change the output", _check_options, _check),
     "convert": ("convert a GGUF file or a drafter to another format", _convert_options, _convert),
-    "calibrate": ("measure round times for --nodes auto", calibrate.add_arguments, calibrate.run),
     "demo": ("compare answers decoded one token at a time and with drafting", demo.add_arguments, demo.run),
 }
 SUITES = {

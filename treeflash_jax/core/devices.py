@@ -91,17 +91,17 @@ class Device:
     def drafting_pays(self, dtype: Any, sequences: int = 1, tau: float | None = None) -> bool:
         """Returns True if drafting a small tree is expected to be faster than one-token decoding.
 
-        An accelerator reads the same weights for a tree and for a token. On a CPU whose products use no matrix
-        instructions, as in float32, time grows with the number of tokens: tau must exceed BREAK_EVEN_TAU, for `sequences`
-        rounded up to a number in it. False for more sequences than any of its numbers.
+        An accelerator takes as long for a tree as for a token if both are within its ridge. On a CPU whose products use no
+        matrix instructions, as in float32, time grows with the number of tokens: tau must exceed BREAK_EVEN_TAU, for
+        `sequences` rounded up to a number in it. False for more sequences than any of its numbers.
 
         Args:
-          sequences: number of sequences decoded together.
+          sequences: number of sequences decoded together, on a mesh per index of its data axis.
           tau: mean number of tokens that a round adds (`DrafterSizes.tau`); None: USUAL_TAU.
         """
         features = self.in_dtype(dtype).features
         if not self.is_cpu or features & MATRIX_INSTRUCTIONS:
-            return True
+            return self.nodes_within_ridge(2, sequences) == 2
         needed = BREAK_EVEN_TAU["bfloat16" if features & BFLOAT16_INSTRUCTIONS else "float32"]
         return (tau or USUAL_TAU) > min((least for count, least in needed.items() if count >= sequences), default=math.inf)
 
@@ -160,19 +160,31 @@ class Device:
         """
         return min(usual, 8) if self.pays_per_token else usual
 
+    def nodes_within_ridge(self, usual: int, sequences: int) -> int:
+        """Returns the usual number of tree nodes, or fewer if nodes x sequences would exceed the ridge; 0 if none fits.
+
+        Up to the ridge, a round takes no longer than a one-token step, since both read all weights.
+        """
+        return usual if self.ridge is None else min(usual, self.ridge // sequences)
+
+    @property
+    def ridge(self) -> int | None:
+        """Number of tokens whose products with bfloat16 weights take as long as reading the weights; None if unknown."""
+        return round(self.peak_rates[0] / self.peak_rates[1]) if self.peak_rates else None
+
     @property
     def prefill_chunk(self) -> int:
         """Prompt tokens per prefill pass.
 
-        On a known accelerator, the power of two nearest to its ridge: the number of tokens whose products with bfloat16
-        weights take as long as reading the weights. With fewer, prefill is bound by memory; more would pad short prompts.
+        On a known accelerator, the power of two nearest to its ridge. With fewer, prefill is bound by memory; more would
+        pad short prompts.
 
         Padding costs most on a CPU. With SmolLM2 in bfloat16 on two cores, prompts of 40 and 1,500 tokens take 0.31 and 4.8
         CPU seconds in passes of 64, 0.45 and 4.2 in passes of 128; in float32, 0.57 and 6.6, and 0.72 and 6.1.
         """
-        if self.is_cpu or not self.peak_rates:
+        if self.is_cpu or self.ridge is None:
             return 64 if self.is_cpu else 128
-        return 2 ** round(math.log2(self.peak_rates[0] / self.peak_rates[1]))
+        return 2 ** round(math.log2(self.ridge))
 
     @property
     def prefill_attention(self) -> str:
@@ -189,11 +201,6 @@ class Device:
         """Peak FLOP/s and bytes/s of the chip's data sheet; None for an unknown chip."""
         names = [name for name in PEAK_RATES if self.kind.startswith(name)]
         return PEAK_RATES[max(names, key=len)] if names else None
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """Numbers of tree nodes measured by a calibration."""
-        return (4, 8, 16, 32) if self.is_cpu else (8, 16, 32, 64, 128, 256)
 
 
 def here() -> Device:

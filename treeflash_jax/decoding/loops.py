@@ -6,7 +6,6 @@ prompt lengths share a program. `decode` runs rounds (rounds.py) until every seq
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -170,64 +169,35 @@ def decode(
 ) -> DecodeState:
     """Runs rounds until enough sequences are done, `max_rounds` have run, or the next round might not fit the caches.
 
-    Nothing leaves the device in between. If the plan's policy pauses drafting, drafted and one-token rounds are two inner
-    loops: a branch that commits would copy the caches, a loop without iterations copies nothing.
+    Nothing leaves the device in between.
 
     Args:
       state: result of `read` or an earlier `decode`; donated.
       enough: number of done sequences that ends the loop, so that waiting ones can be admitted; None: all.
     """
     enough = state.done_b.size if enough is None else enough
-    policy = plan.policy
-    one_round = partial(rounds.decode_round, weights, plan=plan)
 
     def goes_on(carry: Carry) -> jax.Array:
         state, count = carry
         fits = jnp.max(state.end_b) + plan.path_length <= state.capacity
         return (jnp.sum(state.done_b) < enough) & (count < max_rounds) & fits
 
-    def turn(carry: Carry) -> Carry:
-        def waits(state: DecodeState) -> jax.Array:
-            return policy.is_paused(state) & ~policy.is_full(state)
-
-        step = partial(policy.one_token_round, weights, plan=plan)
-        state, count = _repeat(step, carry, lambda carry: goes_on(carry) & waits(carry[0]))
-        is_wanted = goes_on((state, count)) & ~waits(state)
-        carry = pin(policy.catch_up(weights, state, plan, is_wanted)), count
-        return _repeat(one_round, carry, lambda carry: goes_on(carry) & ~policy.is_paused(carry[0]))
-
-    carry = pin(state), jnp.zeros_like(max_rounds)
-    if policy is not None and policy.PAUSES:
-        return lax.while_loop(goes_on, turn, carry)[0]
-    return _repeat(one_round, carry, goes_on)[0]
-
-
-def _repeat(one_round: Callable[[DecodeState], DecodeState], carry: Carry, holds: Callable[[Carry], jax.Array]) -> Carry:
-    """Runs rounds while a condition holds, and counts them."""
-
     def step(carry: Carry) -> Carry:
         state, count = carry
-        return pin(one_round(pin(state))), count + 1
+        return pin(rounds.decode_round(weights, pin(state), plan)), count + 1
 
-    return lax.while_loop(holds, step, carry)
-
-
-@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
-def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-    """Adds all pending tokens to the drafter's context; required before `admit` if the plan's policy pauses."""
-    return pin(plan.policy.catch_up(weights, pin(state), plan, jnp.bool_(True)))
+    return lax.while_loop(goes_on, step, (pin(state), jnp.zeros_like(max_rounds)))[0]
 
 
 @partial(jax.jit, donate_argnames=("state",))
 def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeState:
-    """Replaces done sequences by new ones, and the policy's state of these by 0; writes no other sequence of the caches.
+    """Replaces done sequences by new ones; writes no other sequence of the caches.
 
     Args:
       state: donated.
       fresh: state of the new sequences after `read`, with caches of the same capacity.
       slots_a: int32, batch index for each of the first sequences of `fresh`; -1 ends the list.
     """
-    state, nodes_bs, policy = pin(state), state.nodes_bs, state.policy
 
     def put(index: jax.Array, state: DecodeState) -> DecodeState:
         def replace_one(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -236,30 +206,19 @@ def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeS
 
         return pin(jax.tree.map(replace_one, state, fresh))
 
-    state = lax.fori_loop(0, jnp.sum(slots_a >= 0), put, state.replace(nodes_bs=None, policy=None))
-    if policy is None:
-        return state
-    is_new_b = jnp.any(jnp.arange(state.end_b.size)[:, None] == slots_a, axis=1)
-
-    def forget(x: jax.Array) -> jax.Array:
-        return jnp.where(jnp.expand_dims(is_new_b, range(1, x.ndim)), 0, x) if x.ndim else x
-
-    return pin(state.replace(nodes_bs=forget(nodes_bs), policy=jax.tree.map(forget, policy)))
+    return lax.fori_loop(0, jnp.sum(slots_a >= 0), put, pin(state))
 
 
 @partial(jax.jit, static_argnames=("plan",))
 def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
-    """Returns the tree that the next round would verify; with a policy, in the shapes of its largest bucket."""
-    if plan.policy is None:
-        return rounds.draft_tree(weights, state, plan)[0]
-    choice, largest = plan.policy.choose(weights, state, plan), plan.policy.buckets(plan)[-1]
-    return plan.policy.draft(state, choice, largest, plan)[0][0]
+    """Returns the tree that the next round would verify."""
+    return rounds.draft_tree(weights, state, plan)[0]
 
 
 @partial(jax.jit, static_argnames=("capacity",))
 def grow(state: DecodeState, capacity: int) -> DecodeState:
     """Returns the state with room for `capacity` positions."""
-    names = "tokens_bs", "accepted_bs", "log_probs_bs", "expected_bs", "nodes_bs"
+    names = "tokens_bs", "accepted_bs", "log_probs_bs", "expected_bs"
     arrays, room = {name: getattr(state, name) for name in names}, capacity - state.capacity
     padded = jax.tree.map(lambda x_bs: jnp.pad(x_bs, ((0, 0), (0, room))), arrays)
     drafter = None if state.drafter is None else state.drafter.grow(capacity)

@@ -6,7 +6,6 @@ node and no drafter.
 Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.models import kv_cache, verifier
 
 Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution that its nodes were drawn from, if any
-DECAY = 0.8  # per-round decay of the weights in the mean length of recent rounds
 
 
 @struct.dataclass
@@ -43,63 +41,12 @@ class Verified:
     routes: tuple[jax.Array, ...] = ()
 
 
-class Policy:
-    """Chooses one of a few buckets (sizes of tree) for every round, on the device; hashable and static.
-
-    `DecodePlan.policy` is `budget.BudgetPolicy` (nodes="auto") or None: all rounds have equal shapes. Its state is
-    `DecodeState.policy`; its measurements are `Weights.policy`.
-
-    The distribution of answers must not depend on the choice: it may be a function of the text, draft distributions and
-    earlier rounds, but never of the round's random numbers.
-
-    Attributes:
-      PAUSES: whether drafting can pause. Such a policy also has `is_paused`, `is_full`, `one_token_round` and `catch_up`
-        (see `budget.BudgetPolicy`).
-    """
-
-    PAUSES = False
-
-    def buckets(self, plan: DecodePlan) -> Sequence[Any]:
-        """Returns the buckets, each a branch of a round; the last has the largest tree."""
-
-    def start(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Any:
-        """Returns the policy's state: scalars, and arrays whose first axis is the batch; zeros for a new sequence."""
-
-    def choose(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Any:
-        """Drafts, and returns a choice: `index` of the bucket, and `nodes` verified, a scalar or one per sequence."""
-
-    def draft(self, state: DecodeState, choice: Any, bucket: Any, plan: DecodePlan) -> tuple[Draft, DecodePlan]:
-        """Returns the draft of a bucket, and the bucket's plan."""
-
-    def learn(self, state: DecodeState, choice: Any, accepted: Accepted) -> Any:
-        """Returns the policy's state after a round; `state` is the decode state before it."""
-
-
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Drafts, verifies, accepts and commits: at least one token for every sequence that is not done."""
-    if plan.policy is not None:
-        return _chosen_round(weights, state, plan)
     is_often_empty = plan.drafts and drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter)
     verify = _verify_if_drafted if is_often_empty else verify_and_accept
     verified, accepted = verify(weights, state, *draft_tree(weights, state, plan), plan)
     return commit_path(weights, state, verified, accepted, plan)
-
-
-def _chosen_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-    """Runs a round of the bucket that the plan's policy chooses.
-
-    Every bucket is a branch that reads the caches and returns its path, padded to the longest: a branch that commits
-    would copy the caches.
-    """
-    policy, choice = plan.policy, plan.policy.choose(weights, state, plan)
-
-    def branch(bucket: Any) -> tuple[Verified, Accepted]:
-        draft, bucket_plan = policy.draft(state, choice, bucket, plan)
-        return keep_path(*verify_and_accept(weights, state, *draft, bucket_plan), plan.path_length)
-
-    verified, accepted = lax.switch(choice.index, [partial(branch, bucket) for bucket in policy.buckets(plan)])
-    after = commit_path(weights, state, verified, accepted, plan, choice.nodes)
-    return after.replace(policy=policy.learn(state, choice, accepted))
 
 
 def _verify_if_drafted(
@@ -180,26 +127,14 @@ def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -
     """Returns the trees of `draft_tree`, given the drafter's expander."""
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
-    past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
 
-    def build(expander, anchor_b, past, *key_b):
+    def build(expander, anchor_b, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None
-        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, **past)
+        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
 
     with jax.named_scope("tree"):
         build = partial(sharding.over_batch, build) if expander.is_table else build
-        return build(expander, find_anchor(state), past, *keys)
-
-
-def recent_lengths(state: DecodeState) -> jax.Array:
-    """Returns the exponentially decaying mean of the tokens that each sequence's rounds committed, [b].
-
-    It starts at the length that the default trunk of a delayed tree would commit.
-    """
-    age_bs = state.rounds_b[:, None] - 1 - jnp.arange(state.accepted_bs.shape[1])
-    weight_bs = jnp.where(age_bs >= 0, (1 - DECAY) * DECAY ** age_bs.astype(jnp.float32), 0)
-    start_b = DECAY ** state.rounds_b.astype(jnp.float32) * (trees.TreeShape().trunk + 1)
-    return start_b + jnp.sum(weight_bs * state.accepted_bs, axis=1)
+        return build(expander, find_anchor(state), *keys)
 
 
 def extend_drafter(
@@ -230,12 +165,8 @@ def commit_path(
     verified: Verified,
     accepted: Accepted,
     plan: DecodePlan,
-    nodes: jax.Array | int = 0,
 ) -> DecodeState:
-    """Returns the state after the round, with the positions of the accepted path in both caches.
-
-    `nodes` is the number of verified nodes, a scalar or [b]; read only with a policy.
-    """
+    """Returns the state after the round, with the positions of the accepted path in both caches."""
     with jax.named_scope("commit"):
         is_round_bs = (jnp.arange(state.capacity) == state.rounds_b[:, None]) & ~state.done_b[:, None]
 
@@ -245,7 +176,6 @@ def commit_path(
         state = state.replace(
             expected_bs=store(state.expected_bs, accepted.expected_b) if plan.expected_lengths else state.expected_bs,
             accepted_bs=store(state.accepted_bs, accepted.length_b),
-            nodes_bs=None if state.nodes_bs is None else store(state.nodes_bs, jnp.broadcast_to(nodes, state.done_b.shape)),
             rounds_b=state.rounds_b + ~state.done_b,
         )
         state, kept_b = emit(state, accepted.tokens_bp, accepted.length_b, accepted.log_probs_bp)

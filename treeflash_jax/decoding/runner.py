@@ -36,18 +36,6 @@ class Runner:
     mesh: Any = None
     clock: Clock = field(default_factory=Clock)
 
-    def start(self, batch: tuple[Any, ...], kept: Kept | None = None) -> DecodeState:
-        """Returns the state after prefill of a batch, with the policy's initial state."""
-        return self.start_policy(self.prefill(batch, kept))
-
-    def start_policy(self, state: DecodeState) -> DecodeState:
-        """Returns a state after `prefill` with the initial state of the plan's policy, if it has one."""
-        if self.plan.policy is None:
-            return state
-        fresh = self.plan.policy.start(self.weights, state, self.plan), jnp.zeros(state.accepted_bs.shape, jnp.int32)
-        policy, nodes_bs = sharding.place(fresh, self.mesh)
-        return state.replace(policy=policy, nodes_bs=nodes_bs)
-
     def run(self, state: DecodeState, rounds: int, enough: int) -> DecodeState:
         """Returns the state after `rounds` rounds, or once `enough` sequences are done."""
         args = jax.device_put((np.int32(rounds), np.int32(enough)))
@@ -56,8 +44,6 @@ class Runner:
     def admit(self, state: DecodeState, batch: tuple[Any, ...], slots: list[int]) -> DecodeState:
         """Returns the state with done sequences, at these batch indices, replaced by new ones after prefill."""
         fresh, size = self.prefill(batch), batch[1].size
-        if self.plan.policy is not None and self.plan.policy.PAUSES:
-            state = self.call(loops.catch_up, self.weights, state, plan=self.plan)
         slots_a = jnp.asarray(np.array(slots + [-1] * (size - len(slots)), np.int32))
         return self.call(loops.admit, state, fresh, sharding.place(slots_a, self.mesh, over_batch=False))
 
@@ -72,7 +58,7 @@ class Runner:
         else:  # by the program that reads any prompt
             state = self.prefill(batch)
             state = state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
-        return self.call(loops.draft, self.weights, self.start_policy(state), plan=self.plan)
+        return self.call(loops.draft, self.weights, state, plan=self.plan)
 
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
         return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
@@ -83,14 +69,13 @@ class Runner:
         plan, capacity, count = self.plan.for_prefill(), tokens_bs.shape[1], 0
         earlier: tuple[Any, ...] = ()
         if kept is not None:
-            state, count = kept[0].replace(policy=None, nodes_bs=None), kept[1]
+            state, count = kept
             if state.capacity < capacity:
                 state = self.grow(state, capacity)
             earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
-        weights = self.weights.replace(policy=None)
-        state = self.call(loops.begin, *batch, *earlier, plan=plan, dtype=weights.dtype)
+        state = self.call(loops.begin, *batch, *earlier, plan=plan, dtype=self.weights.dtype)
         longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
         for _ in self.clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
             args = state, length_b, jax.device_put(np.int32(chunks)), first_b
-            state = jax.block_until_ready(self.call(loops.read, weights, *args, plan=plan))
+            state = jax.block_until_ready(self.call(loops.read, self.weights, *args, plan=plan))
         return state

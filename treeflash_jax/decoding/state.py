@@ -22,7 +22,7 @@ class DecodePlan:
 
     Attributes:
       drafter: the drafter's config (`DrafterSizes`); None with builder "none".
-      num_nodes: nodes verified per round, root included; with a policy, the maximum.
+      num_nodes: nodes verified per round, root included.
       draft: settings of the draft, as the drafter's `choose` returned them.
       builder: one of `trees.BUILDERS`, or "none": one token a round.
       shape: sizes of the tree besides its number of nodes.
@@ -33,7 +33,6 @@ class DecodePlan:
       residual_dtype: dtype of the verifier's residual stream and logits; None: that of the weights.
       log_probs: whether to record the verifier's log-probability of every emitted token.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
-      policy: `rounds.Policy`, which chooses each round's bucket (size of tree); None: all rounds have equal shapes.
     """
 
     verifier: ModelConfig
@@ -49,7 +48,6 @@ class DecodePlan:
     residual_dtype: Any = None
     log_probs: bool = False
     expected_lengths: bool = False
-    policy: Any = None
 
     @property
     def drafts(self) -> bool:
@@ -81,11 +79,10 @@ class DecodePlan:
 
 @struct.dataclass
 class Weights:
-    """Weights of verifier and drafter, and measurements or network of the plan's policy; None for what a plan lacks."""
+    """Weights of verifier and drafter; None without a drafter."""
 
     verifier: Any
     drafter: Any = None
-    policy: Any = None
 
     @property
     def dtype(self) -> Any:
@@ -128,8 +125,6 @@ class DecodeState:
       accepted_bs: number of tokens accepted by each round, bonus included, before any cut at a stop id or limit.
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
       expected_bs: number of tokens that each round was expected to commit, given its tree; None unless planned.
-      nodes_bs: number of nodes verified by each round; None without a policy.
-      policy: the policy's state, scalars and arrays whose first axis is the batch; None without a policy.
     """
 
     tokens_bs: jax.Array
@@ -142,8 +137,6 @@ class DecodeState:
     log_probs_bs: jax.Array | None
     expected_bs: jax.Array | None
     sampling: Sampling
-    nodes_bs: jax.Array | None = None
-    policy: Any = None
 
     @property
     def capacity(self) -> int:

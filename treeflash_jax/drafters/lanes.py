@@ -114,8 +114,7 @@ def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings
     vocab_size = config.draft_vocab_size or config.layers.vocab_size
     expect(options.children <= vocab_size, "children", options.children, f"1 to {vocab_size} (the drafter's vocabulary)")
     builder = BUILDERS[options.builder or "best-first"]
-    defaults = {None: device.tree_nodes(config.num_nodes), "auto": config.num_nodes}
-    nodes = defaults.get(options.nodes, options.nodes)
+    nodes = options.nodes or device.tree_nodes(config.num_nodes)
     if options.nodes is None and device.pays_per_token and not (builder.is_chain or builder.draws):
         config = replace(config, num_depths=min(config.num_depths, SMALL_DEPTHS), lanes=SMALL_LANES)
     width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))

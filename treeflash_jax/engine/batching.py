@@ -245,7 +245,7 @@ class BatchDecoder:
     def _start(self, capacity: int, kept: Kept | None = None) -> None:
         """Prefills requests into all slots of an empty batch."""
         batch = self._pad(self.slots.fill(self.slots.size), self.slots.size, capacity)
-        self.state = self.runner.start(batch, kept)
+        self.state = self.runner.prefill(batch, kept)
 
     def _admit(self) -> None:
         """Prefills waiting requests and moves them into free slots."""
@@ -296,8 +296,7 @@ class Session:
         if before.verifier is not now.verifier or before.drafter is not now.drafter:
             return None
         tokens_bs, length_b = sharding.to_host((state.tokens_bs, state.cache.length_b))
-        # An adaptive drafter may lag behind by a path; a conversation shorter than that keeps nothing.
-        known = tokens_bs[0, : max(0, length_b[0] - last.runner.plan.path_length)]
+        known = tokens_bs[0, : length_b[0]]
         prompt = np.array(ids[: known.size])
         same = int(np.cumprod(known[: prompt.size] == prompt).sum())
         return (state, same - 1) if same > 1 else None  # a drafter's state may depend on the token after it

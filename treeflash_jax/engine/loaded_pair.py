@@ -3,20 +3,16 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import devices, parameters, sharding
-from treeflash_jax.decoding import calibration
-from treeflash_jax.decoding.budget import BudgetPolicy
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine import batching, planning
-from treeflash_jax.engine.batching import Batch, first_capacity
+from treeflash_jax.engine.batching import Batch
 from treeflash_jax.engine.planning import Request
 from treeflash_jax.engine.prompts import Prompt, encode
 from treeflash_jax.engine.settings import GenerateConfig, Settings
@@ -32,7 +28,6 @@ class LoadedPair:
 
     Attributes:
       weights: weights of verifier and drafter; training replaces them before every evaluation.
-      budget: file with the calibrations of this pair; None for the default path.
       names: names under which the verifier and the drafter were loaded.
     """
 
@@ -45,14 +40,12 @@ class LoadedPair:
         tokenizer: Tokenizer | None = None,
         stop_ids: Sequence[int] = (),
         mesh=None,
-        budget: Path | None = None,
         names: tuple[str, str] = ("", ""),
     ):
         self.verifier, self.drafter, self.tokenizer = verifier, drafter, tokenizer
         self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
-        self.mesh, self.names, self.weights, self.budget = mesh, names, weights, budget
+        self.mesh, self.names, self.weights = mesh, names, weights
         self.noted_plain = False  # whether the note that nothing is drafted was logged
-        self._calibrations: dict[DecodePlan, calibration.Calibration] = {}
 
     def __repr__(self) -> str:
         def show(name: str, kind: str, weights: Any) -> str:
@@ -83,14 +76,15 @@ class LoadedPair:
         """Checks the settings of a call and fills in the defaults of this pair; `settings` override `config`."""
         is_default = getattr(config, "builder", None) is None and not settings.get("builder")
         config = planning.resolve(config, settings, self.verifier, self.drafter)
-        size = planning.default_batch_size(config, num_prompts * config.samples)
+        sequences = sharding.per_shard(planning.default_batch_size(config, num_prompts * config.samples), self.mesh)
         device = devices.describe_mesh(self.mesh)
-        reason = planning.explain_plain(config, self.drafter, device, self.dtype, size) if is_default else None
+        reason = planning.explain_plain(config, self.drafter, device, self.dtype, sequences) if is_default else None
         if reason is not None:
             config = replace(config, builder="none")
             if not self.noted_plain:
                 self.noted_plain = True
                 logger.warning(f"{reason}: decoding one token at a time (builder 'none' does so without this note)")
+        config = planning.fit_nodes(config, self.drafter, device, sequences)
         if config.stop and self.tokenizer is None:
             raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
         if config.stop:  # a special token is not part of the text
@@ -101,20 +95,8 @@ class LoadedPair:
         return config
 
     def plan(self, config: GenerateConfig) -> DecodePlan:
-        """Returns the plan of the programs for these settings; with nodes "auto", for the largest trees measured.
-
-        Raises ValueError without a calibration of this pair and settings.
-        """
-        plan = planning.make_plan(config, self.verifier, self.drafter, self.dtype)
-        return replace(plan, num_nodes=self.calibration(plan).nodes[-1]) if plan.drafts and config.nodes == "auto" else plan
-
-    def calibration(self, plan: DecodePlan) -> calibration.Calibration:
-        """Returns the measurements of `treeflash calibrate` for this pair and plan. Raises ValueError if there are none."""
-        key = replace(plan, num_nodes=1)
-        if key not in self._calibrations:
-            identity = calibration.make_identity(self.weights, plan, self.mesh)
-            self._calibrations[key] = calibration.find(self.budget or calibration.default_path(None), identity)
-        return self._calibrations[key]
+        """Returns the plan of the programs for these settings."""
+        return planning.make_plan(config, self.verifier, self.drafter, self.dtype)
 
     def find_stop_ids(self, config: GenerateConfig) -> Sequence[int]:
         return self.stop_ids if config.stop_ids is None else config.stop_ids
@@ -124,20 +106,6 @@ class LoadedPair:
         shared = {"stop_ids": self.find_stop_ids(config), "dtype": self.dtype, "drafter": self.drafter, "mesh": self.mesh}
         return batching.make_batch(requests, config, batch_size=batch_size, capacity=capacity, **shared)
 
-    def make_runner(self, config: GenerateConfig, requests: Sequence[Request] = (), batch_size: int = 1) -> Runner:
-        """Makes the runner of a batch.
-
-        With nodes "auto", rounds choose their number of nodes, or decode one token if drafting cannot pay; without requests
-        they verify the largest trees measured.
-        """
-        plan, weights = self.plan(config), self.weights
-        if not plan.drafts or config.nodes != "auto" or not requests:
-            return Runner(plan, weights, self.mesh)
-        positions = first_capacity(plan, max(request.length for request in requests), config.max_new_tokens)
-        temperatures = [request.temperature for request in requests]
-        decision = self.calibration(plan).decide(sharding.padded(batch_size, self.mesh), positions, temperatures)
-        if not decision.nodes:
-            return Runner(plan.one_token(), weights, self.mesh)
-        plan = replace(plan, num_nodes=decision.nodes[-1], policy=BudgetPolicy(decision.nodes))
-        measured = sharding.place(jax.tree.map(jnp.float32, decision.measured), self.mesh, over_batch=False)
-        return Runner(plan, weights.replace(policy=measured), self.mesh)
+    def make_runner(self, config: GenerateConfig) -> Runner:
+        """Makes the runner of a batch."""
+        return Runner(self.plan(config), self.weights, self.mesh)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from treeflash_jax import drafters
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.core.checks import expect, fit, quoted, suggesting
-from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
@@ -39,7 +38,6 @@ def load(
     drafter_revision: str | None = None,
     steering: str | Path | None = None,
     local_files_only: bool = False,
-    budget: str | Path | None = None,
     thinking: bool = False,
     template: Mapping[str, Any] | None = None,
 ) -> TreeFlash:
@@ -70,8 +68,6 @@ def load(
       steering: folder of weights that steer a drafting language model by the verifier's hidden states (SD squared). The
         default is those in the drafter's folder, if any.
       local_files_only: read Hub ids from the local cache only.
-      budget: calibration file for nodes="auto". The default is the path that `treeflash calibrate` writes: in the drafter's
-        folder or, for named models and Hub ids, in ~/.cache/treeflash.
       thinking: value of `enable_thinking` for the chat template; some templates ignore it.
       template: further arguments of the chat template, by name.
 
@@ -80,7 +76,7 @@ def load(
         weights exceed a device's memory, which is checked before they are read.
     """
     fit(str | Path, verifier, "verifier")
-    for argument, path in {"drafter": drafter, "steering": steering, "budget": budget}.items():
+    for argument, path in {"drafter": drafter, "steering": steering}.items():
         fit(str | Path | None, path, argument)
     fit(bool, thinking, "thinking")
     fit(Mapping[str, Any] | None, template, "template", says="a dictionary")
@@ -90,8 +86,6 @@ def load(
         drafter = verifier if str(verifier) in pairs.VERIFIERS else pairs.NO_DRAFTER
     drafter = None if str(drafter) == pairs.NO_DRAFTER else drafter
     names = str(verifier), str(drafter)
-    if budget is None:
-        budget = calibration.default_path(None if str(drafter) in pairs.DRAFTERS else drafter)
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = models.read_verifier_config(verifier)
@@ -121,7 +115,6 @@ def load(
         tokenizer=tokenizer,
         stop_ids=models.stop_ids(verifier, config),
         mesh=mesh,
-        budget=Path(budget),
         names=names,
     )
 

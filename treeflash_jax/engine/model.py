@@ -51,7 +51,7 @@ def make_call(
 
 def start_decoder(model: LoadedPair, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
     """Prefills the first requests of a call, which share one tree builder; with a session, its only request."""
-    runner = replace(model.make_runner(call.config, call.requests, call.batch_size), clock=clock)
+    runner = replace(model.make_runner(call.config), clock=clock)
     pad = partial(model.make_batch, config=call.config)
     return BatchDecoder(call.requests, call.batch_size, runner, pad, new=call.config.max_new_tokens, session=session)
 

@@ -16,11 +16,12 @@ from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine.settings import NO_DRAFTER, REFUSED, GenerateConfig, Settings, TreeConfig, settings_class
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, TreeShape
+from treeflash_jax.trees.shape import MAX_NODES
 
 DEFAULT_BATCH_SIZE = 8  # largest number of sequences decoded together by default
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 # Arguments of `load` that users give to a call.
-LOAD_ARGUMENTS = """verifier drafter dtype quantize mesh revision drafter_revision steering local_files_only budget thinking
+LOAD_ARGUMENTS = """verifier drafter dtype quantize mesh revision drafter_revision steering local_files_only thinking
     template""".split()
 
 
@@ -55,11 +56,6 @@ def resolve(
         )
         expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lossless(rule, BUILDERS[builder].distribution_for(shape))
-        if config.nodes == "auto":  # sampled nodes must not decide it, and every bucket is a prefix of the best-first tree
-            only = "with nodes 'auto'"
-            expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
-            expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")
-            expect(config.lanes is None, "lanes", config.lanes, f"None {only}: a calibration measures whole trees")
         if config.lanes is not None:
             most = (config.nodes or _default_nodes(drafter, devices.here())) - 1
             expect(config.lanes <= most, "lanes", config.lanes, f"at most {most}: the nodes below the root")
@@ -84,16 +80,17 @@ def _check_name(name: str) -> None:
 def explain_plain(
     config: GenerateConfig, drafter: DrafterSizes | None, device: Device, dtype: Any, sequences: int = 1
 ) -> str | None:
-    """Returns the reason why the default builder drafts nothing; None if it drafts."""
+    """Returns the reason why the default builder drafts nothing; None if it drafts. `sequences` is per data shard."""
     if drafter is None:
         return NO_DRAFTER
     is_requested = any(_is_changed(config, name) for name in _drafting_settings())
-    # With a drafter that may offer nothing (n-grams), a round without a draft is a one-token step.
-    is_free, tau = drafters.is_declared("MAY_OFFER_NOTHING", drafter), drafter.tau
+    # With a drafter that may offer nothing (n-grams), a CPU's round without a draft is a one-token step.
+    is_free, tau = device.is_cpu and drafters.is_declared("MAY_OFFER_NOTHING", drafter), drafter.tau
     if is_requested or is_free or device.drafting_pays(dtype, sequences, tau):
         return None
+    where = f"this CPU in {jnp.dtype(dtype).name}" if device.is_cpu else device.kind
     together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype, tau=tau) else ""
-    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name}{together} (nodes=8 drafts anyway)"
+    return f"drafting does not pay on {where}{together} (nodes=8 drafts anyway)"
 
 
 def _drafting_settings() -> list[str]:
@@ -103,6 +100,22 @@ def _drafting_settings() -> list[str]:
 def _default_nodes(drafter: DrafterSizes, device: Device) -> int:
     # A drafter that may offer nothing fills only the nodes it has tokens for, so larger trees cost no more.
     return drafter.num_nodes if drafters.is_declared("MAY_OFFER_NOTHING", drafter) else device.tree_nodes(drafter.num_nodes)
+
+
+def fit_nodes(config: GenerateConfig, drafter: DrafterSizes | None, device: Device, sequences: int) -> GenerateConfig:
+    """Lowers the default number of nodes to the device's ridge, so that drafting is not slower than one-token decoding.
+
+    At least 2 nodes remain, and more than the requested lanes: `explain_plain` decides whether to draft at all.
+
+    Args:
+      sequences: number of sequences decoded together, on a mesh per index of its data axis.
+    """
+    if drafter is None or config.builder == "none" or config.nodes is not None:
+        return config
+    is_chain = BUILDERS[config.builder or "best-first"].is_chain
+    usual = MAX_NODES if is_chain else drafter.num_nodes  # the plan cuts a chain to the drafter's block
+    nodes = device.nodes_within_ridge(usual, sequences)
+    return config if nodes == usual else replace(config, nodes=max(nodes, (config.lanes or 1) + 1))
 
 
 def _is_changed(config: GenerateConfig, name: str) -> bool:
@@ -126,7 +139,7 @@ def choose_tree(config: GenerateConfig) -> tuple[str, str, TreeShape]:
 
 def choose_builder(config: GenerateConfig, drafter: DrafterSizes | None, temperature: float) -> str | None:
     """Returns the requested builder, or "hybrid" if none is requested and sampled trees are better at this temperature."""
-    if drafter is None or config.builder is not None or config.acceptance is not None or config.nodes in (1, "auto"):
+    if drafter is None or config.builder is not None or config.acceptance is not None or config.nodes == 1:
         return config.builder
     if config.lanes is not None:  # of best-first trees
         return None
@@ -144,10 +157,7 @@ def draft_temperature(config: GenerateConfig, drafter: DrafterSizes | None, temp
 def make_plan(
     config: GenerateConfig, verifier: ModelConfig, drafter: DrafterSizes | None, dtype: Any, device: Device | None = None
 ) -> DecodePlan:
-    """Makes the plan of the programs that `generate` compiles for checked settings; one-token decoding without a drafter.
-
-    `nodes` "auto" counts as None, since its buckets come from a calibration.
-    """
+    """Makes the plan of the programs that `generate` compiles for checked settings."""
     device, config = (device or devices.here()).in_dtype(dtype), settings_class()(**vars(config))
     head_dims = {layers.head_dim for layers in (verifier, getattr(drafter, "layers", verifier))}
     shared: dict[str, Any] = {
@@ -166,7 +176,7 @@ def make_plan(
     sizes, draft = drafters.get(drafter).choose(drafter, config, device)
     longest = 1 + sizes.num_depths
     usual = longest if is_chain else _default_nodes(drafter, device)
-    nodes = drafter.num_nodes if config.nodes == "auto" else config.nodes or usual
+    nodes = config.nodes or usual
     lanes = sizes.lanes if shape.lanes is None and builder == "best-first" else shape.lanes
     return DecodePlan(
         drafter=sizes,

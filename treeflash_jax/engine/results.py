@@ -10,7 +10,6 @@ from html import escape
 
 import numpy as np
 
-from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import whole
 from treeflash_jax.engine.batching import BatchDecoder, capacity_bucket
@@ -43,7 +42,6 @@ class Result:
         requested.
       expected_lengths: expected number of tokens committed by each round, given its tree and before any cut; None unless
         requested.
-      nodes: number of nodes that each round verified, 1 if it drafted nothing; None unless rounds choose it (nodes="auto").
     """
 
     text: str | None
@@ -57,7 +55,6 @@ class Result:
     tokens_per_second: float = 0.0
     log_probs: list[float] | None = None
     expected_lengths: list[float] | None = None
-    nodes: list[int] | None = None
     cut: int = 0
     draft_again: Callable[[int], "DrawnTree"] | None = field(default=None, repr=False, compare=False)
 
@@ -105,7 +102,7 @@ class Result:
 
         Raises ValueError if there is none.
 
-        With trunk "auto" or steering, trees also depend on earlier rounds, which are not repeated: from the
+        With steering, trees also depend on earlier rounds, which are not repeated: from the
         second round on, the tree may then differ from the one that was verified.
         """
         if self.draft_again is None:
@@ -157,7 +154,7 @@ class Reader:
         """Returns the answers so far in these slots of the batch."""
         state, clock = decoder.state, decoder.clock
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
-        optional = (state.log_probs_bs, state.expected_bs, state.nodes_bs)
+        optional = (state.log_probs_bs, state.expected_bs)
         arrays, optional = sharding.to_host((arrays, optional))
         stop_ids, drafts, results = self.model.find_stop_ids(self.config), self.config.builder != "none", []
         for slot in slots:
@@ -168,10 +165,7 @@ class Reader:
             finished = "stop" if done and ids[-1] in stop_ids else finished
             ids, text, accepted, has_stop = self._until_stop(ids, accepted)
             cut = 1 + sum(accepted) - len(ids) if accepted else 0
-            log_probs, expected, nodes = (None if array is None else array[slot].tolist() for array in optional)
-            if nodes is None and drafts and self.config.nodes == "auto":
-                nodes = [1] * len(accepted)  # drafting cannot pay
-            nodes = nodes and nodes[: len(accepted)]
+            log_probs, expected = (None if array is None else array[slot].tolist() for array in optional)
             result = Result(
                 prompt_ids=request.ids,
                 ids=ids,
@@ -185,8 +179,7 @@ class Reader:
                 tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
                 log_probs=log_probs and log_probs[request.length :][: len(ids)],
                 expected_lengths=expected and expected[: len(accepted)],
-                nodes=nodes,
-                draft_again=_DraftAgain(self._tree, request, ids, accepted, nodes) if drafts else None,
+                draft_again=_DraftAgain(self._tree, request, ids, accepted) if drafts else None,
             )
             results.append(result)
         return results
@@ -215,9 +208,7 @@ class Reader:
         text = self._text(ids)  # with later tokens, it might contain another stop string, before this one
         return ids, text[: min(text.index(stop) for stop in self.config.stop if stop in text)], accepted, True
 
-    def _tree(
-        self, request: Request, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int
-    ) -> "DrawnTree":
+    def _tree(self, request: Request, ids: list[int], accepted: list[int], round_index: int) -> "DrawnTree":
         """Drafts the tree of a round again, and marks the path that was accepted in it."""
         start = 1 + sum(accepted[:round_index])
         *before, anchor = request.ids + ids[:start]
@@ -225,8 +216,6 @@ class Reader:
         capacity = capacity_bucket(len(before) + runner.plan.path_length + 1)
         batch = self.model.make_batch([replace(request, ids=before)], self.config, batch_size=1, capacity=capacity)
         tree = runner.draft(batch, len(before), anchor)
-        if nodes is not None:
-            tree = trees.first(tree, nodes[round_index])
         tokens, parents, log_probs, valid = (
             np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
         )
@@ -257,12 +246,7 @@ def with_totals(results: Sequence[Result]) -> list[Result]:
 
 def warn_of_low_tau(results: Sequence[Result]) -> None:
     """Warns if drafted rounds commit so few tokens that the drafter may belong to another verifier."""
-    rounds = [
-        length
-        for result in results
-        for length, nodes in zip(result.accepted_before_cut, result.nodes or [2] * len(result.accept_lengths), strict=True)
-        if nodes > 1
-    ]
+    rounds = [length for result in results for length in result.accepted_before_cut]
     tau = sum(rounds) / len(rounds) if rounds else 1.0
     if len(rounds) >= LOW_TAU_ROUNDS and tau < LOW_TAU:
         warnings.warn(

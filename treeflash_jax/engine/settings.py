@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from annotated_types import Interval
 
@@ -82,11 +82,11 @@ class TreeConfig:
         "best-first, or hybrid at temperatures measured to be better",
         choices=lambda: ("none", *BUILDERS),
     )
-    nodes: Nodes | Literal["auto"] | None = basic_speed(
+    nodes: Nodes | None = basic_speed(
         None,
-        "tree nodes verified per round, the root (the last token of the text) included; auto chooses by `treeflash "
-        "calibrate`",
-        unset="for a tree the drafter's, but at most 8 on a CPU not using amx_bf16; for a chain the whole block",
+        "tree nodes verified per round, the root (the last token of the text) included",
+        unset="for a tree the drafter's, but at most 8 on a CPU not using amx_bf16; for a chain the whole block; fewer for "
+        "large batches on known accelerators",
         unit="nodes",
     )
     acceptance: str | None = speed(
@@ -96,10 +96,9 @@ class TreeConfig:
         choices=lambda: tuple(RULES),
     )
     branches: Nodes = speed(TreeShape.branches, "number of sampled paths, or most sampled children of a node", unit="nodes")
-    trunk: Trunk | Literal["auto"] = speed(
+    trunk: Trunk = speed(
         TreeShape.trunk,
-        "nodes before the first branching of a delayed tree; auto branches where recent rounds of the same sequence "
-        "ended on average",
+        "nodes before the first branching of a delayed tree",
         unit="nodes",
     )
     skeleton: float = speed(
@@ -219,10 +218,10 @@ class Settings(TypedDict, total=False):
     ngrams: int | None
     drafter_temperature: float | None
     builder: str | None
-    nodes: int | Literal["auto"] | None
+    nodes: int | None
     acceptance: str | None
     branches: int
-    trunk: int | Literal["auto"]
+    trunk: int
     skeleton: float
     leaves: bool
     lanes: int | None

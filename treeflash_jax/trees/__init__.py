@@ -10,9 +10,6 @@ A builder reads a drafter only through an `Expander`. It is one function, and on
     shape      `TreeShape`, static
     noise_bnc  Gumbel noise from `draw_noise`; None for deterministic builders
 
-If `Builder.reads_past` is true for a shape, `build` also gets `recent_b`, the recent mean number of tokens that a round
-commits.
-
 Deterministic builders return no proposal: rules that compare tokens are exact for them. Builders that draw nodes return the
 distribution they draw from (`Proposal`) and declare its name for the acceptance rules. At temperature above 0 a
 deterministic tree accepts at most the verifier's mass on it, while acceptance of sampled trees is limited only by the total
@@ -45,7 +42,6 @@ class Builder:
       one_path: name of the distribution if TreeShape.branches is 1; None: the same.
       is_chain: whether trees have one branch, hence at most one node per depth.
       size: largest number of nodes that trees of these depths, nodes and shape have.
-      reads_past: predicate of a shape: whether its trees depend on the lengths of past rounds.
     """
 
     build: Build
@@ -54,7 +50,6 @@ class Builder:
     one_path: str | None = None
     is_chain: bool = False
     size: Callable[[int, int, TreeShape], int] = lambda depths, nodes, shape: nodes
-    reads_past: Callable[[TreeShape], bool] = lambda shape: False
 
     @property
     def draws(self) -> bool:
@@ -88,7 +83,6 @@ BUILDERS: dict[str, Builder] = {
         "delayed",
         "one path",
         size=delayed_size,
-        reads_past=lambda shape: shape.trunk == "auto",
     ),
     "without-replacement": Builder(
         without_replacement, frozenset({"branches", "leaves"}), "without-replacement", "one path"

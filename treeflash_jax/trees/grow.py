@@ -43,14 +43,13 @@ class Outline:
     slot_bn: jax.Array
 
 
-def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = (), size: int | None = None) -> Outline:
+def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = ()) -> Outline:
     """Returns an outline of sampled nodes, the same for all sequences: the parent and rank of places 1, 2, ...
 
-    Without ranks, all are 0. `size` is the number of places, unused ones included; None: none is unused.
+    Without ranks, all are 0.
     """
-    parent_n, depth_n, rank_n = np.zeros((3, size or 1 + len(parents)), np.int32)
-    depth_n[1 + len(parents) :] = UNUSED
-    parent_n[1 : 1 + len(parents)], rank_n[1 : 1 + len(ranks)] = parents, ranks
+    parent_n, depth_n, rank_n = np.zeros((3, 1 + len(parents)), np.int32)
+    parent_n[1:], rank_n[1 : 1 + len(ranks)] = parents, ranks
     for place, parent in enumerate(parents, start=1):
         depth_n[place] = depth_n[parent] + 1
     return Outline(parent_n, depth_n, np.full_like(parent_n, kind), rank_n, np.zeros_like(parent_n))

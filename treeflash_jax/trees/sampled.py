@@ -31,37 +31,22 @@ def paths(
 
 
 def delayed(
-    expander: Expander,
-    anchor_b: jax.Array,
-    num_nodes: int,
-    shape: TreeShape,
-    noise_bnc: jax.Array,
-    recent_b: jax.Array | None = None,
+    expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
 ) -> tuple[DraftTree, Proposal]:
     """Draws one path of `shape.trunk` tokens, then `shape.branches` i.i.d. paths from its end.
 
-    Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth. With
-    trunk="auto" every sequence branches at the depth at which its recent rounds ended on average, `recent_b` being the
-    mean number of tokens that they committed. This depth must be known before anything is drawn.
+    Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth.
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
-    depths = expander.num_depths
-    trunks = range(min(num_nodes - 1, depths) + 1) if shape.trunk == "auto" else [shape.trunk]
-    table = [_largest_bucket(depths, num_nodes, trunk, shape.branches) for trunk in trunks]
-    size = table[0].nodes if recent_b is None else num_nodes
-    outlines = [make_outline(_parents(bucket), WITH_REPLACEMENT, size=size) for bucket in table]
-    outline = outlines[0]
-    if recent_b is not None:
-        choice_b = jnp.clip(jnp.round(recent_b).astype(jnp.int32) - 1, 0, len(table) - 1)
-        outline = jax.tree.map(lambda *x_n: jnp.stack(x_n)[choice_b], *outlines)
-    deepest = max(bucket.depth for bucket in table)
-    return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, deepest=deepest)
+    bucket = _largest_bucket(expander.num_depths, num_nodes, shape.trunk, shape.branches)
+    outline = make_outline(_parents(bucket), WITH_REPLACEMENT)
+    return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, deepest=bucket.depth)
 
 
 def delayed_size(depths: int, nodes: int, shape: TreeShape) -> int:
     """Returns the largest number of nodes of a delayed tree, at most `nodes`: all branches have equal length."""
-    return nodes if shape.trunk == "auto" else _largest_bucket(depths, nodes, shape.trunk, shape.branches).nodes
+    return _largest_bucket(depths, nodes, shape.trunk, shape.branches).nodes
 
 
 def _largest_bucket(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:

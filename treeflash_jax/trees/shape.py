@@ -1,7 +1,7 @@
 """Sizes of a draft tree."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Interval
 
@@ -33,15 +33,14 @@ class TreeShape:
 
     Attributes:
       branches: number of paths, or maximal number of children per node.
-      trunk: number of nodes drafted as one path before the branches (delayed expansion); "auto": as many as recent rounds
-        of the same sequence committed on average.
+      trunk: number of nodes drafted as one path before the branches (delayed expansion).
       skeleton: share of the nodes, without the root, that best-first search chooses (hybrid).
       leaves: whether tokens that end their branch may be drawn although the tree continues below.
       lanes: number of nodes per level whose children best-first search considers; None: all.
     """
 
     branches: int = 2
-    trunk: int | Literal["auto"] = 2
+    trunk: int = 2
     skeleton: float = 0.25
     leaves: bool = False
     lanes: int | None = None
