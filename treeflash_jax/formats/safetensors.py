@@ -34,11 +34,11 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
     """
     with ExitStack() as stack:
         held = {name: _open(folder / name, stack) for name in names}
-        file_of = {tensor: name for name, handle in held.items() for tensor in handle.keys()}
+        holders = {tensor: name for name, handle in held.items() for tensor in handle.keys()}
         for tensor, name in (listed or {}).items():
-            if file_of.get(tensor) != name:
+            if holders.get(tensor) != name:
                 raise ValueError(f"{folder / name}: no tensor {tensor}, which the index says it holds")
-        yield {tensor: held[name].get_slice(tensor) for tensor, name in file_of.items()}
+        yield {tensor: held[name].get_slice(tensor) for tensor, name in holders.items()}
 
 
 def names(folder: Path) -> Collection[str]:

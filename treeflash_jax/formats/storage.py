@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -61,37 +62,42 @@ def load(
     """
     _check(where, tensors, specs, entries, dtype, spare)
 
-    def checked(name: str, part: np.ndarray) -> np.ndarray:
-        if not jnp.issubdtype(part.dtype, jnp.integer) and not all_finite(part):
-            raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {part.dtype}, expected numbers")
-        return part
-
     def leaf(spec: Spec, entry: Entry) -> Any:
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            spans = [range(size)[at] for size, at in zip(spec.shape, index, strict=True)]
-            part = _empty([len(span) for span in spans], spec.dtype_in(dtype))
-            if entry.is_apart or entry.is_stacked:
-                for number, i in enumerate(spans[0]):  # one expert at a time saves memory
-                    expert = entry.at(i)
-                    plane = i if entry.is_stacked else None
-                    part[number] = read_slice(tensors[expert.name], inside(spec), expert, index[1:], plane)
-                    checked(expert.name, part[number])
-                return part
-            axis = entry.order[0]  # the outermost on disk
-            step = max(1, READ_AT_ONCE * len(spans[axis]) // max(1, part.size))
-            for begin in range(0, len(spans[axis]), step):
-                span = spans[axis][begin : begin + step]
-                piece = (*index[:axis], slice(span.start, span.stop), *index[axis + 1 :])
-                target = (*(slice(None),) * axis, slice(begin, begin + len(span)))
-                part[target] = read_slice(tensors[entry.name], spec, entry, piece)
-            return checked(entry.name, part)
-
+        read = partial(_read, where, tensors, spec, entry, spec.dtype_in(dtype))
         if mesh is None:
             return finish(jax.device_put(read((slice(None),) * len(spec.shape)), may_alias=True), spec)
         place = sharding.sharding(spec.axes, spec.shape, mesh)
         return finish(jax.make_array_from_callback(spec.shape, place, read), spec)
 
     return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
+
+
+def _read(
+    where: Path, tensors: Mapping[str, Tensor], spec: Spec, entry: Entry, dtype: Any, index: tuple[slice, ...]
+) -> np.ndarray:
+    """Reads and checks one slice of a weight, in pieces that save memory: one expert, or READ_AT_ONCE numbers."""
+    spans = [range(size)[at] for size, at in zip(spec.shape, index, strict=True)]
+    part = _empty([len(span) for span in spans], dtype)
+    if entry.is_apart or entry.is_stacked:
+        for number, i in enumerate(spans[0]):
+            expert, plane = entry.at(i), i if entry.is_stacked else None
+            part[number] = read_slice(tensors[expert.name], inside(spec), expert, index[1:], plane)
+            _check_finite(where, expert.name, part[number])
+        return part
+    axis = entry.order[0]  # the outermost on disk
+    step = max(1, READ_AT_ONCE * len(spans[axis]) // max(1, part.size))
+    for begin in range(0, len(spans[axis]), step):
+        span = spans[axis][begin : begin + step]
+        piece = (*index[:axis], slice(span.start, span.stop), *index[axis + 1 :])
+        target = (*(slice(None),) * axis, slice(begin, begin + len(span)))
+        part[target] = read_slice(tensors[entry.name], spec, entry, piece)
+    _check_finite(where, entry.name, part)
+    return part
+
+
+def _check_finite(where: Path, name: str, part: np.ndarray) -> None:
+    if not jnp.issubdtype(part.dtype, jnp.integer) and not all_finite(part):
+        raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {part.dtype}, expected numbers")
 
 
 def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from treeflash_jax.models.config import ModelConfig, Rope
 
 _ORIGINAL = "original_max_position_embeddings"
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleaved", _ORIGINAL)
-_KEYS_OF_KIND = {
+_KIND_KEYS = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "longrope": ("short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL),
@@ -33,9 +33,9 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
     kind = kinds[0] if kinds else "default"
     if kinds[1:] not in ([], [kind]):
         raise ValueError(f"{keys.where}: got rope_type {quoted(kind)} beside type {quoted(kinds[1])}, expected one of them")
-    if not isinstance(kind, str) or kind not in _KEYS_OF_KIND:
-        raise ValueError(f"{keys.where}: got rope type {quoted(kind)}, expected one of {list(_KEYS_OF_KIND)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF_KIND[kind]}
+    if not isinstance(kind, str) or kind not in _KIND_KEYS:
+        raise ValueError(f"{keys.where}: got rope type {quoted(kind)}, expected one of {list(_KIND_KEYS)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KIND_KEYS[kind]}
     Keys(settings.raw, f"{keys.where}: rope settings of type {kind!r}").check_known(known)
     if _ORIGINAL in keys:  # outside the rope settings: transformers prefers it
         settings = Keys({**settings.raw, _ORIGINAL: keys.raw[_ORIGINAL]}, keys.where)
@@ -49,7 +49,7 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
 def write(config: ModelConfig) -> dict[str, Any]:
     """Returns the keys of a rotary embedding in both spellings, since many programs read only one of them."""
     rope, original = config.rope, config.rope.original_max_positions
-    scaling: dict[str, Any] = {key: getattr(rope, key) for key in _KEYS_OF_KIND[rope.kind] if hasattr(rope, key)}
+    scaling: dict[str, Any] = {key: getattr(rope, key) for key in _KIND_KEYS[rope.kind] if hasattr(rope, key)}
     if rope.kind == "longrope":
         divisors, original = list(rope.divisors), config.max_positions
         scaling = {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
