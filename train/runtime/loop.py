@@ -12,10 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import closing
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -25,12 +24,11 @@ from jax.experimental import multihost_utils
 from train.data import packing
 from train.runtime import folders, hosts, lock, sinks, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
-from train.runtime.run_config import EVALUATION, LoopConfig
+from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.models import costs
 
-T = TypeVar("T")
 HELD_OUT_BATCHES = 4  # of a source
 Evaluating = Callable[[int, int, str], None]  # receives the progress of an evaluation: number done, total, noun
 
@@ -82,11 +80,15 @@ def fit(
     steps, folder = resolve_steps(loop, corpus.num_sequences), folders.absolute(config.run)
     with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}") as check_owner:
         claim(folder, config)
-        with Checkpoints(config.run, loop, corpus.digests()) as checkpoints, Termination() as termination:
-            run = _Run(task, config, steps, mesh, params, check_owner, checkpoints, termination, began)
+        with Checkpoints(config.run, loop, corpus.digests()) as checkpoints, Signals() as signals:
+            run = _Run(task, config, steps, mesh, params, check_owner, checkpoints, signals, began)
             with closing(run.watch), closing(run.trace.running):
                 held_out = partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)
                 return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])])
+
+
+class _Cut(Exception):
+    """A signal was received during an evaluation."""
 
 
 class _Run:
@@ -101,12 +103,12 @@ class _Run:
         params: Any,
         check_owner: Callable[[], None],
         checkpoints: Checkpoints,
-        termination: "Termination",
+        signals: "Signals",
         began: float | None,
     ):
         loop: LoopConfig = config.loop
         self.task, self.loop, self.steps, self.mesh = task, loop, steps, mesh
-        self.check_owner, self.checkpoints, self.termination = check_owner, checkpoints, termination
+        self.check_owner, self.checkpoints, self.signals = check_owner, checkpoints, signals
         self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
         transform = training_state.make_optimizer(config.optimizer, steps, task.specs)
         example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
@@ -134,7 +136,7 @@ class _Run:
         loop, start, steps = self.loop, self.start, self.steps
         self.measures = measures
         was_cut = self.is_evaluated_at(start) and start not in self.watch.evaluated  # by a signal during the evaluation
-        if start and self.termination.alone and was_cut:
+        if start and self.signals.alone and was_cut:
             self.finish(start, {})
         peak = costs.peak_flops(self.mesh.size, self.task.compute_dtype) if hosts.is_first() else None
         members = hosts.local_members(loop.batch, self.mesh)
@@ -149,7 +151,7 @@ class _Run:
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
-            ends = step == steps or self.termination.requested(step)
+            ends = step == steps or self.signals.requested(step)
             logs = step == steps or _is_due(step, loop.log_every or steps)
             pauses = ends or self.is_evaluated_at(step) or _is_due(step, loop.save_every)
             line: dict[str, Any] = means(sharding.to_host(self.state.window)) if logs else {}
@@ -175,16 +177,25 @@ class _Run:
     def is_evaluated_at(self, step: int) -> bool:
         return step == self.steps or _is_due(step, self.loop.evaluate_every)
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any] | None:
+        """Returns the metrics of an evaluation; None if a signal cut it short. Several hosts, which must agree, finish."""
+
+        def report(done: int, total: int, what: str) -> None:
+            self.watch.evaluating(done, total, what)
+            if self.signals.alone and self.signals.received:
+                raise _Cut
+
         metrics: dict[str, Any] = {}
-        with sharding.ambient(self.mesh):  # which every thread sets for itself
+        try:
             for measure in self.measures:
-                metrics |= measure(self.state.params, report=self.watch.evaluating)
+                metrics |= measure(self.state.params, report=report)
+        except _Cut:
+            return None
         return metrics
 
     def finish(self, step: int, line: dict[str, Any], ends: bool = False) -> None:
         """Evaluates, logs and saves a step, and exits after a signal."""
-        metrics = self.termination.unless_received(self.measure) if self.is_evaluated_at(step) else {}
+        metrics = self.measure() if self.is_evaluated_at(step) else {}
         is_cut, line = metrics is None, line | (metrics or {})
         if metrics and self.loop.best and self.loop.best not in metrics:
             hosts.say(f"no checkpoint is kept as the best: loop.best {self.loop.best} is not among {', '.join(metrics)}")
@@ -197,9 +208,10 @@ class _Run:
             floats = {name: value for name, value in line.items() if isinstance(value, float)}
             self.checkpoints.save(step, self.state, floats, wait=ends or is_cut)
         if is_cut or (ends and step < self.steps):
-            word = "interrupted" if self.termination.received == signal.SIGINT else "terminated"
+            received = self.signals.received or signal.SIGTERM
+            word = "interrupted" if received == signal.SIGINT else "terminated"
             hosts.say(f"{word}: saved step {step} of {self.steps}; the same command goes on from there")
-            sys.exit(self.termination.status)
+            sys.exit(128 + received)
 
 
 def make_held_out_measure(
@@ -247,72 +259,38 @@ def _add(sums: list[Sums]) -> Sums:
     return jax.tree.map(lambda *parts: sum(parts), *sums)
 
 
-class Termination:
-    """Notes SIGTERM and Ctrl-C, agreed on by all hosts. A second Ctrl-C ends the process at once.
+class Signals:
+    """Notes SIGTERM and Ctrl-C, so that a run saves a checkpoint before it ends; a second Ctrl-C ends the process at once.
 
-    Python's handlers wait until the main thread is done with a step or a compilation. Here a thread reads the numbers of
-    the signals, so that the first Ctrl-C is answered, and the second one obeyed, at any time.
+    Python runs handlers in the main thread only: training in another thread leaves signals alone. JAX handles SIGTERM of
+    several processes, and makes them agree on a step.
     """
 
     def __enter__(self) -> Self:
         self.received: int | None = None
         self.alone = jax.process_count() == 1
-        noted = (signal.SIGTERM, signal.SIGINT) if self.alone else (signal.SIGINT,)  # JAX handles SIGTERM of several hosts
-        self.before = {number: signal.signal(number, lambda *_: None) for number in noted}
-        self.reads, self.writes = os.pipe()
-        os.set_blocking(self.writes, False)
-        self.woken = signal.set_wakeup_fd(self.writes, warn_on_full_buffer=False)
-        self.listening = threading.Thread(target=self._listen, daemon=True)
-        self.listening.start()
+        noted = (signal.SIGTERM, signal.SIGINT) if self.alone else (signal.SIGINT,)
+        if threading.current_thread() is not threading.main_thread():
+            noted = ()
+        self.before = {number: signal.signal(number, self._note) for number in noted}
         return self
 
     def __exit__(self, *_: Any) -> None:
-        signal.set_wakeup_fd(self.woken)
         for number, before in self.before.items():
             signal.signal(number, before)
-        os.close(self.writes)
-        self.listening.join()
-        os.close(self.reads)
 
-    @property
-    def status(self) -> int:
-        return 128 + (self.received or signal.SIGTERM)
-
-    def _listen(self) -> None:
-        while numbers := os.read(self.reads, 64):
-            for number in numbers:
-                if number == signal.SIGINT and self.received is not None:
-                    os._exit(128 + number)
-                if number == signal.SIGINT:
-                    print("interrupted: saving after this step; Ctrl-C again ends at once", flush=True)
-                    if not self.alone:
-                        os.kill(os.getpid(), signal.SIGTERM)  # JAX informs all hosts of it
-                if number in self.before:
-                    self.received = self.received or number
-
-    def unless_received(self, work: Callable[[], T]) -> T | None:
-        """Returns the result of `work`, or None as soon as a signal is received; `work` then ends with the process.
-
-        Several hosts, which must agree, always finish `work`.
-        """
-        if not self.alone:
-            return work()
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name=EVALUATION).start()
-        while not result.done():
-            if self.received is not None:
-                return None
-            wait([result], timeout=0.1)
-        return result.result()
+    def _note(self, number: int, _: Any) -> None:
+        self.received = self.received or number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.write(
+                2, b"interrupted: saving after this step; Ctrl-C again ends at once\n"
+            )  # unlike print, it may interrupt a print
+            if not self.alone:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def requested(self, step: int) -> bool:
+        """Returns whether the run ends after this step; all hosts agree."""
         return self.received is not None if self.alone else multihost_utils.reached_preemption_sync_point(step)
 
 

@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import textwrap
-import threading
 import tomllib
 import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,7 +31,6 @@ from treeflash_jax.core import files, programs
 from treeflash_jax.core.checks import CONFIG, bounded, clipped, explain, quoted
 
 T = TypeVar("T")
-EVALUATION = "treeflash-evaluation"  # name of the thread of an evaluation that a signal may cut short
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,12 +131,6 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
         # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
         logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
         main(config)
-    except SystemExit as ended:
-        if isinstance(ended.code, int) and any(thread.name == EVALUATION for thread in threading.enumerate()):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(ended.code)  # Python 3.11 aborts if a thread returns from XLA while the interpreter ends
-        raise
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

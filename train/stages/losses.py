@@ -17,7 +17,7 @@ from flax import struct
 from train.runtime.training_state import Sums
 from treeflash_jax.models import vocab
 
-LossName = Literal["cross-entropy", "forward-kl", "total-variation"]
+LossName = Literal["cross-entropy", "forward-kl"]
 
 
 @struct.dataclass
@@ -44,11 +44,6 @@ def forward_kl(logits: jax.Array, targets: Targets) -> jax.Array:
     return jnp.sum(jnp.exp(targets.log_probs) * (targets.log_probs - log_q), axis=-1)
 
 
-def total_variation(logits: jax.Array, targets: Targets) -> jax.Array:
-    """1 - sum min(p, q): the probability that the best coupling rejects the drafted token."""
-    return 1.0 - overlap(logits, targets)
-
-
 def overlap(logits: jax.Array, targets: Targets) -> jax.Array:
     """sum min(p, q)."""
     return jnp.sum(jnp.minimum(jnp.exp(targets.log_probs), jnp.exp(log_softmax(logits))), axis=-1)
@@ -62,9 +57,8 @@ def log_softmax(logits: jax.Array) -> jax.Array:
 LOSSES: dict[LossName, Callable[[jax.Array, Targets], jax.Array]] = {
     "cross-entropy": cross_entropy,
     "forward-kl": forward_kl,
-    "total-variation": total_variation,
 }
-NEEDS_VERIFIER = frozenset({"forward-kl", "total-variation"})
+NEEDS_VERIFIER = frozenset({"forward-kl"})
 
 
 def path_sums(
