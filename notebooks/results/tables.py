@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +20,7 @@ RESULTS = Path(__file__).parent
 ROOT = RESULTS.parent.parent
 PAGES = [
     ROOT / "README.md",
+    *sorted(page for page in RESULTS.glob("*.md") if page.name != "README.md"),
     *sorted(page for part in ("notebooks", "train", "treeflash_jax") for page in (ROOT / part).rglob("README.md")),
 ]
 SYSTEMS = {
@@ -245,6 +245,24 @@ def drafter_rounds() -> str:
     return table("drafter | topology | mesh | batch | drafter | its cache | temporary | total | levels | all-reduces", rows)
 
 
+def round_times() -> str:
+    """Formats rounds beside one-token steps, on a CPU and on an H200, each with the default attention of the device."""
+    smollm2, qwen3, rows = read("latency_smollm2.json"), read("latency_h200.json"), []
+    on_cpu = next(run for run in smollm2["results"] if run["settings"]["dtype"] == "bfloat16")
+    runs = [("SmolLM2, two Zen 5 cores", on_cpu)]
+    runs += [("Qwen3-4B, one H200", run) for run in qwen3["results"] if run["settings"]["attention"] == "pallas-gpu"]
+    for name, run in runs:
+        jax, context = run["versions"]["jax"], run["settings"]["context"]
+        rows += [[name, jax, context, nodes, *cells[-3:]] for nodes, cells in _phase_times(run)]
+    note = (
+        "Milliseconds; bfloat16, batch 1, greedy. SmolLM2 with its drafter and n-grams; Qwen3-4B with random weights, "
+        "16 candidates with 16 children each:"
+    )
+    commands = [smollm2["command"].replace("float32", "bfloat16"), qwen3["command"]]
+    header = "model and device | jax | tokens in the cache | nodes | round | one-token step | round / step"
+    return section(header, rows, note, commands)
+
+
 def beside_published() -> str:
     runs, rows = read("speed_b_trained.json"), []
     for key, name in (("tree", "tree"), ("one_token", "one token at a time")):
@@ -400,11 +418,12 @@ def accept_costs() -> str:
 
 def near_ties() -> str:
     rows = []
-    for (prompts, systems), (name, words) in product(_speed_smollm2(), TREES.items()):
-        tree = systems[name]
-        often = f"one in {tree['compared_tokens'] / tree['near_ties']:.0f} tokens"
-        rows.append([prompts, words, f"{tree['identical']} of {tree['compared']}", often])
-    return table("prompts | trees | equal answers | near-ties", rows)
+    for prompts, systems in _speed_smollm2():
+        trees = [systems[name] for name in TREES]
+        often = [f"one in {tree['compared_tokens'] / tree['near_ties']:.0f} tokens" for tree in trees]
+        equal = [f"{tree['identical']} of {tree['compared']}" for tree in trees]
+        rows.append([prompts, *(f"{which}; {rate}" for which, rate in zip(equal, often, strict=True))])
+    return table(f"prompts | {' | '.join(TREES.values())}", rows)
 
 
 def options() -> str:
@@ -418,8 +437,9 @@ def options() -> str:
 
 
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
-SHOWN += (latency_h200, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds, train_steps)
-SHOWN += (train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu, options, shipped_nodes)
+SHOWN += (latency_h200, round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
+SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu, options)
+SHOWN += (shipped_nodes,)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
