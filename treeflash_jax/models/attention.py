@@ -59,15 +59,6 @@ def tree_attention(
     return IMPLEMENTATIONS[implementation](q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
-def positions_read(implementation: str, slots: int, length: jax.Array | int) -> jax.Array | int:
-    """Returns the number of cache positions that attention reads, given the length of the longest prefix.
-
-    A single query under "streamed" reads all of a cache of less than SHORT_FOR_ONE_QUERY slots, which takes no longer.
-    """
-    reads_all = implementation in ("xla", "chunked") or (implementation == "streamed" and slots < SHORT)
-    return slots if reads_all else length
-
-
 def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)

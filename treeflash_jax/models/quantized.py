@@ -6,9 +6,8 @@ values in the activations' dtype and are scaled afterwards: no dequantised weigh
 The quantised verifier is a model of its own: drafted output equals ITS one-token output, not that of the wider weights.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -16,8 +15,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
-from treeflash_jax.core.parameters import Spec, is_spec, shardings
+from treeflash_jax.core.clock import Clock
+from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models.backend import indexing, products
 
 SCHEMES = ("int8",)
@@ -93,8 +94,12 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
     """
     if scheme is None or not (spec.inputs and spec.can_quantize):
         return weight
-    place = None if mesh is None else shardings(_parts(spec), mesh)
-    return jax.block_until_ready(compile_quantize(spec.inputs, place)(weight))
+    return jax.block_until_ready(programs.call(_compress, weight, mesh=mesh, clock=Clock(silent=True), spec=spec))
+
+
+@partial(jax.jit, static_argnames="spec")
+def _compress(weight: jax.Array, spec: Spec) -> Quantized:
+    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), quantize(weight, spec.inputs), _parts(spec))
 
 
 def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: Any = None) -> jax.Array:
@@ -119,8 +124,3 @@ def _parts(spec: Spec) -> Quantized:
     outputs = [axis for axis in range(len(spec.shape)) if axis not in spec.inputs]
     shape, axes = (tuple(values[axis] for axis in outputs) for values in (spec.shape, spec.axes))
     return Quantized(values=replace(spec, inputs=(), dtype=jnp.int8), scale=Spec(shape, axes, "ones"))
-
-
-@cache
-def compile_quantize(inputs: tuple[int, ...], place: Quantized | None) -> Callable[[jax.Array], Quantized]:
-    return jax.jit(partial(quantize, inputs=inputs), out_shardings=place)

@@ -59,31 +59,32 @@ class Builder:
         return self.one_path if self.one_path and shape.branches == 1 else self.distribution
 
 
-def _deterministic(build: Callable[..., DraftTree]) -> Build:
-    """Returns a builder without noise and proposal."""
-    return lambda expander, anchor_b, num_nodes, shape, noise_bnc: (build(expander, anchor_b, num_nodes, shape=shape), None)
+def _best_first(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
+    return best_first(expander, anchor_b, num_nodes, shape.lanes), None
+
+
+def _walk(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
+    return walk(expander, anchor_b, num_nodes), None
+
+
+def _chain(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
+    return rank_0_chain(expander, anchor_b, num_nodes), None
+
+
+def _chain_size(depths: int, nodes: int, shape: TreeShape) -> int:
+    return min(nodes, depths + 1)
 
 
 def _paths_size(depths: int, nodes: int, shape: TreeShape) -> int:
     return delayed_size(depths, nodes, replace(shape, trunk=0))
 
 
-def _path_size(depths: int, nodes: int, shape: TreeShape) -> int:
-    return min(nodes, depths + 1)
-
-
 BUILDERS: dict[str, Builder] = {
-    "best-first": Builder(_deterministic(lambda *args, shape: best_first(*args, shape.lanes)), frozenset({"lanes"})),
-    "walk": Builder(_deterministic(lambda *args, shape: walk(*args)), is_chain=True, size=_path_size),
-    "chain": Builder(_deterministic(lambda *args, shape: rank_0_chain(*args)), is_chain=True, size=_path_size),
+    "best-first": Builder(_best_first, frozenset({"lanes"})),
+    "walk": Builder(_walk, is_chain=True, size=_chain_size),
+    "chain": Builder(_chain, is_chain=True, size=_chain_size),
     "paths": Builder(paths, frozenset({"branches", "leaves"}), "paths", "one path", size=_paths_size),
-    "delayed": Builder(
-        delayed,
-        frozenset({"branches", "trunk", "leaves"}),
-        "delayed",
-        "one path",
-        size=delayed_size,
-    ),
+    "delayed": Builder(delayed, frozenset({"branches", "trunk", "leaves"}), "delayed", "one path", size=delayed_size),
     "without-replacement": Builder(
         without_replacement, frozenset({"branches", "leaves"}), "without-replacement", "one path"
     ),

@@ -14,7 +14,7 @@ from treeflash_jax.trees.containers import DETERMINISTIC, WITH_REPLACEMENT, WITH
 from treeflash_jax.trees.deterministic import best_first_search
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.grow import UNUSED, Outline, grow, make_outline
-from treeflash_jax.trees.shape import Bucket, TreeShape
+from treeflash_jax.trees.shape import TreeShape
 
 ACCEPTANCE = 0.7  # assumed chance a that a test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
 REACH = 0.6  # assumed chance that a sampled node of a hybrid tree is accepted, for dividing the nodes only
@@ -39,27 +39,25 @@ def delayed(
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
-    bucket = _largest_bucket(expander.num_depths, num_nodes, shape.trunk, shape.branches)
-    outline = make_outline(_parents(bucket), WITH_REPLACEMENT)
-    return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, deepest=bucket.depth)
+    trunk, branches, length = _fit_paths(expander.num_depths, num_nodes, shape)
+    # Place by place: the trunk, then level by level one place for each branch.
+    first = [trunk] * branches if length else []
+    parents = [*range(trunk), *first, *range(trunk + 1, 1 + trunk + branches * (length - 1))]
+    outline = make_outline(parents, WITH_REPLACEMENT)
+    return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, deepest=trunk + length)
 
 
 def delayed_size(depths: int, nodes: int, shape: TreeShape) -> int:
     """Returns the largest number of nodes of a delayed tree, at most `nodes`: all branches have equal length."""
-    return _largest_bucket(depths, nodes, shape.trunk, shape.branches).nodes
+    trunk, branches, length = _fit_paths(depths, nodes, shape)
+    return 1 + trunk + branches * length
 
 
-def _largest_bucket(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:
-    """Returns the largest bucket with this trunk and number of branches that fits."""
-    trunk = min(trunk, num_nodes - 1, depths)
-    branches = min(branches, max(num_nodes - 1 - trunk, 1))
-    return Bucket(branches, trunk, min((num_nodes - 1 - trunk) // branches, depths - trunk))
-
-
-def _parents(bucket: Bucket) -> list[int]:
-    """Returns the parents of places 1, 2, ...: those of the trunk, then level by level, one place for each branch."""
-    first = [bucket.trunk] * bucket.branches if bucket.length else []
-    return [*range(bucket.trunk), *first, *range(bucket.trunk + 1, bucket.nodes - bucket.branches)]
+def _fit_paths(depths: int, num_nodes: int, shape: TreeShape) -> tuple[int, int, int]:
+    """Returns the length of the trunk, the number of branches and their length in the largest tree that fits."""
+    trunk = min(shape.trunk, num_nodes - 1, depths)
+    branches = min(shape.branches, max(num_nodes - 1 - trunk, 1))
+    return trunk, branches, min((num_nodes - 1 - trunk) // branches, depths - trunk)
 
 
 def without_replacement(

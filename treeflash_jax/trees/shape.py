@@ -9,24 +9,6 @@ MAX_NODES = 4096  # largest draft tree
 Nodes = Annotated[int, Interval(ge=1, le=MAX_NODES)]
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Sizes of one delayed tree: a path of `trunk` draws, then `branches` i.i.d. paths of `length` from its end."""
-
-    branches: int
-    trunk: int
-    length: int
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes, root included."""
-        return 1 + self.trunk + self.branches * self.length
-
-    @property
-    def depth(self) -> int:
-        return self.trunk + self.length
-
-
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
     """Sizes of a tree besides its number of nodes; static. Each builder reads some of them.
