@@ -3,11 +3,11 @@
     python -m train.pair verifier=smollm2 prompts=prompts.jsonl out=runs/pair
 
 Mask token, tapped layers, block size, number of layers and steps are chosen by rule and printed with their reasons, unless
-they are given (block_size=8 steps=2000). Any setting of a stage can be given by its dotted name
-(drafter.optimizer.learning_rate=3e-3). The settings of every stage are kept in OUT as a TOML file, so that a stage can be
-run alone: `python -m train.head OUT/head.toml`. A command that was stopped continues when it is run again. minutes=60 times
-every stage briefly and plans all of them, measurement included, to take an hour. The same command with more minutes,
-prompts or steps extends a finished OUT.
+they are given (block_size=8 passes=4). Any setting of a stage can be given by its dotted name
+(drafter.optimizer.learning_rate=3e-3). The first training steps are timed, and a line says what all of it will take.
+The settings of every stage are kept in OUT as a TOML file, so that a stage can be run alone:
+`python -m train.head OUT/head.toml`. A command that was stopped continues when it is run again. The same command with more
+prompts, passes or steps extends a finished OUT.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import re
 import shlex
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,7 @@ import jax
 
 from train import drafter, export, head, measure, respond
 from train.data.records import read
-from train.pairing.choices import Choice
-from train.pairing.compose import LEAST_PROMPTS, MOST_EVALUATIONS, Composed, Composer, PairConfig
-from train.pairing.time_budget import Budget
+from train.pairing.compose import MEASURE_SECONDS, Composed, Composer, PairConfig, check_steps
 from train.runtime import folders, hosts, lock, run_config, watch
 from treeflash_jax.bench.report import format_interval
 from treeflash_jax.core import files
@@ -40,7 +39,7 @@ STAGES = {
     "measure": (measure, measure.MeasureStage),
 }
 # Settings that may change after stages were begun; and the first stage that others affect, if not "drafter".
-MAY_CHANGE = ("minutes", "num_prompts", "steps", "head_steps", "out", "mesh", "export", "measure")
+MAY_CHANGE = ("num_prompts", "steps", "passes", "anyway", "out", "mesh", "export", "measure")
 FIRST_AFFECTED = {"verifier": "respond", "prompts": "respond", "seed": "respond", "respond": "respond", "head": "head"}
 MOST_DOUBLINGS = 3  # of training that a suggestion extrapolates over
 
@@ -55,16 +54,12 @@ def main(settings: PairConfig) -> None:
         check_extension(settings)
         composer.check()
     with lock.held(folders.absolute(settings.path("pair.lock")), f"out={settings.out}"):
-        budget = Budget(settings)
-        try:
-            if not is_known:  # stages are composed again; each continues only with the settings it was begun with
-                for name in STAGES:
-                    settings.path(f"{name}.toml").unlink(missing_ok=True)
-                run_config.save(settings, path)
-            stages = _run_stages(composer, budget)
-            conclude(settings, stages["respond"], read_json(stages["measure"].out), budget.spent)
-        finally:
-            budget.save()
+        if not is_known:  # stages are composed again; each continues only with the settings it was begun with
+            for name in STAGES:
+                settings.path(f"{name}.toml").unlink(missing_ok=True)
+            run_config.save(settings, path)
+        stages = _run_stages(composer)
+        conclude(settings, stages["respond"], read_json(stages["measure"].out))
 
 
 def check_extension(settings: PairConfig) -> None:
@@ -81,19 +76,18 @@ def _begun_with(settings: PairConfig, name: str) -> Path:
     return settings.path("responses.jsonl.settings.toml" if name == "respond" else f"{name}/settings.toml")
 
 
-def _run_stages(composer: Composer, budget: Budget) -> dict[str, Any]:
+def _run_stages(composer: Composer) -> dict[str, Any]:
     """Runs the stages that have not finished with these settings, and returns the settings of all."""
-    settings, stages = composer.settings, {}
+    began, settings, stages = time.perf_counter(), composer.settings, {}
     path = settings.path("finished.json")
     finished = read_json(path) if path.exists() else {}
     for number, (name, (module, kind)) in enumerate(STAGES.items(), start=1):
         toml = settings.path(f"{name}.toml")
         hosts.say(f"\n{number} of {len(STAGES)}: python -m train.{name} {shlex.quote(str(toml))}")
         if not toml.exists():
-            _write_stage(name, settings, _compose(name, composer, stages, budget))
+            _write_stage(name, settings, _compose(name, composer, stages))
         stages[name] = run_config.load(kind, toml)
-        # Less time later is no reason to measure again.
-        if name in finished and finished[name] | {"seconds": 0} == run_config.to_dict(stages[name]) | {"seconds": 0}:
+        if finished.get(name) == run_config.to_dict(stages[name]):
             hosts.say("  finished before")
             continue
         stale = {name} if name == "respond" else {*STAGES} - {*stages} | {name}
@@ -101,51 +95,34 @@ def _run_stages(composer: Composer, budget: Budget) -> dict[str, Any]:
         files.write(path, json.dumps(finished, indent=1) + "\n")
         if name == "drafter":  # the head was trained on another backbone
             shutil.rmtree(settings.path("head"), ignore_errors=True)
-        began, answered = time.perf_counter(), _count_answers(settings)
-        module.main(stages[name])
-        if name == "respond" and settings.minutes:
-            stages[name] = _answer_more(composer, stages[name], budget, began, answered)
+        if name == "drafter":
+            module.main(stages[name], on_timed=partial(announce, began, stages[name].loop.steps))
+        else:
+            module.main(stages[name])
         finished[name] = run_config.to_dict(stages[name])
         files.write(path, json.dumps(finished, indent=1) + "\n")
     return stages
 
 
-def _compose(name: str, composer: Composer, stages: dict[str, Any], budget: Budget) -> Composed:
-    """Composes the next stage from those before it, their results, and the time it may take."""
-    settings = composer.settings
-    if name == "respond":
-        made = composer.respond()
-        if not settings.minutes:
-            return made
-        seconds = budget.plan(composer, made.stage)["respond"]
-        return composer.respond(LEAST_PROMPTS + int((seconds - budget.costs.answers_start) / budget.costs.answer), seconds)
-    if name == "export":
-        return composer.export()
-    if name == "measure":
-        return composer.measure(max(1.0, round(budget.left)) if settings.minutes else 0.0)
-    answers = composer.read_answers(stages["respond"])
-    steps, evaluations = composer.steps(name, answers), MOST_EVALUATIONS
-    if settings.minutes:
-        seconds = budget.costs.plan(budget.left, name)[name]
-        count, evaluations = budget.costs.training(seconds)
-        count = max(1, count + _trained_steps(settings, name))
-        if count < steps.value and steps.reason != "as given":
-            reason = f"as many as fit into {watch.duration(seconds)}, at {budget.costs.step:.2g} s a step"
-            steps = Choice(count, reason)
-    return composer.training(stages["respond"], answers, steps, evaluations, on=stages.get("drafter"))
+def announce(began: float, steps: int, step: int, seconds: float) -> None:
+    """Prints what the whole command will take, once `seconds` of a training step are known; at `step` of `steps`."""
+    spent = time.perf_counter() - began
+    training = (steps - step + math.ceil(steps / 2)) * seconds
+    total, *parts = map(watch.duration, (spent + training + MEASURE_SECONDS, spent, training, MEASURE_SECONDS))
+    hosts.say(
+        f"the whole command will take about {total}: {parts[0]} so far, {parts[1]} for {steps:,} steps of {seconds:.2g} s "
+        f"and half as many of the head, at most {parts[2]} to measure; evaluations and compiling are not counted"
+    )
 
 
-def _answer_more(composer: Composer, stage: Any, budget: Budget, began: float, before: int) -> Any:
-    """Answers more prompts if those planned took much less time: the plan assumes answers of full length."""
-    took, count = time.perf_counter() - began, _count_answers(composer.settings) - before
-    planned = budget.costs.plan(budget.left + took)["respond"]
-    limit = stage.sources[0].limit
-    if not limit or count < LEAST_PROMPTS or took >= 0.75 * planned:
-        return stage
-    more = composer.respond(limit + int((planned - took) * count / took), planned)
-    stage = _write_stage("respond", composer.settings, more)
-    respond.main(stage)
-    return stage
+def _compose(name: str, composer: Composer, stages: dict[str, Any]) -> Composed:
+    """Composes the next stage from those before it and their results."""
+    if name not in ("drafter", "head"):
+        return getattr(composer, name)()
+    made = composer.training(stages["respond"], composer.read_answers(stages["respond"]), on=stages.get("drafter"))
+    if name == "drafter":
+        check_steps(made.stage.loop, composer.settings)
+    return made
 
 
 def _write_stage(name: str, settings: PairConfig, made: Composed) -> Any:
@@ -177,24 +154,20 @@ def continued(made: Composed, settings: PairConfig, name: str) -> Composed:
     return Composed(dataclasses.replace(stage, mesh=new.mesh), [line, "all other settings are as it was begun"])
 
 
-def _count_answers(settings: PairConfig) -> int:
-    return sum(1 for _ in folders.whole_lines(settings.path("responses.jsonl")))
-
-
 def _trained_steps(settings: PairConfig, name: str) -> int:
     """Returns the step of a training stage's newest checkpoint; 0 without one."""
     folder = settings.path(name) / "checkpoints"
     return max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
 
 
-def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: dict[str, Any], seconds: float) -> None:
+def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: dict[str, Any]) -> None:
     """Prints whether drafting pays here, how much training would make it pay, and the command that uses the drafter."""
     drafted = [system for system in measured["systems"] if system["system"].startswith("drafted")]
     hosts.say("")
     for system in drafted:
         ratio = system["speedup"]
         low, high = ratio["low"] or 0, ratio["high"] or math.inf
-        pays = "undecided, give more prompts or minutes"
+        pays = "undecided, give more prompts or measure.seconds"
         if low > 1 or high < 1:
             pays = "drafting pays" if low > 1 else "drafting does not pay"
         hosts.say(f"T = {system['temperature']:g}: {format_interval(ratio)} x one-token speed; {pays}")
@@ -211,12 +184,12 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
             f"\nDrafting does not pay on this machine yet: {speedup:.2f} x the speed of one-token decoding. "
             f"A round takes as long as {cost:.2f} one-token steps here, so tau must exceed {cost:.2f}; it is {tau:.2f}."
         )
-        hosts.say(_outlook(settings, cost / tau, seconds))
+        hosts.say(_outlook(settings, cost / tau))
         hosts.say("Without further options, the library drafts only where it expects drafting to pay.")
     hosts.say(f"\nTo use it:\n  {shlex.join([*words, *_sample_prompt(responded)])}")
 
 
-def _outlook(settings: PairConfig, factor: float, seconds: float) -> str:
+def _outlook(settings: PairConfig, factor: float) -> str:
     """Estimates the training that raises tau by `factor`, if every doubling of steps adds as much as the last one."""
     log = watch.read_log(settings.path("drafter"))
     curve = {line["step"]: tau for line in log for name, tau in line.items() if re.fullmatch(r"held_out/tau_\d+", name)}
@@ -231,11 +204,11 @@ def _outlook(settings: PairConfig, factor: float, seconds: float) -> str:
     if doublings > MOST_DOUBLINGS:
         return f"{too_short}: {rise}."
     more = 2**doublings
-    count, minutes = math.ceil(more * _count_answers(settings)), math.ceil(more * seconds / 60)
+    answers = sum(1 for _ in folders.whole_lines(settings.path("responses.jsonl")))
     return (
         f"In the last doubling of steps, {rise}. If every further doubling adds as much, drafting pays with {more:.1f} "
-        f"times the training: about {count:,} answers and {minutes:,} minutes in all. The same command with more minutes, "
-        "prompts or steps continues from here."
+        f"times the training: about {math.ceil(more * answers):,} answers and {math.ceil(more * last):,} steps. The same "
+        "command with more prompts, passes or steps continues from here."
     )
 
 

@@ -1,7 +1,6 @@
 """A drafter in one command: rules, refusals, stage files, a kill between stages, and the line that uses the result."""
 
 import functools
-import itertools
 import json
 import shlex
 from dataclasses import replace
@@ -17,9 +16,9 @@ from refusals import refused
 from toy_training import read_lines, write_lines
 
 import treeflash_jax as tf
-from train import drafter, head, measure, pair, respond
+from train import drafter, head, measure, pair
 from train.data import packing
-from train.pairing import choices, compose, time_budget
+from train.pairing import choices, compose
 from train.runtime import loop, run_config, watch
 from treeflash_jax.cli import commands
 from treeflash_jax.drafters.block.block_config import fresh_layers
@@ -29,9 +28,10 @@ from treeflash_jax.models.config import ModelConfig
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
 SMALL = [
-    "steps=6", "head_steps=4", "mesh.data=1", "block_size=4", "num_layers=1", "respond.max_new_tokens=12",
-    "respond.temperatures=[0]", "drafter.evaluate.prompts=0", "head.evaluate.prompts=0", "drafter.loop.save_every=2",
-    "measure.prompts=2", "measure.new_tokens=6", "measure.nodes=[4]", "measure.temperatures=[0]",
+    "steps=6", "anyway=true", "head.loop.steps=4", "mesh.data=1", "block_size=4", "num_layers=1",
+    "respond.max_new_tokens=12", "respond.temperatures=[0]", "drafter.evaluate.prompts=0", "head.evaluate.prompts=0",
+    "drafter.loop.save_every=2", "measure.prompts=2", "measure.new_tokens=6", "measure.nodes=[4]",
+    "measure.temperatures=[0]",
 ]  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     monkeypatch.setattr(tf, "load", lambda **named: load_once(verifier=named["verifier"], drafter=named["drafter"]))
 
     for name, (module, _) in pair.STAGES.items():
-        watched = lambda stage, name=name, main=module.main: (ran.append(name), main(stage))  # noqa: E731
+        watched = lambda stage, name=name, main=module.main, **how: (ran.append(name), main(stage, **how))  # noqa: E731
         monkeypatch.setattr(module, "main", watched)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(head, "main", Mock(side_effect=KeyboardInterrupt))
@@ -67,6 +67,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
         "compute_dtype = float32: this CPU has no bfloat16 instructions",
         "loop.steps = 6: as given",
         "sources.0.hold_out = 4: one in 4 of 10 prompts, for validation",
+        "the whole command will take about ",
     ):
         assert line in shown
     pair.main(settings)
@@ -100,6 +101,8 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     ("drafter.loop.stesp=3", "unknown setting loop.stesp; did you mean loop.steps"),
     ("target_layer_ids=[1, 6]", "reads verifier layers [6]"),
     ("mask_token_id=5000", "mask id 5000 lies outside"),
+    ("anyway=false", "got a plan of 6 optimiser steps, expected at least 50"),
+    ("passes=2", "got steps 6 and passes 2, expected one of them"),
     ("num_prompts=3", "got 3 prompts, expected at least 8"),
     ("out=gs://bucket/pair", "got gs://bucket/pair, expected a local folder"),
 ])  # fmt: skip
@@ -126,51 +129,28 @@ def test_some_prompts_are_held_out_and_others_are_not(numbers, hold_out):
     assert compose._hold_out(8, list(numbers)) == hold_out
 
 
-COSTS = time_budget.Costs(answer=0.5, answers_start=10.0, start=30.0, step=2.0, learn=0.1, evaluation=4.0)
-
-
-def test_a_plan_spends_the_time_and_counts_every_stage():
-    """Fixed costs first: 10 + 2 x 30 + 2 x 15 of 600 s. Of the remaining 500 s, a second goes to an answer and 5 passes."""
-    plan = COSTS.plan(600.0)
-    fixed = {"respond": 10, "drafter": 30, "head": 30, "export": 15, "measure": 15}
-    shares = {"respond": 0.35, "drafter": 0.35, "head": 0.15, "export": 0, "measure": 0.15}
-    assert list(pair.STAGES) == list(plan) and plan == pytest.approx({x: fixed[x] + 500 * shares[x] for x in fixed})
-    later = COSTS.plan(300.0, "head")
-    assert list(later) == ["head", "export", "measure"] and sum(later.values()) == pytest.approx(300)
-    assert sum(COSTS.plan(1.0).values()) == 100, "the fixed costs"
-    assert COSTS.training(30.0 + 100.0) == ((100 - 3 * 4) // 2, 4), "evaluations take at most a fifth of the time"
-    assert COSTS.training(30.0 + 30.0) == ((30 - 4) // 2, 2) and COSTS.training(3.0) == (0, 1)
-
-
-def test_costs_are_measured(prompts, tmp_path, monkeypatch):
-    result = SimpleNamespace(ids=[5] * 32, seconds=8.0, finished="length")
-    model = SimpleNamespace(generate=lambda ids, **named: [result] * len(ids))
-    monkeypatch.setattr(respond, "load_model", lambda stage: model)
-    monkeypatch.setattr(respond, "collect_prompts", lambda *_: [SimpleNamespace(ids=[7, 8], source="asked")] * 40)
-    monkeypatch.setattr(time_budget.time, "perf_counter", itertools.count(step=50.0).__next__)
-    composer, lengths = compose.Composer(settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16")), []
-
-    def train(stage):
-        assert (stage.loop.steps, stage.loop.evaluate_every) == (4, 2)
-        assert len(packing.load_corpus(stage.sources, stage.data, None, 0).held_out["responses"]) > 0
-        lengths.append(stage.data.sequence_length)
-        speed = {"tokens_per_second": 8 * lengths[0] / 2.0}
-        log = [{"step": i, "seconds": s} | speed for i, s in enumerate((20.0, 32.0, 34.0, 40.0), start=1)]
-        (tmp_path / "timing" / "drafter").mkdir()
-        write_lines(tmp_path / "timing" / "drafter" / "log.jsonl", log)
-
-    monkeypatch.setattr(drafter, "main", train)
-    asked = composer.respond().stage
-    costs = time_budget.measure_costs(composer, asked)
-    assert costs == time_budget.Costs(
-        answer=8.0 * asked.max_new_tokens / (16 * 32),
-        answers_start=42.0,
-        start=50.0 - 8.0 - 4.0,
-        step=2.0,
-        learn=pytest.approx((asked.max_prompt_tokens + asked.max_new_tokens) * 2.0 / (8 * lengths[0])),
-        evaluation=4.0,
-    )
-    assert not (tmp_path / "timing").exists()
+@pytest.mark.parametrize(("words", "sequences", "steps", "reason"), [
+    ((), 100, 200, "6 passes over 100 sequences in batches of 8, at least 200"),
+    ((), 800, 600, "6 passes over 800 sequences in batches of 8, at least 200"),
+    (("passes=4",), 100, 50, "4 passes over 100 sequences in batches of 8"),
+    (("steps=70",), 100, 70, "as given"),
+    (("passes=3.5",), 100, None, "got a plan of 44 optimiser steps, expected at least 50; give more prompts, passes= or"),
+    (("passes=3.5", "anyway=true"), 100, 44, "3.5 passes"),
+])  # fmt: skip
+def test_steps_follow_from_passes_and_too_few_are_refused(prompts, tmp_path, words, sequences, steps, reason):
+    settings = run_config.load(pair.PairConfig, None, ["verifier=tiny", f"prompts={prompts}", f"out={tmp_path}", *words])
+    settings = replace(settings, mesh=run_config.MeshConfig(data=1))
+    composer, asked = compose.Composer(settings), compose.Composer(settings).respond().stage
+    documents = [packing.Document(np.array([3, 4]), np.ones(2))] * sequences
+    answers = packing.Corpus({"x": packing.pack(documents, 2)}, {}, {}, {})
+    made = composer.training(asked, answers)
+    if steps is None:
+        refused(lambda: compose.check_steps(made.stage.loop, settings), reason)
+        return
+    compose.check_steps(made.stage.loop, settings)
+    assert made.stage.loop.steps == steps and any(f"loop.steps = {steps}: {reason}" in line for line in made.lines)
+    head_stage = composer.training(asked, answers, on=made.stage).stage
+    assert head_stage.loop.steps == -(-steps // 2)
 
 
 def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts, tmp_path):
@@ -180,8 +160,8 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
     run_config.save(before, tmp_path / "pair.toml")
     asked = composer.respond().stage
     run_config.save(asked, tmp_path / "responses.jsonl.settings.toml")
-    trained = composer.training(asked, nothing, composer.steps("drafter", nothing)).stage
-    assert composer.training(replace(asked, thinking=True), nothing, choices.Choice(1, "")).stage.data.thinking
+    trained = composer.training(asked, nothing).stage
+    assert composer.training(replace(asked, thinking=True), nothing).stage.data.thinking
     (tmp_path / "drafter" / "checkpoints" / "6").mkdir(parents=True)
     run_config.save(trained, tmp_path / "drafter" / "settings.toml")
     files_before = sorted(tmp_path.rglob("*"))
@@ -199,10 +179,10 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
     made = pair.continued(composer.respond(), after, "respond")
     assert made.stage == replace(asked, sources=(replace(asked.sources[0], limit=12),)), "the same prompts are held out"
     more = packing.Corpus({"more": packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * 99, 8)}, {}, {}, {})
-    made = pair.continued(composer.training(asked, more, composer.steps("drafter", more)), after, "drafter")
+    made = pair.continued(composer.training(asked, more), after, "drafter")
     assert made.stage == replace(trained, loop=replace(trained.loop, steps=10, evaluate_every=3))
     assert made.lines[0] == "loop.steps = 10: continues from step 6, with the learning rate of a run of 10"
-    fewer = composer.training(asked, more, choices.Choice(2, ""))
+    fewer = replace(composer, settings=replace(after, steps=2)).training(asked, more)
     assert pair.continued(fewer, after, "drafter").stage == trained
 
 
@@ -240,8 +220,8 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, 
 @pytest.mark.parametrize(("speedup", "low", "taus", "said"), [
     (1.2, 1.1, {}, "--nodes 8"),
     (1.2, 1.1, {}, "T = 0: 1.20 [1.10, 2.00] x one-token speed; drafting pays\nT = 0.7: 0.10 [0.10, 2.00]"),
-    (1.2, 0.9, {}, "T = 0: 1.20 [0.90, 2.00] x one-token speed; undecided, give more prompts or minutes"),
-    (0.8, 0.7, {2: 1.5, 4: 2.0}, "drafting pays with 2.0 times the training: about 24 answers and 4 minutes in all"),
+    (1.2, 0.9, {}, "T = 0: 1.20 [0.90, 2.00] x one-token speed; undecided, give more prompts or measure.seconds"),
+    (0.8, 0.7, {2: 1.5, 4: 2.0}, "drafting pays with 2.0 times the training: about 24 answers and 8 steps"),
     (0.8, 0.7, {4: 2.0}, "too short to say how much training that takes: it has no evaluation at half"),
     (0.5, 0.4, {2: 1.95, 4: 2.0}, "too short to say how much training that takes: tau of held-out prompts rose from 1.95"),
     (0.5, 0.4, {2: 2.0, 4: 1.9}, "too short to say"),
@@ -259,7 +239,7 @@ def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, c
         for t, x, low, tau in ((0.0, speedup, low, 2.0), (0.7, 0.1, 0.1, 1.0))
     ]
     measured = {"options": {"nodes": 8}, "systems": entries}
-    pair.conclude(settings, asked, measured, 120.0)
+    pair.conclude(settings, asked, measured)
     shown = capsys.readouterr().out
     assert said in shown and ("so tau must exceed" in shown) == (speedup < 1)
     assert ("--nodes" in shown) == (low > 1), "options only for what is sure to pay"

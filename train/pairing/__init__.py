@@ -1,1 +1,1 @@
-"""Decisions of `train.pair`: choices by rule, settings of every stage, time, and extensions."""
+"""Decisions of `train.pair`: choices by rule, and settings of every stage."""

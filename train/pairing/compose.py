@@ -22,7 +22,7 @@ from train.measure import MeasureStage
 from train.pairing import choices
 from train.pairing.choices import Choice
 from train.respond import RespondConfig, question
-from train.runtime import folders, run_config, watch
+from train.runtime import folders, run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import devices
@@ -33,14 +33,15 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
-EPOCHS = {"drafter": 6, "head": 3}  # the published backbones took six
-LEAST_STEPS = {"drafter": 200, "head": 100}
+PASSES, USUAL_STEPS = 6, 200  # the published backbones took six passes
+LEAST_STEPS = 50
 LEARNING_RATES = {"drafter": 6e-3, "head": 1e-3}  # of Muon; the head has been trained with its backbone before
 SAMPLED_VOCABULARY = 4  # tokens of a sampled vocabulary per token of a sequence, on CPUs
 MEASURED_LENGTHS = 512  # prompts whose length decides what is too long
 LOGITS_BYTES = 512 * 2**20  # of the drafter's logits in memory at a time
 LEAST_PROMPTS = 8
-MOST_EVALUATIONS = 4  # of a training stage
+EVALUATIONS = 4  # of a training stage
+MEASURE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +52,14 @@ class PairConfig:
       verifier: name of a pair ("smollm2"), folder, GGUF file or Hub id.
       prompts: JSONL file of prompts or chats, a folder of them, a glob or a Hub data set.
       out: folder of all settings and results; the drafter is written to OUT/model.
-      num_prompts: largest number of prompts used; 0 uses all, or as many as `minutes` allows.
-      minutes: total time of all commands with the same `out`, measurement included; 0 sets no limit.
+      num_prompts: largest number of prompts used; 0 uses all.
       block_size: tokens of a drafted block, anchor included.
       num_layers: layers of the drafter's backbone.
       mask_token_id: token in the slots of a block that are to be predicted.
       target_layer_ids: verifier layers whose outputs the drafter reads.
-      steps: training steps of backbone and head together; 0 chooses by rule, or as `minutes` allows.
-      head_steps: training steps of the head alone, after that; 0 as for `steps`.
+      steps: training steps of backbone and head together; the head is then trained alone for half as many.
+      passes: passes over the answers, in place of `steps`. Without either: 6 passes, and at least 200 steps.
+      anyway: trains for fewer than 50 steps, too.
       seed: random seed of all stages.
       mesh: devices of all stages.
       respond, drafter, head, export, measure: settings of the stage `train.NAME` to override, by name
@@ -69,13 +70,13 @@ class PairConfig:
     prompts: str
     out: str
     num_prompts: int = bounded(0, least=0)
-    minutes: float = bounded(0.0, least=0)
     block_size: int | None = bounded(None, least=2, most=MAX_NODES)
     num_layers: int | None = bounded(None, least=1)
     mask_token_id: int | None = bounded(None, least=0)
     target_layer_ids: tuple[AtLeast0, ...] = ()
     steps: int = bounded(0, least=0)
-    head_steps: int = bounded(0, least=0)
+    passes: float = bounded(0.0, least=0)
+    anyway: bool = False
     seed: int = bounded(0, least=0)
     mesh: MeshConfig = MeshConfig()
     respond: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +84,10 @@ class PairConfig:
     head: dict[str, Any] = field(default_factory=dict)
     export: dict[str, Any] = field(default_factory=dict)
     measure: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.steps and self.passes:
+            raise ValueError(f"got steps {self.steps} and passes {self.passes:g}, expected one of them")
 
     def path(self, name: str) -> Path:
         return folders.local(self.out) / name
@@ -111,21 +116,19 @@ class Composer:
 
     def check(self) -> None:
         """Composes all stages without answers, so that a misspelt setting is refused at once."""
-        responded, nothing, step = self.respond().stage, Corpus({}, {}, {}, {}), Choice(1, "")
-        trained = self.training(responded, nothing, step).stage
+        responded, nothing = self.respond().stage, Corpus({}, {}, {}, {})
+        trained = self.training(responded, nothing).stage
         choices.check_taps(trained.drafter_config(self.model), self.model)
-        self.training(responded, nothing, step, on=trained)
+        if self.settings.steps:
+            check_steps(trained.loop, self.settings)
+        self.training(responded, nothing, on=trained)
         self.export()
         self.measure()
 
-    def respond(self, most: int | None = None, seconds: float = 0.0) -> Composed:
-        """Composes the settings of `train.respond`; `most` prompts fit into its `seconds`, None: all of them."""
-        settings, context = self.settings, self.model.max_positions
-        limit = Choice(settings.num_prompts, "as given" if settings.num_prompts else "all of them")
+    def respond(self) -> Composed:
+        settings, context, limit = self.settings, self.model.max_positions, self.settings.num_prompts
         skip = (lambda _: None) if settings.respond.get("malformed") == "skip" else None
-        count = sum(1 for _ in read(Source(path=settings.prompts, limit=limit.value, hold_out=0), settings.seed, skip))
-        if most is not None and most < count:
-            limit, count = Choice(most, f"as many as fit into {watch.duration(seconds)}"), most
+        count = sum(1 for _ in read(Source(path=settings.prompts, limit=limit, hold_out=0), settings.seed, skip))
         if count < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
         sample = Source(path=settings.prompts, limit=min(count, MEASURED_LENGTHS), hold_out=0)
@@ -136,7 +139,7 @@ class Composer:
         hold_out = _hold_out(count, [number for number, length in lengths.items() if length <= longest])
         made = RespondConfig(
             verifier=settings.verifier,
-            sources=(Source(path=settings.prompts, limit=limit.value, hold_out=hold_out),),
+            sources=(Source(path=settings.prompts, limit=limit, hold_out=hold_out),),
             out=str(settings.path("responses.jsonl")),
             temperatures=(0.0, 0.7, 0.0, 1.0),
             max_new_tokens=min(256 if on_cpu else 1024, context - longest),
@@ -146,7 +149,7 @@ class Composer:
             mesh=MeshConfig(data=settings.mesh.data * settings.mesh.fsdp, model=settings.mesh.model),
         )
         reasons = {
-            "sources.0.limit": limit.reason,
+            "sources.0.limit": "as given" if limit else "all prompts",
             "sources.0.hold_out": f"one in {hold_out} of {count:,} prompts, for validation and measurement",
             "max_prompt_tokens": f"95 % of the prompts have at most {typical:.0f} tokens; longer ones are left out",
             "max_new_tokens": f"on {'a CPU' if on_cpu else 'an accelerator'}; longer answers are cut",
@@ -164,26 +167,19 @@ class Composer:
         source, data = Source(path=responded.out, format="responses", hold_out=0), self._data(responded)
         return packing.load_corpus([source], data, self.tokenizer, self.settings.seed, self.model.vocab_size)
 
-    def steps(self, name: str, answers: Corpus) -> Choice:
-        given = self.settings.steps if name == "drafter" else self.settings.head_steps
-        if given:
-            return Choice(given, "as given")
-        epochs, batch, least = EPOCHS[name], _batch_size(self.settings.mesh), LEAST_STEPS[name]
-        count = max(least, math.ceil(epochs * answers.num_sequences / batch))
-        reason = f"{epochs} epochs of {answers.num_sequences:,} sequences in batches of {batch}, at least {least} steps"
-        return Choice(count, reason)
+    def steps(self, answers: Corpus) -> Choice:
+        """Chooses the number of steps of `train.drafter`."""
+        if self.settings.steps:
+            return Choice(self.settings.steps, "as given")
+        passes, least = self.settings.passes or PASSES, 1 if self.settings.passes else USUAL_STEPS
+        count, batch = answers.num_sequences, _batch_size(self.settings.mesh)
+        reason = f"{passes:g} passes over {count:,} sequences in batches of {batch}"
+        return Choice(max(least, math.ceil(passes * count / batch)), reason + ("" if least == 1 else f", at least {least}"))
 
-    def training(
-        self,
-        responded: RespondConfig,
-        answers: Corpus,
-        steps: Choice,
-        evaluations: int = MOST_EVALUATIONS,
-        *,
-        on: DrafterStage | None = None,
-    ) -> Composed:
+    def training(self, responded: RespondConfig, answers: Corpus, *, on: DrafterStage | None = None) -> Composed:
         """Composes the settings of `train.drafter`; or, `on` a drafter in OUT/drafter, those of `train.head`."""
         settings, data, mesh = self.settings, self._data(responded), self.settings.mesh
+        steps = Choice(math.ceil(on.loop.steps / 2), "half of the drafter's") if on else self.steps(answers)
         if on:
             name, kind, block, keeps = "head", HeadStage, on.block_size, on.head == "mlp"
             why = f"{'continues over the whole vocabulary' if keeps else 'from zero'}, on the frozen backbone"
@@ -197,7 +193,7 @@ class Composer:
         chosen["compute_dtype"] = Choice(devices.here().dtype.name, devices.here().dtype_reason)
         anchors, batch = max(1, data.sequence_length // 8), _batch_size(mesh)
         chunk = min(anchors, 2 ** int(math.log2(max(1, LOGITS_BYTES // (batch * block * self.model.vocab_size * 4)))))
-        every, sample = math.ceil(steps.value / evaluations), SAMPLED_VOCABULARY * data.sequence_length
+        every, sample = math.ceil(steps.value / EVALUATIONS), SAMPLED_VOCABULARY * data.sequence_length
         is_sampled = not on and devices.here().is_cpu and sample < self.model.vocab_size
         made = kind(
             **{key: choice.value for key, choice in chosen.items()},
@@ -213,7 +209,7 @@ class Composer:
                 chunk=chunk,
                 vocabulary=sample if is_sampled else 0,
             ),
-            evaluate=EvaluateConfig(nodes=(16,), prompts=8 if settings.minutes else 16),
+            evaluate=EvaluateConfig(nodes=(16,), prompts=16),
             optimizer=OptimizerConfig(name="muon", learning_rate=LEARNING_RATES[name], final=0.01),
             loop=LoopConfig(steps=steps.value, batch=batch, seed=settings.seed, save_every=50, evaluate_every=every),
             mesh=mesh,
@@ -228,15 +224,24 @@ class Composer:
         run, out = (str(self.settings.path(name)) for name in ("head", "model"))
         return _composed(ExportStage(run=run, out=out, overwrite=True), self.settings.export, {})
 
-    def measure(self, seconds: float = 0.0) -> Composed:
+    def measure(self) -> Composed:
         drafter, responded, out = (str(self.settings.path(name)) for name in ("model", "respond.toml", "measured.json"))
         pair = dict(verifier=self.settings.verifier, drafter=drafter, respond=responded)
-        made = MeasureStage(**pair, out=out, seconds=seconds, seed=self.settings.seed)
+        made = MeasureStage(**pair, out=out, seconds=MEASURE_SECONDS, seed=self.settings.seed)
         return _composed(made, self.settings.measure, {})
 
     def _data(self, responded: RespondConfig) -> DataConfig:
         whole = math.ceil((responded.max_prompt_tokens + responded.max_new_tokens) / 64) * 64
         return DataConfig(sequence_length=min(self.model.max_positions, max(256, whole)), thinking=responded.thinking)
+
+
+def check_steps(loop: LoopConfig, settings: PairConfig) -> None:
+    """Raises ValueError for a training so short that its drafter cannot be judged."""
+    if loop.steps < LEAST_STEPS and not settings.anyway:
+        raise ValueError(
+            f"got a plan of {loop.steps} optimiser steps, expected at least {LEAST_STEPS}; give more prompts, passes= or "
+            "steps=, or anyway=true"
+        )
 
 
 def _hold_out(count: int, numbers: Sequence[int] | None = None) -> int:

@@ -30,6 +30,7 @@ from treeflash_jax.core import devices, sharding
 from treeflash_jax.models import costs
 
 HELD_OUT_BATCHES = 4  # of a source
+TIMED_STEPS = 5  # before `on_timed`
 Evaluating = Callable[[int, int, str], None]  # receives the progress of an evaluation: number done, total, noun
 
 
@@ -61,6 +62,7 @@ def fit(
     corpus: packing.Corpus,
     evaluate: Callable[[Any, Evaluating], dict[str, Any]] | None = None,
     began: float | None = None,
+    on_timed: Callable[[int, float], None] | None = None,
 ) -> Any:
     """Trains until the last step and returns the float32 weights, on the mesh.
 
@@ -69,6 +71,7 @@ def fit(
       params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
       evaluate: metrics of the weights, added to those of the held-out sequences; it may report its progress.
       began: `time.perf_counter()` at the beginning of the command; now by default.
+      on_timed: receives, once a few steps are done, the number of the step and the seconds that a step takes.
 
     Raises:
       ValueError: a run directory of other settings or past the last step, a batch that does not divide, a loss that is not
@@ -84,7 +87,7 @@ def fit(
             run = _Run(task, config, steps, mesh, params, check_owner, checkpoints, signals, began)
             with closing(run.watch), closing(run.trace.running):
                 held_out = partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)
-                return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])])
+                return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])], on_timed)
 
 
 class _Cut(Exception):
@@ -131,7 +134,13 @@ class _Run:
         self.watch = watch.Watch(folder, steps=steps, resumed_at=self.start, sinks=opened, began=began)
         self.trace = sinks.Trace(folder, loop.profile)
 
-    def train(self, frozen: Any, corpus: packing.Corpus, measures: Sequence[Callable[..., dict[str, Any]]]) -> Any:
+    def train(
+        self,
+        frozen: Any,
+        corpus: packing.Corpus,
+        measures: Sequence[Callable[..., dict[str, Any]]],
+        on_timed: Callable[[int, float], None] | None,
+    ) -> Any:
         """Returns the weights after the last step."""
         loop, start, steps = self.loop, self.start, self.steps
         self.measures = measures
@@ -151,6 +160,9 @@ class _Run:
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
+            if on_timed is not None and step == min(start + 1 + TIMED_STEPS, steps):
+                jax.block_until_ready(self.state.step)
+                on_timed(step, (time.perf_counter() - began) / max(1, step - timed))
             ends = step == steps or self.signals.requested(step)
             logs = step == steps or _is_due(step, loop.log_every or steps)
             pauses = ends or self.is_evaluated_at(step) or _is_due(step, loop.save_every)

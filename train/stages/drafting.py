@@ -14,7 +14,7 @@ Example:
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -204,8 +204,8 @@ def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: A
     )
 
 
-def train(settings: DraftingStage) -> None:
-    """Loads verifier and data, trains, and writes RUN/model."""
+def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | None = None) -> None:
+    """Loads verifier and data, trains, and writes RUN/model; `on_timed` as in `loop.fit`."""
     began = time.perf_counter()
     hosts.connect(notes_sigterm=True)
     settings, mesh = settings.resolved(), hosts.make_mesh(settings.mesh)
@@ -234,9 +234,8 @@ def train(settings: DraftingStage) -> None:
     hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
     pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(folder, model), mesh=mesh)
     measure = make_tau_measure(settings, task, pair, corpus, frozen)
-    params = loop.fit(
-        task, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
-    )
+    named = dict(params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began, on_timed=on_timed)
+    params = loop.fit(task, config=settings, mesh=mesh, **named)
     whole = sharding.to_host(assemble(drafter, params | frozen))
     if hosts.is_first():
         target = folders.absolute(settings.run) / "model"
