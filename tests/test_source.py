@@ -68,15 +68,6 @@ def test_files_have_different_names_and_the_root_of_the_package_is_small():
     assert len(names) <= 12, names
 
 
-def test_kernels_are_imported_by_attention_alone_and_inside_a_function():
-    kernels = tuple(f"treeflash_jax.models.backend.attention_{device}" for device in ("gpu", "tpu"))
-    for path in FILES:
-        is_importer = any(name.startswith(kernels) for name in imports(path))
-        assert not is_importer or path.name == "attention_kernels.py", path
-    top = ast.parse((PACKAGE / "models" / "backend" / "attention_kernels.py").read_text(encoding="utf-8")).body
-    assert not [node for node in top if isinstance(node, ast.ImportFrom) and "backend" in node.module]
-
-
 def test_only_devices_asks_which_backend_or_chip_runs_and_sets_the_compiler_options():
     """`jax.jit` alone serves what `programs.call` or `bench.phases` compiles, and what is compiled for other devices."""
     compiled_elsewhere = "devices check loops phases compile draft_vocabulary quantized".split()

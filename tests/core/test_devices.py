@@ -70,8 +70,8 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     others = (jnp.bfloat16, (96, 64)), (jnp.bfloat16, (128, 8)), (jnp.float32, (128,))
     assert {hopper.attention(dtype, head_dims=sizes) for dtype, sizes in others} == {"xla"}
     assert Device("gpu", "NVIDIA A100-SXM4-80GB").attention(jnp.bfloat16, head_dims=(128,)) == "xla"
-    words = "got attention 'pallas-tpu' on a gpu, expected 'xla' or 'streamed'"
-    refused(lambda: gpu.attention(jnp.float32, "pallas-tpu"), words)
+    words = "got attention 'pallas-gpu' on a tpu, expected 'xla' or 'streamed'"
+    refused(lambda: Device("tpu").attention(jnp.float32, "pallas-gpu"), words)
 
 
 def test_features_are_read_from_the_flags(tmp_path):

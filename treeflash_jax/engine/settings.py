@@ -138,8 +138,8 @@ class RuntimeConfig:
     )
     attention: str | None = speed(
         None,
-        "implementation of attention: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled "
-        "part. pallas-gpu is the default on H100 and H200 in bfloat16; pallas-tpu never ran on a TPU",
+        "implementation of attention: xla reads whole caches; streamed and pallas-gpu only their filled part. "
+        "pallas-gpu is the default on H100 and H200 in bfloat16",
         unset="chosen by device and dtype",
         choices=lambda: CHOICES,
     )

@@ -5,7 +5,7 @@ positions in a prefill chunk, everything in a drafter's block, itself alone in a
 exists.
 
 "xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
-prefix. The Pallas kernels read each prefix block by block under an online softmax. "splash", "cudnn" and "chunked" are for
+prefix. The Pallas kernel reads each prefix block by block under an online softmax. "splash", "cudnn" and "chunked" are for
 packed sequences without a prefix, in training.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, h query heads, k key/value heads,
@@ -21,7 +21,7 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.models import kv_cache
-from treeflash_jax.models.backend import attention_kernels, packed_attention, products
+from treeflash_jax.models.backend import packed_attention, products
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.kv_cache import LayerKV
 
@@ -117,16 +117,17 @@ def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
-def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
-    """Runs a kernel over the prefix and merges its shares with the softmax over the new positions."""
+def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+    """Runs the kernel over the prefix and merges its shares with the softmax over the new positions."""
     if prefix is None:
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+    from treeflash_jax.models.backend import attention_gpu  # slow to import
 
     def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
         new_bkqu = _logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
         arrays = q_bkqe, prefix.keys_bkse, prefix.values_bkse, length_b
-        mixed_bkyqe, total_bkyq, peak_bkyq = attention_kernels.attend(kind, *arrays)
+        mixed_bkyqe, total_bkyq, peak_bkyq = attention_gpu.attend(*arrays)
         peak_bkq = jnp.maximum(jnp.max(new_bkqu, axis=-1), jnp.max(peak_bkyq, axis=2))
         new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
         total_bkq = jnp.sum(new_bkqu, axis=-1) + jnp.sum(total_bkyq * kept_bkyq, axis=2)
@@ -181,8 +182,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": _xla,
     **dict.fromkeys(TRAINING, _chunked),
     "streamed": _streamed,
-    "pallas-gpu": partial(_pallas, "gpu"),
-    "pallas-tpu": partial(_pallas, "tpu"),
+    "pallas-gpu": _pallas_gpu,
 }
 
 CHOICES = tuple(name for name in IMPLEMENTATIONS if name not in TRAINING)

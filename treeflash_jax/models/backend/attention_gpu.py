@@ -1,4 +1,4 @@
-"""Attention over a cached prefix as a Pallas kernel for GPUs (Triton).
+"""Attention over a cached prefix as a Pallas kernel for GPUs (Triton); the plain form is "streamed" of `models.attention`.
 
 One program per sequence and key/value head, tile of queries and share of the prefix. A sequence's blocks of slots are
 divided evenly among its shares, whatever its length, so that a batch of one fills the device; the caller merges them.
@@ -31,28 +31,33 @@ LEAST = 16  # size of any side of a matrix product, at least
 
 
 def attend(
-    q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, interpret: bool = False
+    q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes softmax attention over the first `length_b` slots in y shares, not yet divided.
+    """Computes softmax attention over the first `length_b` slots in y shares, not yet divided. A CPU interprets it, slowly.
 
     Args:
       q_bkqe: queries; e a power of two, 16 at least.
       keys_bkse, values_bkse: the cache; its slots a multiple of 16.
       length_b: number of slots that are read; an empty share gives sums of 0 and a peak of -inf.
-      interpret: run as plain JAX, on any device.
 
     Returns:
       sum exp(l - peak) v [b, k, y, q, e], sum exp(l - peak) [b, k, y, q] and peak = max l [b, k, y, q] over a share of
       a query's logits l, in float32 at least. Raises ValueError for sizes that matrix products do not support there.
     """
-    batch, kv_heads, queries, head_dim = q_bkqe.shape
-    slots = keys_bkse.shape[2]
-    size = math.gcd(slots, SLOTS)
-    if head_dim & (head_dim - 1) or min(head_dim, size) < LEAST:
+    slots, head_dim = keys_bkse.shape[2:]
+    if head_dim & (head_dim - 1) or min(head_dim, math.gcd(slots, SLOTS)) < LEAST:
         raise ValueError(
             f"got heads of {head_dim} and a cache of {slots} slots, "
             "expected a power of two and a multiple of 16 of attention implementation 'pallas-gpu'"
         )
+    forms = {"cpu": partial(_attend, interpret=True), "cuda": _attend}
+    return lax.platform_dependent(q_bkqe, keys_bkse, values_bkse, length_b, **forms)
+
+
+def _attend(q_bkqe, keys_bkse, values_bkse, length_b, interpret=False):
+    batch, kv_heads, queries, head_dim = q_bkqe.shape
+    slots = keys_bkse.shape[2]
+    size = math.gcd(slots, SLOTS)
     tile = min(QUERIES, max(LEAST, pl.next_power_of_2(queries)))
     tiles = pl.cdiv(queries, tile)
     shares = max(1, min(PROGRAMS // (batch * kv_heads * tiles), slots // SHARE))
