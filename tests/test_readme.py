@@ -63,16 +63,9 @@ def read(name: str) -> dict:
 def test_the_example_works_as_printed(capsys):
     [example] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     [picture] = re.findall(r"```text\n(.*?)\n```", README, flags=re.DOTALL)
-    assert len(example.strip().splitlines()) <= 10
     exec(compile(example, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert re.search(r"tokens in \d+ rounds: tau \d", printed) and picture in printed
-
-
-@pytest.mark.parametrize("page", ["README.md", "treeflash_jax/README.md", "treeflash_jax/bench/README.md"])
-def test_pages_are_short(page):
-    assert len([word for word in PAGES[page].split() if re.search(r"\w", word)]) <= 1200
-    assert len(README.split()) <= 1200
 
 
 def test_two_commands_come_first():
