@@ -1,9 +1,10 @@
 """Safetensors folders: one file, or parts with an index."""
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from treeflash_jax.core.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
 from treeflash_jax.core.files import regular
 
-LONGEST_NAME = 255  # bytes of a file's name
+FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 
 
 @contextmanager
@@ -61,8 +62,7 @@ def _listed(folder: Path) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
     for tensor, name in listed.items():
-        is_name = isinstance(name, str) and name not in ("", "..") and PurePath(name).name == name
-        if not is_name or "\\" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             got = f"{quoted(name)} for tensor {clipped(tensor, QUOTED)}"
             raise ValueError(f"{index}: got {got}, expected the name of a file in this folder")
     return listed
