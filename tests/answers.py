@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeflash_jax import GenerateConfig, Result, TreeFlash, drafters
+from treeflash_jax import GenerateConfig, Result, TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Runner
@@ -37,7 +37,7 @@ def make_pair(
 ) -> TreeFlash:
     """Random weights of a verifier and of a drafter of any kind (None: no drafter), equal wherever they are placed."""
     specs = [verifier.specs(config)]
-    specs += [] if drafter is None else [drafter_specs or drafters.get(drafter).specs(drafter)]
+    specs += [] if drafter is None else [drafter_specs or drafter.specs()]
     trees = [parameters.initialize(spec, jax.random.key(i), dtype, scale) for i, spec in enumerate(specs)]
     if mesh is not None:
         trees = [jax.device_put(tree, parameters.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]

@@ -56,8 +56,7 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
 from treeflash_jax.core import devices, parameters, programs  # noqa: E402
-from treeflash_jax.drafters import block  # noqa: E402
-from treeflash_jax.drafters.block.block_config import DrafterConfig  # noqa: E402
+from treeflash_jax.drafters.block.block_drafter import BlockConfig  # noqa: E402
 from treeflash_jax.engine import pairs  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
 from treeflash_jax.formats import models  # noqa: E402
@@ -80,7 +79,7 @@ RANDOM_MODEL = ModelConfig(
 )  # fmt: skip
 # Drafts of random pairs are accepted if there are few tokens.
 FEW_TOKENS = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
-RANDOM_DRAFTER = DrafterConfig(
+RANDOM_DRAFTER = BlockConfig(
     layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, target_layer_ids=(0, 2),
     num_target_layers=3, head="mlp",
 )  # fmt: skip
@@ -170,7 +169,7 @@ def trained() -> TreeFlash:
 
 def random_pair(mesh=None) -> TreeFlash:
     """A pair of random weights whose sizes a model axis of 2 divides, placed on `mesh`."""
-    specs = block.specs(RANDOM_DRAFTER)
+    specs = RANDOM_DRAFTER.specs()
     head = specs["head"] | {"down": replace(specs["head"]["down"], init="normal")}
     return make_pair(RANDOM_MODEL, RANDOM_DRAFTER, specs | {"head": head}, mesh=mesh)
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,8 @@ from treeflash_jax import trees
 from treeflash_jax.acceptance import RULES, sample_and_match
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads import HEADS, table
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.drafters.block.heads.first_order import FirstOrderHead
 from treeflash_jax.formats import models
 from treeflash_jax.formats.architectures import ARCHITECTURES, dense
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
@@ -27,24 +29,20 @@ from treeflash_jax.formats.architectures.architecture import Architecture, Key
 # A head: the hidden state is shifted by a learned multiple of the embedding of the token before.
 
 
-def _shifted(own, embedding_bmd, by_context, hidden_bqd, normed_bqd):
-    return by_context(hidden_bqd) + own["scale"] * embedding_bmd
+class ToyHead(FirstOrderHead):
+    file_name = "toy"
+    entries: ClassVar = {"scale": Entry("toy.scale")}
 
+    def specs(self, drafter):
+        return {"scale": Spec((drafter.layers.hidden_size,), (None,), "zeros")}
 
-TOY_HEAD = SimpleNamespace(
-    READS_PREVIOUS=True,
-    SECOND_PASS=True,
-    LOOKED_UP=(),
-    FILE_NAME="toy",
-    ENTRIES={"scale": Entry("toy.scale")},
-    specs=lambda config: {"scale": Spec((config.layers.hidden_size,), (None,), "zeros")},
-)
-TOY_HEAD.logits, TOY_HEAD.expand = table.first_order(_shifted)
+    def correct(self, params, embedding_bxd, by_context, hidden_bqd, normed_bqd):
+        return by_context(hidden_bqd) + params["scale"] * embedding_bxd
 
 
 @pytest.mark.slow
 def test_a_head(monkeypatch, tmp_path, capsys, tiny):
-    monkeypatch.setitem(HEADS, "toy", TOY_HEAD)
+    monkeypatch.setitem(HEADS, "toy", ToyHead())
     config = replace(tiny.drafter, head="toy")
     own = {"scale": 0.01 * jnp.arange(config.layers.hidden_size, dtype=jnp.float32)}
     folder = tmp_path / "drafter"
@@ -57,7 +55,7 @@ def test_a_head(monkeypatch, tmp_path, capsys, tiny):
 
 @pytest.mark.slow
 def test_a_head_is_trained_and_exported(monkeypatch, tmp_path):
-    monkeypatch.setitem(HEADS, "toy", TOY_HEAD)
+    monkeypatch.setitem(HEADS, "toy", ToyHead())
     run = tmp_path / "run"
     head_stage.main(toy_training.settings(toy_training.write(tmp_path), f"run={run}", "head=toy", "loop.steps=3"))
     model = toy_training.exported(run, tmp_path / "verifier")

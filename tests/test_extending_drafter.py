@@ -1,9 +1,6 @@
-"""Extending the library by a drafter, its option, its file dialect and the stage that trains it, without an edit to it."""
+"""Extending the library by a drafter, its file dialect and the stage that trains it, without an edit to it."""
 
-from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,39 +16,18 @@ import treeflash_jax as tf
 from train import compile as compiling
 from train.stages import drafting, registry
 from treeflash_jax import drafters, trees
-from treeflash_jax.cli.commands import main
 from treeflash_jax.core import parameters
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters.protocol import option
 from treeflash_jax.formats import models
 from treeflash_jax.formats.dialects import DIALECTS, dialect
-from treeflash_jax.models.costs import Work
 
 # A drafter: after each token, the tokens of a table; it remembers the last token it was shown.
 
 
-@dataclass(frozen=True, kw_only=True)
-class BigramConfig(drafters.DrafterSizes):
-    kind: ClassVar[str] = "bigram"
-    vocab_size: int
-    num_depths: int = 3
-    taps: tuple[int, ...] = (0,)
-    num_nodes: int = 4
-
-    def fitted(self, verifier):
-        assert self.vocab_size == verifier.vocab_size
-        return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class BigramOptions:
-    certainty: float = option(0.9, "probability of the next token", above=0, below=1, unit="probability")
-
-
 @struct.dataclass
-class LastToken:
+class LastToken(drafters.State):
     """The last token that was shown, how many were, and their sum, each token counted with its place."""
 
     token_b: jax.Array
@@ -64,45 +40,55 @@ class LastToken:
     def grow(self, capacity):
         return self
 
-
-def _extended(own, tables, config, state, features_btj, tokens_bt, count_b, *, attention):
-    last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
-    place_t = jnp.arange(tokens_bt.shape[1])
-    weighted_bt = jnp.where(place_t < count_b[:, None], (state.number_b[:, None] + place_t + 1) * tokens_bt, 0)
-    return LastToken(
-        token_b=jnp.where(count_b > 0, last_b, state.token_b),
-        number_b=state.number_b + count_b.astype(jnp.int32),
-        sum_b=state.sum_b + jnp.sum(weighted_bt, axis=1, dtype=jnp.int32),
-    )
+    def cut(self, length_b):
+        raise NotImplementedError
 
 
-def _looked_up(inputs, _):
-    """A path along the table; nothing at all where the state does not hold the anchor."""
-    token_b, found = inputs.anchor_b, []
-    for _ in range(inputs.config.num_depths):
-        token_b = inputs.params["next"][token_b].astype(jnp.int32)
-        found.append(token_b)
-    tokens_bi11 = jnp.stack(found, axis=1)[:, :, None, None]
-    is_known_b = inputs.state.token_b == inputs.anchor_b
-    likely = jnp.log(inputs.settings.certainty)
-    log_probs = jnp.where(is_known_b[:, None, None, None], likely, -jnp.inf) + jnp.zeros(tokens_bi11.shape)
-    last = jnp.arange(tokens_bi11.shape[1])[None, :, None, None] == tokens_bi11.shape[1] - 1
-    return trees.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
+@dataclass(frozen=True, kw_only=True)
+class BigramConfig(drafters.DrafterConfig):
+    kind = dialect = "bigram"
+    settings = ("depths",)
+    reads_tokens = True
+    taps = (0,)
 
+    vocab_size: int
+    num_depths: int = 3
+    num_nodes: int = 4
 
-BIGRAM = SimpleNamespace(
-    OPTIONS=BigramOptions,
-    READS_TOKENS=True,
-    DIALECT="bigram",
-    choose=lambda config, options, device: (config, BigramOptions(certainty=options.certainty)),
-    specs=lambda config: {"next": Spec((config.vocab_size,), (None,))},
-    init=lambda config, batch, capacity, dtype: LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0))),
-    extend=_extended,
-    STAGES={"look up": _looked_up},
-    work=lambda count, config, settings, verifier, quantize=None: {"look up": (Work(), Work())},
-    extend_work=lambda count, config, tokens: Work(),
-    identity=lambda config, settings: {"depths": config.num_depths},
-)
+    def configured(self, depths=3):
+        return replace(self, num_depths=depths)
+
+    def fitted(self, verifier):
+        assert self.vocab_size == verifier.vocab_size
+        return self
+
+    def specs(self):
+        return {"next": Spec((self.vocab_size,), (None,))}
+
+    def init(self, batch, capacity, dtype):
+        return LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0)))
+
+    def extend(self, params, tables, state, features_btj, tokens_bt, count_b, *, attention):
+        last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
+        place_t = jnp.arange(tokens_bt.shape[1])
+        weighted_bt = jnp.where(place_t < count_b[:, None], (state.number_b[:, None] + place_t + 1) * tokens_bt, 0)
+        return LastToken(
+            token_b=jnp.where(count_b > 0, last_b, state.token_b),
+            number_b=state.number_b + count_b.astype(jnp.int32),
+            sum_b=state.sum_b + jnp.sum(weighted_bt, axis=1, dtype=jnp.int32),
+        )
+
+    def draft(self, inputs):
+        """A path along the table; nothing at all where the state does not hold the anchor."""
+        token_b, path = inputs.anchor_b, []
+        for _ in range(self.num_depths):
+            token_b = inputs.params["next"][token_b].astype(jnp.int32)
+            path.append(token_b)
+        tokens_bi11 = jnp.stack(path, axis=1)[:, :, None, None]
+        is_known_b = inputs.state.token_b == inputs.anchor_b
+        log_probs = jnp.where(is_known_b[:, None, None, None], jnp.log(0.9), -jnp.inf) + jnp.zeros(tokens_bi11.shape)
+        last = jnp.arange(tokens_bi11.shape[1])[None, :, None, None] == tokens_bi11.shape[1] - 1
+        return trees.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
 
 
 def bigram_of(text: list[int], vocab_size: int) -> dict[str, jax.Array]:
@@ -132,7 +118,7 @@ TEXTS = [[7, 8, 9, 10] * n + [5, 6] for n in (1, 2, 40)]  # the last is longer t
 
 @pytest.fixture
 def bigram(monkeypatch):
-    monkeypatch.setitem(drafters.DRAFTERS, "bigram", BIGRAM)
+    monkeypatch.setitem(drafters.DRAFTERS, "bigram", BigramConfig)
     monkeypatch.setitem(DIALECTS, "bigram", BigramFiles())
 
 
@@ -179,22 +165,7 @@ def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
     assert model.drafter == config
     np.testing.assert_array_equal(model.weights.drafter["next"], own["next"])
     refused(lambda: model.generate(CHAT, shortlist=4), "got shortlist 4, expected its default: drafters of kind 'bigram'")
-    goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4, "certainty": 0.8})
-    records = toy_training.read_lines(tmp_path / "results.jsonl")
-    assert {record["settings"]["certainty"] for record in records} == {None, 0.8}, "one-token decoding has none"
-
-
-def test_an_option_of_a_drafter(bigram, trained, capsys):
-    """It is a setting and a command-line option, and refused by name where it would do nothing."""
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    assert "--certainty PROBABILITY" in capsys.readouterr().out
-    for settings, words in (
-        ({"certainty": 0.5}, "got certainty 0.5, expected its default: drafters of kind 'block'"),
-        ({"certainty": 1.5}, "got certainty 1.5, expected below 1"),
-        ({"certanty": 0.5}, "did you mean certainty"),
-    ):
-        refused(partial(trained.generate, [3], **settings), words)
+    goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4, "depths": 2})
 
 
 # A stage that trains it: the table learns the mean of the tokens that follow.
@@ -209,7 +180,7 @@ class BigramStage(drafting.DraftingStage):
         return BigramConfig(vocab_size=self.size)
 
     def fresh(self, drafter, weights, stored):
-        return parameters.initialize(BIGRAM.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
+        return parameters.initialize(drafter.specs(), jax.random.key(self.loop.seed), scale=self.init_scale)
 
     def make_sums(self, verifier, drafter):
         def sums(params, frozen, batch, keys_b):

@@ -22,7 +22,6 @@ from treeflash_jax.bench.floors import phase_work
 from treeflash_jax.cli import commands
 from treeflash_jax.core.devices import PEAK_RATES
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.formats import dialects
 from treeflash_jax.models.costs import Ceilings
 from treeflash_jax.trees import branching
@@ -209,7 +208,8 @@ def test_outputs_of_measured_systems_are_those_of_one_token_decoding():
 def test_accepting_costs_little_beside_verifying():
     """The shares in accept_costs.json are those of the library's own count of a verify, and they are small."""
     model = shapes.find_verifier("qwen3-4b")
-    plan = DecodePlan(verifier=model, drafter=shapes.find_drafter(model), num_nodes=64, draft=DraftSettings())
+    drafter = shapes.find_drafter(model)
+    plan = DecodePlan(verifier=model, drafter=drafter, draft=drafter, num_nodes=64)
     for row in read("accept_costs.json")["rows"]:
         work = phase_work(plan, batch=row["batch"], context=1024, dtype=jnp.float32)
         floor = work["verify"].seconds(Ceilings(**row["ceilings"]))

@@ -23,9 +23,7 @@ from train import export, head
 from train.data import packing
 from train.runtime import loop, run_config
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters import block
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
@@ -34,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 TIMES = ("tokens_per_second", "mfu", "seconds", "goodput")
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
-DRAFTER = DrafterConfig(
+DRAFTER = BlockConfig(
     layers=ModelConfig(num_layers=2, max_positions=256, **SIZES), block_size=5, mask_token_id=3, target_layer_ids=(0, 2),
     num_target_layers=3,
 )  # fmt: skip
@@ -69,7 +67,7 @@ def write(folder: Path, documents: int = 120) -> Path:
     """Writes the pair, its responses and head.toml; returns the TOML file."""
     key = jax.random.key(0)
     models.save_verifier(folder / "verifier", MODEL, parameters.initialize(verifier.specs(MODEL), key, scale=0.3))
-    backbone = parameters.initialize(dflash.specs(DRAFTER), jax.random.fold_in(key, 1), scale=0.3)
+    backbone = parameters.initialize(DRAFTER.specs()["backbone"], jax.random.fold_in(key, 1), scale=0.3)
     models.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
     rng = np.random.default_rng(0)
     with (folder / "responses.jsonl").open("w") as file:
@@ -89,7 +87,7 @@ def write_stage(folder: Path, *lines: str, without: tuple[str, ...]) -> Path:
 
 def fresh_head() -> dict:
     """The head that runs begin with; its output layer is zero."""
-    return parameters.initialize(block.specs(WITH_HEAD)["head"], jax.random.key(1), scale=0.3)
+    return parameters.initialize(WITH_HEAD.specs()["head"], jax.random.key(1), scale=0.3)
 
 
 def make_batch(lengths, sequence_length=32, prompt=3):

@@ -28,8 +28,8 @@ from train.stages.drafting import train as main
 from train.stages.objective import ObjectiveConfig, drafting_flops, drafting_sums
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import AtLeast0, bounded, expect, quoted
-from treeflash_jax.drafters import block
-from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers, fresh_layers
+from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
+from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import draft_vocabulary
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
@@ -47,16 +47,16 @@ class BlockStage(DraftingStage):
     """
 
     objective: ObjectiveConfig
-    head_rank: int = bounded(DrafterConfig.head_rank, least=1)
+    head_rank: int = bounded(BlockConfig.head_rank, least=1)
 
-    def make_sums(self, verifier: ModelConfig, drafter: DrafterConfig) -> SumsFunction:
+    def make_sums(self, verifier: ModelConfig, drafter: BlockConfig) -> SumsFunction:
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
     @property
     def held_out(self) -> DraftingStage:
         return dataclasses.replace(self, objective=dataclasses.replace(self.objective, vocabulary=0))
 
-    def flops(self, verifier: ModelConfig, drafter: DrafterConfig) -> float:
+    def flops(self, verifier: ModelConfig, drafter: BlockConfig) -> float:
         count = dict(batch_size=self.loop.batch, length=self.data.sequence_length)
         return drafting_flops(self.objective, verifier, drafter, trains_backbone="backbone" in self.trains, **count)
 
@@ -64,7 +64,7 @@ class BlockStage(DraftingStage):
     def sizes(self) -> dict[str, int]:
         return {"anchors": self.objective.anchors, "chunk": self.objective.chunk}
 
-    def check(self, drafter: DrafterConfig, model: ModelConfig) -> None:
+    def check(self, drafter: BlockConfig, model: ModelConfig) -> None:
         if "backbone" in self.trains:
             choices.check_taps(drafter, model)
             choices.check_mask(drafter, model, self.corpus, self.tokenizer)
@@ -72,7 +72,7 @@ class BlockStage(DraftingStage):
     def add_files(self, folder: Path) -> None:
         draft_vocabulary.write(folder, self.corpus.answer_counts(self.verifier_config.vocab_size))
 
-    def describe(self, drafter: DrafterConfig) -> tuple[str, dict[str, Any]]:
+    def describe(self, drafter: BlockConfig) -> tuple[str, dict[str, Any]]:
         kinds = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}
         return kinds.get(drafter.head, f"drafter with a {drafter.head} head"), {
             "block": f"{drafter.block_size} tokens, the anchor included",
@@ -107,20 +107,20 @@ class DrafterStage(BlockStage):
     num_nodes: int = bounded(16, least=1, most=MAX_NODES)
 
     def __post_init__(self) -> None:
-        expect(self.head in block.HEADS, "head", self.head, f"one of {', '.join(block.HEADS)}")
+        expect(self.head in HEADS, "head", self.head, f"one of {', '.join(HEADS)}")
         if "head" in self.trains and not self.objective.base_weight:
             raise ValueError(f"got head {quoted(self.head)} and objective.base_weight 0, expected more for the candidates")
 
     @property
     def trains(self) -> tuple[str, ...]:
-        return ("backbone", "head") if block.HEADS[self.head].ENTRIES else ("backbone",)
+        return ("backbone", "head") if HEADS[self.head].entries else ("backbone",)
 
     @property
     def systems(self) -> Mapping[str, Mapping[str, Any]]:
         return WITH_HEAD if "head" in self.trains else super().systems
 
-    def drafter_config(self, model: ModelConfig) -> DrafterConfig:
-        config = DrafterConfig(
+    def drafter_config(self, model: ModelConfig) -> BlockConfig:
+        config = BlockConfig(
             layers=fresh_layers(model, self.num_layers),
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
@@ -134,8 +134,8 @@ class DrafterStage(BlockStage):
         choices.check_initial(self.initial_layers, config, model)
         return config.fitted(model)
 
-    def fresh(self, drafter: DrafterConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-        specs = block.specs(drafter)
+    def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+        specs = drafter.specs()
         fresh = {
             name: parameters.initialize(specs[name], jax.random.key(self.loop.seed + number), scale=self.init_scale)
             for number, name in enumerate(self.trains)
@@ -146,7 +146,7 @@ class DrafterStage(BlockStage):
         return fresh
 
 
-def _copy_layers(drafter: DrafterConfig, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
+def _copy_layers(drafter: BlockConfig, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
     """Copies verifier layers, which read the last tapped layer in place of the residual stream.
 
     If the only layer is the one after the tap, the context's keys and values are the verifier's.

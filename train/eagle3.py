@@ -26,9 +26,8 @@ from train.stages.drafting import train as main
 from train.stages.rollout import RolloutConfig, rollout_sums
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import AtLeast0, bounded, expect
-from treeflash_jax.drafters import eagle3
-from treeflash_jax.drafters.block.block_config import fresh_layers
-from treeflash_jax.drafters.eagle3 import EagleConfig, default_taps
+from treeflash_jax.drafters.block.block_drafter import fresh_layers
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Config, default_taps
 from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.formats.draft_vocabulary import most_frequent
 from treeflash_jax.models.config import ModelConfig
@@ -43,7 +42,7 @@ class Eagle3Stage(DraftingStage):
     Attributes:
       objective: positions that are rolled out, and for how many steps.
       target_layer_ids: verifier layers that it reads; empty takes the rule of the EAGLE repository.
-      fc_norm, norm_before_residual, norm_output: options of EAGLE-3.1, see `EagleConfig`.
+      fc_norm, norm_before_residual, norm_output: options of EAGLE-3.1, see `Eagle3Config`.
       draft_vocab_size: number of tokens that can be drafted, the most frequent ones of the answers; 0: all.
       num_depths, num_nodes, drafter_temperature: defaults stored with the drafter.
     """
@@ -68,12 +67,12 @@ class Eagle3Stage(DraftingStage):
     def trains(self) -> tuple[str, ...]:
         return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
 
-    def drafter_config(self, model: ModelConfig) -> EagleConfig:
+    def drafter_config(self, model: ModelConfig) -> Eagle3Config:
         depth, size = model.num_layers, self.draft_vocab_size or model.vocab_size
         usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)  # of fewer, the usual ones coincide
         taps = self.target_layer_ids or usual
         expect(size <= model.vocab_size, "draft_vocab_size", size, f"at most {model.vocab_size} (verifier)")
-        return EagleConfig(
+        return Eagle3Config(
             layers=fresh_layers(model, 1),
             target_hidden_size=model.hidden_size,
             taps=taps,
@@ -87,7 +86,7 @@ class Eagle3Stage(DraftingStage):
             drafter_temperature=self.drafter_temperature,
         ).fitted(model)
 
-    def stored(self, drafter: EagleConfig) -> dict[str, Any]:
+    def stored(self, drafter: Eagle3Config) -> dict[str, Any]:
         """Returns the draft vocabulary if it is not whole: the tokens most frequent in answers when the run began."""
         vocab_size, size = drafter.layers.vocab_size, drafter.draft_vocab_size
         if size == vocab_size:
@@ -102,20 +101,20 @@ class Eagle3Stage(DraftingStage):
             ids_z = np.array(json.loads(path.read_text()))
         return {"offsets": jnp.asarray(ids_z - np.arange(len(ids_z)), jnp.int32)}  # of another size: `claim` refuses it
 
-    def fresh(self, drafter: EagleConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-        fresh = parameters.initialize(eagle3.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
+    def fresh(self, drafter: Eagle3Config, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+        fresh = parameters.initialize(drafter.specs(), jax.random.key(self.loop.seed), scale=self.init_scale)
         fresh |= copy_weights({"norm": weights["norm"], "unembed": weights.get("unembed", weights["embed"])})
         if "offsets" in stored:
             fresh["unembed"] = fresh["unembed"][draft_ids(stored)]
         return {name: fresh[name] for name in self.trains}
 
-    def make_sums(self, verifier: ModelConfig, drafter: EagleConfig) -> SumsFunction:
+    def make_sums(self, verifier: ModelConfig, drafter: Eagle3Config) -> SumsFunction:
         return partial(rollout_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
-    def flops(self, verifier: ModelConfig, drafter: EagleConfig) -> float:
+    def flops(self, verifier: ModelConfig, drafter: Eagle3Config) -> float:
         """Counts the verifier's pass and logits once; features, and layer and logits of every step, three times."""
         count, length = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.sequence_length
-        specs, drafted = eagle3.specs(drafter), self.objective.steps * (self.objective.anchors or length)
+        specs, drafted = drafter.specs(), self.objective.steps * (self.objective.anchors or length)
         teacher = count.layers(verifier, length, length / 2) + count.vocabulary(verifier, drafted)
         work = count.weights({"layer": specs["layer"], "unembed": specs["unembed"]}, drafted)
         work = work + count.attention(drafter.layers, drafted, length / 2) + count.weights(specs["fc"], length)
@@ -125,7 +124,7 @@ class Eagle3Stage(DraftingStage):
     def sizes(self) -> dict[str, int]:
         return {"steps": self.objective.steps, "anchors": self.objective.anchors, "chunk": self.objective.chunk}
 
-    def describe(self, drafter: EagleConfig) -> tuple[str, dict[str, Any]]:
+    def describe(self, drafter: Eagle3Config) -> tuple[str, dict[str, Any]]:
         return "EAGLE-3 drafter", {
             "layers, width": f"1, {drafter.layers.hidden_size}",
             "reads verifier layers": ", ".join(map(str, drafter.taps)),

@@ -9,11 +9,10 @@ from typing import Any
 from train.data import packing
 from train.runtime.loop import Evaluating
 from train.runtime.training_state import TrainTask, gather
-from treeflash_jax import drafters
 from treeflash_jax.core import devices
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.trees.shape import Nodes
 
@@ -49,10 +48,10 @@ def make_tau_measure(
       pair: the verifier, and the config of the drafter.
       frozen: the drafter's other weights, by name.
     """
-    config, options = settings.evaluate, drafters.get(pair.drafter).OPTIONS
+    config = settings.evaluate
     prompts, known = held_out_prompts(corpus, config.prompts), dict[str, float]()
     cast = devices.jit(lambda params: gather(params, task.specs, task.compute_dtype))
-    sizes = {name: config.candidates for name in ("candidates", "children") if hasattr(options, name)}
+    sizes = {name: config.candidates for name in ("candidates", "children") if name in pair.drafter.settings}
 
     def measure(params: Any, report: Evaluating) -> dict[str, float]:
         if not prompts:
@@ -76,9 +75,9 @@ def make_tau_measure(
     return measure
 
 
-def assemble(drafter: DrafterSizes, parts: Mapping[str, Any]) -> dict[str, Any]:
+def assemble(drafter: DrafterConfig, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights of a drafter from its parts, by name; parts without weights may be missing."""
-    return {name: parts.get(name, {}) for name in drafters.get(drafter).specs(drafter)}
+    return {name: parts.get(name, {}) for name in drafter.specs()}
 
 
 def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:

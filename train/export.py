@@ -26,7 +26,6 @@ from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import TrainTask, abstract_batch, abstract_state, make_optimizer
 from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
-from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import bounded, clipped, read_json
 from treeflash_jax.engine.pairs import HUB_IDS
@@ -82,7 +81,7 @@ def main(settings: ExportStage) -> None:
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     measured = {name: getattr(settings, name) or None for name in ("sampled_above", "tau")}
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, **measured)
-    dialect = settings.dialect or drafters.get(drafter).DIALECT
+    dialect = settings.dialect or drafter.dialect
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_task(trained, trained.verifier_config, drafter))
     whole = assemble(drafter, trained.stored(drafter) | params)

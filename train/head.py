@@ -23,8 +23,8 @@ from train.stages.drafting import train as main
 from treeflash_jax.bench import shapes
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import bounded, expect
-from treeflash_jax.drafters import block
-from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models.config import ModelConfig
 
 
@@ -47,7 +47,7 @@ class HeadStage(BlockStage):
     drafter_temperature: float = bounded(0.0, least=0)
 
     def __post_init__(self) -> None:
-        trainable = [name for name, head in block.HEADS.items() if head.ENTRIES]
+        trainable = [name for name, head in HEADS.items() if head.entries]
         expect(self.head in trainable, "head", self.head, f"one of {', '.join(trainable)}")
 
     @property
@@ -62,8 +62,8 @@ class HeadStage(BlockStage):
     def constant(self) -> tuple[str, ...]:
         return () if self.train_backbone else ("tau_marginal",)
 
-    def drafter_config(self, model: ModelConfig) -> DrafterConfig:
-        drafter = read_drafter(self.drafter, DrafterConfig, "block drafter (DFlash)").fitted(model)
+    def drafter_config(self, model: ModelConfig) -> BlockConfig:
+        drafter = read_drafter(self.drafter, BlockConfig, "block drafter (DFlash)").fitted(model)
         if self.keep_head and drafter.head != self.head:
             raise ValueError(f"{self.drafter}: got a drafter with head {drafter.head!r} to be kept, expected {self.head!r}")
         temperature = self.drafter_temperature or drafter.drafter_temperature
@@ -71,17 +71,17 @@ class HeadStage(BlockStage):
         head = {"head": self.head, "head_rank": rank, "drafter_temperature": temperature}
         return dataclasses.replace(drafter, **head, sampled_above=None, tau=None)
 
-    def shaped_config(self, model: ModelConfig) -> DrafterConfig:
+    def shaped_config(self, model: ModelConfig) -> BlockConfig:
         return dataclasses.replace(shapes.find_drafter(model), head=self.head)
 
-    def stored(self, drafter: DrafterConfig) -> dict[str, Any]:
+    def stored(self, drafter: BlockConfig) -> dict[str, Any]:
         return load_drafter(self.drafter)
 
-    def fresh(self, drafter: DrafterConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains}
         if not self.keep_head:
             key = jax.random.key(self.loop.seed + 1)
-            fresh["head"] = parameters.initialize(block.specs(drafter)["head"], key, scale=self.init_scale)
+            fresh["head"] = parameters.initialize(drafter.specs()["head"], key, scale=self.init_scale)
         return fresh
 
 

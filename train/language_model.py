@@ -32,8 +32,8 @@ from train.stages.objective import counted, sample_vocabulary, sampled_vectors
 from train.stages.teacher import teach
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import AtLeast0, bounded, expect
-from treeflash_jax.drafters import causal_lm, steering
-from treeflash_jax.drafters.causal_lm import LanguageModelConfig
+from treeflash_jax.drafters import steering
+from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.formats import draft_vocabulary
 from treeflash_jax.models import vocab
@@ -170,7 +170,7 @@ def language_model_sums(
     """
     tables = frozen["verifier"]
     dtype, trees = tables["embed"].dtype, frozen | params
-    weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in causal_lm.specs(drafter)})
+    weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in drafter.specs()})
     teacher = teach(tables, verifier, drafter.taps, batch, attention)
     shift = None
     if drafter.steering is not None:

@@ -21,7 +21,7 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.acceptance.draws import make_rule, reject_all, walk_down
 from treeflash_jax.decoding.loops import DecodePlan, Sampling
 from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
+from treeflash_jax.drafters import Eagle3Config, LanguageModelConfig, NgramConfig, steering
 from treeflash_jax.trees import BUILDERS
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every token occurs often: n-grams match
@@ -33,12 +33,12 @@ STEERS = steering.SteeringConfig(taps=(0, 0, 0), width=8, num_layers=1, ffn=8, r
 DRAFTERS = {  # with the settings under which a node has the most entries without a child
     "block": (DRAFTER, {"candidates": 3, "children": 4, "shortlist": 2}),
     "eagle3": (
-        eagle3.EagleConfig(layers=MODEL, target_hidden_size=8, draft_vocab_size=VOCABULARY, num_depths=3, taps=(0, 0, 0)),
+        Eagle3Config(layers=MODEL, target_hidden_size=8, draft_vocab_size=VOCABULARY, num_depths=3, taps=(0, 0, 0)),
         {"children": 3},
     ),
-    "language model": (causal_lm.LanguageModelConfig(layers=MODEL, num_depths=3), {"children": 3}),
-    "steered language model": (causal_lm.LanguageModelConfig(layers=MODEL, num_depths=3, steering=STEERS), {"children": 4}),
-    "ngram": (ngram.NgramConfig(shortest=1, num_depths=3), {"children": 6}),
+    "language_model": (LanguageModelConfig(layers=MODEL, num_depths=3), {"children": 3}),
+    "steered": (LanguageModelConfig(layers=MODEL, num_depths=3, steering=STEERS), {"children": 4}),
+    "ngram": (NgramConfig(shortest=1, num_depths=3), {"children": 6}),
 }
 TREES = {
     "one path": {"builder": "paths", "nodes": 4, "branches": 1},

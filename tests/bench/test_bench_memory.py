@@ -25,7 +25,6 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core import devices, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.loops import DecodePlan
-from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.engine import batching, device_memory, loading
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, memory_limit
@@ -79,7 +78,7 @@ def test_programs_compiled_from_shapes_take_what_real_ones_take():
 @needs_8_devices
 def test_a_round_is_counted_once_with_its_collectives(monkeypatch):
     def collectives(nodes=8, verifier=MODEL, drafter=DRAFTER):
-        draft = DraftSettings(candidates=4, children=4)
+        draft = replace(drafter, candidates=4, children=4)
         plan = DecodePlan(num_nodes=nodes, prefill_chunk=32, verifier=verifier, drafter=drafter, draft=draft)
         _, decode = memory.compile_programs(plan, tf.make_mesh(4, 2), 4, 256, jnp.float32)
         return [collective for collective in find_collectives(decode.as_text()) if collective.in_loop]

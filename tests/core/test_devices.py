@@ -41,7 +41,7 @@ def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, can
 
     def sizes(drafter=model.drafter, dtype=jnp.bfloat16, **settings):
         plan = make_plan(tf.GenerateConfig(builder="best-first", **settings), model.verifier, drafter, dtype, device)
-        return plan.num_nodes, getattr(plan.draft, "candidates", None), getattr(plan.drafter, "block_size", None)
+        return plan.num_nodes, getattr(plan.draft, "candidates", None), getattr(plan.draft, "block_size", None)
 
     assert (model.drafter.num_nodes, model.drafter.block_size) == (16, 16)
     assert sizes() == (nodes, candidates, block_size)

@@ -19,7 +19,7 @@ from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
 from treeflash_jax.core import programs
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops, rounds
-from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
+from treeflash_jax.drafters import Eagle3Config, LanguageModelConfig, NgramConfig, steering
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.engine import model as engine
 from treeflash_jax.trees.containers import NO_TOKEN
@@ -29,12 +29,12 @@ STEERS = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64,
 KINDS = {
     "block": RANDOM_DRAFTER,
     "frequent": replace(RANDOM_DRAFTER, draft_vocab_size=32),
-    "eagle3": eagle3.EagleConfig(
+    "eagle3": Eagle3Config(
         layers=replace(RANDOM_MODEL, num_layers=1), target_hidden_size=32, draft_vocab_size=64, num_depths=3, taps=(0, 1, 2)
     ).fitted(RANDOM_MODEL),
-    "language model": causal_lm.LanguageModelConfig(layers=SMALL, num_depths=3),
-    "steered language model": causal_lm.LanguageModelConfig(layers=SMALL, num_depths=3, steering=STEERS),
-    "ngram": ngram.NgramConfig(shortest=1, num_depths=3),
+    "language_model": LanguageModelConfig(layers=SMALL, num_depths=3),
+    "steered": LanguageModelConfig(layers=SMALL, num_depths=3, steering=STEERS),
+    "ngram": NgramConfig(shortest=1, num_depths=3),
 }
 PROMPTS = [[3, 4, 5, 3, 4], [8]]
 TREE = {"nodes": 8, "children": 4}
@@ -47,15 +47,15 @@ ACCEPTED = {
         RANDOM_DRAFTER, layers=replace(FEW_TOKENS, num_layers=1), mask_token_id=11, target_layer_ids=(0, 1),
         num_target_layers=2, draft_vocab_size=10,
     ),
-    "eagle3": eagle3.EagleConfig(
+    "eagle3": Eagle3Config(
         layers=replace(FEW_TOKENS, num_layers=1, num_kv_heads=1), target_hidden_size=16, draft_vocab_size=10,
         norm_output=True, taps=(0, 0, 1), num_depths=3,
     ).fitted(FEW_TOKENS),
-    "language model": causal_lm.LanguageModelConfig(layers=FEW_TOKENS),
-    "steered language model": causal_lm.LanguageModelConfig(
+    "language_model": LanguageModelConfig(layers=FEW_TOKENS),
+    "steered": LanguageModelConfig(
         layers=FEW_TOKENS, steering=steering.SteeringConfig(taps=(0, 0, 1), width=16, num_layers=2, ffn=24, rank=4)
     ),
-    "ngram": ngram.NgramConfig(),
+    "ngram": NgramConfig(),
 }  # fmt: skip
 TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 20]  # the last is longer than a chunk of the prefill
 DRAFTS = {
@@ -79,7 +79,7 @@ def accepted_pair(kind: str) -> TreeFlash:
     drafter = pair.weights.drafter
     if "offsets" in drafter:  # 4 and 8 cannot be drafted
         drafter["offsets"] += jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)
-    if "language" in kind:
+    if kind in ("language_model", "steered"):
         noise = {name: drafter[name] for name in pair.weights.verifier}
         drafter |= jax.tree.map(lambda x, y: x + 0.1 * y, pair.weights.verifier, noise)
     if "steering" in drafter:
@@ -113,7 +113,7 @@ def test_drafted_output_is_one_token_output(float64, kind, name):
 
 ON_A_MESH = [("block", TREE), ("frequent", TREE)]
 for how in (TREE, {"builder": "walk"}, {"builder": "paths", "nodes": 8}):
-    ON_A_MESH += [(kind, how) for kind in ("eagle3", "language model", "ngram")]
+    ON_A_MESH += [(kind, how) for kind in ("eagle3", "language_model", "ngram")]
 
 
 @needs_8_devices
@@ -141,7 +141,7 @@ OF_LEVELS = [
     ({"lanes": 0}, "lanes 0"), ({"lanes": 2, "builder": "walk"}, "lanes 2"),
     ({"lanes": 16, "nodes": 16}, "lanes 16, expected at most 15"),
 ]  # fmt: skip
-REFUSED = {"eagle3": OF_BLOCKS + OF_LEVELS, "language model": OF_BLOCKS + OF_LEVELS, "ngram": OF_BLOCKS}
+REFUSED = {"eagle3": OF_BLOCKS + OF_LEVELS, "language_model": OF_BLOCKS + OF_LEVELS, "ngram": OF_BLOCKS}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -192,7 +192,7 @@ def test_no_token_is_offered_twice(kind, settings):
 
 ONE_PROGRAM = [("block", how) for how in ({"builder": "none"}, TREE | {"candidates": 4})]
 ONE_PROGRAM += [(kind, TREE) for kind in KINDS if kind != "block"]
-ONE_PROGRAM += [(kind, {"builder": "walk", "children": 4}) for kind in ("ngram", "language model")]
+ONE_PROGRAM += [(kind, {"builder": "walk", "children": 4}) for kind in ("ngram", "language_model")]
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -239,7 +239,7 @@ def test_nothing_recompiles_when_only_values_change(kind, settings):
 
 def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_read():
     """A pass over a longer prompt stores nothing for a sequence that has its first token, but needs room behind it."""
-    model, rng = make_pair(RANDOM_MODEL, KINDS["language model"]), np.random.default_rng(0)
+    model, rng = make_pair(RANDOM_MODEL, KINDS["language_model"]), np.random.default_rng(0)
     chunk = model.plan(GenerateConfig(**TREE)).prefill_chunk
     texts = [rng.integers(0, 64, count).tolist() for count in (3 * chunk, 3 * chunk + 8)]
     call = engine.make_call(model, texts, None, {"max_new_tokens": 20} | TREE)

@@ -11,7 +11,7 @@ from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 from treeflash_jax import make_mesh
 from treeflash_jax.cli import commands
 from treeflash_jax.core import programs
-from treeflash_jax.drafters.block.block_config import fresh_layers
+from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.formats.architectures import ARCHITECTURES
 
 MODEL = replace(

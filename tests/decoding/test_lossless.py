@@ -15,8 +15,7 @@ from conftest import FOLDERS
 from treeflash_jax import TreeFlash, load
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import block
-from treeflash_jax.drafters.block.block_config import DrafterConfig, fresh_layers
+from treeflash_jax.drafters.block.block_drafter import BlockConfig, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -56,7 +55,7 @@ def test_a_trained_pair_and_random_ones_lose_nothing(draft):
     for kind in ["trained"] * 6 + ["random drafter"] * 2 + ["random pair"] * 2:
         weights, seed = trained.weights, draw.randrange(10**6)
         if kind != "trained":
-            weights = weights.replace(drafter=fresh(block.specs(trained.drafter), seed + 1, 0.3))
+            weights = weights.replace(drafter=fresh(trained.drafter.specs(), seed + 1, 0.3))
         if kind == "random pair":
             weights = weights.replace(verifier=fresh(verifier.specs(trained.verifier), seed + 3, 0.4))
         model = TreeFlash(trained.verifier, weights, drafter=trained.drafter, stop_ids=(2,))
@@ -102,14 +101,14 @@ def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
     turns = zip(itertools.cycle(kinds), itertools.cycle(heads), strict=True)
     for name, config in VERIFIERS.items():
         for kind, head in itertools.islice(turns, programs):
-            drafter = DrafterConfig(
+            drafter = BlockConfig(
                 layers=fresh_layers(config, 1), block_size=6, mask_token_id=VOCABULARY - 1, target_layer_ids=(0, 1),
                 num_target_layers=2, head=head,
             )  # fmt: skip
             number, specs, scheme = draw.randrange(10**6), verifier.specs(config), "int8" if name in rounded else None
             weights = fresh(specs, number, 0.35, noisy=True)
             weights = jax.tree.map(lambda x, spec, scheme=scheme: quantized.compress(x, spec, scheme), weights, specs)
-            weights = Weights(weights, fresh(block.specs(drafter), number + 1, 0.35, noisy=True))
+            weights = Weights(weights, fresh(drafter.specs(), number + 1, 0.35, noisy=True))
             model = TreeFlash(config, weights, drafter=drafter)
             draft = {"nodes": draw.choice((2, 5, 9, 16)), "candidates": 5, "children": 4} | kind
             draft["ngrams"] = draw.choice((0, 3)) * (kind.get("builder") != "chain")

@@ -16,42 +16,42 @@ from conftest import CONFORMANCE, DATA
 
 import treeflash_jax as tf
 from treeflash_jax import trees
-from treeflash_jax.drafters import Inputs, block
+from treeflash_jax.drafters import Inputs
 from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
+from treeflash_jax.drafters.block.heads import Unembed
 from treeflash_jax.models import vocab
 
 TOLERANCE = 1e-4
 
 
-@partial(jax.jit, static_argnames=("config", "fit", "head", "draft", "nodes"))
-def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
+@partial(jax.jit, static_argnames=("config", "drafter", "nodes"))
+def run_stages(weights, prompt_bt, config, drafter, nodes):
     """One round by hand, from the prompt to the tree."""
     length = prompt_bt.shape[1]
-    out, logits_btv = read_texts(weights.verifier, config, prompt_bt, taps=fit.target_layer_ids)
+    out, logits_btv = read_texts(weights.verifier, config, prompt_bt, taps=drafter.taps)
     anchor_b = jnp.argmax(logits_btv[:, -1], axis=-1).astype(jnp.int32)
     params, tables, count_b = weights.drafter["backbone"], weights.verifier, jnp.array([length])
-    empty = block.init(fit, 1, 64, jnp.float32)
-    state = block.extend(weights.drafter, tables, fit, empty, out.features_btj, None, count_b, attention="xla")
-    inputs = Inputs(weights.drafter, tables, fit, draft, state, anchor_b, jnp.ones(1), fit.num_depths, prompt_bt, count_b)
-    hidden_bqd = block.draft_block(inputs, None)
+    empty = drafter.init(1, 64, jnp.float32)
+    state = drafter.extend(weights.drafter, tables, empty, out.features_btj, None, count_b, attention="xla")
+    inputs = Inputs(weights.drafter, tables, state, anchor_b, jnp.ones(1), drafter.num_depths, prompt_bt, count_b)
+    hidden_bqd = drafter.draft_block(inputs)
     unembed_vd = tables.get("unembed", tables["embed"])
-    unembed = Unembed(tables["embed"], unembed_vd, params["norm"], fit.layers.rms_norm_eps)
+    unembed = Unembed(tables["embed"], unembed_vd, params["norm"], drafter.layers.rms_norm_eps)
     logits_bqv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd))
-    table = HEADS[head].expand(weights.drafter["head"], unembed, hidden_bqd, anchor_b, draft, jnp.ones(1))
+    table = drafter.draft(inputs)
     grown = trees.best_first(table, anchor_b, nodes)
     return {
         "verifier_logits": logits_btv,
         "context_features": out.features_btj,
         "anchor": anchor_b,
-        "fused_context": backbone.fuse(params, fit, out.features_btj),
+        "fused_context": backbone.fuse(params, drafter.layers, out.features_btj),
         "block_hidden": hidden_bqd,
         "block_logits": logits_bqv,
-        "candidates": vocab.top_k(logits_bqv, draft.candidates)[1],
+        "candidates": vocab.top_k(logits_bqv, drafter.candidates)[1],
         "table": table,
         "tree": grown,
-        "mask": trees.ancestor_mask(grown.parent_bn, fit.num_depths),
-        "chain": trees.rank_0_chain(table, anchor_b, fit.block_size),
+        "mask": trees.ancestor_mask(grown.parent_bn, drafter.num_depths),
+        "chain": trees.rank_0_chain(table, anchor_b, drafter.block_size),
     }
 
 
@@ -62,8 +62,8 @@ def pair(request) -> SimpleNamespace:
     settings = json.loads((folder / "settings.json").read_text())
     expected = dict(np.load(folder / "expected.npz"))
     model = tf.load(verifier=folder / "verifier", drafter=folder / "drafter")
-    draft = DraftSettings(candidates=settings["top_m"], children=settings["top_k"])
-    sizes = dict(config=model.verifier, fit=model.drafter, head=model.drafter.head, draft=draft)
+    drafter = model.drafter.configured(candidates=settings["top_m"], children=settings["top_k"])
+    sizes = dict(config=model.verifier, drafter=drafter)
     stages = run_stages(model.weights, jnp.asarray(expected["prompt"], jnp.int32), **sizes, nodes=settings["tree_size"])
     return SimpleNamespace(model=model, settings=settings, expected=expected, stages=jax.tree.map(np.asarray, stages))
 

@@ -17,13 +17,12 @@ from draft_trees import paths
 from refusals import refused
 from scipy.special import log_softmax
 
-from treeflash_jax import TreeFlash, drafters, trees
+from treeflash_jax import TreeFlash, trees
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import Inputs, eagle3
-from treeflash_jax.drafters.lanes import LaneSettings
+from treeflash_jax.drafters import Eagle3Config, Inputs
 from treeflash_jax.engine.planning import make_plan
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.formats import models
@@ -47,17 +46,16 @@ def opened(form: str):
 def drafted(params, tables, config, state, depths: int):
     """The expander of a state."""
     ones = jnp.ones(state.hidden_bd.shape[0])
-    settings = LaneSettings(children=5, width=1)
-    inputs = Inputs(params, tables, config, settings, state, jnp.zeros(len(ones), jnp.int32), ones, depths, None, None)
-    return eagle3.draft(inputs, None)
+    inputs = Inputs(params, tables, state, jnp.zeros(len(ones), jnp.int32), ones, depths, None, None)
+    return config.configured(children=5).draft(inputs)
 
 
 @partial(jax.jit, static_argnames="config")
 def run(params, tables, features_btj, tokens_bt, *, config):
     """The same positions in one call, one by one, and beside padding; then a few steps on the likeliest tokens."""
     batch, length = tokens_bt.shape
-    extend = partial(drafters.get(config).extend, params, tables, config, attention="xla")
-    nothing = eagle3.init(config, batch, SLOTS, jnp.float64)
+    extend = partial(config.extend, params, tables, attention="xla")
+    nothing = config.init(batch, SLOTS, jnp.float64)
     whole = extend(nothing, features_btj, tokens_bt, jnp.full(batch, length))
 
     def result(state, t):
@@ -129,8 +127,8 @@ def test_every_node_has_the_distribution_of_its_path_run_alone():
 
     @jax.jit
     def build(params, tables):
-        state = eagle3.init(config, 2, SLOTS, jnp.float64)
-        state = eagle3.extend(params, tables, config, state, features, tokens, jnp.asarray([6, 3]), attention="xla")
+        state = config.init(2, SLOTS, jnp.float64)
+        state = config.extend(params, tables, state, features, tokens, jnp.asarray([6, 3]), attention="xla")
         expander = drafted(params, tables, config, state, depths=4)
         return expander, trees.best_first(expander, jnp.zeros(2, jnp.int32), 14, lanes=3)
 
@@ -151,27 +149,20 @@ def test_every_node_has_the_distribution_of_its_path_run_alone():
 
 def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
     config = opened("eagle")[0]
-    sizes, settings = eagle3.choose(config, GenerateConfig(depths=4, children=3), Device("gpu"))
-    assert sizes == replace(config, num_depths=4) and settings == LaneSettings(children=3, width=10)
+    assert config.configured(depths=4, children=3) == replace(config, num_depths=4, children=3)
     too_many = config.draft_vocab_size + 1
-    refused(lambda: eagle3.choose(config, GenerateConfig(children=too_many), Device("gpu")), f"got children {too_many}")
+    refused(lambda: config.configured(children=too_many), f"got children {too_many}")
 
 
 @pytest.mark.parametrize(
-    ("options", "depths", "width", "lanes"),
-    [
-        ({}, 4, 2, 2),
-        ({"depths": 6}, 6, 2, 2),
-        ({"lanes": 3}, 4, 3, 3),
-        ({"nodes": 8}, 7, 7, 10),
-        ({"builder": "walk"}, 7, 1, None),
-    ],
+    ("options", "depths", "lanes"),
+    [({}, 4, 2), ({"depths": 6}, 6, 2), ({"lanes": 3}, 4, 3), ({"nodes": 8}, 7, 10), ({"builder": "walk"}, 7, None)],
     ids=str,
 )
-def test_the_default_tree_on_a_cpu_has_four_levels_of_two_lanes(options, depths, width, lanes):
+def test_the_default_tree_on_a_cpu_has_four_levels_of_two_lanes(options, depths, lanes):
     config, device = replace(opened("eagle")[0], num_depths=7), Device("cpu", features=frozenset({"avx512_bf16"}))
     plan = make_plan(GenerateConfig(**options), config.layers, config, jnp.bfloat16, device)
-    assert (plan.drafter.num_depths, plan.draft.width, plan.shape.lanes) == (depths, width, lanes)
+    assert (plan.draft.num_depths, plan.shape.lanes) == (depths, lanes)
 
 
 # Decoding
@@ -188,10 +179,10 @@ def oracle(lookahead: float) -> TreeFlash:
       lookahead: share of the carried state that is left; 0 makes the drafter exact.
     """
     sizes, d = replace(FEW_TOKENS, num_kv_heads=4), FEW_TOKENS.hidden_size
-    config = eagle3.EagleConfig(
+    config = Eagle3Config(
         layers=replace(sizes, num_layers=1), target_hidden_size=d, draft_vocab_size=12, num_depths=5, taps=(0, 0, 1)
     ).fitted(sizes)
-    specs = verifier.specs(sizes), eagle3.specs(config)
+    specs = verifier.specs(sizes), config.specs()
     weights, drafter = (parameters.initialize(spec, jax.random.key(5), jnp.float64, scale=0.5) for spec in specs)
     weights["embed"] = jax.random.rademacher(jax.random.key(6), (12, d), jnp.float64).at[:, 0].set(1)
     [group] = weights["groups"]
@@ -221,7 +212,7 @@ def test_a_drafter_with_the_verifiers_distribution_is_accepted_to_full_depth(how
 def test_the_drafter_is_shown_every_token_once():
     """After a few rounds its context has the length of the verifier's, and equals that of one prefill of the text."""
     layers = replace(FEW_TOKENS, num_layers=1, num_kv_heads=1)
-    config = eagle3.EagleConfig(layers=layers, target_hidden_size=16, draft_vocab_size=10, num_depths=3, taps=(0, 0, 1))
+    config = Eagle3Config(layers=layers, target_hidden_size=16, draft_vocab_size=10, num_depths=3, taps=(0, 0, 1))
     config = config.fitted(FEW_TOKENS)
     model = make_pair(FEW_TOKENS, config, dtype=jnp.float64, scale=0.5)
     prompts = [[3, 4, 5, 6, 7], [8], [2, 9, 4, 4, 1, 0, 3, 5, 7, 6, 2]]
@@ -232,8 +223,8 @@ def test_the_drafter_is_shown_every_token_once():
     assert (end_b > [len(prompt) + 4 for prompt in prompts]).any()
     tokens_bt, tables = state.tokens_bs[:, : end_b.max()], model.weights.verifier
     out, _ = read_texts(tables, FEW_TOKENS, tokens_bt[:, :-1], taps=config.taps)
-    extend = jax.jit(partial(eagle3.extend, attention="xla"), static_argnums=2)
-    seen = eagle3.init(config, 3, 256, jnp.float64), out.features_btj, tokens_bt[:, 1:], jnp.asarray(end_b - 1)
-    whole = extend(model.weights.drafter, tables, config, *seen)
+    extend = jax.jit(partial(config.extend, attention="xla"))
+    seen = config.init(3, 256, jnp.float64), out.features_btj, tokens_bt[:, 1:], jnp.asarray(end_b - 1)
+    whole = extend(model.weights.drafter, tables, *seen)
     np.testing.assert_allclose(drafter.hidden_bd, whole.hidden_bd, atol=1e-10)
     assert_same_positions(drafter.context, whole.context, end_b - 1, atol=1e-10)

@@ -12,7 +12,8 @@ from scipy.special import log_softmax
 import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
-from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
+from treeflash_jax.drafters import BlockConfig
+from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.engine.planning import make_plan
 
 BATCH, V, D, DEPTHS = 3, 60, RANDOM_MODEL.hidden_size, RANDOM_DRAFTER.num_depths  # no other size is 60
@@ -29,23 +30,27 @@ def block():
     return Unembed(table_vd, other_vd, jnp.ones(D), 1e-6), hidden_bqd, jnp.asarray([5, 40, 11], jnp.int32)
 
 
+def sized(candidates: int, children: int, shortlist: int = 0) -> BlockConfig:
+    return replace(DRAFTER, candidates=candidates, children=children, shortlist=shortlist)
+
+
 def make_weights(name: str):
     """Returns weights none of which is zero, so that the token before matters."""
     specs = HEADS[name].specs(DRAFTER)
     return {key: 0.3 * jax.random.normal(jax.random.key(i), spec.shape) for i, (key, spec) in enumerate(specs.items())}
 
 
-def expand(name: str, block, settings: DraftSettings, ids_z=None):
+def expand(name: str, block, drafter: BlockConfig, ids_z=None):
     """Returns the compiled function that gives the table of a block, over all tokens or these, and its arguments."""
     unembed, hidden_bqd, anchor_b = block
     if ids_z is not None:
         unembed = unembed.replace(unembed_vd=unembed.unembed_vd[ids_z], ids_v=jnp.asarray(ids_z))
-    arguments = make_weights(name), unembed, hidden_bqd, anchor_b, settings, jnp.asarray(TEMPERATURES)
+    arguments = make_weights(name), unembed, hidden_bqd, anchor_b, drafter, jnp.asarray(TEMPERATURES)
     return jax.jit(HEADS[name].expand, static_argnums=4), arguments
 
 
-def run(name: str, block, settings: DraftSettings, ids_z=None):
-    function, arguments = expand(name, block, settings, ids_z)
+def run(name: str, block, drafter: BlockConfig, ids_z=None):
+    function, arguments = expand(name, block, drafter, ids_z)
     return jax.tree.map(np.asarray, function(*arguments))
 
 
@@ -55,7 +60,7 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is
     """With all tokens, or all of a draft vocabulary, as candidates and children, and as a shortlist."""
     unembed, hidden_bqd, anchor_b = block
     head, params, size = HEADS[name], make_weights(name), V if ids_z is None else ids_z.size
-    table = run(name, block, DraftSettings(candidates=size, children=size, shortlist=size if is_listed else 0), ids_z)
+    table = run(name, block, sized(size, size, size if is_listed else 0), ids_z)
     _, depths, contexts, _ = table.tokens_bimc.shape
     before_bim = np.zeros((BATCH, depths, contexts), np.int32)
     before_bim[:, 0] = anchor_b[:, None]
@@ -78,9 +83,9 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is
 def test_a_fresh_head_drafts_from_the_marginals(block, name):
     unembed, hidden_bqd, anchor_b = block
     fresh = parameters.initialize(HEADS[name].specs(DRAFTER), jax.random.key(0))
-    settings, one_b = DraftSettings(candidates=6, children=5), jnp.ones(BATCH)
-    got = HEADS[name].expand(fresh, unembed, hidden_bqd, anchor_b, settings, one_b)
-    plain = HEADS["marginal"].expand({}, unembed, hidden_bqd, anchor_b, settings, one_b)
+    drafter, one_b = sized(6, 5), jnp.ones(BATCH)
+    got = HEADS[name].expand(fresh, unembed, hidden_bqd, anchor_b, drafter, one_b)
+    plain = HEADS["marginal"].expand({}, unembed, hidden_bqd, anchor_b, drafter, one_b)
     np.testing.assert_array_equal(got.tokens_bimc[:, :, :1], plain.tokens_bimc)
     np.testing.assert_allclose(got.log_probs_bimc[:, :, :1], plain.log_probs_bimc, atol=2e-5)
 
@@ -89,7 +94,7 @@ def test_a_short_list_keeps_the_mass_of_what_it_leaves_out(block):
     """Low rank: contexts are distributions over the vocabulary in which tokens off the list have their marginal logits."""
     unembed, hidden_bqd, anchor_b = block
     head, params, one_b = HEADS["lowrank"], make_weights("lowrank"), jnp.ones(BATCH)
-    table = head.expand(params, unembed, hidden_bqd, anchor_b, DraftSettings(candidates=4, children=3), one_b)
+    table = head.expand(params, unembed, hidden_bqd, anchor_b, sized(4, 3), one_b)
     before = unembed, anchor_b[:, None], hidden_bqd[:, 1:2]
     logits = HEADS["marginal"].logits({}, *before), head.logits(params, *before)
     marginal, moved = (np.array(x[:, 0], np.float64) for x in logits)
@@ -107,8 +112,8 @@ def test_a_short_list_keeps_the_mass_of_what_it_leaves_out(block):
 M, K = 5, 6
 
 
-def short_list(size: int) -> DraftSettings:
-    return DraftSettings(candidates=M, children=K, shortlist=size)
+def short_list(size: int) -> BlockConfig:
+    return sized(M, K, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])

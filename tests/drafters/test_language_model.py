@@ -16,7 +16,7 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
-from treeflash_jax.drafters import causal_lm
+from treeflash_jax.drafters import LanguageModelConfig
 from treeflash_jax.engine import pairs
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 @cache
 def noisy_pair(noise: float) -> tf.TreeFlash:
     """A random verifier, and as its drafter the same weights with noise on them."""
-    pair = make_pair(RANDOM_MODEL, causal_lm.LanguageModelConfig(layers=RANDOM_MODEL), dtype=jnp.float64)
+    pair = make_pair(RANDOM_MODEL, LanguageModelConfig(layers=RANDOM_MODEL), dtype=jnp.float64)
     drafter = jax.tree.map(lambda x, y: x + noise * y, pair.weights.verifier, pair.weights.drafter)
     return tf.TreeFlash(RANDOM_MODEL, pair.weights.replace(drafter=drafter), drafter=pair.drafter)
 
@@ -41,9 +41,9 @@ def test_the_context_holds_the_text_and_the_anchor():
     plan, state = prefilled(pair, TEXTS, nodes=8)
 
     def check(state) -> None:
-        got, empty = state.drafter, causal_lm.init(pair.drafter, 3, 256, jnp.float64)
+        got, empty = state.drafter, pair.drafter.init(3, 256, jnp.float64)
         np.testing.assert_array_equal(got.context.length_b, state.cache.length_b + 1)
-        read = partial(causal_lm.extend, pair.weights.drafter, None, pair.drafter, attention="streamed")
+        read = partial(pair.drafter.extend, pair.weights.drafter, None, attention="streamed")
         expected = read(empty, None, state.tokens_bs[:, :128], state.end_b)
         assert got.context.length_b.tolist() == expected.context.length_b.tolist() == state.end_b.tolist()
         np.testing.assert_allclose(got.hidden_bd, expected.hidden_bd, atol=1e-12)
@@ -80,10 +80,10 @@ def test_a_folder_of_a_language_model_drafts_and_what_does_not_fit_is_refused(tm
         weights = parameters.initialize(verifier.specs(config), jax.random.key(3))
         models.save_verifier(folder, config, weights, jnp.float32)
     model = tf.load(big, drafter=small, dtype="float32")
-    assert model.drafter == causal_lm.LanguageModelConfig(layers=models.read_verifier_config(small))
+    assert model.drafter == LanguageModelConfig(layers=models.read_verifier_config(small))
     jax.tree.map(np.testing.assert_array_equal, model.weights.drafter, models.load_verifier(small)[1])
     refused(lambda: tf.load(big, drafter=other), "a language model with a vocabulary of 60, expected the verifier's, of 64")
-    for folder, dialect in ((small, "dflash"), (pairs.locate("tiny", "drafter"), causal_lm.DIALECT)):
+    for folder, dialect in ((small, "dflash"), (pairs.locate("tiny", "drafter"), "language_model")):
         convert = partial(models.convert_drafter, folder, tmp_path / "converted", dialect)
         refused(convert, f"got dialect '{dialect}' for a drafter of kind")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +18,27 @@ import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.cli.commands import main
 from treeflash_jax.decoding import loops
-from treeflash_jax.drafters import Inputs, ngram
-from treeflash_jax.drafters.block.heads import DraftSettings
+from treeflash_jax.drafters import Inputs, NgramConfig, ngram
 from treeflash_jax.formats import models
 
-CONFIG = ngram.NgramConfig(longest=4, shortest=2, num_depths=5)
 MATCHES = 6
+CONFIG = NgramConfig(longest=4, shortest=2, num_depths=5, matches=MATCHES)
+JOINED = NgramConfig(shortest=1, matches=MATCHES)
 
 
-def inputs(texts: list[list[int]], config: ngram.NgramConfig, settings: Any, temperature: float = 1.0) -> Inputs:
+def inputs(texts: list[list[int]], depths: int, temperature: float = 1.0) -> Inputs:
     tokens_bs = np.zeros((len(texts), 48), np.int32)
     for b, text in enumerate(texts):
         tokens_bs[b, : len(text)] = text
     length_b, temperature_b = jnp.asarray([len(text) for text in texts]), jnp.full(len(texts), temperature)
-    sizes = config, settings, ngram.State(), None
-    return Inputs({}, None, *sizes, temperature_b, config.num_depths, jnp.asarray(tokens_bs), length_b)
+    return Inputs({}, None, None, None, temperature_b, depths, jnp.asarray(tokens_bs), length_b)
 
 
 def offered(texts: list[list[int]], temperature: float = 1.0) -> ngram.Continuations:
-    return ngram.look_up(inputs(texts, CONFIG, MATCHES, temperature), None)
+    return CONFIG.draft(inputs(texts, CONFIG.num_depths, temperature))
 
 
-def continuations(text: list[int], config: ngram.NgramConfig = CONFIG) -> list[tuple[float, list[int]]]:
+def continuations(text: list[int], config: NgramConfig = CONFIG) -> list[tuple[float, list[int]]]:
     """Weight and tokens of every match that is followed, found by a search of the text."""
     got = []
     for at in range(1, len(text)):
@@ -106,8 +104,8 @@ def test_a_table_is_joined_by_what_followed_earlier():
         log_probs_bimc=jnp.log(jnp.array([[[[0.5, 0.25]], [[0.75, 0.125]]]])),
         next_context_bimc=jnp.array([[[[0, -1]], [[-1, -1]]]]),
     )
-    joined = ngram.join(table, inputs([text], ngram.JOINED, DraftSettings(ngrams=MATCHES)))
-    matches = continuations(text, ngram.JOINED)
+    joined = ngram.join(table, inputs([text], 2), MATCHES)
+    matches = continuations(text, JOINED)
 
     def assert_mixture(depth: int, state, path: tuple[int, ...], p: dict[int, float], length: int) -> tuple[list, list]:
         """Compares with table `p` and n-grams of this length; returns the tokens, and whether each continues."""
@@ -130,7 +128,7 @@ def test_a_table_is_joined_by_what_followed_earlier():
 
 def test_without_a_match_the_verifier_reads_only_the_anchor():
     """A round has two passes to choose from: one over the tree, one over a single token of each sequence."""
-    model = make_pair(RANDOM_MODEL, ngram.NgramConfig())
+    model = make_pair(RANDOM_MODEL, NgramConfig())
     plan, state = prefilled(model, [[1, 2]], nodes=8)
     text = loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
     found = re.findall(r"dot_general .* -> tensor<(?:(?:1x)?(\d+)x64|64x(\d+))xf32>", text)  # up, gate and vocabulary
@@ -140,9 +138,9 @@ def test_without_a_match_the_verifier_reads_only_the_anchor():
 
 def test_ngram_is_a_name_of_a_drafter(tmp_path):
     model = tf.load("tiny", drafter="ngram")
-    assert (model.drafter, model.weights.drafter) == (ngram.NgramConfig(), {})
+    assert (model.drafter, model.weights.drafter) == (NgramConfig(), {})
     (tmp_path / "config.json").write_text(json.dumps({"ngram_config": {"longest": 3, "num_nodes": 6}}))
-    assert models.load_drafter(tmp_path) == (replace(ngram.NgramConfig(), longest=3, num_nodes=6), {})
+    assert models.load_drafter(tmp_path) == (replace(NgramConfig(), longest=3, num_nodes=6), {})
     for wrong in ({"longest": 0}, {"longest": 2, "shortest": 3}, {"width": 3}):
         (tmp_path / "config.json").write_text(json.dumps({"ngram_config": wrong}))
         refused(lambda: models.load_drafter(tmp_path), next(iter(reversed(wrong))))
@@ -150,7 +148,7 @@ def test_ngram_is_a_name_of_a_drafter(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_rounds_without_a_draft_are_no_reason_to_warn():
-    model = make_pair(RANDOM_MODEL, ngram.NgramConfig())
+    model = make_pair(RANDOM_MODEL, NgramConfig())
     text = model.generate([[1, 2]], max_new_tokens=60, stop_ids=(), nodes=8, batch_size=3, temperature=2.0)[0]
     assert len(text.accept_lengths) > 50 and text.tau < 1.2
 

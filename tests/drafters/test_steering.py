@@ -21,8 +21,7 @@ from scipy.special import log_softmax
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters import Inputs, causal_lm, steering
-from treeflash_jax.drafters.lanes import LaneSettings
+from treeflash_jax.drafters import Inputs, LanguageModelConfig, steering
 from treeflash_jax.formats import models
 from treeflash_jax.formats.dialects import language_model_folder
 from treeflash_jax.models import verifier
@@ -41,7 +40,7 @@ def expected() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def stored(expected, tmp_path_factory) -> tuple[causal_lm.LanguageModelConfig, dict]:
+def stored(expected, tmp_path_factory) -> tuple[LanguageModelConfig, dict]:
     """The model and its steering, read from files."""
     folder = tmp_path_factory.mktemp("steered")
     tensors = {name.removeprefix("tensor:"): value for name, value in expected.items() if name.startswith("tensor:")}
@@ -61,17 +60,15 @@ def drafted_logits(config, weights, tokens_t, features_tj) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0)
 def draft_twice(config, weights, tokens_bt, features_btj) -> list[tuple[jax.Array, jax.Array]]:
-    extend = partial(causal_lm.extend, weights, None, config, attention="xla")
-    state = causal_lm.init(config, 1, 32, jnp.float32)
+    extend = partial(config.extend, weights, None, attention="xla")
+    state = config.init(1, 32, jnp.float32)
     state = extend(state, None, tokens_bt[:, :4], jnp.asarray([4]))
     state = extend(state, features_btj[:, :1], tokens_bt[:, 4:5], jnp.asarray([1]))
     padding = jnp.zeros((1, 2), tokens_bt.dtype), jnp.ones((1, 2, features_btj.shape[2]))
     padded = (jnp.concatenate(x, axis=1) for x in ((features_btj[:, 1:], padding[1]), (tokens_bt[:, 5:9], padding[0])))
     state = extend(state, *padded, jnp.asarray([4]))
-    settings = LaneSettings(children=40, width=1)
-    expander = causal_lm.draft(
-        Inputs(weights, None, config, settings, state, tokens_bt[:, 8], jnp.ones(1), 2, tokens_bt, 9), None
-    )
+    inputs = Inputs(weights, None, state, tokens_bt[:, 8], jnp.ones(1), 2, tokens_bt, 9)
+    expander = config.configured(children=40).draft(inputs)
     start = expander.start(1)
     child_bw = jnp.argmax(start.tokens_bwc == tokens_bt[0, 9], axis=-1)
     return [expander.children(0, start), expander.children(1, expander.follow(jnp.int32(0), start, child_bw))]
@@ -104,13 +101,13 @@ def test_reading_a_text_in_parts_is_reading_it_at_once(float64):
     """Positions of a path keep the shifts they were drafted with; the last one is steered by the verifier's new state."""
     size = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=24)
     sizes = steering.SteeringConfig(taps=(0, 1, 2), width=6, num_layers=2, ffn=24, rank=3)
-    config = causal_lm.LanguageModelConfig(layers=size, steering=sizes)
-    weights = random_weights(causal_lm.specs(config), 5, 0.4, jnp.float64)
+    config = LanguageModelConfig(layers=size, steering=sizes)
+    weights = random_weights(config.specs(), 5, 0.4, jnp.float64)
     rng = np.random.default_rng(0)
     tokens_bt, features_btj = jnp.asarray(rng.integers(0, 64, (2, 9))), jnp.asarray(rng.normal(size=(2, 9, 18)))
-    extend = partial(jax.jit(partial(causal_lm.extend, attention="xla"), static_argnums=2), weights, None, config)
+    extend = partial(jax.jit(partial(config.extend, attention="xla")), weights, None)
 
-    state = causal_lm.init(config, 2, 32, jnp.float64)
+    state = config.init(2, 32, jnp.float64)
     for start, counts, steers in ((0, (4, 4), False), (4, (4, 0), True), (5, (1, 2), True)):
         read = slice(start, start + 4)
         state = extend(state, features_btj[:, read] if steers else None, tokens_bt[:, read], jnp.asarray(counts))

@@ -17,7 +17,7 @@ from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4
 from refusals import refused, understood
 
 import treeflash_jax as tf
-from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers
+from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models, storage
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -71,7 +71,7 @@ def test_keys_are_inert_or_refused(raw):
 
 def test_treeflash_drafter():
     config = parse("drafter", TREEFLASH_4B)
-    assert config == DrafterConfig(
+    assert config == BlockConfig(
         layers=replace(parse("verifier", QWEN3_4B), num_layers=5, tie_embeddings=False), block_size=16,
         mask_token_id=151669, target_layer_ids=(1, 9, 17, 25, 33), num_target_layers=36, head="mlp", num_nodes=64,
     )  # fmt: skip
@@ -187,7 +187,7 @@ def test_bad_configs(part, raw, change, words):
 
 def test_a_verifier_may_draft_for_another():
     drafter = parse("drafter", QWEN3_4B)
-    assert (drafter.kind, drafter.layers) == ("language model", parse("verifier", QWEN3_4B))
+    assert (drafter.kind, drafter.layers) == ("language_model", parse("verifier", QWEN3_4B))
     unknown = {**QWEN3_4B, "model_type": "gpt2"}
     refused(lambda: parse("drafter", unknown, "there/config.json"), "there/config.json", "gpt2", "dflash_config")
 

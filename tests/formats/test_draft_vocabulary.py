@@ -12,7 +12,7 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.bench.shapes import describe_tree
-from treeflash_jax.drafters.block.block_config import VOCABULARIES
+from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import draft_vocabulary, models
 
@@ -94,7 +94,7 @@ def test_conversions_keep_it(folder, tmp_path):
 
 
 def test_conversions_keep_the_tokenizer_of_a_language_model(tmp_path):
-    models.convert_drafter(locate("tiny"), tmp_path / "out", "language-model")
+    models.convert_drafter(locate("tiny"), tmp_path / "out", "language_model")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in locate("tiny").iterdir()}
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (locate("tiny") / name).read_bytes()

@@ -20,12 +20,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import treeflash_jax as tf
-from treeflash_jax import drafters
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
-from treeflash_jax.drafters.block.block_config import DrafterConfig
-from treeflash_jax.drafters.causal_lm import LanguageModelConfig
-from treeflash_jax.drafters.eagle3 import EagleConfig
+from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
+from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.formats import dialects, models, storage
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -45,7 +44,7 @@ MODELS = {
         rope=Rope(kind="yarn", factor=2.0, original_max_positions=32, attention_factor=1.1, beta_fast=8.0, truncate=False),
     ),
 }  # fmt: skip
-PLAIN = DrafterConfig(
+PLAIN = BlockConfig(
     layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, target_layer_ids=(0, 2),
     num_target_layers=3, head="marginal", thinking=True,
 )  # fmt: skip
@@ -64,7 +63,7 @@ HEAD = {
 
 
 def drafter_params(config, dtype=jnp.float32):
-    return random_weights(drafters.get(config).specs(config), dtype=dtype)
+    return random_weights(config.specs(), dtype=dtype)
 
 
 @pytest.fixture
@@ -88,8 +87,8 @@ def test_verifiers_are_read_back_in_the_dtype_on_disk(tmp_path, name, dtype):
 NAMED = ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")  # a drafter's verifier
 BLOCK = replace(PLAIN, layers=replace(PLAIN.layers, rope=LLAMA3), verifier=NAMED)
 WRITTEN = {
-    "language-model": LanguageModelConfig(layers=MODELS["llama"]),
-    "speculators": EagleConfig(
+    "language_model": LanguageModelConfig(layers=MODELS["llama"]),
+    "speculators": Eagle3Config(
         layers=replace(MODELS["llama"], num_layers=1), target_hidden_size=8, draft_vocab_size=12, own_embedding=True,
         taps=(0, 2), num_taps=2, taps_are_inputs=True, verifier=NAMED,
     ),
@@ -122,7 +121,7 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
         }
         assert raw["speculators_model_type"] == algorithm and raw["draft_vocab_size"] == config.layers.vocab_size
         assert raw.get("mask_token_id") == (None if algorithm == "eagle3" else 11)
-    elif dialect != "language-model":
+    elif dialect != "language_model":
         assert raw["dflash_config"] == {"mask_token_id": 11, "target_layer_ids": [0, 2]}, "the layers themselves"
     table = raw["transformer_layer_config"] if "speculators" in dialect else raw
     assert table["rope_theta"] == 5e5 == table["rope_parameters"]["rope_theta"]
@@ -213,7 +212,7 @@ def test_two_parts_read_like_one_file(pair):
 def test_loading_onto_a_mesh(pair):
     """Shards read their own slices; sizes the mesh does not divide (2 key/value heads over 4) are replicated."""
     mesh = tf.make_mesh(2, 4)
-    specs = [verifier.specs(MODEL), drafters.get(DRAFTER).specs(DRAFTER)]
+    specs = [verifier.specs(MODEL), DRAFTER.specs()]
     plain = [models.load_verifier(pair[0])[1], *models.load_drafter(pair[1])[1:]]
     placed = [models.load_verifier(pair[0], mesh=mesh)[1], *models.load_drafter(pair[1], mesh=mesh)[1:]]
     assert_same(placed, plain)
@@ -298,7 +297,7 @@ def test_damaged_folders(pair, which, damage, words):
 
 def test_swapped_folders(pair):
     refused(lambda: models.load_verifier(pair[1]), "drafter", "dflash_config")
-    assert models.load_drafter(pair[0])[0].kind == "language model"
+    assert models.load_drafter(pair[0])[0].kind == "language_model"
     refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), "dflash_config")
 
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from treeflash_jax import make_mesh
-from treeflash_jax.drafters.block.block_config import fresh_layers
+from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.formats import models, safetensors, storage
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import Rope

@@ -22,7 +22,6 @@ from treeflash_jax.cli import commands
 from treeflash_jax.cli.check import meaning
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding.loops import DecodePlan
-from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.formats import models
 from treeflash_jax.models import layers, quantized, verifier
@@ -176,7 +175,7 @@ def test_programs_compile_from_int8_shapes():
 
 
 def test_floors_read_int8_bytes_and_count_the_same_flops():
-    plan = DecodePlan(verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER, num_nodes=8, draft=DraftSettings())
+    plan = DecodePlan(verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER, num_nodes=8, draft=RANDOM_DRAFTER)
     wide, small = (phase_work(plan, batch=1, context=10, dtype=jnp.float32, quantize=scheme) for scheme in (None, "int8"))
     table, matrices = 64 * 32, 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 64 * 32
     scales = 3 * (32 + 2 * 16 + 32 + 2 * 64 + 32) + 64

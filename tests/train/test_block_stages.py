@@ -15,7 +15,6 @@ from train import drafter, head
 from train.runtime import hosts, training_state, watch
 from train.stages import drafting, registry, teacher
 from treeflash_jax.core import devices, parameters, sharding
-from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.formats import draft_vocabulary, models
 from treeflash_jax.models import verifier
@@ -132,7 +131,7 @@ def test_copied_layers_read_the_context_as_the_verifier_does(toy):
     made = stage.fresh(config, weights, {})["backbone"]
     mask_btt = verifier.causal_mask(2, 32)
     out = verifier.forward(weights, MODEL, batch.tokens_bt, batch.positions_bt, mask_btt, taps=config.taps)
-    context = dflash.context_kv(made, config, out.features_btj, batch.positions_bt)
+    context = dflash.context_kv(made, config.layers, out.features_btj, batch.positions_bt)
     for got, expected in zip(context[0], out.new_kv[2], strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, made["groups"][0][0], weights["groups"][0][2])
@@ -143,7 +142,7 @@ def test_copied_layers_read_the_context_as_the_verifier_does(toy):
 
 
 def test_a_head_goes_on_where_it_was(toy, tmp_path):
-    weights = random_weights(block.specs(WITH_HEAD), 1)
+    weights = random_weights(WITH_HEAD.specs(), 1)
     models.save_drafter(tmp_path / "drafter", WITH_HEAD, weights)
     settings = toy_training.settings(toy, f"drafter={tmp_path}/drafter", "keep_head=true")
     made = settings.drafter_config(MODEL)

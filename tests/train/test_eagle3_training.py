@@ -18,13 +18,12 @@ from train.runtime import run_config
 from train.stages import rollout
 from train.stages.registry import read_stage
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters import Inputs, eagle3
-from treeflash_jax.drafters.lanes import LaneSettings
+from treeflash_jax.drafters import Eagle3Config, Inputs
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 
 MODEL = replace(FEW_TOKENS, tie_embeddings=True)
-DRAFTER = eagle3.EagleConfig(
+DRAFTER = Eagle3Config(
     layers=replace(MODEL, num_layers=1), target_hidden_size=16, draft_vocab_size=12, norm_output=True, taps=(0, 1, 1)
 )
 LENGTHS, SIZE, STEPS = (7, 4), 12, 3
@@ -45,18 +44,16 @@ def drafted_along(weights, drafting, tokens_1s, *, drafter):
     out = verifier.forward(
         weights, MODEL, tokens_1s, jnp.arange(size)[None], verifier.causal_mask(1, size), taps=drafter.taps
     )
-    settings = LaneSettings(children=drafter.draft_vocab_size, width=1)
     padded_s = jnp.pad(tokens_1s[0], (0, STEPS + 2))
 
     def step(state, t):
         features_11j, token_11 = (jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1) for x, at in (
             (out.features_btj, t), (tokens_1s, t + 1)
         ))  # fmt: skip
-        state = eagle3.extend(
-            drafting, weights, drafter, state, features_11j, token_11, jnp.ones(1, jnp.int32), attention="xla"
-        )
-        inputs = Inputs(drafting, weights, drafter, settings, state, token_11[:, 0], jnp.ones(1), STEPS, None, None)
-        expander = eagle3.draft(inputs, None)
+        one_1 = jnp.ones(1, jnp.int32)
+        state = drafter.extend(drafting, weights, state, features_11j, token_11, one_1, attention="xla")
+        inputs = Inputs(drafting, weights, state, token_11[:, 0], jnp.ones(1), STEPS, None, None)
+        expander = drafter.configured(children=drafter.draft_vocab_size).draft(inputs)
 
         def level(lane, i):
             ids_11c, log_probs_11c = expander.children(i, lane)
@@ -66,7 +63,7 @@ def drafted_along(weights, drafting, tokens_1s, *, drafter):
 
         return state, jax.lax.scan(level, expander.start(1), steps)[1]
 
-    log_probs = jax.lax.scan(step, eagle3.init(drafter, 1, size, jnp.float64), jnp.arange(size - 2))[1]
+    log_probs = jax.lax.scan(step, drafter.init(1, size, jnp.float64), jnp.arange(size - 2))[1]
     return log_probs, verifier.logits(weights, out.hidden_btd)[0]
 
 
@@ -76,7 +73,7 @@ def test_a_step_is_what_drafting_gives(vocabulary):
     with jax.enable_x64(True):
         drafter = replace(DRAFTER, draft_vocab_size=vocabulary)
         weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), jnp.float64, scale=0.5)
-        drafting = parameters.initialize(eagle3.specs(drafter), jax.random.key(1), jnp.float64, scale=0.5)
+        drafting = parameters.initialize(drafter.specs(), jax.random.key(1), jnp.float64, scale=0.5)
         packed = make_batch()
         if vocabulary < 12:  # what follows in the documents can be drafted: the rollout takes it
             drafting["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)

@@ -16,7 +16,7 @@ from train.language_model import LanguageModelStage, language_model_sums, traini
 from train.runtime import run_config
 from train.stages import drafting, registry
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters import causal_lm, steering
+from treeflash_jax.drafters import LanguageModelConfig, steering
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 from treeflash_jax.trees import pick
@@ -28,7 +28,7 @@ ROWS = packing.Batch(
     weights_bt=jnp.asarray([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1.0]]),
 )
 SIZES = steering.SteeringConfig(taps=(0, 1, 2), width=16, num_layers=2, ffn=32)
-DRAFTER = causal_lm.LanguageModelConfig(layers=replace(MODEL, num_layers=2), steering=SIZES)
+DRAFTER = LanguageModelConfig(layers=replace(MODEL, num_layers=2), steering=SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from toy_training import DRAFTER, MODEL, WITH_HEAD, make_batch
 
 from train.stages import blocks, losses, objective
 from train.stages.teacher import teach
-from treeflash_jax.drafters import Inputs, block
+from treeflash_jax.drafters import Inputs
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models import verifier
@@ -29,7 +29,10 @@ drafting_sums = partial(objective.drafting_sums, settings=OBJECTIVE, verifier=MO
 @pytest.fixture(scope="module")
 def case():
     """Random weights and two packed sequences of several documents, with their blocks."""
-    frozen = {"verifier": random_weights(verifier.specs(MODEL), 0), "backbone": random_weights(dflash.specs(DRAFTER), 1)}
+    frozen = {
+        "verifier": random_weights(verifier.specs(MODEL), 0),
+        "backbone": random_weights(DRAFTER.specs()["backbone"], 1),
+    }
     batch = make_batch((17, 9, 14, 11, 12))
     keys = jax.random.split(jax.random.key(0), 2)
     chosen = blocks.sample_blocks(batch, 8, DRAFTER.block_size, 4.0, keys)
@@ -40,7 +43,7 @@ def run_blocks(frozen, batch, chosen):
     """The verifier's outputs, and the hidden states of all blocks."""
     backbone, tables = frozen["backbone"], frozen["verifier"]
     teacher = teach(tables, MODEL, DRAFTER.target_layer_ids, batch)
-    context = dflash.context_kv(backbone, DRAFTER, teacher.features_btj, batch.positions_bt)
+    context = dflash.context_kv(backbone, DRAFTER.layers, teacher.features_btj, batch.positions_bt)
     return teacher, blocks.hidden_states(backbone, DRAFTER, tables["embed"], batch, context, chosen.anchors_bn)
 
 
@@ -49,10 +52,10 @@ def drafted(frozen, document_1t, start):
     """Hidden states of inference for a block that starts at `start` of a padded document."""
     tables, mask = frozen["verifier"], verifier.causal_mask(1, 32)
     out = verifier.forward(tables, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.target_layer_ids)
-    state = block.init(DRAFTER, 1, 32, jnp.float32)
-    state = block.extend(frozen, tables, DRAFTER, state, out.features_btj, document_1t, start[None], attention="xla")
-    inputs = Inputs(frozen, tables, DRAFTER, None, state, document_1t[:, start], jnp.ones(1), 1, document_1t, start[None])
-    return block.draft_block(inputs, None)
+    state = DRAFTER.init(1, 32, jnp.float32)
+    state = DRAFTER.extend(frozen, tables, state, out.features_btj, document_1t, start[None], attention="xla")
+    inputs = Inputs(frozen, tables, state, document_1t[:, start], jnp.ones(1), 1, document_1t, start[None])
+    return DRAFTER.draft_block(inputs)
 
 
 def test_training_blocks_equal_inference(case):

@@ -23,8 +23,8 @@ from train.evaluate import held_out_prompts
 from train.runtime import folders, loop, run_config, watch
 from train.runtime.checkpoint import claim
 from train.stages.rollout import RolloutConfig
-from treeflash_jax.drafters.block.block_config import fresh_layers
-from treeflash_jax.drafters.eagle3 import EagleConfig
+from treeflash_jax.drafters.block.block_drafter import fresh_layers
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.formats import draft_vocabulary, models
 
 
@@ -173,7 +173,7 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
 
 def test_the_vocabulary_of_a_drafter_is_that_of_its_run(bucket):
     """Even if the answers have changed since, and the run has not finished."""
-    config = EagleConfig(
+    config = Eagle3Config(
         layers=fresh_layers(toy_training.MODEL, 1), target_hidden_size=16, draft_vocab_size=9, taps=(0, 1, 2)
     )
     loops = dict(optimizer=run_config.OptimizerConfig(learning_rate=1e-3), loop=run_config.LoopConfig(batch=1))

@@ -21,7 +21,7 @@ from train.data import packing
 from train.pairing import choices, compose
 from train.runtime import loop, run_config, watch
 from treeflash_jax.cli import commands
-from treeflash_jax.drafters.block.block_config import fresh_layers
+from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig

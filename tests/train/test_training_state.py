@@ -16,7 +16,7 @@ from train.runtime import training_state
 from train.runtime.run_config import OptimizerConfig
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters import block, steering
+from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import verifier
 
@@ -183,18 +183,18 @@ KINDS = {  # specs; the weights that Muon trains, with inputs and outputs; other
         {name: LAYER[name] for name in "qkvo"},
         {"embed", "router", "expert_gate", "expert_up", "expert_down"},
     ),
-    "backbone": (lambda: block.specs(WITH_HEAD)["backbone"], LAYER | {"fc": ((0,), (1,))}, set()),
+    "backbone": (lambda: WITH_HEAD.specs()["backbone"], LAYER | {"fc": ((0,), (1,))}, set()),
     "mlp": (
-        lambda: block.specs(WITH_HEAD)["head"],
+        lambda: WITH_HEAD.specs()["head"],
         {"token_ug": ((0,), (1, 2)), "hidden_ug": ((0,), (1, 2)), "down": ((0,), (1,))},
         set(),
     ),
     "linear": (
-        lambda: block.specs(dataclasses.replace(WITH_HEAD, head="linear"))["head"],
+        lambda: dataclasses.replace(WITH_HEAD, head="linear").specs()["head"],
         {"token": ((0,), (1,)), "hidden": ((0,), (1,))},
         set(),
     ),
-    "lowrank": (lambda: block.specs(dataclasses.replace(WITH_HEAD, head="lowrank"))["head"], {}, {"previous", "following"}),
+    "lowrank": (lambda: dataclasses.replace(WITH_HEAD, head="lowrank").specs()["head"], {}, {"previous", "following"}),
     "steering": (lambda: steering.specs(SteeringConfig(**STEERED)), {}, {"mix", "project"}),
     "steering by factors": (lambda: steering.specs(SteeringConfig(rank=2, **STEERED)), {}, {"mix", "down", "up"}),
 }

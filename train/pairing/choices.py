@@ -9,7 +9,7 @@ import numpy as np
 from train.data.packing import Corpus
 from train.runtime import hosts
 from treeflash_jax.core import devices
-from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers, fresh_layers
+from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import layers
 from treeflash_jax.models.config import ModelConfig
@@ -94,7 +94,7 @@ def backbone(
     return chosen | {"head": Choice("mlp", "TreeFlash's, trained with the backbone")}
 
 
-def check_initial(initial_layers: Sequence[int], drafter: DrafterConfig, model: ModelConfig) -> None:
+def check_initial(initial_layers: Sequence[int], drafter: BlockConfig, model: ModelConfig) -> None:
     """Raises ValueError if the backbone's layers cannot start as copies of these verifier layers."""
     if not initial_layers:
         return
@@ -107,7 +107,7 @@ def check_initial(initial_layers: Sequence[int], drafter: DrafterConfig, model: 
         raise ValueError(f"{got}, expected none: the layers of this verifier are of another kind than a drafter's")
 
 
-def check_taps(drafter: DrafterConfig, model: ModelConfig) -> None:
+def check_taps(drafter: BlockConfig, model: ModelConfig) -> None:
     """Raises ValueError if all tapped layers are in the verifier's first half, as with the recipe of a smaller verifier."""
     if max(drafter.target_layer_ids) < model.num_layers // 2:
         raise ValueError(
@@ -116,7 +116,7 @@ def check_taps(drafter: DrafterConfig, model: ModelConfig) -> None:
         )
 
 
-def check_mask(drafter: DrafterConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+def check_mask(drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
     """Refuses a mask token that occurs in the training data, or warns if every other token does too."""
     counts_v = corpus.token_counts(model.vocab_size)
     count = int(counts_v[drafter.mask_token_id])

@@ -19,7 +19,7 @@ from flax import struct
 from train.data.packing import Batch
 from treeflash_jax.core import sharding
 from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.models import vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.backend import packed_attention
@@ -76,7 +76,7 @@ def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_
 
 def hidden_states(
     params: Any,
-    config: DrafterConfig,
+    config: BlockConfig,
     embed_vd: jax.Array,
     batch: Batch,
     context: NewKV,
@@ -94,7 +94,7 @@ def hidden_states(
     def attend(q_bthe, k_btke, v_btke, context):
         return block_attention(q_bthe, k_btke, v_btke, *context, anchors_bn, batch.segments_bt, attention)
 
-    x_btd = backbone.through_layers(params, config, x_btd, positions_bni.reshape(batch_size, -1), context, attend)
+    x_btd = backbone.through_layers(params, config.layers, x_btd, positions_bni.reshape(batch_size, -1), context, attend)
     return x_btd.reshape(batch_size, count, size, -1)
 
 

@@ -31,7 +31,6 @@ from train.evaluate import EvaluateConfig, assemble, make_tau_measure
 from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import SumsFunction, TrainTask, place
 from train.stages.teacher import record
-from treeflash_jax import drafters
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import bounded, expect
 from treeflash_jax.decoding.state import Weights
@@ -50,7 +49,7 @@ Config = TypeVar("Config")
 class DraftingStage(ABC):
     """Settings that all stages of drafters share, and the protocol of a stage.
 
-    "By name" means by the names at the top of the tree of weights that `drafters.Drafter.specs` returns for the drafter.
+    "By name" means by the names at the top of the tree of weights that `DrafterConfig.specs` returns.
 
     Attributes:
       run: folder of checkpoints, log and result, local or gs://.
@@ -192,7 +191,7 @@ def copy_weights(tree: Any) -> Any:
 def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> TrainTask:
     """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
     settings = replace(settings, attention=devices.describe_mesh(mesh).training_attention(settings.attention))
-    specs = drafters.get(drafter).specs(drafter)
+    specs = drafter.specs()
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
     return TrainTask(
         specs={name: specs[name] for name in settings.trains if name in specs},

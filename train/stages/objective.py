@@ -29,9 +29,8 @@ from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
 from treeflash_jax.core.checks import bounded, expect
-from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.backbone import context_kv
-from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
@@ -121,7 +120,7 @@ def drafting_sums(
     *,
     settings: ObjectiveConfig,
     verifier: ModelConfig,
-    drafter: DrafterConfig,
+    drafter: BlockConfig,
     attention: str = "chunked",
 ) -> Sums:
     """Returns weighted sums of the loss and of metrics for monitoring, over anchors drawn in these sequences.
@@ -139,7 +138,7 @@ def drafting_sums(
     dtype = tables["embed"].dtype
     teacher = teach(tables, verifier, drafter.target_layer_ids, batch, attention)
     chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
-    context = context_kv(optax.tree.cast(backbone, dtype), drafter, teacher.features_btj, batch.positions_bt)
+    context = context_kv(optax.tree.cast(backbone, dtype), drafter.layers, teacher.features_btj, batch.positions_bt)
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
 
     def hidden_states(backbone: Any, context: NewKV, anchors_bn: jax.Array) -> jax.Array:
@@ -167,7 +166,7 @@ def score_sums(
     sample: Sample | None,
     *,
     settings: ObjectiveConfig,
-    drafter: DrafterConfig,
+    drafter: BlockConfig,
 ) -> Sums:
     """Returns the sums of one chunk of blocks, from their hidden states without the anchor slot."""
     unembed_vd, eps = tables.get("unembed", tables["embed"]), drafter.layers.rms_norm_eps
@@ -180,7 +179,7 @@ def score_sums(
     unembed = Unembed(embed_vd=tables["embed"], unembed_vd=sampled_vectors(unembed_vd, sample), norm=norm, eps=eps)
 
     def drafter_logits(name: str, weights: Any) -> jax.Array:
-        weights = weights | {table: sampled_vectors(weights[table], sample) for table in HEADS[name].LOOKED_UP[1:]}
+        weights = weights | {table: sampled_vectors(weights[table], sample) for table in HEADS[name].looked_up[1:]}
         return HEADS[name].logits(weights, unembed, previous_bt, hidden_btd)
 
     def by_block(logits_btv: jax.Array) -> jax.Array:
@@ -207,7 +206,7 @@ def score_sums(
 def drafting_flops(
     settings: ObjectiveConfig,
     verifier: ModelConfig,
-    drafter: DrafterConfig,
+    drafter: BlockConfig,
     *,
     batch_size: int,
     length: int,
@@ -222,10 +221,13 @@ def drafting_flops(
     count = Counter(dtype=jnp.float32, batch=batch_size)
     teacher = count.layers(verifier, length, length / 2).flops
     slots = settings.anchors * drafter.block_size
-    context = block.extend_work(count, drafter, length).flops
-    drafting = context + block.block_work(count, drafter, slots, length / 2 + drafter.block_size).flops
+    specs = drafter.specs()["backbone"]
+    keys_values = [{name: layer[name] for name in ("k", "v")} for group in specs["groups"] for layer in group]
+    drafting = count.weights({"fc": specs["fc"], "layers": keys_values}, length).flops
+    drafting += count.weights(specs["groups"], slots).flops
+    drafting += count.attention(drafter.layers, slots, length / 2 + drafter.block_size).flops
     drafted, kind = settings.anchors * drafter.num_depths, HEADS[drafter.head]
-    products = [spec for name, spec in kind.specs(drafter).items() if name not in kind.LOOKED_UP[:1]]
+    products = [spec for name, spec in kind.specs(drafter).items() if name not in kind.looked_up[:1]]
     head = 2 * batch_size * drafted * sum(math.prod(spec.shape) for spec in products)
     vocabulary = count.vocabulary(drafter.layers, drafted).flops
     if settings.vocabulary:

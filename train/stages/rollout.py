@@ -27,8 +27,8 @@ from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import teach
 from treeflash_jax.core.checks import bounded
-from treeflash_jax.drafters import eagle3
-from treeflash_jax.drafters.eagle3 import EagleConfig
+from treeflash_jax.drafters import eagle3_drafter
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.models import layers, vocab
 from treeflash_jax.models.config import ModelConfig
@@ -60,7 +60,7 @@ def rollout_sums(
     *,
     settings: RolloutConfig,
     verifier: ModelConfig,
-    drafter: EagleConfig,
+    drafter: Eagle3Config,
     attention: str = "chunked",
 ) -> Sums:
     """Returns weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
@@ -77,10 +77,12 @@ def rollout_sums(
     weights = jax.tree.map(lambda x: x.astype(dtype), params)
     weights |= {name: frozen[name] for name in ("offsets", "embed") if name in frozen}
     teacher = teach(tables, verifier, drafter.taps, batch, attention)
-    carried_bsd = eagle3.fuse(weights, drafter, teacher.features_btj)
+    carried_bsd = eagle3_drafter.fuse(weights, drafter, teacher.features_btj)
     next_bs = jnp.pad(batch.tokens_bt[:, 1:], ((0, 0), (0, 1)))
-    inputs_bsf = eagle3.read(weights, tables, drafter, next_bs, carried_bsd)
-    first = layers.keys_values(weights["layer"], drafter.layers, inputs_bsf, eagle3.rotations(drafter, batch.positions_bt))
+    inputs_bsf = eagle3_drafter.read(weights, tables, drafter, next_bs, carried_bsd)
+    first = layers.keys_values(
+        weights["layer"], drafter.layers, inputs_bsf, eagle3_drafter.rotations(drafter, batch.positions_bt)
+    )
     step = jax.checkpoint(partial(_step, drafter=drafter, attention=attention))
     score = jax.checkpoint(partial(_score, drafter=drafter))
 
@@ -94,7 +96,7 @@ def rollout_sums(
             keys = (*keys, new)
             teacher_bnd = _after(teacher.hidden_btd, index_bn, 1 + i, 1)[:, :, 0]
             scores.append(score(weights, tables, hidden_bnd, teacher_bnd, label_bni[:, :, i]))
-            carried_bnd = eagle3.feed_back(weights, drafter, hidden_bnd)
+            carried_bnd = eagle3_drafter.feed_back(weights, drafter, hidden_bnd)
         loss_bni, top1_bni, overlap_bni, known_bni = (jnp.stack(x, axis=-1) for x in zip(*scores, strict=True))
         weight_bni = jnp.where(is_drawn_bn[..., None], _loss_weights(batch, index_bn, settings.steps), 0.0)
         real_bni = (weight_bni > 0).astype(jnp.float32)
@@ -104,10 +106,10 @@ def rollout_sums(
     return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
 
 
-def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, drafter: EagleConfig, attention):
+def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, drafter: Eagle3Config, attention):
     """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
-    inputs_bnf = eagle3.read(weights, tables, drafter, token_bn, carried_bnd)
-    table = eagle3.rotations(drafter, position_bn)
+    inputs_bnf = eagle3_drafter.read(weights, tables, drafter, token_bn, carried_bnd)
+    table = eagle3_drafter.rotations(drafter, position_bn)
     new = layers.keys_values(weights["layer"], drafter.layers, inputs_bnf, table)
     k_btke, v_btke = (
         jnp.stack(x_bnke, axis=2).reshape(len(token_bn), -1, *new[0].shape[2:]) for x_bnke in zip(*keys, new, strict=True)
@@ -116,12 +118,12 @@ def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_b
     def attend(q_bnhe: jax.Array) -> jax.Array:
         return blocks.block_attention(q_bnhe, k_btke, v_btke, *first, *where, attention)
 
-    return eagle3.hidden(weights, drafter, inputs_bnf, carried_bnd, table, attend), new
+    return eagle3_drafter.hidden(weights, drafter, inputs_bnf, carried_bnd, table, attend), new
 
 
-def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: EagleConfig) -> tuple[jax.Array, ...]:
+def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: Eagle3Config) -> tuple[jax.Array, ...]:
     """Returns for one step, [b, n] each: loss, top-1 hits, overlap, and 1 if the verifier's top token can be drafted."""
-    logits_bnv = vocab.unembed(weights["unembed"], eagle3.normed(weights, drafter, hidden_bnd))
+    logits_bnv = vocab.unembed(weights["unembed"], eagle3_drafter.normed(weights, drafter, hidden_bnd))
     verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
     drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
     if ids_v is not None:

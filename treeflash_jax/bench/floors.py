@@ -19,7 +19,7 @@ Floor = max(bytes / copy rate, FLOPs / matmul rate). Collectives count as nothin
 from collections.abc import Mapping
 from typing import Any
 
-from treeflash_jax import drafters
+from treeflash_jax.bench.draft_work import draft_work, extend_work
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.models.costs import Counter, Work
 
@@ -42,12 +42,11 @@ def phase_work(
         tokens, routing at random is assumed.
 
     Returns:
-      By name: the drafter's stages, "tree", "verify", "accept", "commit", "round", "step" (one token without drafting) and
+      By name: "draft", "tree", "verify", "accept", "commit", "round", "step" (one token without drafting) and
       "prefill" (one token of a prompt of `context` tokens, all sequences of the batch counted).
     """
     count = Counter(dtype=dtype, batch=batch, context=context, mesh=mesh)
     model, drafter, nodes, path = plan.verifier, plan.drafter, plan.num_nodes, plan.path_length
-    module = drafters.get(drafter)
 
     def verify(tokens: int) -> Work:
         read = (experts or {}).get(tokens)
@@ -59,15 +58,16 @@ def phase_work(
         return count.numbers((None, None), shape) + count.cached(model, tokens)
 
     logits = count.numbers((None, "vocab"), (nodes, model.vocab_size))
-    commit = module.extend_work(count, drafter, path) + count.cached(model, path)
-    phases = module.work(count, drafter, plan.draft, model, quantize)  # the needs of each, and what it hands on
-    phases = phases | {"tree": phases.get("tree", (Work(), Work())), "verify": (verify(nodes), logits + features(nodes))}
+    commit = extend_work(count, drafter, path) + count.cached(model, path)
+    draft, levels = draft_work(count, plan, quantize)
+    # The needs of each phase, and what it hands on.
+    phases = {"draft": (draft, Work()), "tree": (levels, Work()), "verify": (verify(nodes), logits + features(nodes))}
     work, before = {}, Work()
     for phase, (need, after) in phases.items():
         work[phase] = need + before + after
         before = after
     prompt = count.layers(model, context, (context + 1) / 2, quantize) + count.vocabulary(model, 1, quantize)
-    prompt += count.cached(model, context) + module.extend_work(count, drafter, context)
+    prompt += count.cached(model, context) + extend_work(count, drafter, context)
     return {
         **work,
         "accept": logits,

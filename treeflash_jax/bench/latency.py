@@ -28,7 +28,8 @@ from treeflash_jax.bench.timed import Progress
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import devices, files, sharding
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters import DrafterSizes, draft_options
+from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters.options import DraftOptions
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.planning import make_plan, resolve
 from treeflash_jax.engine.settings import SamplingConfig, settings_class
@@ -37,7 +38,7 @@ from treeflash_jax.models.costs import Ceilings, measure_ceilings
 from treeflash_jax.trees import draws
 
 SCHEMA = 2
-LABELS = {"step": "one-token step", "prefill": "prefill, a token", "expand": "head", "tree": "tree build"}
+LABELS = {"step": "one-token step", "prefill": "prefill, a token", "tree": "tree build"}
 LABELS |= {"verify": "tree verify", "round": "whole round"}
 SWEPT = ("batch", "context", "slots", "nodes")  # settings in which results of one figure may differ
 SAME = ("settings", "versions", "hardware")  # of results that replace each other
@@ -115,7 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def make_plans(verifier: ModelConfig, drafter: DrafterSizes, arguments: argparse.Namespace, dtype: Any) -> list[DecodePlan]:
+def make_plans(
+    verifier: ModelConfig, drafter: DrafterConfig, arguments: argparse.Namespace, dtype: Any
+) -> list[DecodePlan]:
     """Makes the plans that `generate` would run, by increasing number of nodes."""
     fields, plans = option_values(arguments, settings_class()), {}
     for nodes in arguments.nodes or [None]:
@@ -155,7 +158,7 @@ def show(result: Result) -> None:
     settings, hardware, ceilings = result["settings"], result["hardware"], result["ceilings"]
     mesh = "" if settings["mesh"] is None else ", mesh " + " x ".join(map(str, settings["mesh"].values()))
     quantized = f", {settings['quantize']} verifier" if settings.get("quantize") else ""
-    options = [option.name for option in fields(draft_options())]
+    options = [option.name for option in fields(DraftOptions)]
     table = report.make_table("", ["*phase", "nodes", "ms", "quartiles", "floor ms", "ms / floor"])
     for time in result["phases"]:
         ratio = time["ms"] / time["floor_ms"] if time["floor_ms"] else math.inf

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import drafters
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
@@ -130,7 +129,7 @@ def compile_programs(
 
     weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
     if plan.drafts:
-        weights = weights.replace(drafter=parameters.abstract(drafters.get(plan.drafter).specs(plan.drafter), dtype, mesh))
+        weights = weights.replace(drafter=parameters.abstract(plan.drafter.specs(), dtype, mesh))
     inputs = make_batch([], GenerateConfig(), batch_size=batch, capacity=capacity, stop_ids=(), dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         notify("compiling the prefill")

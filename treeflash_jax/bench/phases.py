@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import drafters
 from treeflash_jax.bench.floors import phase_work
 from treeflash_jax.bench.timed import Notify, Timed, running, sample_in_turns
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
+from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
 from treeflash_jax.engine.batching import capacity_bucket
 from treeflash_jax.engine.model import TreeFlash
@@ -52,20 +51,20 @@ def source_leaves(tree: Any, inputs: Any) -> list[int | None]:
     return [index.get(id(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
-@partial(jax.jit, static_argnames=("plan", "name"))
-def DRAFT(weights, state, value, plan, name):
-    """Returns the leaves that `draft_stage` computes: it may pass on weights and caches, which a program would copy."""
-    out = draft_stage(weights, state, value, plan, name)
-    sources = source_leaves(out, (weights, state, value))
+@partial(jax.jit, static_argnames="plan")
+def DRAFT(weights, state, plan):
+    """Returns the leaves that `draft_expander` computes: it may pass on weights and caches, which a program would copy."""
+    out = draft_expander(weights, state, plan)
+    sources = source_leaves(out, (weights, state))
     return [leaf for leaf, source in zip(jax.tree.leaves(out), sources, strict=True) if source is None]
 
 
-def drafted(make_args: MakeArgs, computed: list[jax.Array], state: DecodeState, *, plan: DecodePlan, name: str) -> Any:
-    """Returns the output of `draft_stage` on a state, given the leaves that DRAFT computed."""
+def drafted(make_args: MakeArgs, computed: list[jax.Array], state: DecodeState, *, plan: DecodePlan) -> Any:
+    """Returns the output of `draft_expander` on a state, given the leaves that DRAFT computed."""
     inputs, sources = make_args(state), list[int | None]()
 
     def trace(*inputs: Any) -> Any:
-        out = draft_stage(*inputs, plan, name)
+        out = draft_expander(*inputs, plan)
         sources[:] = source_leaves(out, inputs)
         return out
 
@@ -185,13 +184,10 @@ class Bench:
         self.add_rounds("step", None, step, {"drafter": None})
         units = self.sizes["batch"] * self.sizes["context"]
         self.add("prefill", None, prefill, partial(self.repeated, lambda state: inputs), most=4, units=units)
-        value_of: Callable[[DecodeState], Any] = lambda state: None  # noqa: E731
-        for name in drafters.get(first.drafter).STAGES:
-            make_args = lambda state, value_of=value_of: (weights, state, value_of(state))  # noqa: E731
-            computed = self.run(name, None, DRAFT, make_args, plan=first, name=name)
-            value_of = partial(drafted, make_args, computed, plan=first, name=name)
+        make_args = lambda state: (weights, state)  # noqa: E731
+        computed = self.run("draft", None, DRAFT, make_args, plan=first)
         for plan, whole in zip(self.plans, rounds, strict=True):
-            self._run_tree(plan, value_of)
+            self._run_tree(plan, partial(drafted, make_args, computed, plan=first))
             self.add_rounds("round", plan.num_nodes, whole, {})
 
     def _run_tree(self, plan: DecodePlan, expander_of: Callable[[DecodeState], Any]) -> None:

@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any
 
 import treeflash_jax as tf
-from treeflash_jax import drafters
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import bench_records, harness, plots, report
 from treeflash_jax.bench.bench_records import Record
@@ -28,7 +27,7 @@ from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values,
 from treeflash_jax.core.checks import field_checks, fit
 from treeflash_jax.core.clock import slow
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import draft_options
+from treeflash_jax.drafters.options import DraftOptions
 from treeflash_jax.engine.pairs import NO_DRAFTER
 from treeflash_jax.engine.planning import resolve
 from treeflash_jax.engine.settings import RuntimeConfig, SamplingConfig, TreeConfig, settings_class
@@ -92,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help=help)
     by_name = "head builder acceptance drafter_temperature"  # what the names of systems choose
     add_fields(chosen, TreeConfig, without=by_name, several="nodes", nodes=[16])
-    add_fields(chosen, draft_options(), without=by_name)
+    add_fields(chosen, DraftOptions, without=by_name)
     sampling = parser.add_argument_group("sampling and output")
     options = "max_new_tokens temperature top_k top_p seed stop_ids"
     add_fields(sampling, SamplingConfig, options, several="temperature seed", temperature=[0.0], seed=[0])
@@ -110,7 +109,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
     Raises ValueError for an unknown system or setting.
     """
     checks, systems = field_checks(settings_class()), dict[str, dict[str, Any]]()
-    known = [field.name for group in (draft_options(), TreeConfig) for field in fields(group) if field.name != "nodes"]
+    known = [field.name for group in (DraftOptions, TreeConfig) for field in fields(group) if field.name != "nodes"]
     for name in names:
         match = NAME.fullmatch(name)
         base, size, builder, rule, temperature, settings = match.groups() if match else (None,) * 6
@@ -215,8 +214,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         for _, other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
-        kinds = draft_options(), drafters.get(model.drafter).OPTIONS
-        known, options = ({option.name for option in fields(kind)} for kind in kinds)
+        known, options = {option.name for option in fields(DraftOptions)}, {*model.drafter.settings}
         for name, system in chosen.items():
             settings = {"builder": "best-first"} | shared | system
             dropped = {key for key in settings.keys() & known - options if len(labels) > 1 or not settings[key]}

@@ -12,15 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import drafters
 from treeflash_jax.cli.arguments import add_fields
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import DrafterSizes, draft_options
-from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers, fresh_layers
-from treeflash_jax.drafters.causal_lm import LanguageModelConfig
+from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
+from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters.options import DraftOptions
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import DRAFTERS, locate
 from treeflash_jax.engine.settings import RuntimeConfig, TreeConfig
@@ -93,7 +93,7 @@ def add_arguments(parser: Any, *, required: bool = False) -> None:
 
 def add_tree_arguments(parser: Any) -> None:
     """Adds the options that say what a round drafts and verifies."""
-    add_fields(parser, draft_options())
+    add_fields(parser, DraftOptions)
     add_fields(parser, TreeConfig, without="nodes drafter_temperature")
     add_fields(parser, RuntimeConfig, "attention")
 
@@ -101,13 +101,12 @@ def add_tree_arguments(parser: Any) -> None:
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     """Returns what a plan's rounds draft and verify, for a record."""
     options = {"nodes": plan.num_nodes}
-    for option in fields(draft_options()):
-        first, second = (getattr(size, option.name, None) for size in (plan.draft, plan.drafter))
-        options[option.name] = second if first is None else first
+    for option in fields(DraftOptions):
+        options[option.name] = getattr(plan.draft, option.name, None)
     return options | {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
 
 
-def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, DrafterSizes]:
+def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, DrafterConfig]:
     """Returns the sizes of a verifier and its drafter; no weight is read.
 
     Args:
@@ -137,14 +136,14 @@ def find_verifier(name: str) -> ModelConfig:
     return models.read_verifier_config(name)
 
 
-def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> DrafterConfig:
+def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> BlockConfig:
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
     It has the verifier's widths, five layers (eight for a mixture of experts) that read five of its layers, blocks of 16.
     """
     if verifier == VERIFIERS["tiny"]:
         return models.read_drafter_config(locate("tiny", "drafter"))
-    return DrafterConfig(
+    return BlockConfig(
         layers=fresh_layers(verifier, num_layers or (8 if verifier.num_experts else 5)),
         block_size=16,
         mask_token_id=verifier.vocab_size - 1,
@@ -163,14 +162,14 @@ def short_name(path: str) -> str:
 
 
 def random_pair(
-    model: ModelConfig, drafter: DrafterConfig, dtype: Any, mesh: Any = None, quantize: str | None = None
+    model: ModelConfig, drafter: BlockConfig, dtype: Any, mesh: Any = None, quantize: str | None = None
 ) -> TreeFlash:
     """Makes a pair of random weights, drawn on the devices in their dtype and shard; the verifier's are quantised as drawn.
 
     No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
     that trees fill up as those of a trained head.
     """
-    specs = verifier.specs(model), drafters.get(drafter).specs(drafter)
+    specs = verifier.specs(model), drafter.specs()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None) -> jax.Array:

@@ -97,7 +97,7 @@ class Device:
 
         Args:
           sequences: number of sequences decoded together, on a mesh per index of its data axis.
-          tau: mean number of tokens that a round adds (`DrafterSizes.tau`); None: USUAL_TAU.
+          tau: mean number of tokens that a round adds (`DrafterConfig.tau`); None: USUAL_TAU.
         """
         features = self.in_dtype(dtype).features
         if not self.is_cpu or features & MATRIX_INSTRUCTIONS:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeflash_jax import drafters, trees
+from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, pin
@@ -76,7 +76,7 @@ def begin(
         cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafts else None
     else:
         cache = kv_cache.allocate(plan.verifier, batch, capacity, dtype)
-        drafter = drafters.get(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
+        drafter = plan.drafter.init(batch, capacity, dtype) if plan.drafts else None
     state = DecodeState(
         tokens_bs=tokens_bs,
         end_b=length_b,
@@ -112,7 +112,7 @@ def read(
     cache, drafter, (hidden_bd, features_bj) = _read(weights, pin(state), length_b, max_chunks, plan)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
     state = accepting.first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
-    if plan.drafts and drafters.get(plan.drafter).READS_TOKENS:  # the token after the last prompt position
+    if plan.drafts and plan.drafter.reads_tokens:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
         drafter = rounds.extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)
     return pin(state.replace(drafter=drafter))
@@ -127,8 +127,8 @@ def _read(
     """
     batch, chunk = state.end_b.size, plan.chunk(state.capacity)
     dtype, width = weights.dtype, plan.verifier.hidden_size
-    reads_prompt = plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter)
-    reads_tokens = plan.drafts and drafters.get(plan.drafter).READS_TOKENS
+    reads_prompt = plan.drafts and plan.drafter.reads_prompt
+    reads_tokens = plan.drafts and plan.drafter.reads_tokens
     last = jnp.zeros((batch, width), plan.residual_dtype or dtype), jnp.zeros((batch, width * len(plan.taps)), dtype)
     mask_btt = verifier.causal_mask(batch, chunk)
 

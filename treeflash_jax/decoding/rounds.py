@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax import drafters, trees
+from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path, emit, round_keys
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.drafters import Inputs
 from treeflash_jax.models import kv_cache, verifier
 
 Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution that its nodes were drawn from, if any
@@ -43,7 +44,7 @@ class Verified:
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Drafts, verifies, accepts and commits: at least one token for every sequence that is not done."""
-    is_often_empty = plan.drafts and drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter)
+    is_often_empty = plan.drafts and plan.drafter.may_offer_nothing
     verify = _verify_if_drafted if is_often_empty else verify_and_accept
     verified, accepted = verify(weights, state, *draft_tree(weights, state, plan), plan)
     return commit_path(weights, state, verified, accepted, plan)
@@ -97,20 +98,10 @@ def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> Draft:
 
 
 def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Expander:
-    """Runs all stages of the drafter."""
-    value = None
-    for name in drafters.get(plan.drafter).STAGES:
-        value = draft_stage(weights, state, value, plan, name)
-    return value
-
-
-def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePlan, name: str) -> Any:
-    """Runs the drafter's stage of this name on the result `value` of the stage before; the last returns an Expander."""
-    inputs = drafters.Inputs(
+    """Runs the drafter; a network that runs once per level runs while the tree is built."""
+    inputs = Inputs(
         params=weights.drafter,
         tables=weights.verifier,
-        config=plan.drafter,
-        settings=plan.draft,
         state=state.drafter,
         anchor_b=find_anchor(state),
         temperature_b=state.sampling.drafter_temperature_b,
@@ -119,8 +110,8 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
         length_b=state.cache.length_b + 1,
         attention=plan.attention,
     )
-    with jax.named_scope(name):
-        return drafters.get(plan.drafter).STAGES[name](inputs, value)
+    with jax.named_scope("draft"):
+        return plan.draft.draft(inputs)
 
 
 def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -> Draft:
@@ -140,9 +131,9 @@ def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -
 def extend_drafter(
     weights: Weights, drafter: Any, plan: DecodePlan, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
 ) -> Any:
-    """Returns the drafter's state after committed positions; see `drafters.Drafter.extend`."""
-    return drafters.get(plan.drafter).extend(
-        weights.drafter, weights.verifier, plan.drafter, drafter, features_btj, tokens_bt, count_b, attention=plan.attention
+    """Returns the drafter's state after committed positions; see `DrafterConfig.extend`."""
+    return plan.drafter.extend(
+        weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.attention
     )
 
 

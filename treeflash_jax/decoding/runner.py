@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import drafters
 from treeflash_jax.core import devices, programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
@@ -52,7 +51,7 @@ class Runner:
 
     def draft(self, batch: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
         """Returns the tree below `anchor`, the token that follows the batch's only prompt, which has `length` tokens."""
-        if drafters.get(self.plan.drafter).READS_TOKENS:  # the drafter must read the anchor, too
+        if self.plan.drafter.reads_tokens:  # the drafter must read the anchor, too
             first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), self.mesh)
             state = self.prefill(batch, first_b=first_b)
         else:  # by the program that reads any prompt

@@ -11,6 +11,7 @@ import jax
 from flax import struct
 
 from treeflash_jax.core import sharding
+from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import TreeShape
@@ -21,9 +22,9 @@ class DecodePlan:
     """Everything that shapes the compiled program; two equal plans share it.
 
     Attributes:
-      drafter: the drafter's config (`DrafterSizes`); None with builder "none".
+      drafter: the drafter as it was loaded, whose state prefill and commits extend; None with builder "none".
       num_nodes: nodes verified per round, root included.
-      draft: settings of the draft, as the drafter's `choose` returned them.
+      draft: the drafter with the settings of its drafts (`DrafterConfig.configured`); None in plans of prefill.
       builder: one of `trees.BUILDERS`, or "none": one token a round.
       shape: sizes of the tree besides its number of nodes.
       rule: acceptance rule, lossless for the distribution that the builder draws from.
@@ -36,9 +37,9 @@ class DecodePlan:
     """
 
     verifier: ModelConfig
-    drafter: Any = None
+    drafter: DrafterConfig | None = None
     num_nodes: int = 16
-    draft: Any = None
+    draft: DrafterConfig | None = None
     builder: str = "best-first"
     shape: TreeShape = TreeShape()
     rule: str = "sample-and-match"
@@ -56,7 +57,7 @@ class DecodePlan:
     @property
     def path_length(self) -> int:
         """Maximal number of accepted nodes, root included."""
-        return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
+        return 1 + min(self.draft.num_depths, self.num_nodes - 1) if self.drafts else 1
 
     def chunk(self, capacity: int) -> int:
         """Returns the number of prompt tokens per prefill pass, a divisor of the capacity."""

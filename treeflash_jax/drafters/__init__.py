@@ -1,37 +1,29 @@
 """Drafters propose continuations of a text to the verifier.
 
-A drafter is one module with the functions of `Drafter`, and one line in DRAFTERS. Decoding, benchmarks and files reach a
-drafter through it (`decoding.rounds`). Its training is a stage (`train/stages/drafting.py`).
+A drafter is an object, a `DrafterConfig`: its sizes, its weights' shapes, its state and its draft. Decoding, files,
+benchmarks and training reach it through these methods only. A new kind is one file and one line in DRAFTERS.
 """
 
-import dataclasses
-import functools
+from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
+from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters.ngram import NgramConfig
+from treeflash_jax.drafters.protocol import DrafterConfig, Inputs, State
 
-from treeflash_jax.drafters import block, causal_lm, eagle3, ngram
-from treeflash_jax.drafters.protocol import Drafter, DrafterSizes, Inputs
-
-DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language model": causal_lm, "ngram": ngram}
-
-
-def get(config: DrafterSizes) -> Drafter:
-    """Returns the module of a drafter, by its config."""
-    return DRAFTERS[config.kind]
-
-
-def is_declared(flag: str, config: DrafterSizes) -> bool:
-    """Returns an optional flag of the drafter: READS_PROMPT, MAY_OFFER_NOTHING or OWN_TOKENIZER; see `Drafter`."""
-    return getattr(get(config), flag, False)
+DRAFTERS: dict[str, type[DrafterConfig]] = {
+    "block": BlockConfig,
+    "eagle3": Eagle3Config,
+    "language_model": LanguageModelConfig,
+    "ngram": NgramConfig,
+}
 
 
-def draft_options() -> type:
-    """Returns a dataclass of the options of all registered drafters."""
-    return _merge(*dict.fromkeys(drafter.OPTIONS for drafter in DRAFTERS.values()))
+def setting_names() -> tuple[str, ...]:
+    """Returns the fields of GenerateConfig that any registered drafter takes."""
+    return tuple(dict.fromkeys(name for drafter in DRAFTERS.values() for name in drafter.settings))
 
 
-@functools.cache
-def _merge(*options: type) -> type:
-    attributes = {"__doc__": "Options of the registered drafters.", "__module__": __name__}
-    return dataclasses.dataclass(frozen=True, kw_only=True)(type("DraftOptions", options, attributes))
-
-
-__all__ = ["DRAFTERS", "Drafter", "DrafterSizes", "Inputs", "draft_options", "get", "is_declared"]
+__all__ = [
+    "DRAFTERS", "BlockConfig", "DrafterConfig", "Eagle3Config", "Inputs", "LanguageModelConfig", "NgramConfig", "State",
+    "setting_names",
+]  # fmt: skip

@@ -4,7 +4,7 @@ A block drafter knows all levels after one pass. EAGLE-3 or a language model has
 proposes. `LaneExpander` does this for any tree builder: a lane is one node with the path above it, whose keys and values
 are in a scratch, so that no cache is written before the tree is verified.
 
-Such a drafter provides one function and returns a `LaneExpander` with it from its last stage (see `eagle3.draft`):
+Such a drafter provides one function, and `draft` returns a `LaneExpander` with it (see `LaneDrafterConfig.expand`):
 
     step(shared, level) -> LaneState
 
@@ -27,7 +27,7 @@ Source: EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840), tree drafting
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,13 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.devices import Device
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.drafters import ngram
-from treeflash_jax.drafters.protocol import Inputs, JoinedOptions, LevelOptions
+from treeflash_jax.drafters.protocol import DrafterConfig, Inputs
 from treeflash_jax.models import vocab
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import KVCache
-from treeflash_jax.trees import BUILDERS, Expander
-
-# Of the default tree of 8 nodes on CPUs: with SmolLM2 3 to 5 % faster than the drafters' own defaults.
-SMALL_DEPTHS, SMALL_LANES = 4, 2
+from treeflash_jax.trees import Expander
 
 
 @struct.dataclass
@@ -87,45 +84,6 @@ class LaneState:
 
 
 Step = Callable[[Any, Level], LaneState]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaneSettings:
-    """Static sizes of a draft in lanes.
-
-    Attributes:
-      width: nodes per level that the network runs for: the lanes of best-first search, 1 in a chain, all nodes of a sampled
-        tree.
-      ngrams: number of matches of the text's last tokens whose continuations join the tree (`ngram.join`).
-    """
-
-    children: int
-    width: int
-    ngrams: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaneOptions(JoinedOptions, LevelOptions):
-    """Options of drafters that run in lanes."""
-
-
-def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings]:
-    """See `Drafter.choose`. Raises ValueError for more children than the draft vocabulary has tokens."""
-    vocab_size = config.draft_vocab_size or config.layers.vocab_size
-    expect(options.children <= vocab_size, "children", options.children, f"1 to {vocab_size} (the drafter's vocabulary)")
-    builder = BUILDERS[options.builder or "best-first"]
-    nodes = options.nodes or device.tree_nodes(config.num_nodes)
-    if options.nodes is None and device.pays_per_token and not (builder.is_chain or builder.draws):
-        config = replace(config, num_depths=min(config.num_depths, SMALL_DEPTHS), lanes=SMALL_LANES)
-    width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
-    width = 1 if builder.is_chain else width
-    sizes = replace(config, num_depths=options.depths or config.num_depths)
-    return sizes, LaneSettings(children=options.children, width=width, ngrams=ngram.default_matches(options, device))
-
-
-def identity(config: Any, settings: LaneSettings) -> dict[str, Any]:
-    sizes = {"children": settings.children, "ngrams": settings.ngrams}
-    return {"depths": config.num_depths, "lanes": config.lanes} | sizes
 
 
 @struct.dataclass
@@ -209,14 +167,6 @@ class LaneExpander:
         return same.replace(kv=kv)
 
 
-def expand(inputs: Inputs, shared: Any, step: Any) -> Expander:
-    """Returns the children that `step.offer` gives the anchor, and the network that continues below them."""
-    context, first = inputs.state.context, step.offer(shared, inputs.state.hidden_bd[:, None], ())
-    scratch = scratch_specs(context)
-    lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
-    return ngram.join(lanes, inputs)
-
-
 def scratch_specs(context: KVCache) -> tuple[tuple[Spec, Spec], ...]:
     """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `kv_cache.NewKV`."""
 
@@ -236,3 +186,36 @@ def likeliest_children(
     """
     tokens_bwc, log_probs_bwc = vocab.likeliest(table_vd, hidden_bwd, children, temperature_b)
     return tokens_bwc if ids_z is None else ids_z[tokens_bwc], log_probs_bwc
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneDrafterConfig(DrafterConfig):
+    """A drafter whose network runs once per level; its state is a `ContextState`.
+
+    A subclass also has `draft_vocab_size`, the number of tokens that it drafts; 0: all of the vocabulary.
+
+    Attributes:
+      layers: sizes of the network; `vocab_size` is the verifier's.
+      children: number of likeliest next tokens kept below every token.
+      ngrams: number of matches of the text's last tokens whose continuations join the tree (`ngram.join`).
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ("children", "depths", "ngrams")
+    reads_tokens: ClassVar[bool] = True
+
+    layers: ModelConfig
+    children: int = 16
+    ngrams: int = 0
+
+    def configured(self, *, depths: int | None = None, **settings: Any) -> Self:
+        drafter = replace(self, num_depths=depths or self.num_depths, **settings)
+        most = self.draft_vocab_size or self.layers.vocab_size
+        expect(drafter.children <= most, "children", drafter.children, f"1 to {most} (the drafter's vocabulary)")
+        return drafter
+
+    def expand(self, inputs: Inputs, shared: Any, step: Any) -> Expander:
+        """Returns the children that `step.offer` gives the anchor, and the network that continues below them."""
+        context, first = inputs.state.context, step.offer(shared, inputs.state.hidden_bd[:, None], ())
+        scratch = scratch_specs(context)
+        lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
+        return ngram.join(lanes, inputs, self.ngrams)

@@ -15,7 +15,7 @@ Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,57 +23,78 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.checks import expect
-from treeflash_jax.core.devices import Device
-from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, JoinedOptions, LevelOptions, State
-from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Counter, Work
-from treeflash_jax.trees import BUILDERS
+from treeflash_jax.drafters.protocol import DrafterConfig, Inputs, State
 from treeflash_jax.trees.containers import pick
-
-OPTIONS = LevelOptions
-READS_TOKENS = False
-MAY_OFFER_NOTHING = True
-DIALECT = "ngram"
 
 LONGER = 4.0  # factor of a match's weight per token of length
 OLDER = 0.9  # factor per more recent match of at least this length
 UNSEEN = 0.25  # weight of all tokens that never followed; the longest, most recent match weighs 1
 HALF = 3.0  # length of a match at which n-grams count as much as the drafter that they join
-MATCHES = 8  # that join another drafter's trees by default on a CPU
+
+
+@struct.dataclass
+class NoState(State):
+    """The state of a drafter without memory: the text is an input of every round."""
+
+    def axes(self) -> Self:
+        return self
+
+    def grow(self, capacity: int) -> Self:
+        return self
+
+    def cut(self, length_b: jax.Array) -> Self:
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramConfig(DrafterSizes):
-    """Least and greatest length of a match, in tokens, and defaults for trees. It fits every verifier."""
+class NgramConfig(DrafterConfig):
+    """A drafter that looks up n-grams of the text. It fits every verifier.
+
+    Attributes:
+      longest, shortest: lengths of a match, in tokens.
+      matches: number of matches that are followed: the longest, among equals the most recent.
+    """
 
     kind: ClassVar[str] = "ngram"
+    dialect: ClassVar[str] = "ngram"
+    settings: ClassVar[tuple[str, ...]] = ("children", "depths")
+    may_offer_nothing: ClassVar[bool] = True
     taps: ClassVar[tuple[int, ...]] = ()
 
     longest: int = 8
     shortest: int = 2
     num_depths: int = 15
+    matches: int = 16
 
+    def configured(self, *, children: int | None = None, depths: int | None = None) -> Self:
+        return replace(self, matches=children or self.matches, num_depths=depths or self.num_depths)
 
-JOINED = NgramConfig(shortest=1)  # sizes of the n-grams that join another drafter's tree
+    def specs(self) -> dict[str, Any]:
+        return {}
 
+    def init(self, batch: int, capacity: int, dtype: Any) -> NoState:
+        return NoState()
 
-def choose(config: NgramConfig, options: Any, device: Device) -> tuple[NgramConfig, int]:
-    """See `Drafter.choose`. The settings are the number of matches to follow: the longest, among equals the most recent."""
-    return replace(config, num_depths=options.depths or config.num_depths), options.children
+    def extend(self, params, tables, state: NoState, features_btj, tokens_bt, count_b, *, attention: str) -> NoState:
+        return state
 
+    def draft(self, inputs: Inputs) -> "Continuations":
+        """Returns the continuations of the longest matches of the text's last tokens."""
+        matches = min(self.matches, inputs.tokens_bs.shape[1])
 
-def specs(config: NgramConfig) -> dict[str, Any]:
-    return {}
+        def find(tokens_bs: jax.Array, length_b: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, ...]:
+            matched_bs = match_lengths(tokens_bs, length_b, self.longest)
+            slots = tokens_bs.shape[1]
+            rank_bs = jnp.where(matched_bs >= self.shortest, matched_bs * slots + jnp.arange(slots), -1)
+            rank_bm, at_bm = lax.top_k(rank_bs, matches)
+            length_bm = pick(matched_bs, at_bm)
+            log_weight_bm = (length_bm - length_bm[:, :1]) * jnp.log(LONGER) + jnp.arange(matches) * jnp.log(OLDER)
+            scale_b = temperature_b.astype(log_weight_bm.dtype)
+            log_weight_bm = jnp.where(rank_bm >= 0, log_weight_bm / scale_b[:, None], -jnp.inf)
+            after_bmi = jnp.arange(inputs.depths) % jnp.maximum(length_b[:, None] - at_bm, 1)[..., None]
+            return pick(tokens_bs, at_bm[..., None] + after_bmi), length_bm, log_weight_bm, jnp.log(UNSEEN) / scale_b
 
-
-def init(config: NgramConfig, batch: int, capacity: int, dtype: Any) -> State:
-    return State()
-
-
-def extend(params: Any, tables: Any, config: NgramConfig, state: State, *args: Any, attention: str) -> State:
-    """Returns the state: the text is an input of every round."""
-    return state
+        return Continuations(*sharding.over_batch(find, inputs.tokens_bs, inputs.length_b, inputs.temperature_b))
 
 
 @struct.dataclass
@@ -181,43 +202,12 @@ class Joined:
         return state_bw[1][..., None, :] & (tokens_bwx[..., None] == after_bm[:, None, None])
 
 
-def join(drafter: Any, inputs: Inputs) -> Any:
-    """Joins a drafter's expander with as many n-grams as its settings say; with 0 it stays as it is."""
-    if not inputs.settings.ngrams:
+def join(drafter: Any, inputs: Inputs, matches: int) -> Any:
+    """Joins another drafter's expander with up to `matches` n-grams; with 0 it stays as it is."""
+    if not matches:
         return drafter
-    inputs = replace(inputs, config=JOINED, settings=inputs.settings.ngrams, depths=drafter.num_depths)
-    return Joined(drafter, look_up(inputs, None))
-
-
-def default_matches(options: JoinedOptions, device: Device) -> int:
-    """Returns the number of matches that join a drafter's trees: as requested, or MATCHES for trees on CPUs.
-
-    On accelerators, n-grams were never timed.
-    """
-    is_chain = BUILDERS[options.builder or "best-first"].is_chain
-    why = "0 with builder 'chain'; use 'walk', whose tokens follow the path"
-    expect(options.builder != "chain" or not options.ngrams, "ngrams", options.ngrams, why)
-    default = MATCHES if device.is_cpu and not is_chain else 0
-    return default if options.ngrams is None else options.ngrams
-
-
-def look_up(inputs: Inputs, _: None) -> Continuations:
-    """Returns the continuations of the longest matches of the text's last tokens."""
-    config, count = inputs.config, min(inputs.settings, inputs.tokens_bs.shape[1])
-
-    def find(tokens_bs: jax.Array, length_b: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, ...]:
-        matched_bs = match_lengths(tokens_bs, length_b, config.longest)
-        slots = tokens_bs.shape[1]
-        rank_bs = jnp.where(matched_bs >= config.shortest, matched_bs * slots + jnp.arange(slots), -1)
-        rank_bm, at_bm = lax.top_k(rank_bs, count)
-        length_bm = pick(matched_bs, at_bm)
-        log_weight_bm = (length_bm - length_bm[:, :1]) * jnp.log(LONGER) + jnp.arange(count) * jnp.log(OLDER)
-        scale_b = temperature_b.astype(log_weight_bm.dtype)
-        log_weight_bm = jnp.where(rank_bm >= 0, log_weight_bm / scale_b[:, None], -jnp.inf)
-        after_bmi = jnp.arange(inputs.depths) % jnp.maximum(length_b[:, None] - at_bm, 1)[..., None]
-        return pick(tokens_bs, at_bm[..., None] + after_bmi), length_bm, log_weight_bm, jnp.log(UNSEEN) / scale_b
-
-    return Continuations(*sharding.over_batch(find, inputs.tokens_bs, inputs.length_b, inputs.temperature_b))
+    ngrams = NgramConfig(shortest=1, matches=matches)
+    return Joined(drafter, ngrams.draft(replace(inputs, depths=drafter.num_depths)))
 
 
 def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> jax.Array:
@@ -233,23 +223,3 @@ def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> ja
         is_matched_bs &= (jnp.roll(tokens_bs, back, axis=1) == last_b1) & (at_s >= back)
         matched_bs += is_matched_bs
     return matched_bs
-
-
-STAGES = {"draft": look_up}
-
-
-def work(
-    count: Counter, config: NgramConfig, settings: int, verifier: ModelConfig, quantize: str | None = None
-) -> dict[str, tuple[Work, Work]]:
-    """Counts reading the text once."""
-    return {"draft": (Work(4 * count.sequences * count.context), Work())}
-
-
-def extend_work(count: Counter, config: NgramConfig, tokens: float) -> Work:
-    """Counts writing the tokens once."""
-    return Work(4 * count.sequences * tokens)
-
-
-def identity(config: NgramConfig, settings: int) -> dict[str, Any]:
-    lengths = {"longest": config.longest, "shortest": config.shortest}
-    return lengths | {"children": settings, "depths": config.num_depths}

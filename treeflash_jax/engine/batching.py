@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import drafters
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodePlan, Sampling
-from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.planning import Request, draft_temperature
 from treeflash_jax.engine.settings import GenerateConfig
 
@@ -44,7 +43,7 @@ def first_capacity(plan: DecodePlan, prompt: int, new: int) -> int:
 
 def _capacity(plan: DecodePlan, prompt: int, new: int) -> int:
     room = new + 1 + plan.path_length
-    if plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter):
+    if plan.drafts and plan.drafter.reads_prompt:
         # Such a drafter has read one token more than the prompt when longer prompts of the batch are still read.
         room = max(room, 1 + plan.prefill_chunk)
     return capacity_bucket(prompt + room)
@@ -71,7 +70,7 @@ def make_batch(
     capacity: int,
     stop_ids: Sequence[int],
     dtype: Any,
-    drafter: DrafterSizes | None = None,
+    drafter: DrafterConfig | None = None,
     mesh: Any = None,
 ) -> Batch:
     """Pads prompts and sampling settings into device arrays for `prefill`.

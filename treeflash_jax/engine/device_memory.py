@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 
-from treeflash_jax import drafters
 from treeflash_jax.core import devices
-from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
 from treeflash_jax.models.verifier import specs
@@ -34,7 +33,7 @@ class Footprint:
 @functools.lru_cache(256)  # called on every request and takes over 1 ms
 def footprint(
     verifier: ModelConfig,
-    drafter: DrafterSizes | None = None,
+    drafter: DrafterConfig | None = None,
     *,
     dtype: Any,
     mesh=None,
@@ -54,9 +53,8 @@ def footprint(
     count = Counter(dtype=dtype, batch=batch, mesh=mesh)
     drafter_bytes = drafter_cache = 0
     if drafter is not None:
-        kind = drafters.get(drafter)
-        drafter_bytes = count.weights(kind.specs(drafter)).bytes
-        state = jax.eval_shape(lambda: kind.init(drafter, batch, capacity, dtype))
+        drafter_bytes = count.weights(drafter.specs()).bytes
+        state = jax.eval_shape(lambda: drafter.init(batch, capacity, dtype))
         drafter_cache = sum(jax.tree.leaves(jax.tree.map(count.array_bytes, state, state.axes()))) if drafts else 0
     return Footprint(
         verifier=count.weights(specs(verifier, quantize)).bytes,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import batching, planning
 from treeflash_jax.engine.batching import Batch
 from treeflash_jax.engine.planning import Request
@@ -36,7 +36,7 @@ class LoadedPair:
         verifier: ModelConfig,
         weights: Weights,
         *,
-        drafter: DrafterSizes | None = None,
+        drafter: DrafterConfig | None = None,
         tokenizer: Tokenizer | None = None,
         stop_ids: Sequence[int] = (),
         mesh=None,

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import drafters
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.core.checks import expect, fit, quoted, suggesting
 from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
@@ -98,7 +98,7 @@ def load(
     else:
         expect(drafter_revision is None, "drafter_revision", drafter_revision, "none without a drafter")
     tokenizer = Tokenizer.load(verifier, {"enable_thinking": thinking, **(template or {})})
-    if drafter is not None and drafters.is_declared("OWN_TOKENIZER", drafter_config):
+    if drafter is not None and drafter_config.has_tokenizer:
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
     if drafter is not None:
@@ -121,7 +121,7 @@ def load(
 
 def _read_drafter_config(
     drafter: Path, steering: str | Path | None, verifier: ModelConfig, thinking: bool
-) -> drafters.DrafterSizes:
+) -> DrafterConfig:
     """Returns the config of a drafter for this verifier; warns if it was trained for the other value of `thinking`."""
     config = models.read_drafter_config(drafter)
     if steering is not None:

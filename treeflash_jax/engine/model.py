@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
-from treeflash_jax import drafters
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import fit, whole
 from treeflash_jax.core.clock import Clock
@@ -121,7 +120,7 @@ class TreeFlash(LoadedPair):
         call = make_call(self, prompts, config, settings, indices)
         results = with_totals([result for _, result in sorted(serve(self, call), key=lambda pair: pair[0])])
         plan = self.plan(call.config)
-        if plan.drafts and plan.num_nodes > 1 and not drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter):
+        if plan.drafts and plan.num_nodes > 1 and not plan.drafter.may_offer_nothing:
             warn_of_low_tau(results)
         return Results(results)
 

@@ -12,7 +12,8 @@ from treeflash_jax.core import devices
 from treeflash_jax.core.checks import checked, clipped, expect, fit, quoted, suggestion
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.engine.defaults import default_lanes, draft_defaults
 from treeflash_jax.engine.settings import NO_DRAFTER, REFUSED, GenerateConfig, Settings, TreeConfig, settings_class
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, TreeShape
@@ -26,7 +27,7 @@ LOAD_ARGUMENTS = """verifier drafter dtype quantize mesh revision drafter_revisi
 
 
 def resolve(
-    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterSizes | None
+    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterConfig | None
 ) -> GenerateConfig:
     """Replaces `settings` in `config` and checks all against the pair. Raises ValueError for a wrong setting."""
     for name in settings:
@@ -42,14 +43,12 @@ def resolve(
 
     if config.builder != "none":
         expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
-        kind = drafters.get(drafter)
-        options = {option.name for option in fields(kind.OPTIONS)}
-        others = [option.name for option in fields(drafters.draft_options()) if option.name not in options]
+        others = [name for name in drafters.setting_names() if name not in drafter.settings]
         _refuse_changed(config, others, f"drafters of kind {drafter.kind!r} do not have it")
-        sizes, _ = kind.choose(drafter, config, devices.here())
+        draft = configured(drafter, config, verifier.vocab_size, devices.here())
         builder, rule, shape = choose_tree(config)
         reads = BUILDERS[builder].reads
-        if config.builder is None and sizes.sampled_above is not None:
+        if config.builder is None and draft.sampled_above is not None:
             reads |= BUILDERS["hybrid"].reads  # by `choose_builder`
         _refuse_changed(
             config, [x.name for x in fields(TreeShape) if x.name not in reads], f"builder {builder!r} ignores it"
@@ -78,14 +77,14 @@ def _check_name(name: str) -> None:
 
 
 def explain_plain(
-    config: GenerateConfig, drafter: DrafterSizes | None, device: Device, dtype: Any, sequences: int = 1
+    config: GenerateConfig, drafter: DrafterConfig | None, device: Device, dtype: Any, sequences: int = 1
 ) -> str | None:
     """Returns the reason why the default builder drafts nothing; None if it drafts. `sequences` is per data shard."""
     if drafter is None:
         return NO_DRAFTER
     is_requested = any(_is_changed(config, name) for name in _drafting_settings())
     # With a drafter that may offer nothing (n-grams), a CPU's round without a draft is a one-token step.
-    is_free, tau = device.is_cpu and drafters.is_declared("MAY_OFFER_NOTHING", drafter), drafter.tau
+    is_free, tau = device.is_cpu and drafter.may_offer_nothing, drafter.tau
     if is_requested or is_free or device.drafting_pays(dtype, sequences, tau):
         return None
     where = f"this CPU in {jnp.dtype(dtype).name}" if device.is_cpu else device.kind
@@ -94,15 +93,15 @@ def explain_plain(
 
 
 def _drafting_settings() -> list[str]:
-    return [setting.name for setting in (*fields(drafters.draft_options()), *fields(TreeConfig))]
+    return [*drafters.setting_names(), *(setting.name for setting in fields(TreeConfig))]
 
 
-def _default_nodes(drafter: DrafterSizes, device: Device) -> int:
+def _default_nodes(drafter: DrafterConfig, device: Device) -> int:
     # A drafter that may offer nothing fills only the nodes it has tokens for, so larger trees cost no more.
-    return drafter.num_nodes if drafters.is_declared("MAY_OFFER_NOTHING", drafter) else device.tree_nodes(drafter.num_nodes)
+    return drafter.num_nodes if drafter.may_offer_nothing else device.tree_nodes(drafter.num_nodes)
 
 
-def fit_nodes(config: GenerateConfig, drafter: DrafterSizes | None, device: Device, sequences: int) -> GenerateConfig:
+def fit_nodes(config: GenerateConfig, drafter: DrafterConfig | None, device: Device, sequences: int) -> GenerateConfig:
     """Lowers the default number of nodes to the device's ridge, so that drafting is not slower than one-token decoding.
 
     At least 2 nodes remain, and more than the requested lanes: `explain_plain` decides whether to draft at all.
@@ -137,17 +136,32 @@ def choose_tree(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     return builder, config.acceptance or default_rule, shape
 
 
-def choose_builder(config: GenerateConfig, drafter: DrafterSizes | None, temperature: float) -> str | None:
+def configured(drafter: DrafterConfig, config: GenerateConfig, vocab_size: int, device: Device) -> DrafterConfig:
+    """Returns the drafter with the settings of a call. Raises ValueError for settings that it does not support."""
+    builder = BUILDERS[config.builder or "best-first"]
+    why = "0 with builder 'chain'; use 'walk', whose tokens follow the path"
+    expect(config.builder != "chain" or not config.ngrams, "ngrams", config.ngrams, why)
+    settings = draft_defaults(drafter, vocab_size, builder, config.nodes is not None, device)
+    return drafter.configured(**settings | given_settings(drafter, config))
+
+
+def given_settings(drafter: DrafterConfig, config: GenerateConfig) -> dict[str, Any]:
+    """Returns the settings of a call that the drafter takes, without those left to their defaults."""
+    settings = {name: getattr(config, name) for name in drafter.settings}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def choose_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> str | None:
     """Returns the requested builder, or "hybrid" if none is requested and sampled trees are better at this temperature."""
     if drafter is None or config.builder is not None or config.acceptance is not None or config.nodes == 1:
         return config.builder
     if config.lanes is not None:  # of best-first trees
         return None
-    sampled_above = drafters.get(drafter).choose(drafter, config, devices.here())[0].sampled_above
+    sampled_above = drafter.configured(**given_settings(drafter, config)).sampled_above
     return None if sampled_above is None or temperature < sampled_above else "hybrid"
 
 
-def draft_temperature(config: GenerateConfig, drafter: DrafterSizes | None, temperature: float) -> float:
+def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> float:
     """Returns the temperature of the draft for a sampling temperature: the requested one, or the default."""
     if config.drafter_temperature is not None or drafter is None:
         return config.drafter_temperature or 1.0
@@ -155,7 +169,7 @@ def draft_temperature(config: GenerateConfig, drafter: DrafterSizes | None, temp
 
 
 def make_plan(
-    config: GenerateConfig, verifier: ModelConfig, drafter: DrafterSizes | None, dtype: Any, device: Device | None = None
+    config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfig | None, dtype: Any, device: Device | None = None
 ) -> DecodePlan:
     """Makes the plan of the programs that `generate` compiles for checked settings."""
     device, config = (device or devices.here()).in_dtype(dtype), settings_class()(**vars(config))
@@ -173,14 +187,16 @@ def make_plan(
         return DecodePlan(builder="none", num_nodes=1, **shared)
     builder, rule, shape = choose_tree(config)
     is_chain = BUILDERS[builder].is_chain
-    sizes, draft = drafters.get(drafter).choose(drafter, config, device)
-    longest = 1 + sizes.num_depths
+    draft = configured(drafter, config, verifier.vocab_size, device)
+    longest = 1 + draft.num_depths
     usual = longest if is_chain else _default_nodes(drafter, device)
     nodes = config.nodes or usual
-    lanes = sizes.lanes if shape.lanes is None and builder == "best-first" else shape.lanes
+    lanes = shape.lanes
+    if lanes is None and builder == "best-first":
+        lanes = default_lanes(drafter, config.nodes is not None, device)
     return DecodePlan(
-        drafter=sizes,
-        num_nodes=BUILDERS[builder].size(sizes.num_depths, nodes, shape),
+        drafter=drafter,
+        num_nodes=BUILDERS[builder].size(draft.num_depths, nodes, shape),
         draft=draft,
         builder=builder,
         shape=shape if BUILDERS[builder].draws else TreeShape(lanes=lanes),
@@ -226,7 +242,7 @@ class Call:
     config: GenerateConfig
     batch_size: int
 
-    def by_builder(self, drafter: DrafterSizes | None) -> list[Self]:
+    def by_builder(self, drafter: DrafterConfig | None) -> list[Self]:
         """Splits the call by the builder of the trees, which may depend on a request's temperature."""
         members: dict[str | None, list[Request]] = {}
         for request in self.requests:

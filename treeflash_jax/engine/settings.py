@@ -6,17 +6,15 @@ Signatures, docstrings, command lines, records and the table of options in READM
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from annotated_types import Interval
 
-from treeflash_jax import drafters
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.core.checks import NonNegative, Probability, basic_first, bounded, default_text, suggesting
-from treeflash_jax.drafters.block import BlockOptions
-from treeflash_jax.drafters.protocol import LevelOptions
+from treeflash_jax.drafters.options import DraftOptions
 from treeflash_jax.models.attention import CHOICES
 from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.trees.shape import MAX_NODES, Nodes
@@ -153,7 +151,7 @@ def groups() -> dict[str, type]:
     """Returns the dataclasses of all settings by their titles in the help text."""
     return {
         "sampling": SamplingConfig,
-        "drafting (affects the speed, never the distribution of the output)": drafters.draft_options(),
+        "drafting (affects the speed, never the distribution of the output)": DraftOptions,
         "tree (affects the speed, never the distribution of the output)": TreeConfig,
         "running": RuntimeConfig,
     }
@@ -175,7 +173,7 @@ def documented(cls: type[Group]) -> type[Group]:
 @suggesting
 @documented
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(RuntimeConfig, TreeConfig, BlockOptions, LevelOptions, SamplingConfig):
+class GenerateConfig(RuntimeConfig, TreeConfig, DraftOptions, SamplingConfig):
     """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`.
 
     Settings of drafting affect the speed, never the distribution of the output.
@@ -186,15 +184,7 @@ class GenerateConfig(RuntimeConfig, TreeConfig, BlockOptions, LevelOptions, Samp
 
 
 def settings_class() -> type[GenerateConfig]:
-    """Returns GenerateConfig, extended by the options of drafters that were registered after the import of this module."""
-    options = drafters.draft_options()
-    is_known = {option.name for option in fields(options)} <= {setting.name for setting in fields(GenerateConfig)}
-    return GenerateConfig if is_known else _extend(options)
-
-
-@cache
-def _extend(options: type) -> type[GenerateConfig]:
-    return dataclass(frozen=True, kw_only=True)(type("GenerateConfig", (GenerateConfig, options), {}))
+    return GenerateConfig
 
 
 class Settings(TypedDict, total=False):

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import drafters
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, quoted, read_json
 from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, safetensors, storage, tokenizer
@@ -51,7 +50,7 @@ def load_verifier(
 def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[Any, dict[str, Any]]:
     """Reads a drafter in any dialect: its config and its weights. Raises ValueError as `load_verifier`."""
     dialect, config = _find(path, "drafter")
-    return config, _load(path, dialect, config, drafters.get(config).specs(config), dtype, mesh)
+    return config, _load(path, dialect, config, config.specs(), dtype, mesh)
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
@@ -85,8 +84,7 @@ def save_drafter(
 
     Raises ValueError for no such dialect, or one that cannot store this drafter.
     """
-    kind = drafters.get(config)
-    writable(dialect or kind.DIALECT, config).save(Path(folder), config, kind.specs(config), params, dtype)
+    writable(dialect or config.dialect, config).save(Path(folder), config, config.specs(), params, dtype)
 
 
 def writable(dialect: str, config: Any = None) -> Dialect:

@@ -1,6 +1,6 @@
 """The network of the DFlash block drafter, shared by drafting and training.
 
-Shape suffixes: b batch, t positions, j tapped layers x model, d model.
+Shape suffixes: b batch, t positions, j tapped layers x model, d model. `sizes` are those of the layers.
 
 Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeFlash head (arXiv 2606.03819).
 """
@@ -12,41 +12,39 @@ import jax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.models import kv_cache, layers, quantized
+from treeflash_jax.models.config import ModelConfig
 
 
-def specs(config: DrafterConfig) -> dict[str, Any]:
-    """Weights of the backbone. Embedding and vocabulary matrix are the verifier's."""
-    d = config.layers.hidden_size
+def specs(sizes: ModelConfig, num_taps: int) -> dict[str, Any]:
+    """Weights of the backbone; it reads `num_taps` layers of the verifier."""
+    d = sizes.hidden_size
     return {
-        "fc": Spec((len(config.target_layer_ids) * d, d), ("embed", None), inputs=(0,), outputs=(1,)),
+        "fc": Spec((num_taps * d, d), ("embed", None), inputs=(0,), outputs=(1,)),
         "hidden_norm": Spec((d,), (None,), "ones"),
-        "groups": [[layers.layer_specs(config.layers) for _ in range(config.layers.num_layers)]],
+        "groups": [[layers.layer_specs(sizes) for _ in range(sizes.num_layers)]],
         "norm": Spec((d,), (None,), "ones"),
     }
 
 
-def fuse(params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array) -> jax.Array:
+def fuse(params: dict[str, Any], sizes: ModelConfig, features_btj: jax.Array) -> jax.Array:
     """Returns RMSNorm(fc(features)), the context input of every layer, [b, t, d]."""
     fused_btd = quantized.product("btj,jd->btd", features_btj, params["fc"])
-    return layers.rms_norm(fused_btd, params["hidden_norm"], config.layers.rms_norm_eps)
+    return layers.rms_norm(fused_btd, params["hidden_norm"], sizes.rms_norm_eps)
 
 
 def context_kv(
-    params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array, positions_bt: jax.Array
+    params: dict[str, Any], sizes: ModelConfig, features_btj: jax.Array, positions_bt: jax.Array
 ) -> kv_cache.NewKV:
     """Returns keys and values [b, t, k, e] of the context at these positions, per layer."""
-    table = layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
-    fused_btd = fuse(params, config, features_btj)
-    return tuple(
-        layers.keys_values(weights, config.layers, fused_btd, table) for group in params["groups"] for weights in group
-    )
+    table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
+    fused_btd = fuse(params, sizes, features_btj)
+    return tuple(layers.keys_values(weights, sizes, fused_btd, table) for group in params["groups"] for weights in group)
 
 
 def through_layers(
     params: dict[str, Any],
-    config: DrafterConfig,
+    sizes: ModelConfig,
     x_btd: jax.Array,
     positions_bt: jax.Array,
     context: Iterable[Any],
@@ -59,7 +57,6 @@ def through_layers(
       context: per layer, the context passed to `attend`.
       attend: (queries, keys, values, context of the layer) -> mixed values [b, t, h, e].
     """
-    sizes = config.layers
     table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
     for weights, seen in zip((weights for group in params["groups"] for weights in group), context, strict=True):
 

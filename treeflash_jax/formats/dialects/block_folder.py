@@ -13,7 +13,7 @@ from typing import Any
 
 from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers
+from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
@@ -39,7 +39,7 @@ class DFlash(Dialect):
     heads: Collection[str] = (MARGINAL,)  # that files can store
     prefix = ""  # of the backbone's tensors in new files; both prefixes are read
 
-    def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
+    def read_config(self, path: Path, keys: Keys) -> BlockConfig:
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
         layers = architectures.recognise(keys).read(keys, self.known, safetensors.names(path))
@@ -54,7 +54,7 @@ class DFlash(Dialect):
         sizes = [table.raw["block_size"] for table in (keys, dflash) if "block_size" in table.raw]
         if sizes[1:] not in ([], sizes[:1]):
             raise ValueError(f"{keys.where}: got block_size both {' and '.join(map(quoted, sizes))}, expected one")
-        return DrafterConfig(
+        return BlockConfig(
             layers=layers,
             block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES),
             mask_token_id=dflash.whole("mask_token_id", least=0),
@@ -64,19 +64,19 @@ class DFlash(Dialect):
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
         )
 
-    def entries(self, config: DrafterConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+    def entries(self, config: BlockConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         prefix = self.prefix
         if names:
             prefix = "model." if any(name.startswith("model.") for name in names) else ""
         table = ARCHITECTURES[config.layers.model_type]
         backbone = {name: replace(entry, name=prefix + entry.name) for name, entry in BACKBONE.items()}
         backbone["groups"] = table.layer_entries(specs["backbone"]["groups"], prefix)
-        return {"backbone": backbone, "head": dict(HEADS[config.head].ENTRIES)}
+        return {"backbone": backbone, "head": dict(HEADS[config.head].entries)}
 
-    def without_head(self, config: DrafterConfig, params: dict[str, Any]) -> tuple[DrafterConfig, dict[str, Any]]:
+    def without_head(self, config: BlockConfig, params: dict[str, Any]) -> tuple[BlockConfig, dict[str, Any]]:
         return replace(config, head=MARGINAL), params | {"head": {}}
 
-    def to_hf(self, config: DrafterConfig) -> dict[str, Any]:
+    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
         if config.head not in self.heads:
             raise ValueError(
                 f"got a {config.head} head, expected none: {self.name} files cannot store it; "
@@ -95,7 +95,7 @@ class DFlash(Dialect):
 
 
 class TreeFlash(DFlash):
-    """The dialect of the published TreeFlash drafters. FILE_NAME and ENTRIES of a head are its names in files."""
+    """The dialect of the published TreeFlash drafters. `file_name` and `entries` of a head are its names in files."""
 
     name = "treeflash"
     marks = ("dflash_config", "treeflash_config")
@@ -104,28 +104,28 @@ class TreeFlash(DFlash):
     heads = HEADS
     prefix = "model."
 
-    def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
+    def read_config(self, path: Path, keys: Keys) -> BlockConfig:
         treeflash = keys.table("treeflash_config")
         treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", *MEASURED})
-        heads = {module.FILE_NAME: head for head, module in HEADS.items()}
+        heads = {head.file_name: name for name, head in HEADS.items()}
         head = treeflash.raw.get("ar_approximation")
         if not isinstance(head, str | None) or head not in heads:
             raise ValueError(f"{treeflash.where}: got ar_approximation {quoted(head)}, expected one of {list(heads)}")
         return replace(
             super().read_config(path, keys),
             head=heads[head],
-            head_rank=treeflash.whole("head_rank", DrafterConfig.head_rank),
+            head_rank=treeflash.whole("head_rank", BlockConfig.head_rank),
             num_nodes=treeflash.whole("candidate_tokens", 16, most=MAX_NODES),
             drafter_temperature=treeflash.number("drafter_temperature", 1.0),
             **{name: treeflash.number(name) for name in MEASURED if name in treeflash.raw},
         )
 
-    def to_hf(self, config: DrafterConfig) -> dict[str, Any]:
+    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
         treeflash = {
             "candidate_tokens": config.num_nodes,
-            "ar_approximation": HEADS[config.head].FILE_NAME,
+            "ar_approximation": HEADS[config.head].file_name,
             "drafter_temperature": config.drafter_temperature,
             **{name: value for name in MEASURED if (value := getattr(config, name)) is not None},
-            **({} if config.head_rank == DrafterConfig.head_rank else {"head_rank": config.head_rank}),
+            **({} if config.head_rank == BlockConfig.head_rank else {"head_rank": config.head_rank}),
         }
         return super().to_hf(config) | {"treeflash_config": treeflash}

@@ -22,7 +22,7 @@ import numpy as np
 
 from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.drafters.eagle3 import EagleConfig
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
@@ -65,7 +65,7 @@ class Eagle3(Dialect):
         norm_output num_target_layers auto_map""".split()
     )
 
-    def read_config(self, path: Path, keys: Keys) -> EagleConfig:
+    def read_config(self, path: Path, keys: Keys) -> Eagle3Config:
         folder = path if path.is_dir() else path.parent
         if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):  # it could run code
             raise ValueError(
@@ -88,7 +88,7 @@ class Eagle3(Dialect):
                 f"{keys.where}: got layer id 0, expected ids from 1: they are read as inputs of layers, and the first "
                 "layer's input is no layer's output"
             )
-        return EagleConfig(
+        return Eagle3Config(
             layers=layers,
             target_hidden_size=target,
             taps=ids if ids is None or not self.ids_are_inputs else tuple(i - 1 for i in ids),
@@ -119,7 +119,7 @@ class Eagle3(Dialect):
         return architecture.read(sizes, known)
 
     @contextmanager
-    def opened(self, path: Path, config: EagleConfig) -> Iterator[dict[str, Tensor]]:
+    def opened(self, path: Path, config: Eagle3Config) -> Iterator[dict[str, Tensor]]:
         """Opens the tensors that weights are read from; buffers of training are left out."""
         with safetensors.open_folder(path) as stored:
             tensors = {
@@ -131,7 +131,7 @@ class Eagle3(Dialect):
                 tensors.pop("d2t", None)  # that of all tokens
             yield tensors
 
-    def entries(self, config: EagleConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+    def entries(self, config: Eagle3Config, specs: Any, names: Collection[str]) -> dict[str, Any]:
         prefixes = (p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
         prefix = next(prefixes, self.prefix)
         layer = dict(ARCHITECTURES[config.layers.model_type].layer)
@@ -160,11 +160,11 @@ class Speculators(Eagle3):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) and keys.raw["speculators_model_type"] == "eagle3"
 
-    def to_hf(self, config: EagleConfig) -> dict[str, Any]:
+    def to_hf(self, config: Eagle3Config) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
         options = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
         stated = {name: getattr(config, name) for name in _OUR_FIELDS}
-        stated = {name: value for name, value in stated.items() if value != getattr(EagleConfig, name)}
+        stated = {name: value for name, value in stated.items() if value != getattr(Eagle3Config, name)}
         return {
             "architectures": ["Eagle3Speculator"],
             **speculators.describe("eagle3", config.num_depths, config.verifier),
@@ -197,7 +197,7 @@ def _our_fields(keys: Keys) -> dict[str, Any]:
     return {name: kinds.get(name, keys.number)(name) for name in keys.raw}
 
 
-def _check_draft_vocabulary(path: Path, config: EagleConfig, d2t: Tensor, t2d: Tensor | None) -> None:
+def _check_draft_vocabulary(path: Path, config: Eagle3Config, d2t: Tensor, t2d: Tensor | None) -> None:
     """Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d."""
     vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
     if tuple(d2t.get_shape()) != (size,):

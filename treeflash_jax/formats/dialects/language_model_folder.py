@@ -15,7 +15,7 @@ from treeflash_jax.core import files
 from treeflash_jax.core.checks import LONGEST_PATH, clipped, read_json
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters import steering
-from treeflash_jax.drafters.causal_lm import LanguageModelConfig
+from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.formats import safetensors, storage
 from treeflash_jax.formats.dialects.dialect import Dialect
@@ -37,9 +37,9 @@ ENTRIES = {
 class LanguageModel(Dialect):
     """A verifier's dialect, read and written as a drafter's. `dialects.recognise` wraps the dialect of the files."""
 
-    name = "language-model"
+    name = "language_model"
     part = "drafter"
-    kind = "language model"
+    kind = "language_model"
 
     def __init__(self, inner: Dialect):
         self.inner = inner

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.checks import INT32
-from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.formats.dialects.block_folder import DFlash
 from treeflash_jax.formats.keys import Keys
 
@@ -53,7 +53,7 @@ class SpeculatorsDFlash(DFlash):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) and keys.raw["speculators_model_type"] == "dflash"
 
-    def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
+    def read_config(self, path: Path, keys: Keys) -> BlockConfig:
         keys.check_known(self.outer_keys)
         keys.check_only({"projector_type": ("dflash",), "sample_from_anchor": (False,), "shift_label": (False, None)})
         layers = keys.table("transformer_layer_config", required=True).raw
@@ -64,12 +64,12 @@ class SpeculatorsDFlash(DFlash):
         config = super().read_config(path, Keys({**layers, **others, "dflash_config": inside}, keys.where))
         return replace(config, verifier=read_verifier(keys))
 
-    def spare(self, config: DrafterConfig, specs: Any) -> tuple[str, ...]:
+    def spare(self, config: BlockConfig, specs: Any) -> tuple[str, ...]:
         """Returns the names of copies of the verifier's weights and of lists of the whole vocabulary."""
         tables = "embed_tokens.weight lm_head.weight verifier_lm_head.weight verifier_norm.weight t2d d2t"
         return tuple(tables.split())
 
-    def to_hf(self, config: DrafterConfig) -> dict[str, Any]:
+    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
         raw = super().to_hf(config)
         outside = {name: raw.pop(name) for name in ("architectures", "block_size", "num_target_layers")}
         outside |= {"thinking": raw.pop("thinking")} if "thinking" in raw else {}

@@ -1,6 +1,6 @@
 """EAGLE-3 drafters: one decoder layer, run once per level of the tree on the verifier's features and the drafted tokens.
 
-This module implements `drafters.Drafter`. Position t pairs the verifier's features at t (or, while drafting, the layer's
+Position t pairs the verifier's features at t (or, while drafting, the layer's
 output at t - 1) with the token at t + 1:
 
     carried_t = fc(features_t)                       or the fed-back output at t - 1
@@ -27,24 +27,18 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters import lanes
-from treeflash_jax.drafters.lanes import LaneSettings, LaneState, Level
-from treeflash_jax.drafters.protocol import ContextState, DrafterSizes, Inputs, draft_ids, require_fit
+from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_fit
 from treeflash_jax.models import kv_cache, layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees import Expander
-
-OPTIONS = lanes.LaneOptions
-READS_TOKENS = True
-DIALECT = "speculators"
-choose, identity = lanes.choose, lanes.identity
 
 Params = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(DrafterSizes):
+class Eagle3Config(LaneDrafterConfig):
     """An EAGLE-3 drafter: one decoder layer over pairs of a verifier feature and the token that follows it.
 
     Attributes:
@@ -64,8 +58,8 @@ class EagleConfig(DrafterSizes):
     """
 
     kind: ClassVar[str] = "eagle3"
+    dialect: ClassVar[str] = "speculators"
 
-    layers: ModelConfig
     target_hidden_size: int
     taps: tuple[int, ...] | None = None
     num_taps: int = 3
@@ -97,37 +91,70 @@ class EagleConfig(DrafterSizes):
             )
         return replace(self, taps=taps)
 
+    def specs(self) -> Params:
+        """Weights. Without `embed` the verifier's table is read; draft token i is the verifier's i + offsets[i]."""
+        width = self.layers.hidden_size
+        joined = self.num_taps * self.target_hidden_size
+        layer = layers.layer_specs(self.layers) | {"hidden_norm": Spec((width,), (None,), "ones")}
+        for name in ("q", "k", "v"):
+            layer[name] = replace(layer[name], shape=(*layer[name].shape[:-1], 2 * width))
+        tree = {
+            "fc": Spec((joined, width), ("embed", None), inputs=(0,), outputs=(1,)),
+            "layer": layer,
+            "norm": Spec((width,), (None,), "ones"),
+            "unembed": Spec((self.draft_vocab_size, width), ("vocab", "embed"), inputs=(1,)),
+        }
+        if self.own_embedding:
+            tree["embed"] = Spec((self.layers.vocab_size, width), ("vocab", "embed"), inputs=(1,))
+        if self.draft_vocab_size < self.layers.vocab_size:
+            tree["offsets"] = Spec((self.draft_vocab_size,), (None,), "zeros", dtype=jnp.int32)
+        if self.norm_before_fc:
+            tree["input_norm"] = Spec((joined,), (None,), "ones")
+        if self.fc_norm:
+            tree["fc_norm"] = [Spec((self.target_hidden_size,), (None,), "ones") for _ in range(self.num_taps)]
+        return tree
+
+    def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
+        hidden_bd = jnp.zeros((batch, self.layers.hidden_size), dtype)
+        return ContextState(context=kv_cache.allocate(self.layers, batch, capacity, dtype), hidden_bd=hidden_bd)
+
+    def extend(
+        self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+    ) -> ContextState:
+        """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
+        prefix, length_b, length = state.context.layers[0], state.context.length_b, features_btj.shape[1]
+        carried_btd = fuse(params, self, features_btj)
+        read_bt = read(params, tables, self, tokens_bt, carried_btd)
+        positions_bt = length_b[:, None] + jnp.arange(length)
+        k_btke, v_btke = layers.keys_values(params["layer"], self.layers, read_bt, rotations(self, positions_bt))
+
+        last_b1 = jnp.maximum(count_b - 1, 0)[:, None]
+        read_b1, carried_b1d = (jnp.take_along_axis(x_bt, last_b1[..., None], axis=1) for x_bt in (read_bt, carried_btd))
+        seen_b1t = jnp.arange(length) <= last_b1[..., None]
+        table = rotations(self, length_b[:, None] + last_b1)
+
+        def attend(q_b1he: jax.Array) -> jax.Array:
+            return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
+
+        hidden_bd = hidden(params, self, read_b1, carried_b1d, table, attend)[:, 0]
+        return ContextState(
+            context=kv_cache.append(state.context, ((k_btke, v_btke),), kv_cache.count_after(count_b, hidden_bd[:, 0])),
+            hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
+        )
+
+    def draft(self, inputs: Inputs) -> Expander:
+        """Returns the children of the anchor, and the layer that continues below them."""
+        embed = {} if self.own_embedding else {"embed": inputs.tables["embed"]}
+        shared = inputs.params, embed, inputs.state.context, inputs.temperature_b
+        return self.expand(inputs, shared, LayerStep(self, inputs.attention))
+
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Returns the tapped layers for files that name none: the inputs of layers 2, L // 2 and L - 3 (EAGLE repository)."""
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
-def specs(config: EagleConfig) -> Params:
-    """Weights. Without `embed` the verifier's embedding table is read; draft token i is the verifier's i + offsets[i]."""
-    width = config.layers.hidden_size
-    joined = config.num_taps * config.target_hidden_size
-    layer = layers.layer_specs(config.layers) | {"hidden_norm": Spec((width,), (None,), "ones")}
-    for name in ("q", "k", "v"):
-        layer[name] = replace(layer[name], shape=(*layer[name].shape[:-1], 2 * width))
-    tree = {
-        "fc": Spec((joined, width), ("embed", None), inputs=(0,), outputs=(1,)),
-        "layer": layer,
-        "norm": Spec((width,), (None,), "ones"),
-        "unembed": Spec((config.draft_vocab_size, width), ("vocab", "embed"), inputs=(1,)),
-    }
-    if config.own_embedding:
-        tree["embed"] = Spec((config.layers.vocab_size, width), ("vocab", "embed"), inputs=(1,))
-    if config.draft_vocab_size < config.layers.vocab_size:
-        tree["offsets"] = Spec((config.draft_vocab_size,), (None,), "zeros", dtype=jnp.int32)
-    if config.norm_before_fc:
-        tree["input_norm"] = Spec((joined,), (None,), "ones")
-    if config.fc_norm:
-        tree["fc_norm"] = [Spec((config.target_hidden_size,), (None,), "ones") for _ in range(config.num_taps)]
-    return tree
-
-
-def fuse(params: Params, config: EagleConfig, features_btj: jax.Array) -> jax.Array:
+def fuse(params: Params, config: Eagle3Config, features_btj: jax.Array) -> jax.Array:
     """Maps the features of all tapped layers to the drafter's width, [b, t, d]."""
     eps = config.layers.rms_norm_eps
     if config.fc_norm:
@@ -139,17 +166,17 @@ def fuse(params: Params, config: EagleConfig, features_btj: jax.Array) -> jax.Ar
     return quantized.product("btj,jd->btd", features_btj, params["fc"])
 
 
-def feed_back(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
+def feed_back(params: Params, config: Eagle3Config, hidden_btd: jax.Array) -> jax.Array:
     """Returns the output that the next step carries."""
     return normed(params, config, hidden_btd) if config.norm_output else hidden_btd
 
 
-def normed(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
+def normed(params: Params, config: Eagle3Config, hidden_btd: jax.Array) -> jax.Array:
     """Returns the input of the vocabulary table."""
     return layers.rms_norm(hidden_btd, params["norm"], config.layers.rms_norm_eps)
 
 
-def read(params: Params, tables: Any, config: EagleConfig, tokens_bt: jax.Array, carried_btd: jax.Array) -> jax.Array:
+def read(params: Params, tables: Any, config: Eagle3Config, tokens_bt: jax.Array, carried_btd: jax.Array) -> jax.Array:
     """Returns the input of queries, keys and values, [b, t, 2 d]: the following token's embedding and the carried state."""
     eps, layer = config.layers.rms_norm_eps, params["layer"]
     embedded_btd = vocab.embed(params["embed"] if config.own_embedding else tables["embed"], tokens_bt)
@@ -160,13 +187,13 @@ def read(params: Params, tables: Any, config: EagleConfig, tokens_bt: jax.Array,
     return sharding.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
 
 
-def rotations(config: EagleConfig, positions_bt: jax.Array) -> Any:
+def rotations(config: Eagle3Config, positions_bt: jax.Array) -> Any:
     return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
 
 
 def hidden(
     params: Params,
-    config: EagleConfig,
+    config: Eagle3Config,
     read_bt: jax.Array,
     carried_btd: jax.Array,
     table: Any,
@@ -188,52 +215,11 @@ def hidden(
     return sharding.constrain(x_btd, ("batch", None, None))
 
 
-def init(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
-    hidden_bd = jnp.zeros((batch, config.layers.hidden_size), dtype)
-    return ContextState(context=kv_cache.allocate(config.layers, batch, capacity, dtype), hidden_bd=hidden_bd)
-
-
-def extend(
-    params, tables, config: EagleConfig, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
-) -> ContextState:
-    """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
-    prefix, length_b, length = state.context.layers[0], state.context.length_b, features_btj.shape[1]
-    carried_btd = fuse(params, config, features_btj)
-    read_bt = read(params, tables, config, tokens_bt, carried_btd)
-    positions_bt = length_b[:, None] + jnp.arange(length)
-    k_btke, v_btke = layers.keys_values(params["layer"], config.layers, read_bt, rotations(config, positions_bt))
-
-    last_b1 = jnp.maximum(count_b - 1, 0)[:, None]
-    read_b1, carried_b1d = (jnp.take_along_axis(x_bt, last_b1[..., None], axis=1) for x_bt in (read_bt, carried_btd))
-    seen_b1t = jnp.arange(length) <= last_b1[..., None]
-    table = rotations(config, length_b[:, None] + last_b1)
-
-    def attend(q_b1he: jax.Array) -> jax.Array:
-        return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
-
-    hidden_bd = hidden(params, config, read_b1, carried_b1d, table, attend)[:, 0]
-    return ContextState(
-        context=kv_cache.append(state.context, ((k_btke, v_btke),), kv_cache.count_after(count_b, hidden_bd[:, 0])),
-        hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
-    )
-
-
-def draft(inputs: Inputs, _: None) -> Expander:
-    """Returns the children of the anchor, and the layer that continues below them."""
-    step = LayerStep(inputs.config, inputs.settings.children, inputs.attention)
-    embed = {} if inputs.config.own_embedding else {"embed": inputs.tables["embed"]}
-    return lanes.expand(inputs, (inputs.params, embed, inputs.state.context, inputs.temperature_b), step)
-
-
-STAGES = {"draft": draft}  # levels below the anchor's children are drafted while the tree is built
-
-
 @dataclass(frozen=True)
 class LayerStep:
     """The `Step` of EAGLE-3: the layer over a token per lane, each carrying the output of the level above."""
 
-    config: EagleConfig
-    children: int
+    config: Eagle3Config
     attention: str
 
     def __call__(self, shared: Any, level: Level) -> LaneState:
@@ -256,25 +242,5 @@ class LayerStep:
         """Returns the children below the layer's outputs."""
         (params, *_, temperature_b), ids_z = shared, draft_ids(shared[0])
         normed_bwd = normed(params, self.config, hidden_bwd)
-        offered = lanes.likeliest_children(params["unembed"], normed_bwd, self.children, temperature_b, ids_z)
+        offered = lanes.likeliest_children(params["unembed"], normed_bwd, self.config.children, temperature_b, ids_z)
         return LaneState(hidden_bwd, kv, *offered)
-
-
-def extend_work(count: Counter, config: EagleConfig, tokens: float) -> Work:
-    """Counts keys and values of all new positions, the remaining layer for one, and reading and writing the cache."""
-    weights = specs(config)
-    keys_values = {name: weights["layer"].pop(name) for name in ("k", "v")}
-    work = count.weights({"fc": weights["fc"]} | keys_values, tokens) + count.weights(weights["layer"], 1)
-    seen = count.context + tokens
-    return work + count.attention(config.layers, 1, seen) + count.cached(config.layers, seen)
-
-
-def work(
-    count: Counter, config: EagleConfig, settings: LaneSettings, verifier: ModelConfig, quantize: str | None = None
-) -> dict[str, tuple[Work, Work]]:
-    """Counts one pass over the vocabulary matrix for the anchor; the layer and that pass again for every level below."""
-    weights, width = specs(config), settings.width
-    first = count.weights({name: weights[name] for name in ("norm", "unembed")}, 1)
-    level = count.weights({name: weights[name] for name in ("layer", "norm", "unembed")}, width)
-    level += count.attention(config.layers, width, count.context + 1) + count.cached(config.layers, count.context)
-    return {"draft": (first, Work()), "tree": (sum([level] * (config.num_depths - 1), Work()), Work())}

@@ -1,0 +1,199 @@
+"""DFlash block drafters with or without a head on top: marginal trees (DDTree), TreeFlash, and heads of other kinds.
+
+backbone.py has the network; heads/ turn a block into a transition table.
+
+A draft is one pass over the block [anchor, mask, ..., mask] against the verifier's features. The cache holds the context
+only: keys and values of fused features at positions 0 .. length - 1, written once. Block slots see the whole context and
+each other, and are dropped after the pass. Slot i of the block predicts the token at position start + i, where start is the
+anchor's.
+
+Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (anchor included), d model.
+
+Source: DFlash (arXiv 2602.06036) section 4, TreeFlash (arXiv 2606.03819).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.core.checks import expect
+from treeflash_jax.drafters import ngram
+from treeflash_jax.drafters.block import backbone
+from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Unembed
+from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs, draft_ids, listed_specs, require_fit
+from treeflash_jax.models import kv_cache, vocab
+from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.config import ModelConfig, Rope
+from treeflash_jax.trees import Expander
+
+MAX_LINKS = 2**26  # per level: a table compares every child with every candidate below it
+VOCABULARIES = FREQUENT, ALL = "frequent", "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(DrafterConfig):
+    """A DFlash block drafter and the head on top of it.
+
+    Attributes:
+      layers: sizes of the drafter's own decoder layers.
+      block_size: length of the drafted block, anchor included; draft depths run 1 .. block_size - 1.
+      mask_token_id: the token that fills the block's open slots.
+      target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
+      num_target_layers: number of layers of the verifier that it was trained for.
+      head: name in `heads.HEADS`; it determines how a drafted token depends on the one before it.
+      head_rank: rank of a low-rank head; 256 in published files, and at most the drafter's width.
+      draft_vocab_size: number of the verifier's tokens that it drafts, the weight `offsets`; 0: all.
+      candidates: number of previous tokens kept per depth (M).
+      children: number of likeliest next tokens kept after each of them (K).
+      shortlist: number of likeliest marginal tokens per depth; the second stage of a conditional head scores those of all
+        depths together. 0: the whole vocabulary.
+      ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram.join`).
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
+      thinking: whether it was trained on answers with thinking; None: its files do not say.
+    """
+
+    kind: ClassVar[str] = "block"
+    dialect: ClassVar[str] = "treeflash"
+    settings: ClassVar[tuple[str, ...]] = tuple(
+        "head block_size candidates children shortlist draft_vocabulary ngrams".split()
+    )
+
+    layers: ModelConfig
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    head: str = MARGINAL
+    head_rank: int = 256
+    draft_vocab_size: int = 0
+    candidates: int = 16
+    children: int = 16
+    shortlist: int = 0
+    ngrams: int = 0
+    verifier: tuple[str, ...] = ()
+    thinking: bool | None = None
+
+    @property
+    def draft_vocabulary(self) -> str:
+        """Value of the setting `draft_vocabulary`, for records."""
+        return FREQUENT if self.draft_vocab_size else ALL
+
+    @property
+    def num_depths(self) -> int:
+        return self.block_size - 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.target_layer_ids
+
+    def fitted(self, verifier: ModelConfig) -> Self:
+        """Returns this drafter. Raises ValueError if it was made for another verifier."""
+        require_fit(
+            hidden_size=(self.layers.hidden_size, verifier.hidden_size),
+            number_of_verifier_layers=(self.num_target_layers, verifier.num_layers),
+            vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
+        )
+        outside = [i for i in self.target_layer_ids if not 0 <= i < verifier.num_layers]
+        if outside:
+            raise ValueError(
+                f"drafter does not fit the verifier: it reads verifier layers {outside}, "
+                f"but the verifier has layers 0 to {verifier.num_layers - 1}"
+            )
+        if not 0 <= self.mask_token_id < verifier.vocab_size:
+            raise ValueError(
+                f"drafter does not fit the verifier: mask id {self.mask_token_id} lies outside "
+                f"the verifier's vocabulary of {verifier.vocab_size}"
+            )
+        return self
+
+    def limited(self, draft_vocab_size: int) -> Self:
+        return replace(self, draft_vocab_size=draft_vocab_size)
+
+    def configured(self, *, draft_vocabulary: str | None = None, **settings: Any) -> Self:
+        """See `DrafterConfig.configured`. The drafter must have the head and the block, the vocabulary all tokens."""
+        has_list, heads = self.draft_vocab_size > 0, (MARGINAL, self.head)
+        expect(
+            draft_vocabulary != FREQUENT or has_list, "draft_vocabulary", draft_vocabulary, "all: it has no list of tokens"
+        )
+        listed = 0 if draft_vocabulary == ALL else self.draft_vocab_size
+        vocab_size = listed or self.layers.vocab_size
+        settings = {"candidates": min(self.candidates, vocab_size)} | settings
+        drafter = replace(self, draft_vocab_size=listed, **settings)
+        size = drafter.block_size
+        expect(2 <= size <= self.block_size, "block_size", size, f"2 to {self.block_size}, as the drafter was trained")
+        for name in ("candidates", "children", "shortlist"):
+            count = getattr(drafter, name)
+            expect(count <= vocab_size, name, count, f"at most {vocab_size} (the vocabulary)")
+        links = drafter.candidates**2 * drafter.children
+        most = f"at most {MAX_LINKS:,} for candidates x candidates x children, not {links:,}"
+        expect(links <= MAX_LINKS, "candidates", drafter.candidates, most)
+        expect(drafter.head in heads, "head", drafter.head, f"one of {heads}, this drafter's")
+        if drafter.head != self.head:
+            drafter = replace(drafter, sampled_above=None)  # measured with the drafter's own head
+        return drafter
+
+    def specs(self) -> dict[str, Any]:
+        """Weights of backbone and head, and of a draft vocabulary. Embedding and vocabulary table are the verifier's."""
+        listed = listed_specs(self.draft_vocab_size, self.layers.hidden_size)
+        return {"backbone": backbone.specs(self.layers, len(self.taps)), "head": HEADS[self.head].specs(self)} | listed
+
+    def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
+        return ContextState(kv_cache.allocate(self.layers, batch, capacity, dtype))
+
+    def extend(
+        self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+    ) -> ContextState:
+        """Adds verifier features of the next committed positions to the context."""
+        positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
+        new = backbone.context_kv(params["backbone"], self.layers, features_btj, positions_bt)
+        return ContextState(kv_cache.append(state.context, new, count_b))
+
+    def draft(self, inputs: Inputs) -> Expander:
+        """Returns next-token distributions at every depth, given the token before; with `ngrams`, joined with n-grams."""
+        hidden_bqd = self.draft_block(inputs)
+        embed_vd, norm = inputs.tables["embed"], inputs.params["backbone"]["norm"]
+        unembed = Unembed(embed_vd, inputs.tables.get("unembed", embed_vd), norm, self.layers.rms_norm_eps)
+        if self.draft_vocab_size:
+            unembed = unembed.replace(unembed_vd=inputs.params["unembed"], ids_v=draft_ids(inputs.params))
+        with jax.named_scope("expand"):
+            head = HEADS[self.head]
+            table = head.expand(inputs.params["head"], unembed, hidden_bqd, inputs.anchor_b, self, inputs.temperature_b)
+            return ngram.join(table, inputs, self.ngrams)
+
+    def draft_block(self, inputs: Inputs) -> jax.Array:
+        """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 (the anchor) is not a prediction."""
+        anchor_b, context = inputs.anchor_b, inputs.state.context
+        batch, size, length_b = anchor_b.shape[0], self.block_size, context.length_b
+        masks_bq = jnp.full((batch, size - 1), self.mask_token_id, anchor_b.dtype)
+        x_bqd = vocab.embed(inputs.tables["embed"], jnp.concatenate([anchor_b[:, None], masks_bq], axis=1))
+        everything_bqq = jnp.ones((batch, size, size), bool)
+
+        def attend(q_bqhe, k_bqke, v_bqke, prefix):
+            return tree_attention(q_bqhe, k_bqke, v_bqke, everything_bqq, prefix, length_b, implementation=inputs.attention)
+
+        positions_bq = length_b[:, None] + jnp.arange(size)
+        return backbone.through_layers(inputs.params["backbone"], self.layers, x_bqd, positions_bq, context.layers, attend)
+
+
+def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
+    """Returns layers for a new drafter: dense layers of Qwen3 or Llama with the verifier's widths and rotary base, no YaRN.
+
+    The published PyTorch drafters have Qwen3's dense layers, so a drafter for a Qwen2 or a mixture of experts has them too.
+    """
+    sizes = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim rms_norm_eps rope max_positions"
+    sizes += " tie_embeddings eos_token_ids"
+    if verifier.model_type in ("qwen3", "llama"):
+        layers = replace(verifier, num_layers=num_layers)
+    else:
+        layers = ModelConfig(**{name: getattr(verifier, name) for name in sizes.split()}, num_layers=num_layers)
+    return replace(layers, rope=Rope(theta=layers.rope.theta)) if layers.rope.kind == "yarn" else layers
+
+
+def default_target_layers(num_target_layers: int, num_features: int) -> tuple[int, ...]:
+    """Returns the tapped layers for configs that name none. Source: DFlash (arXiv 2602.06036) section 4."""
+    if num_features == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_features - 1)
+    return tuple(round(1 + i * step) for i in range(num_features))
