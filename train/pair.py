@@ -13,7 +13,6 @@ prompts, passes or steps extends a finished OUT.
 import dataclasses
 import json
 import math
-import re
 import shlex
 import shutil
 import time
@@ -24,7 +23,6 @@ from typing import Any
 import jax
 
 from train import drafter, export, head, measure, respond
-from train.data.records import read
 from train.pairing.compose import MEASURE_SECONDS, Composed, Composer, PairConfig, check_steps
 from train.runtime import folders, hosts, lock, run_config, watch
 from treeflash_jax.bench.report import format_interval
@@ -41,7 +39,6 @@ STAGES = {
 # Settings that may change after stages were begun; and the first stage that others affect, if not "drafter".
 MAY_CHANGE = ("num_prompts", "steps", "passes", "anyway", "out", "mesh", "export", "measure")
 FIRST_AFFECTED = {"verifier": "respond", "prompts": "respond", "seed": "respond", "respond": "respond", "head": "head"}
-MOST_DOUBLINGS = 3  # of training that a suggestion extrapolates over
 
 
 def main(settings: PairConfig) -> None:
@@ -59,7 +56,7 @@ def main(settings: PairConfig) -> None:
                 settings.path(f"{name}.toml").unlink(missing_ok=True)
             run_config.save(settings, path)
         stages = _run_stages(composer)
-        conclude(settings, stages["respond"], read_json(stages["measure"].out))
+        conclude(composer, stages["respond"], read_json(stages["measure"].out))
 
 
 def check_extension(settings: PairConfig) -> None:
@@ -95,7 +92,6 @@ def _run_stages(composer: Composer) -> dict[str, Any]:
         files.write(path, json.dumps(finished, indent=1) + "\n")
         if name == "drafter":  # the head was trained on another backbone
             shutil.rmtree(settings.path("head"), ignore_errors=True)
-        if name == "drafter":
             module.main(stages[name], on_timed=partial(announce, began, stages[name].loop.steps))
         else:
             module.main(stages[name])
@@ -160,8 +156,9 @@ def _trained_steps(settings: PairConfig, name: str) -> int:
     return max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
 
 
-def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: dict[str, Any]) -> None:
-    """Prints whether drafting pays here, how much training would make it pay, and the command that uses the drafter."""
+def conclude(composer: Composer, responded: respond.RespondConfig, measured: dict[str, Any]) -> None:
+    """Prints whether drafting pays here, and the command that uses the drafter."""
+    settings = composer.settings
     drafted = [system for system in measured["systems"] if system["system"].startswith("drafted")]
     hosts.say("")
     for system in drafted:
@@ -174,52 +171,22 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
     best = max(drafted, key=lambda system: system["speedup"]["value"])
     speedup, tau = best["speedup"]["value"], best["tau"]
     words = ["treeflash", "generate", "--verifier", settings.verifier, "--drafter", str(settings.path("model"))]
-    words += ["--thinking"] * responded.thinking
-    words += ["--template", json.dumps(responded.template)] if responded.template else []
+    if responded.thinking:
+        words += ["--thinking"]
+    if responded.template:
+        words += ["--template", json.dumps(responded.template)]
     if (best["speedup"]["low"] or 0) > 1:
         words += [word for name, value in measured["options"].items() for word in (f"--{name}", str(value))]
     elif speedup <= 1:
         cost = tau / speedup
         hosts.say(
             f"\nDrafting does not pay on this machine yet: {speedup:.2f} x the speed of one-token decoding. "
-            f"A round takes as long as {cost:.2f} one-token steps here, so tau must exceed {cost:.2f}; it is {tau:.2f}."
+            f"A round takes as long as {cost:.2f} one-token steps here, so tau must exceed {cost:.2f}; it is {tau:.2f}. "
+            "The same command with more prompts, passes or steps continues from here."
         )
-        hosts.say(_outlook(settings, cost / tau))
         hosts.say("Without further options, the library drafts only where it expects drafting to pay.")
-    hosts.say(f"\nTo use it:\n  {shlex.join([*words, *_sample_prompt(responded)])}")
-
-
-def _outlook(settings: PairConfig, factor: float) -> str:
-    """Estimates the training that raises tau by `factor`, if every doubling of steps adds as much as the last one."""
-    log = watch.read_log(settings.path("drafter"))
-    curve = {line["step"]: tau for line in log for name, tau in line.items() if re.fullmatch(r"held_out/tau_\d+", name)}
-    last = max(curve, default=0)
-    half = min(curve, key=lambda step: abs(step - last / 2), default=0)
-    too_short = "The run is too short to say how much training that takes"
-    if not curve or not 0.4 * last <= half <= 0.6 * last:
-        return f"{too_short}: it has no evaluation at half of its steps."
-    gain = curve[last] - curve[half]
-    rise = f"tau of held-out prompts rose from {curve[half]:.2f} at step {half} to {curve[last]:.2f} at step {last}"
-    doublings = (factor - 1) * curve[last] / gain if gain > 0 else math.inf
-    if doublings > MOST_DOUBLINGS:
-        return f"{too_short}: {rise}."
-    more = 2**doublings
-    answers = sum(1 for _ in folders.whole_lines(settings.path("responses.jsonl")))
-    return (
-        f"In the last doubling of steps, {rise}. If every further doubling adds as much, drafting pays with {more:.1f} "
-        f"times the training: about {math.ceil(more * answers):,} answers and {math.ceil(more * last):,} steps. The same "
-        "command with more prompts, passes or steps continues from here."
-    )
-
-
-def _sample_prompt(responded: respond.RespondConfig) -> list[str]:
-    """Returns the shortest held-out prompt as options of the command line."""
-    [source], prompts = responded.sources, []
-    for record in read(source, responded.seed, skip=lambda _: None):
-        if source.holds_out(record.number):
-            prompt = respond.question(record.content)
-            prompts.append(["--prompt", prompt] if isinstance(prompt, str) else ["--chat", prompt[-1]["content"]])
-    return min(prompts, key=lambda words: len(words[1]), default=["--chat", "Hello"])
+    is_chat = composer.tokenizer is not None and composer.tokenizer.has_chat_template
+    hosts.say(f"\nTo use it:\n  {shlex.join([*words, '--chat' if is_chat else '--prompt', 'Hello'])}")
 
 
 if __name__ == "__main__":

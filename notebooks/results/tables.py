@@ -124,14 +124,11 @@ def batches_smollm2() -> str:
 def train_steps() -> str:
     rows = []
     for step in read("train_steps.json").values():
-        moved = {kind: collective["bytes"] / GIB for kind, collective in step["collectives"].items()}
-        memory, traffic = step["bytes_per_chip"], step["bytes_accessed_per_chip"]
+        memory = step["bytes_per_chip"]
         cells = [step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]]
         cells += [f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")]
-        cells += [f"{traffic / GIB:,.0f} GiB", f"{step['flops_per_chip']:.1e}", f"{moved['all-gather']:.1f} GiB"]
-        rows.append([*cells, f"{moved['all-reduce'] + moved.get('reduce-scatter', 0):.1f} GiB"])
-    header = "topology | trains | batch | attention | memory a chip | of it temporary | memory traffic a chip"
-    return table(f"{header} | FLOPs a chip | all-gather | all-reduce and reduce-scatter", rows)
+        rows.append([*cells, f"{step['flops_per_chip']:.1e}"])
+    return table("topology | trains | batch | attention | memory a chip | of it temporary | FLOPs a chip", rows)
 
 
 def train_batches() -> str:

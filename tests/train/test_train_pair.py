@@ -217,35 +217,24 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, 
     assert all(vars(answering).items() <= how.items() for how in loaded), "prompts as those of the answers"
 
 
-@pytest.mark.parametrize(("speedup", "low", "taus", "said"), [
-    (1.2, 1.1, {}, "--nodes 8"),
-    (1.2, 1.1, {}, "T = 0: 1.20 [1.10, 2.00] x one-token speed; drafting pays\nT = 0.7: 0.10 [0.10, 2.00]"),
-    (1.2, 0.9, {}, "T = 0: 1.20 [0.90, 2.00] x one-token speed; undecided, give more prompts or measure.seconds"),
-    (0.8, 0.7, {2: 1.5, 4: 2.0}, "drafting pays with 2.0 times the training: about 24 answers and 8 steps"),
-    (0.8, 0.7, {4: 2.0}, "too short to say how much training that takes: it has no evaluation at half"),
-    (0.5, 0.4, {2: 1.95, 4: 2.0}, "too short to say how much training that takes: tau of held-out prompts rose from 1.95"),
-    (0.5, 0.4, {2: 2.0, 4: 1.9}, "too short to say"),
+@pytest.mark.parametrize(("speedup", "low", "says"), [
+    (1.2, 1.1, "--nodes 8"),
+    (1.2, 1.1, "T = 0: 1.20 [1.10, 2.00] x one-token speed; drafting pays\nT = 0.7: 0.10 [0.10, 2.00]"),
+    (1.2, 0.9, "T = 0: 1.20 [0.90, 2.00] x one-token speed; undecided, give more prompts or measure.seconds"),
+    (0.8, 0.7, "so tau must exceed 2.50; it is 2.00. The same command with more prompts"),
 ])  # fmt: skip
-def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, capsys, speedup, low, taus, said):
-    """A round of 2.5 one-token steps at tau 2: a doubling that adds 0.5 to 2.0 reaches 2.5."""
-    settings = settings_of(prompts, tmp_path, "respond.thinking=true", "respond.template.effort=high")
-    log = [{"step": step, "held_out/tau_marginal_16": 1.0, "held_out/tau_16": tau} for step, tau in taus.items()]
-    (tmp_path / "drafter").mkdir()
-    write_lines(tmp_path / "drafter" / "log.jsonl", log)
-    (tmp_path / "responses.jsonl").write_text("{}\n" * 12)
-    asked = compose.Composer(settings).respond().stage
+def test_the_end_says_whether_drafting_pays(prompts, tmp_path, capsys, speedup, low, says):
+    composer = compose.Composer(settings_of(prompts, tmp_path, "respond.thinking=true", "respond.template.effort=high"))
     entries = [
         {"system": "drafted", "temperature": t, "speedup": {"value": x, "low": low, "high": 2.0}, "tau": tau}
         for t, x, low, tau in ((0.0, speedup, low, 2.0), (0.7, 0.1, 0.1, 1.0))
     ]
-    measured = {"options": {"nodes": 8}, "systems": entries}
-    pair.conclude(settings, asked, measured)
+    pair.conclude(composer, composer.respond().stage, {"options": {"nodes": 8}, "systems": entries})
     shown = capsys.readouterr().out
-    assert said in shown and ("so tau must exceed" in shown) == (speedup < 1)
+    assert says in shown and ("so tau must exceed" in shown) == (speedup < 1)
     assert ("--nodes" in shown) == (low > 1), "options only for what is sure to pay"
     assert "--thinking" in shown and json.loads(shlex.split(shown)[shlex.split(shown).index("--template") + 1])
-    held_out = [f"A box holds {3 + i} {THINGS[i % 5]}. How many do 3 boxes hold?" for i in (3, 7, 11)]
-    assert shlex.split(shown)[-2:] == ["--chat", min(held_out, key=len)]
+    assert shlex.split(shown)[-2:] == ["--chat", "Hello"]
 
 
 class Inner:

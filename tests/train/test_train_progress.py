@@ -5,7 +5,7 @@ import logging
 import sys
 
 import pytest
-from toy_training import finish, start, write_lines
+from toy_training import write_lines
 
 from train.runtime import run_config, watch
 from treeflash_jax.core import programs
@@ -109,26 +109,3 @@ def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
     assert watch.read_log(run)[-1] == {"step": 60, "loss": 2.0, "goodput": goodput, "seconds": 147.5}
     assert capsys.readouterr().out == "continuing at step 40 of 60\nstep 60 of 60: loss 2.000\n"
     assert watch.summary(run)["goodput"] == "37% of the time in steps"
-
-
-def curves(*arguments, hidden="", status=0):
-    """Returns the output of `python -m train.runtime.watch` with a module hidden, which ends with a status."""
-    script = (
-        f"import sys, runpy; sys.modules.update(dict.fromkeys({hidden.split()!r})); sys.argv[1:] = {list(arguments)!r}\n"
-        "runpy.run_module('train.runtime.watch', run_name='__main__', alter_sys=True)"
-    )
-    return finish(start([sys.executable, "-c", script]), status)
-
-
-def test_curves_need_matplotlib_and_help_does_not(run, tmp_path):
-    shown = curves("--help", hidden="matplotlib")
-    assert shown.startswith("usage:") and "RUN/curves.png" in shown
-    needed = "error: curves need matplotlib; install it with pip install matplotlib\n"
-    assert curves(str(run), hidden="matplotlib", status=1) == needed
-    shown = curves(str(tmp_path / "none"), status=1)
-    assert shown.count("\n") == 1 and "got no log.jsonl" in shown
-
-
-def test_curves_are_drawn(run):
-    pytest.importorskip("matplotlib")
-    assert watch.plot(run).read_bytes().startswith(b"\x89PNG")

@@ -1,11 +1,8 @@
-"""Monitoring of commands and runs: a progress bar, a closing table, the log of a run and its curves.
+"""Monitoring of commands and runs: a progress bar, a closing table, and the log of a run, RUN/log.jsonl.
 
-    python -m train.runtime.watch RUN
-
-draws the curves of a run in RUN/curves.png (needs matplotlib). RUN/log.jsonl holds one JSON object per line.
+The log has one JSON object per line.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,7 +18,6 @@ from rich.text import Text
 
 from train.runtime import folders, hosts
 from train.runtime.sinks import Sink
-from treeflash_jax.bench import plots
 
 Metrics = dict[str, Any]
 TRAINED = {"loss": "loss", "tau_estimate": "estimated tau"}  # metric -> its name in lines and tables
@@ -174,36 +170,3 @@ def _taus(metrics: Metrics) -> str:
             beside = "" if marginal is None else f" (marginal {marginal:.2f})"
             words.append(f"{value:.2f} at {nodes} nodes{beside}")
     return ", ".join(words)
-
-
-def plot(folder: Any) -> epath.Path:
-    """Draws RUN/curves.png: every scalar of the log over steps, held-out ones beside those of training."""
-    lines = read_log(folder)
-    if not lines:
-        raise ValueError(f"{folder}: got no log.jsonl with a line in it, expected the run= of a training command")
-    panels: dict[str, dict[str, dict[int, float]]] = {}
-    for line in lines:
-        for name, value in line.items():
-            if isinstance(value, float) and name not in ("seconds", "goodput", "learning_rate", "mfu"):
-                panels.setdefault(name.rpartition("/")[2], {}).setdefault(name, {})[line["step"]] = value
-    try:
-        figure = plots.drawn(panels, "png", "over steps")
-    except ImportError:
-        raise ValueError("curves need matplotlib; install it with pip install matplotlib") from None
-    path = folders.absolute(folder) / "curves.png"
-    folders.write(path, figure)
-    return path
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="folder of a training run, local or gs://")
-    run = parser.parse_args(argv).run
-    try:
-        print(plot(folders.absolute(run)))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()
