@@ -4,11 +4,13 @@ import time
 
 import pytest
 
+from treeflash_jax.core.checks import UnknownSetting
+
 
 def refused(call, *words: str) -> str:
     """Returns the line with which a call is refused; it contains the words and has at most 300 characters."""
     began = time.thread_time()
-    with pytest.raises((ValueError, SystemExit)) as caught:
+    with pytest.raises((ValueError, UnknownSetting, FileNotFoundError, SystemExit)) as caught:
         call()
     message = str(caught.value)
     assert "\n" not in message and len(message) <= 300, message
@@ -32,7 +34,7 @@ def understood(call, *arguments, **settings) -> bool:
     """Returns whether a call was served; a call that is not must be refused in one line."""
     try:
         call(*arguments, **settings)
-    except ValueError as error:
+    except (ValueError, UnknownSetting) as error:
         assert "\n" not in str(error) and len(str(error)) <= 300, str(error)
         return False
     return True

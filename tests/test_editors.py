@@ -1,17 +1,14 @@
 """What editors, `help` and notebooks see of the library: names, signatures, types and pictures."""
 
 import inspect
+import pydoc
 import re
 from dataclasses import fields, replace
 from importlib import resources
-from typing import get_type_hints
 from xml.etree import ElementTree
 
-import pytest
-
 import treeflash_jax as tf
-from treeflash_jax.cli.check import check
-from treeflash_jax.engine.settings import Settings, groups
+from treeflash_jax.engine import generate_config
 
 HOSTILE = '<b>&amp; "quoted" </pre><script>'
 
@@ -22,24 +19,17 @@ def test_the_package_lists_public_names_only_and_ships_types():
     assert (resources.files("treeflash_jax") / "py.typed").is_file()
 
 
-def test_every_setting_has_a_type_a_group_and_a_description():
-    assert get_type_hints(Settings) == get_type_hints(tf.GenerateConfig) and not Settings.__required_keys__
-    grouped = [field.name for group in groups().values() for field in fields(group)]
-    assert sorted(grouped) == sorted(field.name for field in fields(tf.GenerateConfig))
+def test_help_of_the_settings_explains_each_once_beside_plain_types():
+    shown = pydoc.plain(pydoc.render_doc(tf.GenerateConfig))
+    assert "Annotated" not in shown and "nodes: int | None = None" in shown
+    text = inspect.getdoc(tf.GenerateConfig)
     for field in fields(tf.GenerateConfig):
-        assert field.metadata["help"] and field.metadata["kind"] in ("answer", "speed", "program")
-        assert f"\n  {field.name}: {field.metadata['help'][:30]}" in tf.GenerateConfig.__doc__
+        assert len(re.findall(rf"^  {field.name}: {re.escape(field.metadata['help'][:30])}", text, re.MULTILINE)) == 1
+        assert field.metadata["group"] in generate_config.GROUPS
 
 
-@pytest.mark.parametrize(
-    "function", [tf.TreeFlash.generate, tf.TreeFlash.generate_each, tf.TreeFlash.stream, tf.TreeFlash.warmup, check]
-)
-def test_signatures_show_every_setting(function):
-    shown = inspect.signature(function).parameters
-    for field in fields(tf.GenerateConfig):
-        assert shown[field.name].kind == inspect.Parameter.KEYWORD_ONLY and shown[field.name].default == field.default
-    assert not any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in shown.values())
-    assert get_type_hints(function, include_extras=True)["settings"].__args__ == (Settings,), "what type checkers read"
+def test_settings_are_shown_by_what_differs_from_the_defaults():
+    assert repr(tf.GenerateConfig(temperature=1, nodes=None, stop="x")) == "GenerateConfig(temperature=1.0, stop=('x',))"
 
 
 def parse(html: str) -> ElementTree.Element:

@@ -22,8 +22,8 @@ import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks, devices
 from treeflash_jax.engine import prompts
-from treeflash_jax.engine.planning import LOAD_ARGUMENTS, make_requests, resolve
-from treeflash_jax.engine.settings import GenerateConfig
+from treeflash_jax.engine.generate_config import LOAD_ARGUMENTS, GenerateConfig
+from treeflash_jax.engine.planning import make_requests, resolve
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 HUGE = 10**400

@@ -9,11 +9,11 @@ Example:
 
 from treeflash_jax.core.sharding import make_mesh
 from treeflash_jax.engine.batching import Session
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.prompts import Text
 from treeflash_jax.engine.results import Chunk, DrawnTree, Result
-from treeflash_jax.engine.settings import GenerateConfig
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -423,19 +422,9 @@ def near_ties() -> str:
     return table(f"prompts | {' | '.join(TREES.values())}", rows)
 
 
-def options() -> str:
-    """Formats the basic settings of a call, from the fields that declare them."""
-    from treeflash_jax.core.checks import default_text
-    from treeflash_jax.engine.settings import groups
-
-    basic = (field for group in groups().values() for field in fields(group) if field.metadata["basic"])
-    rows = [[f"`--{x.name.replace('_', '-')}`", x.metadata["help"], default_text(x), x.metadata["kind"]] for x in basic]
-    return table("option | meaning | default | changes", rows)
-
-
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
 SHOWN += (latency_h200, round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
-SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu, options)
+SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu)
 SHOWN += (shipped_nodes,)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),

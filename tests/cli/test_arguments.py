@@ -7,29 +7,29 @@ from typing import Any, Literal
 import pytest
 from refusals import mistake
 
-from treeflash_jax.cli.arguments import Parser, add_fields, option_values
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.cli.arguments import Parser
+from treeflash_jax.core.settings import add_options, option_values, setting
 
 COLOURS = {"red": None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
-    place: str = bounded(help="where it stands", unit="folder")
-    size: int = bounded(3, "how large it is, in 10 % steps", unit="steps")
-    rate: float | Sequence[float] = bounded(0.5, "how fast it is")
-    rows: int | Literal["auto"] | None = bounded(None, "how many rows it has", unit="rows", unset="as many as fit")
-    kind: Literal["a", "b"] = bounded("a", "what it is")
-    colour: str | None = bounded(None, "what it looks like", choices=lambda: tuple(COLOURS))
-    names: Sequence[str] = bounded((), "what it is called", unit="name")
-    ids: Sequence[int] | None = bounded(None, "what it is made of", unit="ids")
-    extra: Mapping[str, Any] | None = bounded(None, "what else it has", unit="json")
-    loud: bool = bounded(False, "whether it is heard")
+    place: str = setting(help="where it stands", unit="folder")
+    size: int = setting(3, "how large it is, in 10 % steps", unit="steps")
+    rate: float | Sequence[float] = setting(0.5, "how fast it is")
+    rows: int | Literal["auto"] | None = setting(None, "how many rows it has", unit="rows", unset="as many as fit")
+    kind: Literal["a", "b"] = setting("a", "what it is")
+    colour: str | None = setting(None, "what it looks like", choices=lambda: tuple(COLOURS))
+    names: Sequence[str] = setting((), "what it is called", unit="name")
+    ids: Sequence[int] | None = setting(None, "what it is made of", unit="ids")
+    extra: Mapping[str, Any] | None = setting(None, "what else it has", unit="json")
+    loud: bool = setting(False, "whether it is heard")
 
 
 def parsed(*words: str, **how: object) -> dict[str, object]:
     parser = Parser(prog="toy")
-    add_fields(parser, Toy, **how)
+    add_options(parser, Toy, **how)
     return option_values(parser.parse_args(words), Toy)
 
 
@@ -45,8 +45,7 @@ def test_options_are_read_as_the_types_of_their_fields(monkeypatch):
 
 
 def test_a_command_may_take_some_fields_or_lists_of_values():
-    assert parsed("--rate", "1", "2", names="rate size", several="rate", size=9) == {"size": 9, "rate": [1.0, 2.0]}
-    assert set(parsed("--place", "x", without="size rate names")) == {*"place rows kind colour ids extra loud".split()}
+    assert parsed("--rate", "1", "2", chosen=["rate", "size"], several=["rate"], size=9) == {"size": 9, "rate": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize("words, said", [

@@ -15,9 +15,9 @@ from refusals import refused
 from treeflash_jax import TreeFlash
 from treeflash_jax.core import clock, parameters, programs
 from treeflash_jax.decoding import loops
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.planning import draft_temperature, make_requests
 from treeflash_jax.engine.results import Result
-from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.models import verifier
 
 TREE = {"nodes": 16} | SIZES

@@ -18,7 +18,7 @@ from treeflash_jax.core import devices
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.ngram import NgramConfig
-from treeflash_jax.engine.settings import GenerateConfig
+from treeflash_jax.engine.generate_config import GenerateConfig
 
 PROMPT = [3, 4, 5, 17, 29]
 

@@ -23,8 +23,8 @@ from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Eagle3Config, Inputs
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.planning import make_plan
-from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 

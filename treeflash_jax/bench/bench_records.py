@@ -10,7 +10,8 @@ from typing import Any, BinaryIO
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import parse_json, quoted, read_json
-from treeflash_jax.drafters.options import DraftOptions
+from treeflash_jax.core.settings import field_names
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.trees import TreeShape
 
 Record = dict[str, Any]
@@ -20,7 +21,7 @@ SCHEMA = 3
 SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p stop_ids expected_lengths".split()
 SYSTEM = "dtype drafter drafter_source drafter_temperature drafter_temperature_rule builder acceptance nodes".split()
 SYSTEM += "attention command".split()
-SYSTEM += [field.name for options in (DraftOptions, TreeShape) for field in fields(options)]
+SYSTEM += field_names(GenerateConfig, "drafting") + [field.name for field in fields(TreeShape)]
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,14 +25,14 @@ from treeflash_jax.bench import harness, plots, report, shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
 from treeflash_jax.bench.timed import Progress
-from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import devices, files, sharding
+from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.drafters.options import DraftOptions
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.planning import make_plan, resolve
-from treeflash_jax.engine.settings import SamplingConfig, settings_class
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Ceilings, measure_ceilings
 from treeflash_jax.trees import draws
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     shapes.add_arguments(model)
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
-    add_fields(model, ModelOptions, "dtype quantize mesh")
+    add_options(model, ModelOptions, ["dtype", "quantize", "mesh"])
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
-    names = "batch context nodes"
-    add_fields(sizes, shapes.MeasuredSizes, names, several=names, batch=[1], context=[256])
+    several = ["batch", "context", "nodes"]
+    add_options(sizes, shapes.MeasuredSizes, several, several=several, batch=[1], context=[256])
     shapes.add_tree_arguments(sizes)
-    add_fields(sizes, SamplingConfig, "temperature")
+    add_options(sizes, GenerateConfig, ["temperature"])
     output = parser.add_argument_group("measurement and output")
-    add_fields(output, shapes.MeasuredSizes, "repeats")
+    add_options(output, shapes.MeasuredSizes, ["repeats"])
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
     output.add_argument("--plot", metavar="FILE", help="plot of round / step over nodes (needs matplotlib)")
 
@@ -120,7 +120,7 @@ def make_plans(
     verifier: ModelConfig, drafter: DrafterConfig, arguments: argparse.Namespace, dtype: Any
 ) -> list[DecodePlan]:
     """Makes the plans that `generate` would run, by increasing number of nodes."""
-    fields, plans = option_values(arguments, settings_class()), {}
+    fields, plans = option_values(arguments, GenerateConfig), {}
     for nodes in arguments.nodes or [None]:
         plan = make_plan(resolve(None, fields | {"nodes": nodes}, verifier, drafter), verifier, drafter, dtype)
         if not plan.drafts:
@@ -158,7 +158,7 @@ def show(result: Result) -> None:
     settings, hardware, ceilings = result["settings"], result["hardware"], result["ceilings"]
     mesh = "" if settings["mesh"] is None else ", mesh " + " x ".join(map(str, settings["mesh"].values()))
     quantized = f", {settings['quantize']} verifier" if settings.get("quantize") else ""
-    options = [option.name for option in fields(DraftOptions)]
+    options = field_names(GenerateConfig, "drafting")
     table = report.make_table("", ["*phase", "nodes", "ms", "quartiles", "floor ms", "ms / floor"])
     for time in result["phases"]:
         ratio = time["ms"] / time["floor_ms"] if time["floor_ms"] else math.inf

@@ -23,16 +23,17 @@ from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
 from treeflash_jax.bench.timed import Notify, Progress, running
-from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_MEMORY, Device, here
+from treeflash_jax.core.settings import add_options, option_values
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.batching import capacity_bucket, make_batch
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.planning import fit_nodes, make_plan, resolve
-from treeflash_jax.engine.settings import GenerateConfig, settings_class
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, distinct_experts
@@ -59,9 +60,9 @@ device_description_str: "{name}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser.add_argument_group("model"), required=True)
     request = parser.add_argument_group("request")
-    add_fields(request, shapes.MeasuredSizes, "batch context nodes", context=4096)
+    add_options(request, shapes.MeasuredSizes, ["batch", "context", "nodes"], context=4096)
     request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
-    add_fields(request, ModelOptions, "quantize")
+    add_options(request, ModelOptions, ["quantize"])
     shapes.add_tree_arguments(request)
     devices = parser.add_argument_group("devices")
     help = "split the batch D ways, weights M ways; with DxMxE, experts E ways (default: 1 x all devices)"
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the memory that the request needs; returns 1 if a device cannot hold it."""
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
-    config = resolve(None, option_values(arguments, settings_class()), model, drafter)
+    config = resolve(None, option_values(arguments, GenerateConfig), model, drafter)
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
     sizes, quantize = dict(mesh.shape), arguments.quantize
     if batch % sizes["data"]:

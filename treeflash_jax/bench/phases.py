@@ -28,9 +28,9 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
 from treeflash_jax.engine.batching import capacity_bucket
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import make_requests
-from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.models.costs import Ceilings, distinct_experts
 from treeflash_jax.models.experts import count_distinct
 

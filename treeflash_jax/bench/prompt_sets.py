@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.bench.bench_records import read_jsonl
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.prompts import Text, read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
@@ -29,9 +29,9 @@ FORMATS = {
 class PromptSet:
     """Options that choose and word the prompts."""
 
-    prompts: str | None = bounded(None, unit="file", unset="a bundled set", help="JSONL files of prompts")
-    format: str = bounded("chat", choices=lambda: tuple(FORMATS), help="how prompts are worded")
-    limit: int | None = bounded(
+    prompts: str | None = setting(None, unit="file", unset="a bundled set", help="JSONL files of prompts")
+    format: str = setting("chat", choices=lambda: tuple(FORMATS), help="how prompts are worded")
+    limit: int | None = setting(
         None, least=1, unit="prompts", unset="all", help="prompts of each file, drawn as in the published benchmarks"
     )
 

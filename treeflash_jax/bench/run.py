@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -23,14 +23,15 @@ from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.phases import Bench, check_sizes
 from treeflash_jax.bench.prompt_sets import BenchPrompt, PromptSet, chosen_prompts, empty_chat
-from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values, parse_ids
-from treeflash_jax.core.checks import field_checks, fit
+from treeflash_jax.core.checks import fit
 from treeflash_jax.core.clock import slow
+from treeflash_jax.core.settings import add_options, field_names, fit_field, option_values
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters.options import DraftOptions
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.pairs import NO_DRAFTER
 from treeflash_jax.engine.planning import resolve
-from treeflash_jax.engine.settings import RuntimeConfig, SamplingConfig, TreeConfig, settings_class
+from treeflash_jax.engine.prompts import parse_ids
 from treeflash_jax.trees import BUILDERS, TreeShape, branching
 
 REPEATS = 9  # timed samples of a phase
@@ -77,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--pair", nargs="+", metavar=names, default=["tiny", "tiny"], help=f"{help} (default: tiny tiny)")
     help = "dtypes, each of which adds its own systems (default: bfloat16, but float32 on a CPU without it)"
     model.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None], help=help)
-    add_fields(model, ModelOptions, "quantize thinking template")
+    add_options(model, ModelOptions, ["quantize", "thinking", "template"])
     prompts = parser.add_argument_group("prompts")
-    add_fields(prompts, PromptSet, several="prompts")
+    add_options(prompts, PromptSet, several=["prompts"])
     prompts.add_argument("--prompt-ids", metavar="IDS", help="token ids of one prompt, instead of files")
     chosen = parser.add_argument_group("systems")
     help = ", ".join(SYSTEMS) + ", or a tree like treeflash-32+hybrid+traversal@0.7:skeleton=0.5 (nodes, builder, "
@@ -89,13 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--preset", choices=PRESETS, help=help)
     help = "another program that decodes greedily, as in bench/peers; may be given several times"
     chosen.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help=help)
-    by_name = "head builder acceptance drafter_temperature"  # what the names of systems choose
-    add_fields(chosen, TreeConfig, without=by_name, several="nodes", nodes=[16])
-    add_fields(chosen, DraftOptions, without=by_name)
+    by_name = {"head", "builder", "acceptance", "drafter_temperature"}  # what the names of systems choose
+    options = {*field_names(GenerateConfig, "drafting", "tree")} - by_name
+    add_options(chosen, GenerateConfig, options, several=["nodes"], nodes=[16])
     sampling = parser.add_argument_group("sampling and output")
-    options = "max_new_tokens temperature top_k top_p seed stop_ids"
-    add_fields(sampling, SamplingConfig, options, several="temperature seed", temperature=[0.0], seed=[0])
-    add_fields(sampling, RuntimeConfig, "batch_size expected_lengths attention", batch_size=1)
+    options = "max_new_tokens temperature top_k top_p seed stop_ids batch_size expected_lengths attention".split()
+    several, defaults = ("temperature", "seed"), {"temperature": [0.0], "seed": [0], "batch_size": 1}
+    add_options(sampling, GenerateConfig, options, several=several, **defaults)
     help = "also time the phases of a round, after this number of tokens"
     sampling.add_argument("--phases", type=int, metavar="CONTEXT", help=help)
     sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
@@ -108,8 +109,8 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
 
     Raises ValueError for an unknown system or setting.
     """
-    checks, systems = field_checks(settings_class()), dict[str, dict[str, Any]]()
-    known = [field.name for group in (DraftOptions, TreeConfig) for field in fields(group) if field.name != "nodes"]
+    systems = dict[str, dict[str, Any]]()
+    known = [name for name in field_names(GenerateConfig, "drafting", "tree") if name != "nodes"]
     for name in names:
         match = NAME.fullmatch(name)
         base, size, builder, rule, temperature, settings = match.groups() if match else (None,) * 6
@@ -127,7 +128,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         for setting, value in re.findall(r":(\w+)=(.+?)(?=:\w+=|$)", settings):
             if setting not in known:
                 raise ValueError(f"got setting {setting!r} of a system, expected one of {', '.join(known)}")
-            system[setting] = checks[setting](value, from_text=True)
+            system[setting] = fit_field(GenerateConfig, setting, value, from_text=True)
         if not is_tree:
             systems[name] = system
             continue
@@ -205,7 +206,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
     if not words or len(labels) < len(words) or NO_DRAFTER in labels.values():
         raise ValueError(f"got --pair {' '.join(arguments.pair)}, expected a verifier and drafters of different labels")
-    listed, shared = ("nodes", "temperature", "seed"), option_values(arguments, settings_class())
+    listed, shared = ("nodes", "temperature", "seed"), option_values(arguments, GenerateConfig)
     shared = {name: value for name, value in shared.items() if name not in listed}
     loaded: dict[str, tuple[bool, System]] = {}
     for dtype, (label, drafter) in product(arguments.dtype, labels.items()):
@@ -214,7 +215,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         for _, other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
-        known, options = {option.name for option in fields(DraftOptions)}, {*model.drafter.settings}
+        known, options = set(field_names(GenerateConfig, "drafting")), {*model.drafter.settings}
         for name, system in chosen.items():
             settings = {"builder": "best-first"} | shared | system
             dropped = {key for key in settings.keys() & known - options if len(labels) > 1 or not settings[key]}

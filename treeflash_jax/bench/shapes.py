@@ -4,7 +4,7 @@ Sources: the models' config.json files; DFlash (arXiv 2602.06036) for the drafte
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.cli.arguments import add_fields
 from treeflash_jax.core import devices, sharding
-from treeflash_jax.core.checks import bounded
 from treeflash_jax.core.parameters import Spec, is_spec
+from treeflash_jax.core.settings import add_options, field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
-from treeflash_jax.drafters.options import DraftOptions
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import DRAFTERS, locate
-from treeflash_jax.engine.settings import RuntimeConfig, TreeConfig
 from treeflash_jax.formats import draft_vocabulary, models
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -70,16 +68,16 @@ VERIFIERS: dict[str, ModelConfig] = {
 class MeasuredSizes:
     """Sizes for which phases and rounds are timed or compiled, and the number of samples."""
 
-    batch: int = bounded(1, "sequences decoded together", least=1, unit="sequences")
-    context: int = bounded(256, "tokens in the cache", least=1, unit="tokens")
-    nodes: int | None = bounded(
+    batch: int = setting(1, "sequences decoded together", least=1, unit="sequences")
+    context: int = setting(256, "tokens in the cache", least=1, unit="tokens")
+    nodes: int | None = setting(
         None,
         "tree nodes verified per round, root included",
         unset="the drafter's",
         least=1,
         unit="nodes",
     )
-    repeats: int = bounded(9, "timed samples of a phase", least=1, unit="samples")
+    repeats: int = setting(9, "timed samples of a phase", least=1, unit="samples")
 
 
 def add_arguments(parser: Any, *, required: bool = False) -> None:
@@ -93,16 +91,15 @@ def add_arguments(parser: Any, *, required: bool = False) -> None:
 
 def add_tree_arguments(parser: Any) -> None:
     """Adds the options that say what a round drafts and verifies."""
-    add_fields(parser, DraftOptions)
-    add_fields(parser, TreeConfig, without="nodes drafter_temperature")
-    add_fields(parser, RuntimeConfig, "attention")
+    chosen = {"attention", *field_names(GenerateConfig, "drafting", "tree")} - {"nodes", "drafter_temperature"}
+    add_options(parser, GenerateConfig, chosen)
 
 
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     """Returns what a plan's rounds draft and verify, for a record."""
     options = {"nodes": plan.num_nodes}
-    for option in fields(DraftOptions):
-        options[option.name] = getattr(plan.draft, option.name, None)
+    for option in field_names(GenerateConfig, "drafting"):
+        options[option] = getattr(plan.draft, option, None)
     return options | {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
 
 

@@ -4,23 +4,23 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Unpack
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 
 from treeflash_jax.core import devices
 from treeflash_jax.engine.batching import Session
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import explain_plain, make_requests
 from treeflash_jax.engine.results import Chunk, Result
-from treeflash_jax.engine.settings import GenerateConfig, Settings
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -> None:
+def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
     """Reads user turns until /quit, /exit or end of input.
 
     A turn that fails (for example, a conversation longer than the context) is reported in one line and removed; Ctrl-C ends

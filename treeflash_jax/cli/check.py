@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,9 @@ from treeflash_jax.core import devices, programs, sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.accepting import VERIFY_STREAM
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.planning import Request, choose_tree, make_requests, resolve
+from treeflash_jax.engine.planning import NO_DRAFTER, Request, choose_tree, make_requests, resolve
 from treeflash_jax.engine.prompts import Prompt
 from treeflash_jax.engine.results import Result
-from treeflash_jax.engine.settings import NO_DRAFTER, Settings, takes_settings
 from treeflash_jax.models import verifier, vocab
 
 NEAR_TIE = 1e-4  # largest gap between the two logits of a near-tie, in any dtype, or
@@ -64,8 +63,7 @@ class Check:
         return self.divergence is None or self.divergence.is_near_tie(near_tie)
 
 
-@takes_settings
-def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settings]) -> list[Check]:
+def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Check]:
     """Decodes every prompt with and without drafting and compares the answers; see `TreeFlash.generate`.
 
     Raises:

@@ -18,7 +18,7 @@ from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import LINE, LONGEST_PATH, clipped, fit
+from treeflash_jax.core.checks import LINE, LONGEST_PATH, UnknownSetting, clipped, fit
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, models
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the program that reads the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
-    except (ValueError, OSError) as error:
+    except (ValueError, UnknownSetting, OSError) as error:
         print(f"treeflash: error: {clipped(error, 2 * LINE)}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
@@ -74,7 +74,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
     """Starts a conversation; answers are printed as they are decoded."""
-    add_settings(parser, without="samples batch_size log_probs expected_lengths")
+    add_settings(parser, without=("samples", "batch_size", "log_probs", "expected_lengths"))
 
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     rounding decides between them. The exit status is 1 if a prompt fails.
     """
     add_prompts(parser)
-    output = add_settings(parser, without="samples log_probs expected_lengths")
+    output = add_settings(parser, without=("samples", "log_probs", "expected_lengths"))
     usual = f"{NEAR_TIE:g} or {ROUNDINGS} units of rounding in the compute dtype, whichever is larger"
     help = f"largest gap between the two logits of a near-tie (default: {usual})"
     output.add_argument("--near-tie", type=float, metavar="GAP", help=help)

@@ -24,8 +24,8 @@ from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.bench.shapes import MeasuredSizes
-from treeflash_jax.cli.arguments import add_fields
 from treeflash_jax.core import devices, files
+from treeflash_jax.core.settings import add_options
 from treeflash_jax.engine import pairs
 
 PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # ways of decoding
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "smollm2: SmolLM2-135M-Instruct; tiny: a toy model that ships with the package (default: smollm2 if its weights "
     help += "are on this machine, else tiny)"
     parser.add_argument("--pair", choices=("smollm2", "tiny"), help=help)
-    add_fields(parser, tf.GenerateConfig, "max_new_tokens", max_new_tokens=160)
-    add_fields(parser, MeasuredSizes, "repeats", repeats=2)
+    add_options(parser, tf.GenerateConfig, ["max_new_tokens"], max_new_tokens=160)
+    add_options(parser, MeasuredSizes, ["repeats"], repeats=2)
     parser.add_argument("--svg", metavar="FILE", help="write a picture of the demo")
 
 

@@ -275,8 +275,12 @@ def suggestion(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-def suggesting(function: Function) -> Function:
-    """Wraps a function or class: unknown keyword arguments raise a ValueError that suggests a known argument."""
+class UnknownSetting(TypeError):
+    """A setting, keyword argument or option that does not exist."""
+
+
+def suggesting(function: T) -> T:
+    """Makes a function or class answer unknown keyword arguments with an UnknownSetting that suggests a known one."""
     if isinstance(function, type):
         function.__init__ = suggesting(function.__init__)
         return function
@@ -287,7 +291,7 @@ def suggesting(function: Function) -> Function:
         for name in keywords:
             if name not in known:
                 meant = suggestion(name, known)
-                raise ValueError(f"got unknown argument {name!r}" + (f"; did you mean {meant}?" if meant else ""))
+                raise UnknownSetting(f"got unknown argument {name!r}" + (f"; did you mean {meant}?" if meant else ""))
         return function(*args, **keywords)
 
     return checked

@@ -18,12 +18,6 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
 }
 
 
-def setting_names() -> tuple[str, ...]:
-    """Returns the fields of GenerateConfig that any registered drafter takes."""
-    return tuple(dict.fromkeys(name for drafter in DRAFTERS.values() for name in drafter.settings))
-
-
 __all__ = [
     "DRAFTERS", "BlockConfig", "DrafterConfig", "Eagle3Config", "Inputs", "LanguageModelConfig", "NgramConfig", "State",
-    "setting_names",
 ]  # fmt: skip

@@ -19,8 +19,8 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.planning import Request, draft_temperature
-from treeflash_jax.engine.settings import GenerateConfig
 
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers

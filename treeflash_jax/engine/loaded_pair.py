@@ -13,9 +13,9 @@ from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import batching, planning
 from treeflash_jax.engine.batching import Batch
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.planning import Request
 from treeflash_jax.engine.prompts import Prompt, encode
-from treeflash_jax.engine.settings import GenerateConfig, Settings
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
@@ -72,7 +72,7 @@ class LoadedPair:
         """Returns the token ids of a prompt in any form that `generate` takes; see `prompts.encode`."""
         return encode(prompt, self.tokenizer)
 
-    def resolve(self, config: GenerateConfig | None, settings: Settings, num_prompts: int = 1) -> GenerateConfig:
+    def resolve(self, config: GenerateConfig | None, settings: dict[str, Any], num_prompts: int = 1) -> GenerateConfig:
         """Checks the settings of a call and fills in the defaults of this pair; `settings` override `config`."""
         is_default = getattr(config, "builder", None) is None and not settings.get("builder")
         config = planning.resolve(config, settings, self.verifier, self.drafter)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
+from typing import Any
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import fit, whole
@@ -11,11 +11,11 @@ from treeflash_jax.core.clock import Clock
 from treeflash_jax.engine import planning
 from treeflash_jax.engine.batching import BatchDecoder, Session, largest_capacity, refill_size
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
+from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig
 from treeflash_jax.engine.loaded_pair import LoadedPair
 from treeflash_jax.engine.planning import Call
 from treeflash_jax.engine.prompts import Prompt, as_list, encode_each
 from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
-from treeflash_jax.engine.settings import MAX_SEQUENCES, GenerateConfig, Settings, takes_settings
 
 ROUNDS_PER_DISPATCH = 256  # Ctrl-C waits for a dispatch
 ROUNDS_PER_STOP_CHECK = 8  # the host searches for stop strings between dispatches
@@ -25,7 +25,7 @@ def make_call(
     model: LoadedPair,
     prompts: Prompt | Sequence[Prompt],
     config: GenerateConfig | None,
-    settings: Settings,
+    settings: dict[str, Any],
     indices: Sequence[int] | None = None,
 ) -> Call:
     """Checks the settings and prompts of a call against the pair, and its largest caches against device memory."""
@@ -89,14 +89,13 @@ class TreeFlash(LoadedPair):
       >>> print(result.text, result.tau)
     """
 
-    @takes_settings
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> list[Result]:
         """Generates an answer to every prompt.
 
@@ -124,14 +123,13 @@ class TreeFlash(LoadedPair):
             warn_of_low_tau(results)
         return Results(results)
 
-    @takes_settings
     def generate_each(
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> Iterator[tuple[int, Result]]:
         """Yields each answer as soon as it is finished, in any order.
 
@@ -147,7 +145,6 @@ class TreeFlash(LoadedPair):
         """
         yield from serve(self, make_call(self, prompts, config, settings, indices))
 
-    @takes_settings
     def stream(
         self,
         prompt: Prompt,
@@ -155,7 +152,7 @@ class TreeFlash(LoadedPair):
         *,
         rounds_per_dispatch: int = 4,
         session: Session | None = None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> Iterator[Chunk | Result]:
         """Yields the answer to one prompt piece by piece: Chunks while it is generated, then the Result.
 
@@ -186,13 +183,12 @@ class TreeFlash(LoadedPair):
             sent, shown = len(result.ids), text
         yield result
 
-    @takes_settings
     def warmup(
         self,
         prompt_tokens: int = 64,
         num_prompts: int = 1,
         config: GenerateConfig | None = None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> float:
         """Compiles the programs that `generate` or `stream` would run with the same settings, without decoding.
 

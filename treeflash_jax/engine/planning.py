@@ -6,44 +6,38 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
-from treeflash_jax import drafters
 from treeflash_jax.acceptance import check_lossless
 from treeflash_jax.core import devices
-from treeflash_jax.core.checks import checked, clipped, expect, fit, quoted, suggestion
+from treeflash_jax.core.checks import expect, fit, quoted
 from treeflash_jax.core.devices import Device
+from treeflash_jax.core.settings import field_names
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.defaults import default_lanes, draft_defaults
-from treeflash_jax.engine.settings import NO_DRAFTER, REFUSED, GenerateConfig, Settings, TreeConfig, settings_class
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.trees.shape import MAX_NODES
 
 DEFAULT_BATCH_SIZE = 8  # largest number of sequences decoded together by default
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
-# Arguments of `load` that users give to a call.
-LOAD_ARGUMENTS = """verifier drafter dtype quantize mesh revision drafter_revision steering local_files_only thinking
-    template""".split()
+NO_DRAFTER = "no drafter is loaded"
+DRAFTING = field_names(GenerateConfig, "drafting", "tree")
 
 
 def resolve(
-    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterConfig | None
+    config: GenerateConfig | None, settings: dict[str, Any], verifier: ModelConfig, drafter: DrafterConfig | None
 ) -> GenerateConfig:
     """Replaces `settings` in `config` and checks all against the pair. Raises ValueError for a wrong setting."""
-    for name in settings:
-        _check_name(name)
     expect(isinstance(config, GenerateConfig | None), "config", config, "a GenerateConfig; settings are given by name")
-    config = settings_class()(**(vars(config) if config else {}) | settings)
-    if isinstance(config.stop, str):
-        config = replace(config, stop=(config.stop,))
-    config = checked(config)
+    config = (config or GenerateConfig()).updated(**settings)
     if config.builder is None and drafter is None:
-        _refuse_changed(config, _drafting_settings(), NO_DRAFTER)
+        _refuse_changed(config, DRAFTING, NO_DRAFTER)
         config = replace(config, builder="none")
 
     if config.builder != "none":
         expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
-        others = [name for name in drafters.setting_names() if name not in drafter.settings]
+        others = [name for name in field_names(GenerateConfig, "drafting") if name not in drafter.settings]
         _refuse_changed(config, others, f"drafters of kind {drafter.kind!r} do not have it")
         draft = configured(drafter, config, verifier.vocab_size, devices.here())
         builder, rule, shape = choose_tree(config)
@@ -63,26 +57,13 @@ def resolve(
     return config
 
 
-def _check_name(name: str) -> None:
-    known = [setting.name for setting in fields(settings_class())]
-    if name in REFUSED:
-        raise ValueError(f"{name} is not supported: {REFUSED[name]}")
-    if name in known:
-        return
-    meant = name if name in LOAD_ARGUMENTS else suggestion(name, [*known, *LOAD_ARGUMENTS])
-    if meant in LOAD_ARGUMENTS:
-        raise ValueError(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
-    hint = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
-    raise ValueError(f"got unknown setting {quoted(name)}{hint}")
-
-
 def explain_plain(
     config: GenerateConfig, drafter: DrafterConfig | None, device: Device, dtype: Any, sequences: int = 1
 ) -> str | None:
     """Returns the reason why the default builder drafts nothing; None if it drafts. `sequences` is per data shard."""
     if drafter is None:
         return NO_DRAFTER
-    is_requested = any(_is_changed(config, name) for name in _drafting_settings())
+    is_requested = any(_is_changed(config, name) for name in DRAFTING)
     # With a drafter that may offer nothing (n-grams), a CPU's round without a draft is a one-token step.
     is_free, tau = device.is_cpu and drafter.may_offer_nothing, drafter.tau
     if is_requested or is_free or device.drafting_pays(dtype, sequences, tau):
@@ -90,10 +71,6 @@ def explain_plain(
     where = f"this CPU in {jnp.dtype(dtype).name}" if device.is_cpu else device.kind
     together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype, tau=tau) else ""
     return f"drafting does not pay on {where}{together} (nodes=8 drafts anyway)"
-
-
-def _drafting_settings() -> list[str]:
-    return [*drafters.setting_names(), *(setting.name for setting in fields(TreeConfig))]
 
 
 def _default_nodes(drafter: DrafterConfig, device: Device) -> int:
@@ -118,13 +95,12 @@ def fit_nodes(config: GenerateConfig, drafter: DrafterConfig | None, device: Dev
 
 
 def _is_changed(config: GenerateConfig, name: str) -> bool:
-    default = getattr(settings_class(), name)
-    return getattr(config, name, default) != default
+    return getattr(config, name) != getattr(GenerateConfig, name)
 
 
-def _refuse_changed(config: GenerateConfig, names: Sequence[str], why: str) -> None:
-    for name in names:
-        expect(not _is_changed(config, name), name, getattr(config, name, None), f"its default: {why}")
+def _refuse_changed(config: GenerateConfig, settings: Sequence[str], why: str) -> None:
+    for name in settings:
+        expect(not _is_changed(config, name), name, getattr(config, name), f"its default: {why}")
 
 
 def choose_tree(config: GenerateConfig) -> tuple[str, str, TreeShape]:
@@ -172,7 +148,7 @@ def make_plan(
     config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfig | None, dtype: Any, device: Device | None = None
 ) -> DecodePlan:
     """Makes the plan of the programs that `generate` compiles for checked settings."""
-    device, config = (device or devices.here()).in_dtype(dtype), settings_class()(**vars(config))
+    device = (device or devices.here()).in_dtype(dtype)
     head_dims = {layers.head_dim for layers in (verifier, getattr(drafter, "layers", verifier))}
     shared: dict[str, Any] = {
         "verifier": verifier,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
-from treeflash_jax.core.checks import quoted, suggestion
+from treeflash_jax.core.checks import fit, quoted, suggestion
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -21,6 +21,11 @@ class Text(str):
     Example:
       >>> model.generate(tf.Text("def add("))
     """
+
+
+def parse_ids(text: str) -> list[int]:
+    """Parses token ids such as "3 4 5", those of the option --prompt-ids."""
+    return fit(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -13,9 +13,9 @@ import numpy as np
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import whole
 from treeflash_jax.engine.batching import BatchDecoder, capacity_bucket
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.loaded_pair import LoadedPair
 from treeflash_jax.engine.planning import Request, choose_tree
-from treeflash_jax.engine.settings import GenerateConfig
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 

@@ -1,0 +1,257 @@
+"""Settings: frozen dataclasses whose fields are declared by `setting`; their checks, help, options and dotted names.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Sizes:
+        nodes: int | None = setting(None, "tree nodes verified per round", least=1, unset="the drafter's", unit="nodes")
+
+`check` checks an instance, `describe` returns the help text, and `add_options` adds an option of a command line for every
+field. `build` makes an instance from nested dicts, such as those of a TOML file; settings in tables have dotted names.
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from treeflash_jax.core.checks import INT32, UnknownSetting, clipped, fit, parse_json, quoted, suggestion
+
+T = TypeVar("T")
+kinds = functools.cache(get_type_hints)  # types of the fields of a dataclass, by name
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    unit: str = "",
+    unset: str = "",
+    basic: bool = False,
+    group: str = "",
+    choices: Callable[[], Iterable[str]] | None = None,
+    min_length: int | None = None,
+    **limits: float,
+) -> Any:
+    """Returns a dataclass field that is described and checked: `nodes: int = setting(16, "tree nodes", least=1)`.
+
+    Args:
+      default: default value; a field without one is required.
+      help: description for `help` and command lines.
+      unit: unit of a number, or kind of a text.
+      unset: meaning of the default None.
+      basic: lists the field before the advanced ones.
+      group: title under which help lists the field.
+      choices: returns the accepted texts; called at every check, since registries grow.
+      min_length: smallest length of a list or text.
+      **limits: `least`, `most` (INT32 by default), `above` and `below` of a number, also of numbers in a list.
+    """
+    checks: dict[str, Any] = {"most": INT32} | limits if limits else {}
+    checks |= {"choices": choices} if choices else {}
+    checks |= {} if min_length is None else {"min_length": min_length}
+    shown = {"help": help, "unit": unit, "unset": unset, "basic": basic, "group": group}
+    return dataclasses.field(default=default, metadata=shown | {"checks": checks})
+
+
+def fit_field(cls: type, name: str, value: Any, *, label: str = "", from_text: bool = False) -> Any:
+    """Converts a value to the type of a field. Raises ValueError for another type or a value outside its limits."""
+    checks = cls.__dataclass_fields__[name].metadata["checks"]
+    return fit(kinds(cls)[name], value, label or name, from_text=from_text, **checks)
+
+
+def check(config: Any) -> None:
+    """Checks a new instance; scalars and arrays of NumPy and JAX become numbers and tuples. For `__post_init__`."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value is not field.default:
+            object.__setattr__(config, field.name, fit_field(type(config), field.name, value))
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """Returns the fields that differ from their defaults."""
+    return {x.name: getattr(config, x.name) for x in fields(config) if getattr(config, x.name) != x.default}
+
+
+def field_names(cls: type, *groups: str, basic: bool | None = None) -> list[str]:
+    """Returns the names of the fields of a dataclass; only those of `groups`, and only basic ones or only others."""
+    chosen = [field for field in fields(cls) if not groups or field.metadata["group"] in groups]
+    return [field.name for field in chosen if basic in (None, field.metadata["basic"])]
+
+
+def default_text(field: Field) -> str:
+    """Returns the default of a field as text; "" for False and empty values."""
+    if field.default is None:
+        return field.metadata["unset"]
+    return "" if field.default in ((), "", MISSING) or field.default is False else f"{field.default}"
+
+
+def describe(cls: type, basic: bool | None = None) -> str:
+    """Returns name, help, choices and default of every setting; `basic` keeps basic settings only, or the others only."""
+    lines = []
+    for name, kind, field in leaves(cls):
+        if basic not in (None, field.metadata["basic"]):
+            continue
+        default = default_text(field)
+        notes = [f"one of {', '.join(words)}"] if (words := _choices(field, kind)) else []
+        if field.default is MISSING:
+            notes.append("required")
+        elif default:
+            notes.append(f"default: {default}")
+        text = f"{name}: {field.metadata['help']}" + (f" ({'; '.join(notes)})." if notes else ".")
+        lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _choices(field: Field, kind: Any) -> list[str]:
+    """Returns the words that a field accepts: its choices, or those of a Literal."""
+    if "choices" in field.metadata["checks"]:
+        return list(field.metadata["checks"]["choices"]())
+    return [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
+
+
+def add_options(
+    parser: Any,
+    cls: type,
+    chosen: Collection[str] | None = None,
+    *,
+    several: Collection[str] = (),
+    **defaults: Any,
+) -> None:
+    """Adds an option for every field of a dataclass, with its type, limits, default, choices, unit and help.
+
+    Args:
+      chosen: names of the fields to add; None for all.
+      several: names of fields whose option accepts a list of values.
+      **defaults: defaults that replace those of the fields.
+    """
+    for field in fields(cls):
+        if chosen is None or field.name in chosen:
+            keywords = _option(cls, field, defaults.get(field.name, field.default))
+            if field.name in several:
+                keywords["nargs"] = "+"
+            parser.add_argument("--" + field.name.replace("_", "-"), **keywords)
+
+
+def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
+    """Returns the arguments of `add_argument` for a field."""
+    kind = kinds(cls)[field.name]
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
+    parts = [part for part in parts if part is not NoneType]
+    usual = default_text(field) if default is field.default else str(default).strip("[]").replace(",", "")
+    text = (field.metadata["help"] + (f" (default: {usual})" if usual else "")).replace("%", "%%")
+    if parts == [bool]:
+        return {"action": "store_true", "help": text}
+    keywords = {"help": text} | ({"required": True} if default is MISSING else {"default": default})
+    words = _choices(field, kind)
+    if "choices" in field.metadata["checks"] or all(get_origin(part) is Literal for part in parts):
+        return keywords | {"choices": words}
+    unit = field.metadata["unit"] or "number"
+    keywords["metavar"] = "|".join([unit.upper() if unit.islower() else unit, *words])
+    if parts == [Sequence[str]]:
+        return keywords | {"action": "append", "default": list(default)}
+
+    def read(text: str) -> Any:
+        try:
+            if parts == [Mapping[str, Any]]:
+                return fit_field(cls, field.name, parse_json(text))
+            value = text.replace(",", " ").split() if parts == [Sequence[int]] else text
+            return fit_field(cls, field.name, value, from_text=True)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return keywords | {"type": read}
+
+
+def option_values(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """Returns the parsed values of the fields of a dataclass."""
+    return {field.name: getattr(arguments, field.name) for field in fields(cls) if hasattr(arguments, field.name)}
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Field]]:
+    """Yields dotted name, type and field of every setting; those of tables last, with "[]" after lists of tables."""
+    tables = []
+    for field in fields(cls):
+        kind = kinds(cls)[field.name]
+        table = _table(kind)
+        if table is None:
+            yield prefix + field.name, kind, field
+        else:
+            tables.append((table, f"{prefix}{field.name}{'.' if table is kind else '[].'}"))
+    for table, name in tables:
+        yield from leaves(table, name)
+
+
+def _table(kind: Any) -> type | None:
+    """Returns the dataclass of a field that is a table or a list of tables; None for other fields."""
+    return next((part for part in (kind, *get_args(kind)) if dataclasses.is_dataclass(part)), None)
+
+
+def setting_names(cls: type) -> list[str]:
+    """Returns the dotted name of every setting; those of list items lack the item's number."""
+    return [name.replace("[]", "") for name, _, _ in leaves(cls)]
+
+
+def assign(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a value by its dotted name; numbers are places in lists of tables, as in `sources.0.path`."""
+    *path, last = key.split(".")
+    table: Any = raw
+    try:
+        for name in path:
+            table = table[int(name)] if isinstance(table, list) else table.setdefault(name, {})
+        table.update({last: value})
+    except (AttributeError, ValueError, IndexError):  # of a value or a list in place of a table
+        expected = "a setting of a table that there is, such as loop.steps or sources.0.path"
+        raise ValueError(f"settings: got {clipped(key, 60)}, expected {expected}") from None
+
+
+def build(cls: type[T], raw: dict[str, Any], where: str = "settings") -> T:
+    """Returns nested dicts as settings. Raises UnknownSetting, or ValueError for a missing or wrong value."""
+    for key in dotted(raw, into_lists=True):
+        known = setting_names(cls)
+        tables = {name.rpartition(".")[0] for name in known}
+        name = re.sub(r"\.\d+", "", key)
+        if name not in (*known, *tables):
+            meant = suggestion(name, [*known, *tables])
+            hint = f"did you mean {meant}?" if meant else f"expected one of {clipped(', '.join(known), 160)}"
+            raise UnknownSetting(f"{where}: got unknown setting {clipped(key, 60)}; {hint}")
+    try:
+        return _build(cls, raw, "")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _build(cls: type, raw: Any, prefix: str) -> Any:
+    if not isinstance(raw, dict):
+        raise ValueError(f"got {prefix[:-1]} = {quoted(raw)}, expected a dictionary")
+    values = {}
+    for field in fields(cls):
+        kind, key = kinds(cls)[field.name], prefix + field.name
+        table, value = _table(kind), raw.get(field.name)
+        if field.name not in raw:
+            if field.default is MISSING and field.default_factory is MISSING:
+                raise ValueError(f"got no {key}, expected a value")
+        elif table is None:
+            values[field.name] = fit_field(cls, field.name, value, label=f"{key} =", from_text=True)
+        elif table is kind:
+            values[field.name] = _build(table, value, f"{key}.")
+        elif isinstance(value, list):
+            values[field.name] = tuple(_build(table, item, f"{key}.{i}.") for i, item in enumerate(value))
+        else:
+            raise ValueError(f"got {key} = {quoted(value)}, expected a list of tables")
+    return cls(**values)
+
+
+def dotted(raw: dict[str, Any], prefix: str = "", *, into_lists: bool = False) -> dict[str, Any]:
+    """Returns everything in nested dicts, and with `into_lists` in lists of them, by its dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        if into_lists and isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}
+        if isinstance(value, dict):
+            flat |= dotted(value, f"{prefix}{key}.", into_lists=into_lists)
+        else:
+            flat[prefix + key] = value
+    return flat

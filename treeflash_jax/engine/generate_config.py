@@ -1,0 +1,243 @@
+"""`GenerateConfig`: the settings of a call, each declared once, with its type, default, limits and help."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+from treeflash_jax.acceptance import RULES
+from treeflash_jax.core.checks import UnknownSetting, clipped, quoted, suggesting, suggestion
+from treeflash_jax.core.settings import changed, check, describe, field_names, setting
+from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.models.attention import CHOICES
+from treeflash_jax.trees import BUILDERS
+from treeflash_jax.trees.shape import MAX_NODES
+
+MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
+# Settings of other libraries, rejected with an explanation.
+REFUSED = {
+    "repetition_penalty": "penalties change the verifier's distribution with every token",
+    "presence_penalty": "penalties change the verifier's distribution with every token",
+    "frequency_penalty": "penalties change the verifier's distribution with every token",
+    "num_beams": "beam search does not sample from the verifier",
+    "grammar": "constrained decoding needs a mask per tree node",
+    "min_p": "only temperature, top-k and top-p are implemented",
+    "raw": 'text to be continued is given as tf.Text("...") in Python, and with --prompt on the command line',
+}
+# Arguments of `load` that users give to a call.
+LOAD_ARGUMENTS = """verifier drafter dtype quantize mesh revision drafter_revision steering local_files_only thinking
+    template""".split()
+GROUPS = {  # titles in help texts
+    "sampling": "sampling",
+    "drafting": "drafting (affects the speed, never the distribution of the output)",
+    "tree": "tree (affects the speed, never the distribution of the output)",
+    "running": "running",
+}
+sampling = partial(setting, group="sampling")
+drafting = partial(setting, group="drafting")
+tree = partial(setting, group="tree")
+running = partial(setting, group="running")
+
+
+@suggesting
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`.
+
+    Settings of drafting affect the speed, never the distribution of the output. A list has one value per prompt.
+
+    Example:
+      >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)
+    """
+
+    max_new_tokens: int = sampling(
+        128, "most tokens of an answer, the stop token included", least=1, unit="tokens", basic=True
+    )
+    temperature: float | Sequence[float] = sampling(
+        0.0, "sampling temperature of the verifier; 0 is greedy", least=0, basic=True
+    )
+    top_k: int | Sequence[int] = sampling(
+        0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens", basic=True
+    )
+    top_p: float | Sequence[float] = sampling(
+        1.0, "sample from the most likely tokens of this total probability", above=0, most=1, unit="probability", basic=True
+    )
+    seed: int | Sequence[int] = sampling(
+        0, "random seed; prompt i uses the key fold_in(seed, i)", least=0, most=2**32 - 1, basic=True
+    )
+    samples: int = sampling(
+        1,
+        "answers per prompt; answer 0 uses the prompt's key, answer j fold_in(prompt's key, j)",
+        least=1,
+        most=MAX_SEQUENCES,
+        unit="answers",
+        basic=True,
+    )
+    stop: Sequence[str] = sampling((), "text that ends an answer and is not part of it", unit="text", basic=True)
+    stop_ids: Sequence[int] | None = sampling(
+        None, "ids of the tokens that end an answer", least=0, unset="the model's own", unit="ids"
+    )
+
+    head: str | None = drafting(
+        None,
+        "second stage of a block drafter, which conditions a token on those before it; marginal turns it off",
+        unset="the drafter's own",
+        choices=lambda: tuple(HEADS),
+    )
+    block_size: int | None = drafting(
+        None,
+        "length of a block drafter's block, the last token of the text included, at most the drafter's; shorter blocks "
+        "make rounds faster and trees shallower",
+        unset="the drafter's, but at most 8 for trees on a CPU not using amx_bf16 unless their nodes are given",
+        least=2,
+        unit="tokens",
+    )
+    depths: int | None = drafting(
+        None,
+        "deepest level of the tree, or length of the chain, for drafters whose network runs once per level",
+        unset="the drafter's; 4 for the default tree on a CPU not using amx_bf16",
+        least=1,
+        most=MAX_NODES - 1,
+        unit="levels",
+    )
+    candidates: int | None = drafting(
+        None,
+        "most likely tokens per depth of a block drafter: the candidates that trees are built from (M in the paper)",
+        unset="16; on a CPU not using amx_bf16 8",
+        least=1,
+        unit="tokens",
+    )
+    children: int = drafting(
+        16, "most likely next tokens kept for every candidate (K in the paper)", least=1, unit="tokens"
+    )
+    shortlist: int | None = drafting(
+        None,
+        "tokens per depth that the second stage of a conditional head scores, chosen over all depths together; 0 "
+        "scores the whole vocabulary",
+        unset="0; on a CPU 32 if the vocabulary has 16,384 tokens or more",
+        least=0,
+        unit="tokens",
+    )
+    draft_vocabulary: str | None = drafting(
+        None,
+        "tokens that a block drafter may draft: the frequent ones that its folder lists, or all",
+        unset="frequent if there is a list",
+        choices=lambda: VOCABULARIES,
+    )
+    ngrams: int | None = drafting(
+        None,
+        "earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup); 0: none",
+        unset="0; for trees on a CPU 8",
+        least=0,
+        unit="matches",
+    )
+
+    builder: str | None = tree(
+        None,
+        "kind of draft: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
+        "sampled), one path (the greedy walk, or chain, that of the DFlash paper), or none",
+        unset="none without a drafter or where drafting does not pay, unless another drafting setting is given; otherwise "
+        "best-first, or hybrid at temperatures measured to be better",
+        choices=lambda: ("none", *BUILDERS),
+        basic=True,
+    )
+    nodes: int | None = tree(
+        None,
+        "tree nodes verified per round, the root (the last token of the text) included",
+        unset="for a tree the drafter's, but at most 8 on a CPU not using amx_bf16; for a chain the whole block; fewer for "
+        "large batches on known accelerators",
+        least=1,
+        most=MAX_NODES,
+        unit="nodes",
+        basic=True,
+    )
+    acceptance: str | None = tree(
+        None,
+        "rule that accepts nodes; with sample-and-match, the answer is also that of one-token decoding with the same seed",
+        unset="sample-and-match, but block for one sampled path and traversal for other sampled trees",
+        choices=lambda: tuple(RULES),
+    )
+    branches: int = tree(
+        2, "number of sampled paths, or most sampled children of a node", least=1, most=MAX_NODES, unit="nodes"
+    )
+    trunk: int = tree(2, "nodes before the first branching of a delayed tree", least=0, most=MAX_NODES, unit="nodes")
+    skeleton: float = tree(
+        0.25, "share of the nodes of a hybrid tree that best-first search chooses", least=0, most=1, unit="share"
+    )
+    leaves: bool = tree(False, "let sampled trees contain tokens that the drafter cannot continue")
+    drafter_temperature: float | None = tree(
+        None,
+        "temperature of the draft",
+        unset="the larger of the drafter's own temperature and min(sampling temperature, 1)",
+        above=0,
+    )
+    lanes: int | None = tree(
+        None,
+        "nodes per level that a best-first tree may expand; the number of children gives EAGLE-2's tree",
+        unset="the drafter's (2 for the default tree on a CPU not using amx_bf16); all nodes if it drafts every "
+        "level in one pass",
+        least=1,
+        most=MAX_NODES,
+        unit="nodes",
+    )
+
+    batch_size: int | None = running(
+        None,
+        "sequences decoded together; with fewer prompts, the unused slots decode padding",
+        unset="all, at most 8",
+        least=1,
+        most=MAX_SEQUENCES,
+        unit="sequences",
+        basic=True,
+    )
+    attention: str | None = running(
+        None,
+        "implementation of attention: xla reads whole caches; streamed and pallas-gpu only their filled part. "
+        "pallas-gpu is the default on H100 and H200 in bfloat16",
+        unset="chosen by device and dtype",
+        choices=lambda: CHOICES,
+    )
+    log_probs: bool = running(False, "also return the verifier's log-probability of every token")
+    expected_lengths: bool = running(
+        False, "also return the expected number of tokens that each round commits, given its tree"
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        check(self)
+
+    def __repr__(self) -> str:
+        return f"GenerateConfig({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
+
+    def updated(self, **settings: Any) -> Self:
+        """Returns these settings with some replaced. Raises UnknownSetting (a TypeError) or ValueError."""
+        for name in settings:
+            check_name(name)
+        return replace(self, **settings)
+
+
+GenerateConfig.__doc__ = f"""{inspect.cleandoc(GenerateConfig.__doc__ or "")}
+
+Attributes:
+{describe(GenerateConfig, basic=True)}
+
+Advanced attributes:
+{describe(GenerateConfig, basic=False)}
+"""
+
+
+def check_name(name: str) -> None:
+    """Raises UnknownSetting for a name that is no setting, with the setting or argument of `load` that was meant."""
+    known = field_names(GenerateConfig)
+    if name in REFUSED:
+        raise UnknownSetting(f"{name} is not supported: {REFUSED[name]}")
+    if name in known:
+        return
+    meant = name if name in LOAD_ARGUMENTS else suggestion(name, [*known, *LOAD_ARGUMENTS])
+    if meant in LOAD_ARGUMENTS:
+        raise UnknownSetting(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
+    hint = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
+    raise UnknownSetting(f"got unknown setting {quoted(name)}{hint}")
