@@ -44,7 +44,7 @@ def moved(path: Path, change: int) -> Path:
 
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
-ROW = np.ones(64, np.float32), F32
+ONES = np.ones(64, np.float32), F32
 REFUSED = {
     "no file": (lambda p: p.unlink() or p, "not found"),
     "empty": (lambda p: cut(p, 0), "empty"),
@@ -66,8 +66,8 @@ REFUSED = {
     "architecture": (lambda p: write_small(p, {"general.architecture": "gemma3"}), "'gemma3', expected 'qwen3' or 'llama'"),
     "missing tensor": (lambda p: write_small(p, lose="blk.1.ffn_up.weight"), "tensors missing, the first is blk.1.ffn_up"),
     "missing table": (lambda p: write_small(p, lose="token_embd.weight"), "token_embd.weight"),
-    "extra tensor": (lambda p: write_small(p, **{"blk.0.attn_q.bias": ROW}), "unknown tensors, the first is blk.0.attn_q"),
-    "rope divisors": (lambda p: write_small(p, **{"rope_freqs.weight": ROW}), "rope_freqs.weight has shape [64]"),
+    "extra tensor": (lambda p: write_small(p, **{"blk.0.attn_q.bias": ONES}), "unknown tensors, the first is blk.0.attn_q"),
+    "rope divisors": (lambda p: write_small(p, **{"rope_freqs.weight": ONES}), "rope_freqs.weight has shape [64]"),
     "missing size": (lambda p: write_small(p, changes={"block_count": None}), "llama: got block_count = None"),
     "more layers": (lambda p: write_small(p, changes={"block_count": 10**9}), "1,000,000,000 layers, expected 2"),
     "lengths": (lambda p: write_small(p, changes={"attention.value_length": 8}), "value_length 8, expected 16"),

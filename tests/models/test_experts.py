@@ -1,4 +1,4 @@
-"""Mixtures of experts against a loop in NumPy, in float64: every form, ties, experts that no token or everybody picks."""
+"""Mixtures of experts against a loop in NumPy, in float64: every form, ties, experts that no token or every token picks."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ CASES = {  # with what they change in the config
     "k = E": {"experts_per_token": 6},
     "few of many": {"num_experts": 16},
     "sizes of no whole turns": {"hidden_size": 12, "expert_size": 5},
-    "one row": {},
+    "one token": {},
     "ties": {},
     "one expert for all": {},
     "an expert no token picks": {},
@@ -61,7 +61,7 @@ CASES = {  # with what they change in the config
 @pytest.mark.parametrize("name", CASES)
 def test_every_form_is_the_loop_over_tokens_and_experts(name):
     config = replace(CONFIG, **CASES[name])
-    weights, shape = make_weights(config), (1 if name == "one row" else 9, config.hidden_size)
+    weights, shape = make_weights(config), (1 if name == "one token" else 9, config.hidden_size)
     x_nd = np.random.default_rng(3).normal(size=shape)
     if name == "ties":
         weights["router"] = np.zeros_like(weights["router"])

@@ -48,12 +48,12 @@ def compare(function, arrays, kind, atol):
         weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return jnp.sum(weights * out.astype(jnp.float32)), out
 
-    found, expected = (
+    got, expected = (
         jax.jit(partial(jax.grad(summed, has_aux=True), kind=name))(given)
         for name, given in ((kind, arrays), ("chunked", [x.astype(jnp.float32) for x in arrays]))
     )
-    assert found[1].dtype == arrays[0].dtype
-    for x, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert got[1].dtype == arrays[0].dtype
+    for x, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), wanted, atol=atol * max(1, float(jnp.abs(wanted).max())))
 
 

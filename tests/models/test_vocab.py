@@ -146,15 +146,15 @@ def test_top_log_probs_are_those_of_log_softmax(dtype):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 def test_the_likeliest_tokens_do_not_depend_on_chunks(mesh, monkeypatch, sharded, chunks):
-    table_vd, hidden_brd = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, 8), (4, 7, 8)]))
+    table_vd, hidden_btd = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, 8), (4, 7, 8)]))
     temperature_b = jnp.array([1.0, 0.7, 2.0, 1.0])
-    logits_brv = hidden_brd @ table_vd.T
-    expected = vocab.top_log_probs(logits_brv, 5, temperature_b[:, None, None])
-    monkeypatch.setattr(vocab, "CHUNK_BYTES", logits_brv.nbytes // (mesh.size if sharded else 1) // chunks + 3)
+    logits_btv = hidden_btd @ table_vd.T
+    expected = vocab.top_log_probs(logits_btv, 5, temperature_b[:, None, None])
+    monkeypatch.setattr(vocab, "CHUNK_BYTES", logits_btv.nbytes // (mesh.size if sharded else 1) // chunks + 3)
     likeliest = jax.jit(lambda *args: vocab.likeliest(args[0], args[1], 5, args[2]))
     with jax.set_mesh(mesh) if sharded else nullcontext():
-        program = likeliest.lower(table_vd, hidden_brd, temperature_b)
-        actual = program.compile()(table_vd, hidden_brd, temperature_b)
+        program = likeliest.lower(table_vd, hidden_btd, temperature_b)
+        actual = program.compile()(table_vd, hidden_btd, temperature_b)
     assert ("stablehlo.while" in program.as_text()) == (chunks > 1)
     np.testing.assert_array_equal(actual[0], expected[0])
     np.testing.assert_allclose(actual[1], expected[1], atol=1e-5)
@@ -164,7 +164,7 @@ def test_no_log_probability_is_above_zero():
     logits = jax.random.normal(jax.random.key(0), (500, V)) * jnp.logspace(-1, 3, 500)[:, None]
     for temperature in (1.0, 0.7, 0.03):
         _, log_probs = jax.jit(vocab.top_log_probs, static_argnums=1)(logits, 2, jnp.float32(temperature))
-        assert log_probs.max() == 0, "peaked rows occur, and a child never outscores its parent"
+        assert log_probs.max() == 0, "peaked vectors occur, and a child never outscores its parent"
 
 
 @needs_8_devices

@@ -11,7 +11,7 @@ from draft_trees import eagle_2, paths
 
 from treeflash_jax import trees
 
-TABLES, DEPTHS, ROWS, CHILDREN, VOCAB = 512, 4, 5, 4, 23
+TABLES, DEPTHS, CONTEXTS, CHILDREN, VOCAB = 512, 4, 5, 4, 23
 KINDS = ("plain", "ties", "certain", "leaves", "missing", "exhausted")
 
 
@@ -23,7 +23,7 @@ def build(name: str, table, anchor_b, nodes: int) -> trees.DraftTree:
 best_first = partial(build, "best-first")
 
 
-def random_tables(kind: str, seed: int = 0, contexts: int = ROWS, children: int = CHILDREN) -> trees.TransitionTable:
+def random_tables(kind: str, seed: int = 0, contexts: int = CONTEXTS, children: int = CHILDREN) -> trees.TransitionTable:
     """B tables, each context with distinct tokens and log-probabilities in decreasing order."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     shape = (TABLES, DEPTHS, contexts, children)

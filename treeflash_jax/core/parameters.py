@@ -24,8 +24,6 @@ class Spec:
       outputs: remaining axes of a linear map that Muon trains as an (inputs, outputs) matrix; () leaves it to AdamW.
       can_quantize: false keeps a weight with inputs in the model's dtype.
       dtype: dtype of the weight; None for the model's.
-      once_per_slot: in costs of a block drafter's head, counts products with the weight once per block slot instead of
-        once per (slot, previous token).
     """
 
     shape: tuple[int, ...]
@@ -35,7 +33,6 @@ class Spec:
     outputs: tuple[int, ...] = ()
     can_quantize: bool = True
     dtype: Any = None
-    once_per_slot: bool = False
 
     def dtype_in(self, dtype: Any) -> Any:
         """Returns the weight's dtype in a model of `dtype`."""
