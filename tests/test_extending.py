@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -17,7 +16,8 @@ from safetensors.numpy import load_file
 import treeflash_jax as tf
 from train import head as head_stage
 from treeflash_jax import trees
-from treeflash_jax.acceptance import RULES, sample_and_match
+from treeflash_jax.acceptance import RULES
+from treeflash_jax.acceptance.sample_and_match import SampleAndMatch
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.heads import HEADS
@@ -79,18 +79,21 @@ def test_a_builder(monkeypatch, tiny, capsys):
 # An acceptance rule: never more than one drafted token, which is lossless as well.
 
 
-def _one_at_most(tree_, proposal, rows, noise):
-    taken = sample_and_match.walk(tree_, proposal, rows, noise)
-    drafted_bp = trees.pick(tree_.tokens_bn, taken.path_bp)
-    is_cut_b = taken.length_b > 2
-    third_b = drafted_bp[:, 2] if drafted_bp.shape[1] > 2 else taken.bonus_b
-    return taken.replace(length_b=jnp.minimum(taken.length_b, 2), bonus_b=jnp.where(is_cut_b, third_b, taken.bonus_b))
+class OneAtMost(SampleAndMatch):
+    distributions = ("deterministic",)
+    needs = "a tree of no random nodes"
+
+    def walk(self, tree, proposal, target, noise):
+        taken = super().walk(tree, proposal, target, noise)
+        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
+        is_cut_b = taken.length_b > 2
+        third_b = drafted_bp[:, 2] if drafted_bp.shape[1] > 2 else taken.bonus_b
+        length_b, bonus_b = jnp.minimum(taken.length_b, 2), jnp.where(is_cut_b, third_b, taken.bonus_b)
+        return taken.replace(length_b=length_b, bonus_b=bonus_b)
 
 
 def test_an_acceptance_rule(monkeypatch, tiny, capsys):
-    limits = {"DISTRIBUTIONS": ("deterministic",), "NEEDS": "a tree of no random nodes"}
-    rule = SimpleNamespace(walk=_one_at_most, weights=sample_and_match.weights, **limits)
-    monkeypatch.setitem(RULES, "one at most", rule)
+    monkeypatch.setitem(RULES, "one at most", OneAtMost())
     [drafted] = drafted_as_plain(tiny, [CHAT], {"acceptance": "one at most"} | SMALL, max_new_tokens=12)
     assert max(drafted.accept_lengths) == 2
     assert generated(capsys, "--verifier", "tiny", *ASK, "--acceptance", "one at most", *OPTIONS) == drafted.ids

@@ -30,7 +30,7 @@ CASES = {
 }
 SIZES = {"full": (0, 3, 2, 3), "truncated": (3, 4, 2, 3), "top-p": (5, 4, 2, 3, 0.8)}  # seed, v, depths, children, top-p
 LOSSLESS = [
-    (name, rule) for name, case in CASES.items() for rule in RULES if case.distribution in RULES[rule].DISTRIBUTIONS
+    (name, rule) for name, case in CASES.items() for rule in RULES if case.distribution in RULES[rule].distributions
 ]
 TESTED = [pair for pair in LOSSLESS if pair[1] != "sample-and-match"]  # its walk has no coins; equality is test_lossless
 
@@ -188,7 +188,7 @@ def test_weights_of_large_trees_are_the_oracles(forest, rule):
     p_bnv /= p_bnv.sum(-1, keepdims=True)
     checked = 0
     for i, (builder, _, sizes) in enumerate(LARGE.values()):
-        if trees.BUILDERS[builder].distribution_for(sizes) not in RULES[rule].DISTRIBUTIONS:
+        if trees.BUILDERS[builder].distribution_for(sizes) not in RULES[rule].distributions:
             continue
         for b in (2 * i, 2 * i + 1):
             prefixes, seen, _ = cases.read(drawn, proposal, b, VOCABULARY)
@@ -333,7 +333,7 @@ def test_lossy_combinations_are_refused_with_the_reason():
     lossy = {"block": "paths", "k-sequential": "hybrid", "multi-path-block": "delayed", "rejection": "paths"}
     for rule, distribution in lossy.items():
         words = f"acceptance '{rule}' with a tree of distribution '{distribution}', expected"
-        refused(partial(check_lossless, rule, distribution), words, RULES[rule].NEEDS, "sample-and-match")
+        refused(partial(check_lossless, rule, distribution), words, RULES[rule].needs, "sample-and-match")
     for rule in RULES:
         check_lossless(rule, "one path")
         if rule != "sample-and-match":

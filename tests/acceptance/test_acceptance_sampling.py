@@ -18,7 +18,8 @@ from scipy import stats
 
 from treeflash_jax import GenerateConfig, TreeFlash
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.acceptance.draws import make_rule, reject_all, walk_down
+from treeflash_jax.acceptance.draws import reject_all
+from treeflash_jax.acceptance.recursive import Recursive
 from treeflash_jax.decoding.loops import DecodePlan, Sampling
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.drafters import Eagle3Config, LanguageModelConfig, NgramConfig, steering
@@ -142,7 +143,7 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(exact, monkeypatch, ki
     pair = make_pair(MODEL, drafter, scale=0.7)
     plan = planned(pair, IN_TURN, settings | TREES[tree])
     distribution = BUILDERS[plan.builder].distribution_for(plan.shape)
-    fitting = [name for name, rule in RULES.items() if distribution in rule.DISTRIBUTIONS]
+    fitting = [name for name, rule in RULES.items() if distribution in rule.distributions]
     monkeypatch.setitem(RULES, IN_TURN, in_turn(fitting))
     tokens, states = answers(pair, plan, size=EACH * len(fitting), new=4)
     assert len(np.unique(count_rounds(states))) > 1
@@ -155,11 +156,10 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(exact, monkeypatch, ki
 def test_a_biased_rule_is_rejected(pair, exact, monkeypatch):
     """A rejected draw is followed by a token of p, not of the residual."""
 
-    def stop(tree, draws, coins_bx):
-        last_b = walk_down(tree, draws, reject_all(draws).chance_bx, coins_bx)
-        return last_b, jnp.take_along_axis(draws.p_bnc, last_b[:, None, None], axis=1)[:, 0]
+    class Biased(Recursive):
+        def test_draws(self, draws):
+            return reject_all(draws).chance_bx, draws.p_bnc
 
-    biased = SimpleNamespace(walk=make_rule(lambda tree, draws: None, stop)[1])
-    monkeypatch.setitem(RULES, "biased", biased)
+    monkeypatch.setitem(RULES, "biased", Biased())
     tokens, _ = answers(pair, planned(pair, "biased", DRAFT | TREES["without-replacement"]))
     assert p_value(tokens, exact) < 1e-9

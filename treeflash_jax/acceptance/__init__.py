@@ -1,58 +1,41 @@
 """Acceptance rules: they choose the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-A rule is one file with one line in RULES. It has:
-
-    weights(tree, proposal, target) -> [b, n]
-        P(the accepted path passes each node), with the coins averaged out. Its sum over the nodes is the expected number of
-        tokens that a round commits.
-    walk(tree, proposal, target, noise) -> Acceptance
-        the decision, with all noise as arrays
-    DISTRIBUTIONS   the proposal distributions (`trees.Builder.distribution`) that the rule is lossless for
-    NEEDS           its requirement in words, for messages
-
-Arguments are a `trees.DraftTree`, the `trees.Proposal` its nodes were drawn from (None for deterministic trees), the
-verifier's `TargetDistribution` at every node, and `Noise`. `draws.make_rule` makes both functions for rules that test
-draws, and `draws.make_top_down_rule` for those of them that go from the root to a child that its test accepts: they read p
-on the support of every node's children and its mass off it, and form one vector over the vocabulary, for the last accepted
-node.
-
-Coins are keyed by round, not by text position: after a round that ended early, the next one would reuse coins that had
-already rejected at the same positions, and block and traversal rules would not be lossless.
+A rule is a `Rule` in a file of its own, and one line in RULES. Rules that test draws are a `draws.DrawsRule`; those that also
+go from the root to a child that its test accepts are a `draws.TopDownRule`. They read p on the support of all children and
+its mass off it, and form one vector over the vocabulary, for the last accepted node.
 """
 
-from treeflash_jax.acceptance import (
-    block,
-    k_sequential,
-    multi_path_block,
-    naive_tree,
-    recursive,
-    rejection,
-    sample_and_match,
-    traversal,
-)
-from treeflash_jax.acceptance.target import Noise, TargetDistribution, target_distribution
+from treeflash_jax.acceptance.block import Block
+from treeflash_jax.acceptance.k_sequential import KSequential
+from treeflash_jax.acceptance.multi_path_block import MultiPathBlock
+from treeflash_jax.acceptance.naive_tree import NaiveTree
+from treeflash_jax.acceptance.recursive import Recursive
+from treeflash_jax.acceptance.rejection import Rejection
+from treeflash_jax.acceptance.rule import Rule
+from treeflash_jax.acceptance.sample_and_match import SampleAndMatch
+from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, target_distribution
+from treeflash_jax.acceptance.traversal import Traversal
 
-RULES = {
-    "sample-and-match": sample_and_match,
-    "rejection": rejection,
-    "recursive": recursive,
-    "naive-tree": naive_tree,
-    "k-sequential": k_sequential,
-    "block": block,
-    "traversal": traversal,
-    "multi-path-block": multi_path_block,
+RULES: dict[str, Rule] = {
+    "sample-and-match": SampleAndMatch(),
+    "rejection": Rejection(),
+    "recursive": Recursive(),
+    "naive-tree": NaiveTree(),
+    "k-sequential": KSequential(),
+    "block": Block(),
+    "traversal": Traversal(),
+    "multi-path-block": MultiPathBlock(),
 }
 
 
 def check_lossless(rule: str, distribution: str) -> None:
     """Raises ValueError if a rule would change the verifier's distribution for nodes drawn from this distribution."""
-    module = RULES[rule]
-    if distribution not in module.DISTRIBUTIONS:
-        fitting = [name for name, other in RULES.items() if distribution in other.DISTRIBUTIONS]
+    if distribution not in RULES[rule].distributions:
+        fitting = [name for name, other in RULES.items() if distribution in other.distributions]
         raise ValueError(
-            f"got acceptance {rule!r} with a tree of distribution {distribution!r}, expected {module.NEEDS}; "
+            f"got acceptance {rule!r} with a tree of distribution {distribution!r}, expected {RULES[rule].needs}; "
             f"lossless here: {', '.join(fitting)}"
         )
 
 
-__all__ = ["RULES", "Noise", "TargetDistribution", "check_lossless", "target_distribution"]
+__all__ = ["RULES", "Acceptance", "Noise", "Rule", "TargetDistribution", "check_lossless", "target_distribution"]

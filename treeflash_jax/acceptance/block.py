@@ -14,11 +14,19 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax.acceptance.draws import Draws, make_rule
+from treeflash_jax.acceptance.draws import Draws, DrawsRule
 from treeflash_jax.trees import DraftTree
 
-DISTRIBUTIONS = ("one path",)
-NEEDS = "one sampled path"
+
+class Block(DrawsRule):
+    distributions = ("one path",)
+    needs = "one sampled path"
+
+    def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
+        return passed(_as_path(tree, draws))
+
+    def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kept(_as_path(tree, draws), coins_bx)
 
 
 @struct.dataclass
@@ -86,8 +94,3 @@ def _as_path(tree: DraftTree, draws: Draws) -> Path:
         q_bpc=draws.q_bnc,
         outside_bp=draws.outside_bn,
     )
-
-
-weights, walk = make_rule(
-    lambda tree, draws: passed(_as_path(tree, draws)), lambda tree, draws, coins_bx: kept(_as_path(tree, draws), coins_bx)
-)

@@ -11,8 +11,8 @@ Source: SpecInfer (arXiv 2305.09781) for the tests; the scalar form follows from
 max(p - (a + b) q, 0).
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from treeflash_jax.acceptance.rule import Rule
 from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, accept, follow
 from treeflash_jax.core import sharding
 from treeflash_jax.models import vocab
@@ -196,50 +197,52 @@ def walk_down(tree: DraftTree, draws: Draws, chance_bx: jax.Array, coins_bx: jax
     return follow(tree, hits_bn > 0, draws.depths + 1)
 
 
-def make_rule(
-    chances: Callable[[DraftTree, Draws], jax.Array],
-    stop: Callable[[DraftTree, Draws, jax.Array], tuple[jax.Array, jax.Array]],
-) -> tuple[Callable, Callable]:
-    """Returns `weights` and `walk` of a rule that works on the support.
+class DrawsRule(Rule):
+    """A rule that tests draws: it reads p on the support of the nodes' children only."""
 
-    Args:
-      chances: (tree, draws) -> the result of `weights`.
-      stop: (tree, draws, coins) -> the last accepted node [b] and the remainder of its p on the support [b, c], in the
-        units of p off it.
-    """
+    @abstractmethod
+    def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
+        """Returns the result of `weights`."""
 
-    def over_draws(function: Callable, tree: DraftTree, proposal: Proposal, target: TargetDistribution, *coins) -> Any:
+    @abstractmethod
+    def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the last accepted node [b] and the remainder of its p on the support [b, c], in the units of p off it."""
+
+    def weights(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution) -> jax.Array:
+        return self._over_draws(self.chances, tree, proposal, target)
+
+    def walk(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution, noise: Noise) -> Acceptance:
+        last_b, left_bc = self._over_draws(self.stop, tree, proposal, target, noise.coins_bx)
+        residual_bv = target.residual(last_b, pick(proposal.support_bnc, last_b[:, None])[:, 0], left_bc)
+        bonus_b = vocab.argmax(residual_bv + noise.bonus_bv)
+        return accept(tree, last_b, bonus_b, noise.gumbel_bpv.shape[1])
+
+    @staticmethod
+    def _over_draws(function: Callable, tree: DraftTree, proposal: Proposal, target: TargetDistribution, *coins) -> Any:
         def run(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *coins) -> Any:
             return function(tree, read_draws(tree, proposal, p_bnc), *coins)
 
         return sharding.over_batch(run, tree, proposal, jnp.exp(target.gather(proposal.support_bnc)), *coins)
 
-    def walk(tree: DraftTree, proposal: Proposal, target: TargetDistribution, noise: Noise) -> Acceptance:
-        last_b, left_bc = over_draws(stop, tree, proposal, target, noise.coins_bx)
-        residual_bv = target.residual(last_b, pick(proposal.support_bnc, last_b[:, None])[:, 0], left_bc)
-        bonus_b = vocab.argmax(residual_bv + noise.bonus_bv)
-        return accept(tree, last_b, bonus_b, noise.gumbel_bpv.shape[1])
 
-    return partial(over_draws, chances), walk
+class TopDownRule(DrawsRule):
+    """A rule that goes from the root to the first child that its test accepts."""
 
+    @abstractmethod
+    def test_draws(self, draws: Draws) -> tuple[jax.Array, jax.Array]:
+        """Returns two arrays.
 
-def make_top_down_rule(test_draws: Callable[[Draws], tuple[jax.Array, jax.Array]]) -> tuple[Callable, Callable]:
-    """Returns `weights` and `walk` of a rule that goes from the root to the first child that its test accepts.
+        They are the probability that each draw is accepted once earlier ones were rejected [b, x], and the remainder of p
+        on the support of every node [b, n, c].
+        """
 
-    Args:
-      test_draws: draws -> the probability that each draw is accepted once earlier ones were rejected [b, x], and the
-        remainder of p on the support of every node [b, n, c].
-    """
+    def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
+        return reach(tree, draws, self.test_draws(draws)[0])
 
-    def chances(tree: DraftTree, draws: Draws) -> jax.Array:
-        return reach(tree, draws, test_draws(draws)[0])
-
-    def stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        chance_bx, left_bnc = test_draws(draws)
+    def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chance_bx, left_bnc = self.test_draws(draws)
         last_b = walk_down(tree, draws, chance_bx, coins_bx)
         return last_b, pick(left_bnc, last_b[:, None])[:, 0]
-
-    return make_rule(chances, stop)
 
 
 def _to_nodes(value_bx: jax.Array, where_bx: jax.Array, node_bx: jax.Array, like_bn: jax.Array) -> jax.Array:

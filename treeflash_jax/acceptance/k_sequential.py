@@ -11,23 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeflash_jax.acceptance.draws import Draws, make_top_down_rule
+from treeflash_jax.acceptance.draws import Draws, TopDownRule
 from treeflash_jax.trees import pick
 
-DISTRIBUTIONS = ("one path", "paths", "delayed")
-NEEDS = "siblings drawn independently, with replacement"
 
+class KSequential(TopDownRule):
+    distributions = ("one path", "paths", "delayed")
+    needs = "siblings drawn independently, with replacement"
 
-def _test_draws(draws: Draws) -> tuple[jax.Array, jax.Array]:
-    """Returns min(1, p / (rho q)) of every draw, [b, x], and the remainder of p on the support, [b, n, c]."""
-    rho_bn, count_bn = _solve(draws)
-    scaled_bx = draws.gather(draws.q_bnc) * pick(rho_bn, draws.parent_bx)
-    chance_bx = jnp.minimum(draws.gather(draws.p_bnc) / jnp.where(scaled_bx > 0, scaled_bx, 1), 1)
-    beta_bn = _beta(draws, rho_bn)
-    hit_bn = -jnp.expm1(count_bn * jnp.log1p(-jnp.minimum(beta_bn, 1)))
-    per_beta_bn = jnp.where(beta_bn > 0, hit_bn / jnp.where(beta_bn > 0, beta_bn, 1), 0)
-    used_bnc = jnp.minimum(draws.p_bnc / rho_bn[..., None], draws.q_bnc) * per_beta_bn[..., None]
-    return chance_bx * draws.is_draw_bx, jnp.maximum(draws.p_bnc - used_bnc, 0)
+    def test_draws(self, draws: Draws) -> tuple[jax.Array, jax.Array]:
+        """Returns min(1, p / (rho q)) of every draw, [b, x], and the remainder of p on the support, [b, n, c]."""
+        rho_bn, count_bn = _solve(draws)
+        scaled_bx = draws.gather(draws.q_bnc) * pick(rho_bn, draws.parent_bx)
+        chance_bx = jnp.minimum(draws.gather(draws.p_bnc) / jnp.where(scaled_bx > 0, scaled_bx, 1), 1)
+        beta_bn = _beta(draws, rho_bn)
+        hit_bn = -jnp.expm1(count_bn * jnp.log1p(-jnp.minimum(beta_bn, 1)))
+        per_beta_bn = jnp.where(beta_bn > 0, hit_bn / jnp.where(beta_bn > 0, beta_bn, 1), 0)
+        used_bnc = jnp.minimum(draws.p_bnc / rho_bn[..., None], draws.q_bnc) * per_beta_bn[..., None]
+        return chance_bx * draws.is_draw_bx, jnp.maximum(draws.p_bnc - used_bnc, 0)
 
 
 def _beta(draws: Draws, rho_bn: jax.Array) -> jax.Array:
@@ -50,6 +51,3 @@ def _solve(draws: Draws) -> tuple[jax.Array, jax.Array]:
     one_bn = jnp.ones_like(count_bn)
     steps = jnp.finfo(count_bn.dtype).nmant + 2
     return lax.fori_loop(0, steps, halve, (one_bn, jnp.maximum(count_bn, 1)))[1], count_bn
-
-
-weights, walk = make_top_down_rule(_test_draws)

@@ -17,22 +17,27 @@ from jax import lax
 
 from treeflash_jax.acceptance import block
 from treeflash_jax.acceptance.block import Path
-from treeflash_jax.acceptance.draws import Draws, make_rule
+from treeflash_jax.acceptance.draws import Draws, DrawsRule
 from treeflash_jax.trees import DraftTree, pick
 
-DISTRIBUTIONS = ("one path", "paths")
-NEEDS = "sampled paths that are independent from the anchor on"
 LARGEST = 1e30  # bound of A / f
 
 
-def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
-    """Returns P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
-    path = _choose(draws)
-    zero_n = jnp.zeros(draws.p_bnc.shape[1], draws.p_bnc.dtype)
-    return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(path.node_bp, block.passed(path))
+class MultiPathBlock(DrawsRule):
+    distributions = ("one path", "paths")
+    needs = "sampled paths that are independent from the anchor on"
+
+    def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
+        """Returns P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
+        path = _largest_path(draws)
+        zero_n = jnp.zeros(draws.p_bnc.shape[1], draws.p_bnc.dtype)
+        return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(path.node_bp, block.passed(path))
+
+    def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return block.kept(_largest_path(draws), coins_bx)
 
 
-def _choose(draws: Draws) -> Path:
+def _largest_path(draws: Draws) -> Path:
     """Returns the largest path with its distribution given that it is the largest."""
     p_bnc, q_bnc = draws.p_bnc, draws.q_bnc
     possible_bnc = q_bnc > 0
@@ -90,6 +95,3 @@ def _skewed(q_bc: jax.Array, below_bc: jax.Array, before_b: jax.Array, paths_b: 
     skewed_bc = q_bc * lax.fori_loop(0, jnp.max(paths_b, initial=0), add, start)[0]
     mass_b1 = jnp.sum(skewed_bc, axis=-1, keepdims=True)
     return skewed_bc / jnp.where(mass_b1 > 0, mass_b1, 1)
-
-
-weights, walk = make_rule(_chances, lambda tree, draws, coins_bx: block.kept(_choose(draws), coins_bx))

@@ -9,11 +9,12 @@ Source: NaiveTree in arXiv 2602.16994; SpecHub and greedy drafting (arXiv 2502.1
 
 from dataclasses import replace
 
-from treeflash_jax.acceptance import recursive
-from treeflash_jax.acceptance.draws import make_top_down_rule
+import jax
 
-DISTRIBUTIONS, NEEDS = recursive.DISTRIBUTIONS, recursive.NEEDS
+from treeflash_jax.acceptance.draws import Draws
+from treeflash_jax.acceptance.recursive import Recursive
 
-weights, walk = make_top_down_rule(
-    lambda draws: recursive.test_draws(replace(draws, is_fixed_bx=draws.is_fixed_bx | (draws.rank_bx > 0)))
-)
+
+class NaiveTree(Recursive):
+    def test_draws(self, draws: Draws) -> tuple[jax.Array, jax.Array]:
+        return super().test_draws(replace(draws, is_fixed_bx=draws.is_fixed_bx | (draws.rank_bx > 0)))

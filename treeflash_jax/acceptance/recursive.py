@@ -10,16 +10,14 @@ Source: SpecInfer (arXiv 2305.09781), multi-round; RSD (arXiv 2402.14160); Sequo
 
 import jax
 
-from treeflash_jax.acceptance.draws import Draws, make_top_down_rule, reject_all
-
-DISTRIBUTIONS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
-NEEDS = "sampled nodes with their distribution"
+from treeflash_jax.acceptance.draws import Draws, TopDownRule, reject_all
 
 
-def test_draws(draws: Draws) -> tuple[jax.Array, jax.Array]:
-    """Returns min(1, r / q_x) of every draw, [b, x], and r after the last test of every node, [b, n, c]."""
-    tested = reject_all(draws)
-    return tested.chance_bx, tested.left_bnc
+class Recursive(TopDownRule):
+    distributions = ("one path", "paths", "delayed", "without-replacement", "hybrid")
+    needs = "sampled nodes with their distribution"
 
-
-weights, walk = make_top_down_rule(test_draws)
+    def test_draws(self, draws: Draws) -> tuple[jax.Array, jax.Array]:
+        """Returns min(1, r / q_x) of every draw, [b, x], and r after the last test of every node, [b, n, c]."""
+        tested = reject_all(draws)
+        return tested.chance_bx, tested.left_bnc

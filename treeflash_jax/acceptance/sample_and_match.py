@@ -12,32 +12,35 @@ sampling.
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.acceptance.rule import Rule
 from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, accept, follow
 from treeflash_jax.trees import DraftTree, Proposal, pick
 
-DISTRIBUTIONS = ("deterministic", "one path", "paths", "delayed", "without-replacement", "hybrid")
-NEEDS = "a tree that does not depend on the verifier's noise"
 
+class SampleAndMatch(Rule):
+    distributions = ("deterministic", "one path", "paths", "delayed", "without-replacement", "hybrid")
+    needs = "a tree that does not depend on the verifier's noise"
 
-def weights(tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
-    """Returns the verifier's probability of each node's path, [b, n]; 1 for the root, 0 in padding."""
-    log_p_bnn = target.gather(jnp.broadcast_to(tree.tokens_bn[:, None], (*tree.tokens_bn.shape, tree.tokens_bn.shape[1])))
-    log_p_bn = jnp.take_along_axis(log_p_bnn, tree.parent_bn[:, None], axis=1)[:, 0].at[:, 0].set(0)
-    above_bn = tree.parent_bn
-    for _ in range(tree.parent_bn.shape[1].bit_length()):  # each step doubles how far up the path is summed
-        log_p_bn += pick(log_p_bn, above_bn)
-        above_bn = pick(above_bn, above_bn)
-    return jnp.where(tree.valid_bn, jnp.exp(log_p_bn), 0)
+    def weights(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
+        """Returns the verifier's probability of each node's path, [b, n]; 1 for the root, 0 in padding."""
+        log_p_bnn = target.gather(
+            jnp.broadcast_to(tree.tokens_bn[:, None], (*tree.tokens_bn.shape, tree.tokens_bn.shape[1]))
+        )
+        log_p_bn = jnp.take_along_axis(log_p_bnn, tree.parent_bn[:, None], axis=1)[:, 0].at[:, 0].set(0)
+        above_bn = tree.parent_bn
+        for _ in range(tree.parent_bn.shape[1].bit_length()):  # each step doubles how far up the path is summed
+            log_p_bn += pick(log_p_bn, above_bn)
+            above_bn = pick(above_bn, above_bn)
+        return jnp.where(tree.valid_bn, jnp.exp(log_p_bn), 0)
 
+    def walk(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
+        """Accepts the deepest node whose path matches the samples; the sample there is the bonus.
 
-def walk(tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
-    """Accepts the deepest node whose path matches the samples; the sample there is the bonus.
-
-    Args:
-      tree: siblings have distinct tokens.
-      noise: `gumbel_bpv` with at least as many depths as the tree.
-    """
-    depths = noise.gumbel_bpv.shape[1]
-    picks_bn = target.sample(pick(noise.gumbel_bpv, tree.depth_bn))
-    last_b = follow(tree, (tree.tokens_bn == pick(picks_bn, tree.parent_bn)) & tree.valid_bn, depths)
-    return accept(tree, last_b, jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0], depths)
+        Args:
+          tree: siblings have distinct tokens.
+          noise: `gumbel_bpv` with at least as many depths as the tree.
+        """
+        depths = noise.gumbel_bpv.shape[1]
+        picks_bn = target.sample(pick(noise.gumbel_bpv, tree.depth_bn))
+        last_b = follow(tree, (tree.tokens_bn == pick(picks_bn, tree.parent_bn)) & tree.valid_bn, depths)
+        return accept(tree, last_b, jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0], depths)

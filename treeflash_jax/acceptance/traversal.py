@@ -15,32 +15,32 @@ Source: traversal verification (arXiv 2505.12398), with a distribution for every
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.acceptance.draws import Draws, make_rule, reject_all
+from treeflash_jax.acceptance.draws import Draws, DrawsRule, reject_all
 from treeflash_jax.trees import DraftTree, ancestor_mask, pick
 
-DISTRIBUTIONS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
-NEEDS = "sampled nodes with their distribution"
 
+class Traversal(DrawsRule):
+    distributions = ("one path", "paths", "delayed", "without-replacement", "hybrid")
+    needs = "sampled nodes with their distribution"
 
-def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
-    """Returns P(the walk stops at or below each node), given the tree, [b, n]."""
-    above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
-    keep_bn = _kept(tree, reject_all(draws, above_bnn).keep_bn)
-    post_bn = _post_order(tree, draws, above_bnn)
-    is_before_bnn = post_bn[:, None] < post_bn[..., None]  # [b, i, j]: j before i
-    stop_bn = keep_bn * jnp.prod(jnp.where(is_before_bnn, 1 - keep_bn[:, None], 1), axis=-1)
-    return jnp.einsum("bij,bi->bj", above_bnn.astype(stop_bn.dtype), stop_bn)
+    def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
+        """Returns P(the walk stops at or below each node), given the tree, [b, n]."""
+        above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
+        keep_bn = _kept(tree, reject_all(draws, above_bnn).keep_bn)
+        post_bn = _post_order(tree, draws, above_bnn)
+        is_before_bnn = post_bn[:, None] < post_bn[..., None]  # [b, i, j]: j before i
+        stop_bn = keep_bn * jnp.prod(jnp.where(is_before_bnn, 1 - keep_bn[:, None], 1), axis=-1)
+        return jnp.einsum("bij,bi->bj", above_bnn.astype(stop_bn.dtype), stop_bn)
 
-
-def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Stops at the first node in post-order whose coin is below its chance; node v uses coin v - 1."""
-    above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
-    tested = reject_all(draws, above_bnn)
-    is_hit_bn = jnp.pad(coins_bx[:, : tree.tokens_bn.shape[1] - 1], ((0, 0), (1, 0))) < _kept(tree, tested.keep_bn)
-    post_bn = jnp.where(is_hit_bn, _post_order(tree, draws, above_bnn), tree.tokens_bn.shape[1])
-    last_b1 = jnp.argmin(post_bn, axis=1, keepdims=True)
-    weight_b1 = jnp.take_along_axis(tested.weight_bn, last_b1, axis=1)
-    return last_b1[:, 0], pick(tested.left_bnc, last_b1)[:, 0] / weight_b1
+    def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Stops at the first node in post-order whose coin is below its chance; node v uses coin v - 1."""
+        above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
+        tested = reject_all(draws, above_bnn)
+        is_hit_bn = jnp.pad(coins_bx[:, : tree.tokens_bn.shape[1] - 1], ((0, 0), (1, 0))) < _kept(tree, tested.keep_bn)
+        post_bn = jnp.where(is_hit_bn, _post_order(tree, draws, above_bnn), tree.tokens_bn.shape[1])
+        last_b1 = jnp.argmin(post_bn, axis=1, keepdims=True)
+        weight_b1 = jnp.take_along_axis(tested.weight_bn, last_b1, axis=1)
+        return last_b1[:, 0], pick(tested.left_bnc, last_b1)[:, 0] / weight_b1
 
 
 def _kept(tree: DraftTree, keep_bn: jax.Array) -> jax.Array:
@@ -61,6 +61,3 @@ def _post_order(tree: DraftTree, draws: Draws, above_bnn: jax.Array) -> jax.Arra
     earlier_bn = jnp.sum(jnp.where(are_siblings_bnn, size_bn[:, None], 0), axis=-1).at[:, 0].set(0)
     post_bn = jnp.sum(jnp.where(above_bnn, earlier_bn[:, None], 0), axis=-1) + size_bn - 1
     return jnp.where(tree.valid_bn, post_bn, nodes)
-
-
-weights, walk = make_rule(_chances, _stop)

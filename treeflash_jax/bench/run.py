@@ -53,7 +53,7 @@ def lossless_pairs() -> list[str]:
     for name, settings in BRANCHING.items():
         shape = TreeShape(branches=settings.get("branches", TreeShape.branches))
         distribution = BUILDERS[settings["builder"]].distribution_for(shape)
-        pairs += [f"+{name}+{rule}" for rule in RULES if distribution in RULES[rule].DISTRIBUTIONS]
+        pairs += [f"+{name}+{rule}" for rule in RULES if distribution in RULES[rule].distributions]
     return pairs
 
 

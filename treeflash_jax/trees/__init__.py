@@ -38,7 +38,7 @@ class Builder:
 
     Attributes:
       reads: fields of TreeShape that `build` reads.
-      distribution: name of the distribution of the nodes, as in the acceptance rules' DISTRIBUTIONS.
+      distribution: name of the distribution of the nodes, as in `acceptance.Rule.distributions`.
       one_path: name of the distribution if TreeShape.branches is 1; None: the same.
       is_chain: whether trees have one branch, hence at most one node per depth.
       size: largest number of nodes that trees of these depths, nodes and shape have.

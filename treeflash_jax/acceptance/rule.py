@@ -1,0 +1,42 @@
+"""The protocol of an acceptance rule.
+
+Shape suffixes: b batch, n tree nodes.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import jax
+
+from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution
+from treeflash_jax.trees import DraftTree, Proposal
+
+
+class Rule(ABC):
+    """Chooses the part of a verified draft tree to keep, without changing the verifier's distribution.
+
+    Coins are keyed by round, not by text position: after a round that ended early, the next one would reuse coins that had
+    already rejected at the same positions, and block and traversal rules would not be lossless.
+
+    Attributes:
+      distributions: names of the distributions of nodes (`trees.Builder.distribution`) that the rule is lossless for.
+      needs: its requirement in words, for messages.
+    """
+
+    distributions: ClassVar[tuple[str, ...]]
+    needs: ClassVar[str]
+
+    @abstractmethod
+    def weights(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
+        """Returns P(the accepted path passes each node), with the coins averaged out, [b, n]; 0 in padding.
+
+        The sum over the nodes is the expected number of tokens that a round commits.
+
+        Args:
+          proposal: distribution that the nodes were drawn from; None for deterministic trees.
+          target: the verifier's distribution at every node.
+        """
+
+    @abstractmethod
+    def walk(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
+        """Returns the accepted path and the token after it, given all noise as arrays."""
