@@ -22,7 +22,7 @@ from etils import epath
 
 from train.data import answers
 from train.runtime import folders, hosts, lock, run_config, watch
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
@@ -36,26 +36,16 @@ MARK = "THE QUESTION"
 
 @dataclass(frozen=True, kw_only=True)
 class AskConfig:
-    """Settings of this stage.
+    """Settings of this stage."""
 
-    Attributes:
-      verifier: name of a pair, folder, GGUF file or Hub id; with a chat template.
-      out: the JSONL file, local or gs://.
-      count: number of different questions.
-      temperature, top_p: sampling of their tokens.
-      max_tokens: largest number of tokens of a question.
-      batch: number of questions decoded together.
-      seed: random seed of the questions.
-    """
-
-    verifier: str
-    out: str
-    count: int = bounded(1000, least=1)
-    temperature: float = bounded(1.0, above=0)
-    top_p: float = bounded(0.95, above=0, most=1)
-    max_tokens: int = bounded(96, least=1)
-    batch: int = bounded(64, least=1, most=2**16)
-    seed: int = bounded(0, least=0)
+    verifier: str = setting(help="name of a pair, folder, GGUF file or Hub id; with a chat template")
+    out: str = setting(help="the JSONL file, local or gs://")
+    count: int = setting(1000, "number of different questions", least=1)
+    temperature: float = setting(1.0, "sampling temperature of the questions", above=0)
+    top_p: float = setting(0.95, "top-p of the questions' sampling", above=0, most=1)
+    max_tokens: int = setting(96, "largest number of tokens of a question", least=1)
+    batch: int = setting(64, "number of questions decoded together", least=1, most=2**16)
+    seed: int = setting(0, "random seed of the questions", least=0)
 
 
 def main(settings: AskConfig) -> None:

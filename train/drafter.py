@@ -27,7 +27,8 @@ from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
 from train.stages.objective import ObjectiveConfig, drafting_flops, drafting_sums
 from treeflash_jax.core import parameters
-from treeflash_jax.core.checks import AtLeast0, bounded, expect, quoted
+from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import draft_vocabulary
@@ -39,15 +40,14 @@ WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStage(DraftingStage):
-    """Settings shared by the stages of block drafters, which train "backbone", "head" or both.
-
-    Attributes:
-      objective: loss and blocks.
-      head_rank: rank of a low-rank head, at most the drafter's width; files of a low rank are smaller.
-    """
+    """Settings shared by the stages of block drafters, which train "backbone", "head" or both."""
 
     objective: ObjectiveConfig
-    head_rank: int = bounded(BlockConfig.head_rank, least=1)
+    head_rank: int = setting(
+        BlockConfig.head_rank,
+        "rank of a low-rank head, at most the drafter's width; files of a low rank are smaller",
+        least=1,
+    )
 
     def make_sums(self, verifier: ModelConfig, drafter: BlockConfig) -> SumsFunction:
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
@@ -84,27 +84,28 @@ class BlockStage(DraftingStage):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterStage(BlockStage):
-    """Settings of this stage, besides those of BlockStage.
+    """Settings of this stage, besides those of BlockStage."""
 
-    Attributes:
-      num_layers, block_size, mask_token_id: sizes of the backbone; all others are the verifier's.
-      target_layer_ids: verifier layers that it reads; empty takes the published rule, one per layer of the backbone.
-      head: name in drafters.block.heads. All but "marginal", which has no weights, are trained with the backbone from the
-        start: the loss of the head, plus `objective.base_weight`, above 0, times the loss of the backbone's marginals,
-        which propose the candidates.
-      initial_layers: verifier layers copied into the backbone's layers, one for each; empty starts at random, as
-        published. With copies a short training gets much further.
-      drafter_temperature, num_nodes: defaults stored with the drafter.
-    """
-
-    num_layers: int = bounded(5, least=1)
-    block_size: int = bounded(16, least=2, most=MAX_NODES)
-    mask_token_id: int = bounded(least=0)
-    target_layer_ids: tuple[AtLeast0, ...] = ()
-    head: str = "marginal"
-    initial_layers: tuple[AtLeast0, ...] = ()
-    drafter_temperature: float = bounded(1.0, above=0)
-    num_nodes: int = bounded(16, least=1, most=MAX_NODES)
+    num_layers: int = setting(5, "number of layers of the backbone; sizes not given here are the verifier's", least=1)
+    block_size: int = setting(16, "tokens of a block, its anchor included", least=2, most=MAX_NODES)
+    mask_token_id: int = setting(help="token in the slots of a block that are to be predicted", least=0)
+    target_layer_ids: tuple[int, ...] = setting(
+        (), "verifier layers that it reads; empty takes the published rule, one per layer of the backbone", least=0
+    )
+    head: str = setting(
+        "marginal",
+        'name in drafters.block.heads. All but "marginal", which has no weights, are trained with the backbone from the'
+        " start: the loss of the head, plus `objective.base_weight`, above 0, times the loss of the backbone's marginals,"
+        " which propose the candidates",
+    )
+    initial_layers: tuple[int, ...] = setting(
+        (),
+        "verifier layers copied into the backbone's layers, one for each; empty starts at random, as published. With "
+        "copies a short training gets much further",
+        least=0,
+    )
+    drafter_temperature: float = setting(1.0, "default temperature of the draft, stored with the drafter", above=0)
+    num_nodes: int = setting(16, "default number of tree nodes, stored with the drafter", least=1, most=MAX_NODES)
 
     def __post_init__(self) -> None:
         expect(self.head in HEADS, "head", self.head, f"one of {', '.join(HEADS)}")

@@ -25,7 +25,8 @@ from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
 from train.stages.rollout import RolloutConfig, rollout_sums
 from treeflash_jax.core import parameters
-from treeflash_jax.core.checks import AtLeast0, bounded, expect
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config, default_taps
 from treeflash_jax.drafters.protocol import draft_ids
@@ -37,25 +38,21 @@ from treeflash_jax.trees.shape import MAX_NODES
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Stage(DraftingStage):
-    """Settings of this stage, besides those of DraftingStage.
-
-    Attributes:
-      objective: positions that are rolled out, and for how many steps.
-      target_layer_ids: verifier layers that it reads; empty takes the rule of the EAGLE repository.
-      fc_norm, norm_before_residual, norm_output: options of EAGLE-3.1, see `Eagle3Config`.
-      draft_vocab_size: number of tokens that can be drafted, the most frequent ones of the answers; 0: all.
-      num_depths, num_nodes, drafter_temperature: defaults stored with the drafter.
-    """
+    """Settings of this stage, besides those of DraftingStage."""
 
     objective: RolloutConfig
-    target_layer_ids: tuple[AtLeast0, ...] = ()
-    fc_norm: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    draft_vocab_size: int = bounded(0, least=0)
-    num_depths: int = bounded(7, least=1, most=MAX_NODES - 1)
-    num_nodes: int = bounded(16, least=1, most=MAX_NODES)
-    drafter_temperature: float = bounded(1.0, above=0)
+    target_layer_ids: tuple[int, ...] = setting(
+        (), "verifier layers that it reads; empty takes the rule of the EAGLE repository", least=0
+    )
+    fc_norm: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Config`")
+    norm_before_residual: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Config`")
+    norm_output: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Config`")
+    draft_vocab_size: int = setting(
+        0, "number of tokens that can be drafted, the most frequent ones of the answers; 0: all", least=0
+    )
+    num_depths: int = setting(7, "default depth of the tree, stored with the drafter", least=1, most=MAX_NODES - 1)
+    num_nodes: int = setting(16, "default number of tree nodes, stored with the drafter", least=1, most=MAX_NODES)
+    drafter_temperature: float = setting(1.0, "default temperature of the draft, stored with the drafter", above=0)
 
     def __post_init__(self) -> None:
         whole, anchors, chunk = self.data.sequence_length, self.objective.anchors, self.objective.chunk

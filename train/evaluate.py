@@ -10,32 +10,25 @@ from train.data import packing
 from train.runtime.loop import Evaluating
 from train.runtime.training_state import TrainTask, gather
 from treeflash_jax.core import devices
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.trees.shape import Nodes
+from treeflash_jax.trees.shape import MAX_NODES
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """Tree decoding of held-out prompts during training.
+    """Tree decoding of held-out prompts during training."""
 
-    Attributes:
-      prompts: number of held-out prompts; 0 measures no tau.
-      new_tokens: tokens generated per prompt.
-      nodes: numbers of tree nodes that tau is measured for, root included.
-      temperature: sampling temperature of the verifier; 0 is greedy.
-      candidates: candidate tokens per depth (M) and children per candidate (K) of the tree.
-      batch: prompts decoded together.
-    """
-
-    prompts: int = bounded(16, least=0)
-    new_tokens: int = bounded(64, least=1)
-    nodes: tuple[Nodes, ...] = (16, 64)
-    temperature: float = bounded(0.0, least=0)
-    candidates: int = bounded(16, least=1)
-    batch: int = bounded(8, least=1)
+    prompts: int = setting(16, "number of held-out prompts; 0 measures no tau", least=0)
+    new_tokens: int = setting(64, "tokens generated per prompt", least=1)
+    nodes: tuple[int, ...] = setting(
+        (16, 64), "numbers of tree nodes that tau is measured for, root included", least=1, most=MAX_NODES
+    )
+    temperature: float = setting(0.0, "sampling temperature of the verifier; 0 is greedy", least=0)
+    candidates: int = setting(16, "candidate tokens per depth (M) and children per candidate (K) of the tree", least=1)
+    batch: int = setting(8, "prompts decoded together", least=1)
 
 
 def make_tau_measure(

@@ -27,7 +27,8 @@ from train.runtime.training_state import TrainTask, abstract_batch, abstract_sta
 from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
 from treeflash_jax.core import files, sharding
-from treeflash_jax.core.checks import bounded, clipped, read_json
+from treeflash_jax.core.checks import clipped, read_json
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.pairs import HUB_IDS
 from treeflash_jax.formats import draft_vocabulary, models, storage
 
@@ -37,34 +38,35 @@ TAU_NODES, TAU_NGRAMS = 8, 8  # as in a CPU's default tree, whose depths, lanes 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportStage:
-    """Settings of this stage.
+    """Settings of this stage."""
 
-    Attributes:
-      run: folder of a run of any stage that trains a drafter, local or gs://.
-      out: new folder, local or gs://.
-      step: "last", "best" (by the run's `loop.best`), or a number.
-      dialect: form of the files, one of `formats.dialects`; empty: the default of this kind of drafter ("treeflash" for
-        block drafters; "dflash" holds a backbone alone).
-      dtype: dtype of the weights on disk.
-      licence: licence of the weights, for the model card.
-      drafter_temperature: default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's.
-      sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
-      tau: mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, as `treeflash bench run`
-        measures it on typical prompts. CPUs use it to decide whether to draft by default; 0 stores the tau that is measured
-        here, on a few held-out prompts.
-      overwrite: replace the files of an earlier export in `out`; any other files are an error.
-    """
-
-    run: str
-    out: str
-    step: str = "last"
-    dialect: str = bounded("", min_length=0)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    licence: str = "apache-2.0"
-    drafter_temperature: float = bounded(0.0, least=0)
-    sampled_above: float = bounded(0.0, least=0)
-    tau: float = bounded(0.0, least=0)
-    overwrite: bool = False
+    run: str = setting(help="folder of a run of any stage that trains a drafter, local or gs://")
+    out: str = setting(help="new folder, local or gs://")
+    step: str = setting("last", '"last", "best" (by the run\'s `loop.best`), or a number')
+    dialect: str = setting(
+        "",
+        "form of the files, one of `formats.dialects`; empty: the default of this kind of drafter (treeflash for block "
+        "drafters; dflash holds a backbone alone)",
+        min_length=0,
+    )
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of the weights on disk")
+    licence: str = setting("apache-2.0", "licence of the weights, for the model card")
+    drafter_temperature: float = setting(
+        0.0, "default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's", least=0
+    )
+    sampled_above: float = setting(
+        0.0,
+        "temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none",
+        least=0,
+    )
+    tau: float = setting(
+        0.0,
+        "mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, as `treeflash bench run` "
+        "measures it on typical prompts. CPUs use it to decide whether to draft by default; 0 stores the tau that is "
+        "measured here, on a few held-out prompts",
+        least=0,
+    )
+    overwrite: bool = setting(False, "replace the files of an earlier export in `out`; any other files are an error")
 
 
 def main(settings: ExportStage) -> None:

@@ -8,7 +8,7 @@ the tokenizer must exist before.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import Sums, TrainTask, place
 from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.settings import setting
 from treeflash_jax.formats import architectures, models
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -44,28 +44,19 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class FromScratchStage:
-    """Settings of this example.
+    """Settings of this example."""
 
-    Attributes:
-      run: folder of checkpoints, log and result, local or gs://.
-      tokenizer: folder of a Hugging Face tokenizer; trained on `tokenizer_sources` if it does not exist.
-      tokenizer_sources: chats and texts; a source listed twice counts twice.
-      vocab_size: entries of a new tokenizer, 4 special tokens and 256 bytes included.
-      sources, data: training text of the model.
-      model: keys of a Hugging Face config.json, of any architecture that this library reads.
-      init_scale: standard deviation of initial weights.
-      compute_dtype: dtype of activations.
-    """
-
-    run: str
-    tokenizer: str
-    tokenizer_sources: tuple[Source, ...] = ()
-    vocab_size: int = bounded(2048, least=260)
-    sources: tuple[Source, ...]
+    run: str = setting(help="folder of checkpoints, log and result, local or gs://")
+    tokenizer: str = setting(help="folder of a Hugging Face tokenizer; trained on `tokenizer_sources` if it does not exist")
+    tokenizer_sources: tuple[Source, ...] = setting((), "chats and texts; a source listed twice counts twice")
+    vocab_size: int = setting(2048, "entries of a new tokenizer, 4 special tokens and 256 bytes included", least=260)
+    sources: tuple[Source, ...] = setting(help="training text of the model")
     data: DataConfig = DataConfig()
-    model: dict[str, Any] = field(default_factory=dict)
-    init_scale: float = bounded(0.02, above=0)
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    model: dict[str, Any] = setting(
+        help="keys of a Hugging Face config.json, of any architecture that this library reads", default_factory=dict
+    )
+    init_scale: float = setting(0.02, "standard deviation of initial weights", above=0)
+    compute_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "dtype of activations")
     optimizer: run_config.OptimizerConfig
     loop: run_config.LoopConfig
     mesh: run_config.MeshConfig = run_config.MeshConfig()

@@ -22,7 +22,8 @@ from train.stages.drafting import load_drafter, read_drafter
 from train.stages.drafting import train as main
 from treeflash_jax.bench import shapes
 from treeflash_jax.core import parameters
-from treeflash_jax.core.checks import bounded, expect
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models.config import ModelConfig
@@ -30,21 +31,15 @@ from treeflash_jax.models.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class HeadStage(BlockStage):
-    """Settings of this stage, besides those of BlockStage.
+    """Settings of this stage, besides those of BlockStage."""
 
-    Attributes:
-      drafter: name of a pair, folder or Hub id of a DFlash or TreeFlash drafter.
-      head: name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank".
-      keep_head: starts from the drafter's head, which must be of this kind.
-      train_backbone: also trains the backbone (the paper's main runs; its ablation with a frozen one is nearly equal).
-      drafter_temperature: default stored with the drafter; 0 keeps the backbone's.
-    """
-
-    drafter: str = "tiny"
-    head: str = "mlp"
-    keep_head: bool = False
-    train_backbone: bool = False
-    drafter_temperature: float = bounded(0.0, least=0)
+    drafter: str = setting("tiny", "name of a pair, folder or Hub id of a DFlash or TreeFlash drafter")
+    head: str = setting("mlp", 'name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank"')
+    keep_head: bool = setting(False, "starts from the drafter's head, which must be of this kind")
+    train_backbone: bool = setting(
+        False, "also trains the backbone (the paper's main runs; its ablation with a frozen one is nearly equal)"
+    )
+    drafter_temperature: float = setting(0.0, "default stored with the drafter; 0 keeps the backbone's", least=0)
 
     def __post_init__(self) -> None:
         trainable = [name for name, head in HEADS.items() if head.entries]

@@ -31,7 +31,8 @@ from train.stages.drafting import train as main
 from train.stages.objective import counted, sample_vocabulary, sampled_vectors
 from train.stages.teacher import teach
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.core.checks import AtLeast0, bounded, expect
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
@@ -48,36 +49,34 @@ TABLES = ("embed", "groups", "norm", "unembed")  # of the model, apart from its 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelStage(DraftingStage):
-    """Settings of this stage, besides those of DraftingStage.
+    """Settings of this stage, besides those of DraftingStage."""
 
-    Attributes:
-      language_model: name of a pair, folder, GGUF file or Hub id of the small model, which may have steering. Empty: the
-        verifier's tables and its first `num_layers` layers.
-      num_layers: number of layers taken from the verifier.
-      train_model: trains the small model; false keeps it frozen, and needs `steers`.
-      steers: trains steering too, from zero or from the small model's.
-      taps: layers of the verifier that steering reads, low to high; empty takes the published rule.
-      rank: rank of the projection to the shifts; 0 is one whole matrix, as published.
-      offset: largest distance between a draft and the state that steers it; drawn from 1 to `offset` per sequence.
-      loss: name in LOSSES.
-      chunk: tokens of a sequence whose logits are computed at a time; divides the sequence length.
-      vocabulary: size of the sample of the vocabulary that distributions are compared over (`ObjectiveConfig`); 0: all.
-      num_depths, num_nodes, drafter_temperature: settings of evaluations; not stored with language models.
-    """
-
-    language_model: str = bounded("", min_length=0)
-    num_layers: int = bounded(2, least=1)
-    train_model: bool = True
-    steers: bool = False
-    taps: tuple[AtLeast0, ...] = ()
-    rank: int = bounded(0, least=0)
-    offset: int = bounded(8, least=1)
-    loss: losses.LossName = "forward-kl"
-    chunk: int = bounded(64, least=1)
-    vocabulary: int = bounded(0, least=0)
-    num_depths: int = bounded(8, least=1)
-    num_nodes: int = bounded(16, least=1)
-    drafter_temperature: float = bounded(1.0, above=0)
+    language_model: str = setting(
+        "",
+        "name of a pair, folder, GGUF file or Hub id of the small model, which may have steering. Empty: the verifier's "
+        "tables and its first `num_layers` layers",
+        min_length=0,
+    )
+    num_layers: int = setting(2, "number of layers taken from the verifier", least=1)
+    train_model: bool = setting(True, "trains the small model; false keeps it frozen, and needs `steers`")
+    steers: bool = setting(False, "trains steering too, from zero or from the small model's")
+    taps: tuple[int, ...] = setting(
+        (), "layers of the verifier that steering reads, low to high; empty takes the published rule", least=0
+    )
+    rank: int = setting(0, "rank of the projection to the shifts; 0 is one whole matrix, as published", least=0)
+    offset: int = setting(
+        8, "largest distance between a draft and the state that steers it; drawn from 1 to `offset` per sequence", least=1
+    )
+    loss: losses.LossName = setting("forward-kl", "name in LOSSES")
+    chunk: int = setting(
+        64, "tokens of a sequence whose logits are computed at a time; divides the sequence length", least=1
+    )
+    vocabulary: int = setting(
+        0, "size of the sample of the vocabulary that distributions are compared over (`ObjectiveConfig`); 0: all", least=0
+    )
+    num_depths: int = setting(8, "depth of the tree in evaluations, not stored", least=1)
+    num_nodes: int = setting(16, "number of tree nodes in evaluations, not stored", least=1)
+    drafter_temperature: float = setting(1.0, "temperature of the draft in evaluations, not stored", above=0)
 
     def __post_init__(self) -> None:
         if not (self.train_model or self.steers):

@@ -25,8 +25,8 @@ from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import devices, files
-from treeflash_jax.core.checks import NonNegative, bounded
-from treeflash_jax.trees.shape import Nodes
+from treeflash_jax.core.settings import setting
+from treeflash_jax.trees.shape import MAX_NODES
 
 TRIAL_PROMPTS = 2
 # Tried on each backend; on others the library's defaults. Kernels for accelerators have never been run, so none is tried.
@@ -36,32 +36,25 @@ ATTENTION = {"cpu": ("xla", "streamed")}
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureStage:
-    """Settings of this stage.
+    """Settings of this stage."""
 
-    Attributes:
-      verifier: name of a pair, folder, GGUF file or Hub id.
-      drafter: name of a pair, folder or Hub id.
-      respond: settings file of `train.respond`; the prompts that it holds out are answered.
-      out: JSON file of results.
-      prompts: largest number of prompts.
-      new_tokens: tokens generated per answer.
-      nodes: numbers of nodes tried for the draft trees, root included.
-      temperatures: sampling temperatures measured.
-      seconds: time of the whole measurement; 0 sets no limit. Trials stop after half of it, and as many prompts are used as
-        fit into the rest, at least two.
-      seed: random seed of the answers.
-    """
-
-    verifier: str
-    drafter: str
-    respond: str
-    out: str
-    prompts: int = bounded(16, least=1)
-    new_tokens: int = bounded(96, least=1)
-    nodes: tuple[Nodes, ...] = bounded((8, 16, 32), min_length=1)
-    temperatures: tuple[NonNegative, ...] = bounded((0.0, 0.7), min_length=1)
-    seconds: float = bounded(0.0, least=0)
-    seed: int = bounded(0, least=0)
+    verifier: str = setting(help="name of a pair, folder, GGUF file or Hub id")
+    drafter: str = setting(help="name of a pair, folder or Hub id")
+    respond: str = setting(help="settings file of `train.respond`; the prompts that it holds out are answered")
+    out: str = setting(help="JSON file of results")
+    prompts: int = setting(16, "largest number of prompts", least=1)
+    new_tokens: int = setting(96, "tokens generated per answer", least=1)
+    nodes: tuple[int, ...] = setting(
+        (8, 16, 32), "numbers of nodes tried for the draft trees, root included", min_length=1, least=1, most=MAX_NODES
+    )
+    temperatures: tuple[float, ...] = setting((0.0, 0.7), "sampling temperatures measured", min_length=1, least=0)
+    seconds: float = setting(
+        0.0,
+        "time of the whole measurement; 0 sets no limit. Trials stop after half of it, and as many prompts are used as "
+        "fit into the rest, at least two",
+        least=0,
+    )
+    seed: int = setting(0, "random seed of the answers", least=0)
 
 
 def main(settings: MeasureStage) -> None:

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -32,7 +32,8 @@ from train.data.records import Malformed, Source, read
 from train.runtime import folders, hosts, lock, run_config, watch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.bench.prompt_sets import read_prompts
-from treeflash_jax.core.checks import NonNegative, bounded, expect, quoted
+from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
@@ -46,43 +47,35 @@ FREE = ("out", "batch", "mesh", "replicas")  # settings that may change on conti
 
 @dataclass(frozen=True, kw_only=True)
 class RespondConfig:
-    """Settings of this stage.
+    """Settings of this stage."""
 
-    Attributes:
-      verifier: name of a pair, folder, GGUF file or Hub id.
-      drafter: name of a pair, folder or Hub id, for the same answers in less time; none: one-token decoding.
-      sources: sources of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses.
-        Records held out for validation are not answered.
-      out: the JSONL file, local or gs://.
-      temperatures: sampling temperatures, which successive prompts use in turn.
-      max_new_tokens: largest number of tokens of an answer.
-      max_prompt_tokens: longer prompts are left out.
-      exclude: JSONL files of prompts that the drafter will be evaluated on. Prompts that share eight consecutive words with
-        any of these are left out.
-      thinking: ask the chat template for answers with thinking; drafters trained on them record it.
-      template: further arguments of the chat template, by name.
-      malformed: handling of records that cannot be used.
-      batch: number of answers that a replica decodes together.
-      seed: random seed of limits and answers.
-      mesh: devices of a replica; `fsdp` stays 1.
-      replicas: one verifier per host, or one over all hosts.
-    """
-
-    verifier: str
-    drafter: str | None = None
-    sources: tuple[Source, ...] = bounded(min_length=1)
-    out: str
-    temperatures: tuple[NonNegative, ...] = bounded((0.0, 0.7, 0.0, 1.0), min_length=1)
-    max_new_tokens: int = bounded(160, least=1)
-    max_prompt_tokens: int = bounded(192, least=1)
-    exclude: tuple[str, ...] = ()
-    thinking: bool = False
-    template: dict[str, Any] = field(default_factory=dict)
-    malformed: Literal["error", "skip"] = "error"
-    batch: int = bounded(128, least=1, most=2**16)
-    seed: int = bounded(0, least=0)
-    mesh: MeshConfig = MeshConfig()
-    replicas: Literal["host", "all"] = "host"
+    verifier: str = setting(help="name of a pair, folder, GGUF file or Hub id")
+    drafter: str | None = setting(
+        None, "name of a pair, folder or Hub id, for the same answers in less time", unset="none: one-token decoding"
+    )
+    sources: tuple[Source, ...] = setting(
+        help="sources of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses. "
+        "Records held out for validation are not answered",
+        min_length=1,
+    )
+    out: str = setting(help="the JSONL file, local or gs://")
+    temperatures: tuple[float, ...] = setting(
+        (0.0, 0.7, 0.0, 1.0), "sampling temperatures, which successive prompts use in turn", min_length=1, least=0
+    )
+    max_new_tokens: int = setting(160, "largest number of tokens of an answer", least=1)
+    max_prompt_tokens: int = setting(192, "longer prompts are left out", least=1)
+    exclude: tuple[str, ...] = setting(
+        (),
+        "JSONL files of prompts that the drafter will be evaluated on. Prompts that share eight consecutive words with "
+        "any of these are left out",
+    )
+    thinking: bool = setting(False, "ask the chat template for answers with thinking; drafters trained on them record it")
+    template: dict[str, Any] = setting(help="further arguments of the chat template, by name", default_factory=dict)
+    malformed: Literal["error", "skip"] = setting("error", "handling of records that cannot be used")
+    batch: int = setting(128, "number of answers that a replica decodes together", least=1, most=2**16)
+    seed: int = setting(0, "random seed of limits and answers", least=0)
+    mesh: MeshConfig = MeshConfig()  # devices of a replica; `fsdp` stays 1
+    replicas: Literal["host", "all"] = setting("host", "one verifier per host, or one over all hosts")
 
     def __post_init__(self) -> None:
         if epath.Path(self.out).suffix == ".toml":

@@ -1,15 +1,18 @@
 """Settings of the stages: what a TOML file and overrides may say, and that every file in configs/ says nothing else."""
 
 import dataclasses
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
-from refusals import refused, understood
+from refusals import mistake, refused, understood
 
 from train import ask, drafter, export, from_scratch, head, measure, respond
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
+from treeflash_jax.core.settings import describe, dotted, setting_names
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STAGES = {
@@ -57,7 +60,7 @@ def test_what_is_not_understood_is_named(override, message):
 def test_values_of_every_type_are_served_or_refused(path):
     endless = ["nan", "inf", "1" + "0" * 400]
     words = ['""', "[]", "{}", "1.5", "-1", "0", str(2**31), str(2**63), "true", "[1.5]", '"x"', *endless]
-    for key, default in run_config.dotted(run_config.to_dict(run_config.load(STAGES[path.stem], path))).items():
+    for key, default in dotted(run_config.to_dict(run_config.load(STAGES[path.stem], path))).items():
         for word in words:
             loaded = understood(run_config.load, STAGES[path.stem], path, [f"{key}={word}"])
             assert not loaded or word not in endless or isinstance(default, str) or key == "drafter", (key, word)
@@ -115,24 +118,30 @@ OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage]
 
 @pytest.mark.parametrize("cls", dict.fromkeys([*STAGES.values(), *OTHERS]))
 def test_help_describes_every_setting(cls):
-    lines = run_config.describe(cls).splitlines()
-    settings = [number for number, line in enumerate(lines) if not line.startswith("      ")]
-    for number in settings:
-        assert lines[number + 1 : number + 2] and number + 1 not in settings, f"{lines[number]} has no description"
-    assert "MISSING" not in str(lines) and len(settings) > 3
+    explained = re.findall(r"^  ([\w.\[\]]+): [\w\"]", describe(cls), re.MULTILINE)
+    assert [name.replace("[]", "") for name in explained] == setting_names(cls) and len(explained) > 3
 
 
 def test_missing_values_and_files_are_named(tmp_path):
     refused(lambda: run_config.load(head.HeadStage, None), "got no run, expected a value")
+    refused(lambda: run_config.load(compose.PairConfig, None, ["verifer=tiny"]), "verifer; did you mean verifier")
     refused(lambda: run_config.load(head.HeadStage, tmp_path / "no.toml"), "no.toml: No such file", "expected a TOML file")
 
 
-def test_command_lines_end_with_one_line(capsys):
-    with pytest.raises(SystemExit, match="^error: "):
-        run_config.run(head.main, head.HeadStage, "doc", ["a.toml", "b.toml"])
-    with pytest.raises(SystemExit):
-        run_config.run(head.main, head.HeadStage, "doc", ["--help"])
+@pytest.mark.parametrize(("words", "message"), [
+    (["a.toml", "b.toml"], "got 2 files"),
+    (["no.toml"], "no.toml: No such file"),
+    (["--verifier", "tiny"], "got option --verifier; settings are given as verifier=..."),
+    (["--verifer=tiny"], "settings are given as verifier=..."),
+    (["verifer=tiny"], "unknown setting verifer; did you mean verifier"),
+])  # fmt: skip
+def test_command_lines_end_with_one_line(capsys, words, message):
+    line = mistake(capsys, partial(run_config.run, head.main, head.HeadStage, "doc"), words, message)
+    assert line.startswith("error: ")
+
+
+def test_help_of_a_command(capsys):
+    run_config.run(head.main, head.HeadStage, "doc", ["--help"])
     shown = capsys.readouterr().out
-    assert "sources[].path: str (required)" in shown and "Literal['adamw', 'muon']" in shown
-    lines = [line.split(":")[0].strip() for line in shown.partition("Settings:")[2].splitlines() if ":" in line]
-    assert lines.index("drafter") < lines.index("sources[].path"), "plain settings before tables"
+    assert "(one of adamw, muon; default: adamw)" in shown
+    assert shown.index("drafter: ") < shown.index("sources[].path: "), "plain settings before tables"

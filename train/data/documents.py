@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from train.data.records import Malformed, Messages, Record, Source, read
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.settings import setting
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 CHATS_AT_ONCE = 256  # tokenised together, by all cores
@@ -17,28 +17,34 @@ CHATS_AT_ONCE = 256  # tokenised together, by all cores
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Settings that turn records into training sequences.
+    """Settings that turn records into training sequences."""
 
-    Attributes:
-      sequence_length: tokens of a packed sequence.
-      thinking: render chats with thinking; drafters record it. None: without it, or for responses, as the settings of
-        `train.respond` say.
-      prompt_weight: loss weight of chat tokens outside of the assistant's turns, whose tokens weigh 1.
-      malformed: handling of records that cannot be used: stop the run, or skip and count them.
-      too_long: handling of chats and responses longer than `sequence_length`; "cut" drops their end. Plain text is always
-        cut into pieces.
-      unfinished: "drop" leaves out responses that reached the length limit of `train.respond`.
-      record: local folder for the verifier's outputs of every sequence, which are then read in every step instead of
-        being computed (`mfu` still counts them); "" records nothing.
-    """
-
-    sequence_length: int = bounded(384, least=2)
-    thinking: bool | None = None
-    prompt_weight: float = bounded(0.0, least=0, most=1)
-    malformed: Literal["error", "skip"] = "error"
-    too_long: Literal["drop", "cut", "error"] = "drop"
-    unfinished: Literal["keep", "drop"] = "keep"
-    record: str = bounded("", min_length=0)
+    sequence_length: int = setting(384, "tokens of a packed sequence", least=2)
+    thinking: bool | None = setting(
+        None,
+        "render chats with thinking; drafters record it",
+        unset="as the settings of `train.respond` say, otherwise without",
+    )
+    prompt_weight: float = setting(
+        0.0, "loss weight of chat tokens outside of the assistant's turns, whose tokens weigh 1", least=0, most=1
+    )
+    malformed: Literal["error", "skip"] = setting(
+        "error", "handling of records that cannot be used: stop the run, or skip and count them"
+    )
+    too_long: Literal["drop", "cut", "error"] = setting(
+        "drop",
+        'handling of chats and responses longer than `sequence_length`; "cut" drops their end. Plain text is always cut '
+        "into pieces",
+    )
+    unfinished: Literal["keep", "drop"] = setting(
+        "keep", 'handling of unfinished responses: "drop" leaves out those that reached the length limit of `train.respond`'
+    )
+    record: str = setting(
+        "",
+        "local folder for the verifier's outputs of every sequence, which are then read in every step instead of being "
+        'computed (`mfu` still counts them); "" records nothing',
+        min_length=0,
+    )
 
 
 @dataclass(frozen=True)

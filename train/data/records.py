@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from treeflash_jax.core.checks import bounded, expect, parse_json
+from treeflash_jax.core.checks import expect, parse_json
 from treeflash_jax.core.files import fetch
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine import prompts
 
 Messages = list[dict[str, str]]
@@ -34,22 +35,19 @@ class Source:
 
     Files, and Hub sets and splits, with test, dev, validation, ... in their name and not train are refused, so that no
     evaluation prompts are trained on.
-
-    Attributes:
-      path: a JSONL file, a text file, a folder of either (globs too; all but globs also at gs://), "python:stdlib", the
-        source of the running Python's standard library, or "hub:owner/name[:config[:split]]" through `datasets` (split
-        "train" if none is given).
-      format: "chat", "responses" (as `train.respond` writes them) or "text" (files, or records with a "text").
-      weight: share of a batch's sequences relative to the other sources.
-      limit: number of records, in a seeded random order; 0: all.
-      hold_out: every n-th document is held out for validation; 0: none.
     """
 
-    path: str = bounded()
-    format: Literal["chat", "responses", "text"] = "chat"
-    weight: float = bounded(1.0, above=0)
-    limit: int = bounded(0, least=0, most=2**53)
-    hold_out: int = bounded(50, least=0)
+    path: str = setting(
+        help='a JSONL file, a text file, a folder of either (globs too; all but globs also at gs://), "python:stdlib", the '
+        'source of the running Python\'s standard library, or "hub:owner/name[:config[:split]]" through `datasets` '
+        '(split "train" if none is given)',
+    )
+    format: Literal["chat", "responses", "text"] = setting(
+        "chat", 'chat, responses (as `train.respond` writes them) or text (files, or records with a "text")'
+    )
+    weight: float = setting(1.0, "share of a batch's sequences relative to the other sources", above=0)
+    limit: int = setting(0, "number of records, in a seeded random order; 0: all", least=0, most=2**53)
+    hold_out: int = setting(50, "every n-th document is held out for validation; 0: none", least=0)
 
     def __post_init__(self) -> None:
         expect(self.hold_out != 1, "hold_out", 1, "0 (none), or 2 or more", f"source {self.path}")

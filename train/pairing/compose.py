@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from train.runtime import folders, run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import devices
-from treeflash_jax.core.checks import AtLeast0, bounded
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -46,44 +46,30 @@ MEASURE_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig:
-    """Settings of `train.pair`. Those that are 0, none or empty are chosen by rule.
+    """Settings of `train.pair`. Those that are 0, none or empty are chosen by rule."""
 
-    Attributes:
-      verifier: name of a pair ("smollm2"), folder, GGUF file or Hub id.
-      prompts: JSONL file of prompts or chats, a folder of them, a glob or a Hub data set.
-      out: folder of all settings and results; the drafter is written to OUT/model.
-      num_prompts: largest number of prompts used; 0 uses all.
-      block_size: tokens of a drafted block, anchor included.
-      num_layers: layers of the drafter's backbone.
-      mask_token_id: token in the slots of a block that are to be predicted.
-      target_layer_ids: verifier layers whose outputs the drafter reads.
-      steps: training steps of backbone and head together; the head is then trained alone for half as many.
-      passes: passes over the answers, in place of `steps`. Without either: 6 passes, and at least 200 steps.
-      anyway: trains for fewer than 50 steps, too.
-      seed: random seed of all stages.
-      mesh: devices of all stages.
-      respond, drafter, head, export, measure: settings of the stage `train.NAME` to override, by name
-        (drafter.optimizer.learning_rate=3e-3).
-    """
-
-    verifier: str
-    prompts: str
-    out: str
-    num_prompts: int = bounded(0, least=0)
-    block_size: int | None = bounded(None, least=2, most=MAX_NODES)
-    num_layers: int | None = bounded(None, least=1)
-    mask_token_id: int | None = bounded(None, least=0)
-    target_layer_ids: tuple[AtLeast0, ...] = ()
-    steps: int = bounded(0, least=0)
-    passes: float = bounded(0.0, least=0)
-    anyway: bool = False
-    seed: int = bounded(0, least=0)
+    verifier: str = setting(help='name of a pair ("smollm2"), folder, GGUF file or Hub id')
+    prompts: str = setting(help="JSONL file of prompts or chats, a folder of them, a glob or a Hub data set")
+    out: str = setting(help="folder of all settings and results; the drafter is written to OUT/model")
+    num_prompts: int = setting(0, "largest number of prompts used; 0 uses all", least=0)
+    block_size: int | None = setting(None, "tokens of a block, anchor included", unset="by rule", least=2, most=MAX_NODES)
+    num_layers: int | None = setting(None, "layers of the drafter's backbone", unset="by rule", least=1)
+    mask_token_id: int | None = setting(None, "token in the slots of a block to be predicted", unset="by rule", least=0)
+    target_layer_ids: tuple[int, ...] = setting((), "verifier layers whose outputs the drafter reads", least=0)
+    steps: int = setting(
+        0, "training steps of backbone and head together; the head is then trained alone for half as many", least=0
+    )
+    passes: float = setting(
+        0.0, "passes over the answers, in place of `steps`. Without either: 6 passes, and at least 200 steps", least=0
+    )
+    anyway: bool = setting(False, "trains for fewer than 50 steps, too")
+    seed: int = setting(0, "random seed of all stages", least=0)
     mesh: MeshConfig = MeshConfig()
-    respond: dict[str, Any] = field(default_factory=dict)
-    drafter: dict[str, Any] = field(default_factory=dict)
-    head: dict[str, Any] = field(default_factory=dict)
-    export: dict[str, Any] = field(default_factory=dict)
-    measure: dict[str, Any] = field(default_factory=dict)
+    respond: dict[str, Any] = setting(help="settings of `train.respond` in place of those by rule", default_factory=dict)
+    drafter: dict[str, Any] = setting(help="settings of `train.drafter` in place of those by rule", default_factory=dict)
+    head: dict[str, Any] = setting(help="settings of `train.head` in place of those by rule", default_factory=dict)
+    export: dict[str, Any] = setting(help="settings of `train.export` in place of those by rule", default_factory=dict)
+    measure: dict[str, Any] = setting(help="settings of `train.measure` in place of those by rule", default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.steps and self.passes:

@@ -32,7 +32,8 @@ from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import SumsFunction, TrainTask, place
 from train.stages.teacher import record
 from treeflash_jax.core import devices, parameters, sharding
-from treeflash_jax.core.checks import bounded, expect
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import HUB_IDS, locate
@@ -50,24 +51,19 @@ class DraftingStage(ABC):
     """Settings that all stages of drafters share, and the protocol of a stage.
 
     "By name" means by the names at the top of the tree of weights that `DrafterConfig.specs` returns.
-
-    Attributes:
-      run: folder of checkpoints, log and result, local or gs://.
-      verifier: name of a pair, folder, GGUF file or Hub id.
-      sources, data: responses of that verifier (`train.respond`), or chats.
-      init_scale: standard deviation of fresh weights.
-      compute_dtype: dtype of activations and frozen weights.
-      attention: "auto": splash attention on TPUs, cuDNN on NVIDIA GPUs, if they support the sequence length and dtype;
-        else "chunked", a few queries at a time.
     """
 
-    run: str
-    verifier: str = "tiny"
-    sources: tuple[Source, ...]
-    data: DataConfig = DataConfig()
-    init_scale: float = bounded(0.02, above=0)
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    attention: Literal["auto", "chunked", "splash", "cudnn"] = "auto"
+    run: str = setting(help="folder of checkpoints, log and result, local or gs://")
+    verifier: str = setting("tiny", "name of a pair, folder, GGUF file or Hub id")
+    sources: tuple[Source, ...] = setting(help="responses of that verifier (`train.respond`), or chats")
+    data: DataConfig = setting(DataConfig(), "responses of that verifier (`train.respond`), or chats")
+    init_scale: float = setting(0.02, "standard deviation of fresh weights", above=0)
+    compute_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "dtype of activations and frozen weights")
+    attention: Literal["auto", "chunked", "splash", "cudnn"] = setting(
+        "auto",
+        '"auto": splash attention on TPUs, cuDNN on NVIDIA GPUs, if they support the sequence length and dtype; else '
+        '"chunked", a few queries at a time',
+    )
     evaluate: EvaluateConfig = EvaluateConfig()
     optimizer: run_config.OptimizerConfig
     loop: run_config.LoopConfig
@@ -113,9 +109,9 @@ class DraftingStage(ABC):
 
     # Decoding that evaluations measure, metric -> options of `generate`; metrics that training does not change, which are
     # measured once; and settings that determine the size of a step, for reports of compiled steps.
-    systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
-    constant: ClassVar[tuple[str, ...]] = ()
-    sizes: ClassVar[Mapping[str, int]] = {}
+    systems: ClassVar[Mapping[str, Mapping[str, Any]]] = setting({"tau": {}}, "")
+    constant: ClassVar[tuple[str, ...]] = setting((), "")
+    sizes: ClassVar[Mapping[str, int]] = setting({}, "")
 
     @property
     def held_out(self) -> Self:

@@ -28,7 +28,8 @@ from train.data.packing import Batch
 from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
-from treeflash_jax.core.checks import bounded, expect
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.backbone import context_kv
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
@@ -42,25 +43,24 @@ from treeflash_jax.trees import pick
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """Loss of a block drafter, and the blocks it is computed on.
+    """Loss of a block drafter, and the blocks it is computed on."""
 
-    Attributes:
-      loss: name in LOSSES.
-      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally.
-      base_weight: weight of the same loss on the backbone's marginals, added if a head is trained, so that the
-        candidates do not drift.
-      anchors: blocks per sequence.
-      chunk: blocks per sequence processed at a time; divides `anchors`.
-      vocabulary: size of the sample of the vocabulary, at least the sequence length; 0 compares distributions over the
-        whole vocabulary, as is always done for held-out sequences.
-    """
-
-    loss: losses.LossName
-    decay: float = bounded(7.0, least=0)
-    base_weight: float = bounded(0.0, least=0)
-    anchors: int = bounded(least=1, most=4096)
-    chunk: int = bounded(16, least=1)
-    vocabulary: int = bounded(0, least=0)
+    loss: losses.LossName = setting(help="name in LOSSES")
+    decay: float = setting(7.0, "slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally", least=0)
+    base_weight: float = setting(
+        0.0,
+        "weight of the same loss on the backbone's marginals, added if a head is trained, so that the candidates do not "
+        "drift",
+        least=0,
+    )
+    anchors: int = setting(help="blocks per sequence", least=1, most=4096)
+    chunk: int = setting(16, "blocks per sequence processed at a time; divides `anchors`", least=1)
+    vocabulary: int = setting(
+        0,
+        "size of the sample of the vocabulary, at least the sequence length; 0 compares distributions over the whole "
+        "vocabulary, as is always done for held-out sequences",
+        least=0,
+    )
 
     def __post_init__(self) -> None:
         if self.anchors % self.chunk:

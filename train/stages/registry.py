@@ -9,6 +9,7 @@ from train.head import HeadStage
 from train.language_model import LanguageModelStage
 from train.runtime import run_config
 from train.stages.drafting import DraftingStage
+from treeflash_jax.core.settings import dotted, setting_names
 
 STAGES: dict[str, type[DraftingStage]] = {
     "head": HeadStage,
@@ -20,6 +21,6 @@ STAGES: dict[str, type[DraftingStage]] = {
 
 def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:
     """Reads the settings of the stage that knows most of a file's keys; among equals, of the first in STAGES."""
-    keys = run_config.dotted(run_config.read(path, overrides)).keys()
-    kind = max(STAGES.values(), key=lambda stage: len(keys & run_config.setting_names(stage)))
+    keys = dotted(run_config.read(path, overrides)).keys()
+    kind = max(STAGES.values(), key=lambda stage: len(keys & setting_names(stage)))
     return run_config.load(kind, path, overrides)

@@ -26,7 +26,7 @@ from train.data.packing import Batch
 from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import teach
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters import eagle3_drafter
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.drafters.protocol import draft_ids
@@ -37,19 +37,14 @@ from treeflash_jax.trees import pick
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Positions that are rolled out, and for how many steps.
+    """Positions that are rolled out, and for how many steps."""
 
-    Attributes:
-      steps: number of tokens drafted from every position (training-time test steps).
-      decay: step i weighs decay ** i.
-      anchors: positions of a sequence that are rolled out, drawn in every step; 0: all of them.
-      chunk: positions of a sequence processed at a time; divides `anchors`, or the sequence length.
-    """
-
-    steps: int = bounded(7, least=1)
-    decay: float = bounded(0.8, above=0, most=1)
-    anchors: int = bounded(0, least=0)
-    chunk: int = bounded(128, least=1)
+    steps: int = setting(7, "number of tokens drafted from every position (training-time test steps)", least=1)
+    decay: float = setting(0.8, "step i weighs decay ** i", above=0, most=1)
+    anchors: int = setting(0, "positions of a sequence that are rolled out, drawn in every step; 0: all of them", least=0)
+    chunk: int = setting(
+        128, "positions of a sequence processed at a time; divides `anchors`, or the sequence length", least=1
+    )
 
 
 def rollout_sums(

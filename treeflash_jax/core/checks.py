@@ -1,7 +1,6 @@
-"""Checks of users' values: settings by their declaration, JSON files, quoting in one line, suggestions for unknown names.
+"""Checks of users' values: types and limits, JSON files, quoting in one line, suggestions for unknown names.
 
-A setting is declared once, by the type of its dataclass field and the limits given to `bounded`. pydantic checks both; it
-is imported at the first check, since its import takes a tenth of a second.
+pydantic checks types and limits; it is imported at the first check, since its import takes a tenth of a second.
 """
 
 import difflib
@@ -15,27 +14,24 @@ import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, field, fields, replace
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from annotated_types import Ge, Gt, Interval
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from treeflash_jax.core import files
 
 T = TypeVar("T")
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 QUOTED = 60  # characters of a value in a message
 LONGEST_PATH = 120  # characters of a path in a message
 LINE = 300  # characters of a message with another library's text
 INT32 = 2**31 - 1
-LIMITS = {"least": "ge", "most": "le", "above": "gt", "below": "lt"}  # our names of pydantic's constraints
-SHARED = ("min_length", "choices")  # other arguments of `fit` in a field's metadata
-CONFIG = {"allow_inf_nan": False, "str_min_length": 1, "arbitrary_types_allowed": True}  # of pydantic
-# Types of list items, which the limits given to `bounded` do not reach in settings of training.
-AtLeast0 = Annotated[int, Interval(ge=0, le=2**53)]
-NonNegative, Positive = Annotated[float, Ge(0)], Annotated[float, Gt(0)]
-Probability = Annotated[float, Interval(gt=0, le=1)]
+# Pydantic's names of limits.
+LIMITS = {"least": "ge", "most": "le", "above": "gt", "below": "lt", "min_length": "min_length"}
+CONFIG = {  # of pydantic
+    "allow_inf_nan": False,
+    "str_min_length": 1,
+    "arbitrary_types_allowed": True,
+    "coerce_numbers_to_str": True,
+}
 
 WORDS = {  # patterns in pydantic's messages and their replacements
     r"\w+ should (be|have) |Unable to parse \w+ \w+ as |, (unable|exceeded)[^,]*?(?= or |$)| after validation, not 0": "",
@@ -74,63 +70,6 @@ def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") 
         raise ValueError((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}")
 
 
-def bounded(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    unit: str = "",
-    unset: str = "",
-    kind: str = "",
-    basic: bool = False,
-    choices: Callable[[], Iterable[str]] | None = None,
-    **limits: Any,
-) -> Any:
-    """Returns a dataclass field whose value is checked and described: `nodes: int = bounded(16, "tree nodes", least=1)`.
-
-    Args:
-      default: default value; a field without one is required.
-      help: description for `help`, command lines and tables of options.
-      unit: unit of a number, or kind of a text.
-      unset: meaning of the default None.
-      kind: effect of the setting: "answer", "speed" or "program".
-      basic: lists the field before the advanced ones in help and tables.
-      choices: returns the accepted texts; called at every check, since registries grow.
-      **limits: `least`, `most` (INT32 by default), `above` and `below` of a number; `min_length` of a list or text.
-    """
-    described = {"help": help, "unit": unit, "unset": unset, "kind": kind, "basic": basic, "choices": choices}
-    limits = {"most": INT32} | limits if limits.keys() & LIMITS.keys() else limits
-    return field(default=default, metadata=described | {LIMITS.get(name, name): limit for name, limit in limits.items()})
-
-
-def default_text(setting: Field) -> str:
-    """Returns the default of a field as text; "" for False and empty values."""
-    if setting.default is None:
-        return setting.metadata.get("unset", "")
-    return "" if setting.default in ((), "", MISSING) or setting.default is False else f"{setting.default}"
-
-
-def basic_first(cls: type) -> list[Field]:
-    """Returns the fields of a dataclass, basic fields first."""
-    return sorted(fields(cls), key=lambda setting: not setting.metadata["basic"])
-
-
-def checked(config: T) -> T:
-    """Checks the fields of a dataclass and converts scalars of NumPy and JAX. Raises ValueError for a wrong value."""
-    changed = [setting.name for setting in fields(config) if getattr(config, setting.name) is not setting.default]
-    checks = field_checks(type(config))
-    return replace(config, **{name: checks[name](getattr(config, name)) for name in changed})
-
-
-@functools.cache
-def field_checks(cls: type) -> dict[str, Callable[..., Any]]:
-    """Returns, for every field of a dataclass, `fit` with its type and limits."""
-    hints, checks = get_type_hints(cls, include_extras=True), {}
-    for setting in fields(cls):
-        limits = {name: setting.metadata[name] for name in (*LIMITS.values(), *SHARED) if name in setting.metadata}
-        checks[setting.name] = functools.partial(fit, hints[setting.name], name=setting.name, **limits)
-    return checks
-
-
 def fit(
     kind: Any,
     value: Any,
@@ -150,13 +89,13 @@ def fit(
       says: expectation in words, in place of pydantic's.
       from_text: accepts texts as numbers, as on command lines.
       choices: returns the accepted texts.
-      **limits: see `bounded`.
+      **limits: `least`, `most`, `above` and `below` of numbers, also of those in lists; `min_length` of a list or text.
 
     Raises ValueError for any other value.
     """
     place = f"{where}: " if where else ""
     try:
-        limits = tuple((LIMITS.get(limit, limit), x) for limit, x in limits.items())
+        limits = tuple((LIMITS[limit], x) for limit, x in limits.items())
         fitted = _adapter(kind, limits).validate_python(_without_arrays(value), strict=not from_text)
     except ValueError as error:
         value, expected = explain(error.errors(include_url=False))

@@ -34,12 +34,13 @@ def setting(
     group: str = "",
     choices: Callable[[], Iterable[str]] | None = None,
     min_length: int | None = None,
+    default_factory: Any = MISSING,
     **limits: float,
 ) -> Any:
     """Returns a dataclass field that is described and checked: `nodes: int = setting(16, "tree nodes", least=1)`.
 
     Args:
-      default: default value; a field without one is required.
+      default: default value; a field without one, and without a `default_factory`, is required.
       help: description for `help` and command lines.
       unit: unit of a number, or kind of a text.
       unset: meaning of the default None.
@@ -53,12 +54,12 @@ def setting(
     checks |= {"choices": choices} if choices else {}
     checks |= {} if min_length is None else {"min_length": min_length}
     shown = {"help": help, "unit": unit, "unset": unset, "basic": basic, "group": group}
-    return dataclasses.field(default=default, metadata=shown | {"checks": checks})
+    return dataclasses.field(default=default, default_factory=default_factory, metadata=shown | {"checks": checks})
 
 
 def fit_field(cls: type, name: str, value: Any, *, label: str = "", from_text: bool = False) -> Any:
     """Converts a value to the type of a field. Raises ValueError for another type or a value outside its limits."""
-    checks = cls.__dataclass_fields__[name].metadata["checks"]
+    checks = cls.__dataclass_fields__[name].metadata.get("checks", {})
     return fit(kinds(cls)[name], value, label or name, from_text=from_text, **checks)
 
 
@@ -84,7 +85,7 @@ def field_names(cls: type, *groups: str, basic: bool | None = None) -> list[str]
 def default_text(field: Field) -> str:
     """Returns the default of a field as text; "" for False and empty values."""
     if field.default is None:
-        return field.metadata["unset"]
+        return field.metadata.get("unset", "")
     return "" if field.default in ((), "", MISSING) or field.default is False else f"{field.default}"
 
 
@@ -92,23 +93,28 @@ def describe(cls: type, basic: bool | None = None) -> str:
     """Returns name, help, choices and default of every setting; `basic` keeps basic settings only, or the others only."""
     lines = []
     for name, kind, field in leaves(cls):
-        if basic not in (None, field.metadata["basic"]):
+        if basic is not None and field.metadata["basic"] != basic:
             continue
         default = default_text(field)
         notes = [f"one of {', '.join(words)}"] if (words := _choices(field, kind)) else []
-        if field.default is MISSING:
+        if _is_required(field):
             notes.append("required")
         elif default:
             notes.append(f"default: {default}")
-        text = f"{name}: {field.metadata['help']}" + (f" ({'; '.join(notes)})." if notes else ".")
+        text = f"{name}: {field.metadata.get('help', '')}" + (f" ({'; '.join(notes)})." if notes else ".")
         lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
 
 
+def _is_required(field: Field) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 def _choices(field: Field, kind: Any) -> list[str]:
     """Returns the words that a field accepts: its choices, or those of a Literal."""
-    if "choices" in field.metadata["checks"]:
-        return list(field.metadata["checks"]["choices"]())
+    checks = field.metadata.get("checks", {})
+    if "choices" in checks:
+        return list(checks["choices"]())
     return [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
 
 
@@ -209,11 +215,12 @@ def assign(raw: dict[str, Any], key: str, value: Any) -> None:
 
 def build(cls: type[T], raw: dict[str, Any], where: str = "settings") -> T:
     """Returns nested dicts as settings. Raises UnknownSetting, or ValueError for a missing or wrong value."""
+    known = setting_names(cls)
+    tables = {name.rpartition(".")[0] for name in known}
+    free = tuple(f"{name}." for name, kind, _ in leaves(cls) if get_origin(kind) is dict)
     for key in dotted(raw, into_lists=True):
-        known = setting_names(cls)
-        tables = {name.rpartition(".")[0] for name in known}
         name = re.sub(r"\.\d+", "", key)
-        if name not in (*known, *tables):
+        if name not in (*known, *tables) and not name.startswith(free):
             meant = suggestion(name, [*known, *tables])
             hint = f"did you mean {meant}?" if meant else f"expected one of {clipped(', '.join(known), 160)}"
             raise UnknownSetting(f"{where}: got unknown setting {clipped(key, 60)}; {hint}")
@@ -231,16 +238,16 @@ def _build(cls: type, raw: Any, prefix: str) -> Any:
         kind, key = kinds(cls)[field.name], prefix + field.name
         table, value = _table(kind), raw.get(field.name)
         if field.name not in raw:
-            if field.default is MISSING and field.default_factory is MISSING:
+            if _is_required(field):
                 raise ValueError(f"got no {key}, expected a value")
         elif table is None:
             values[field.name] = fit_field(cls, field.name, value, label=f"{key} =", from_text=True)
         elif table is kind:
             values[field.name] = _build(table, value, f"{key}.")
-        elif isinstance(value, list):
+        elif isinstance(value, list) and len(value) >= field.metadata.get("checks", {}).get("min_length", 0):
             values[field.name] = tuple(_build(table, item, f"{key}.{i}.") for i, item in enumerate(value))
         else:
-            raise ValueError(f"got {key} = {quoted(value)}, expected a list of tables")
+            raise ValueError(f"got {key} = {quoted(value)}, expected a list of tables with at least one")
     return cls(**values)
 
 

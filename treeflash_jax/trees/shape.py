@@ -1,12 +1,8 @@
 """Sizes of a draft tree."""
 
 from dataclasses import dataclass
-from typing import Annotated
-
-from annotated_types import Interval
 
 MAX_NODES = 4096  # largest draft tree
-Nodes = Annotated[int, Interval(ge=1, le=MAX_NODES)]
 
 
 @dataclass(frozen=True, kw_only=True)
