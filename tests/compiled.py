@@ -29,6 +29,13 @@ def gathered_shapes() -> list[tuple[int, ...]]:
     return [tuple(map(int, sizes.split(","))) for sizes in re.findall(r"= \(?\w+\[([\d,]+)\][^=]* all-gather", text)]
 
 
+def moved_shapes(text: str) -> list[tuple[int, ...]]:
+    """Shapes of the results of all collectives in the text of a compiled program."""
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    results = re.findall(rf"= ([^=]*?) (?:{kinds})(?:-start)?\(", text)
+    return [tuple(map(int, sizes.split(","))) for result in results for sizes in re.findall(r"\w+\[([\d,]+)\]", result)]
+
+
 def assert_copies_nothing(program, state) -> None:
     """No loop of a program copies a cache of the state."""
     shapes = {x.shape for x in jax.tree.leaves((state.cache, state.drafter)) if x.ndim == 4}  # keys and values

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.runtime import folders, hosts, run_config
+from train.runtime import flops, folders, hosts, run_config
 from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
@@ -32,7 +32,6 @@ from treeflash_jax.drafters.eagle3_drafter import Eagle3Config, default_taps
 from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.formats.draft_vocabulary import most_frequent
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Counter
 from treeflash_jax.trees.shape import MAX_NODES
 
 
@@ -110,12 +109,12 @@ class Eagle3Stage(DraftingStage):
 
     def flops(self, verifier: ModelConfig, drafter: Eagle3Config) -> float:
         """Counts the verifier's pass and logits once; features, and layer and logits of every step, three times."""
-        count, length = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.sequence_length
+        batch, length = self.loop.batch, self.data.sequence_length
         specs, drafted = drafter.specs(), self.objective.steps * (self.objective.anchors or length)
-        teacher = count.layers(verifier, length, length / 2) + count.vocabulary(verifier, drafted)
-        work = count.weights({"layer": specs["layer"], "unembed": specs["unembed"]}, drafted)
-        work = work + count.attention(drafter.layers, drafted, length / 2) + count.weights(specs["fc"], length)
-        return float(teacher.flops + 3 * work.flops)
+        teacher = flops.layer_flops(verifier, length, length / 2) + flops.vocabulary_flops(verifier, drafted)
+        steps = flops.product_flops([specs["layer"], specs["unembed"]], drafted)
+        steps += flops.attention_flops(drafter.layers, drafted, length / 2)
+        return float(batch * (teacher + 3 * (steps + flops.product_flops(specs["fc"], length))))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from train.data.packing import Batch
-from train.runtime import run_config
+from train.runtime import flops, run_config
 from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_chunks
 from train.stages import losses
 from train.stages.drafting import DraftingStage, load_drafter, read_drafter
@@ -40,7 +40,6 @@ from treeflash_jax.formats import draft_vocabulary
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Counter
 from treeflash_jax.models.verifier import forward
 from treeflash_jax.trees import pick
 
@@ -134,11 +133,12 @@ class LanguageModelStage(DraftingStage):
         return partial(language_model_sums, settings=self, verifier=verifier, drafter=drafter, attention=self.attention)
 
     def flops(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> float:
-        count, length = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.sequence_length
-        scored = partial(dataclasses.replace, vocab_size=self.vocabulary or verifier.vocab_size)
-        drafted = count.layers(drafter.layers, length, length / 2) + count.vocabulary(scored(drafter.layers), length)
-        teacher = count.layers(verifier, length, length / 2) + count.vocabulary(scored(verifier), length)
-        return float(teacher.flops + (3 if self.train_model else 2) * drafted.flops)
+        length, scored = self.data.sequence_length, (self.vocabulary or verifier.vocab_size) / verifier.vocab_size
+
+        def count(model: ModelConfig) -> float:
+            return flops.layer_flops(model, length, length / 2) + scored * flops.vocabulary_flops(model, length)
+
+        return float(self.loop.batch * (count(verifier) + (3 if self.train_model else 2) * count(drafter.layers)))
 
     def add_files(self, folder: Path) -> None:
         draft_vocabulary.write(folder, self.corpus.answer_counts(self.verifier_config.vocab_size))

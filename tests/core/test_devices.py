@@ -14,11 +14,11 @@ from conftest import needs_8_devices
 from refusals import refused
 
 import treeflash_jax as tf
+from train.runtime import flops
 from treeflash_jax.core import devices, programs
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.ngram import NgramConfig
 from treeflash_jax.engine.planning import make_plan
-from treeflash_jax.models import costs
 
 
 @pytest.mark.parametrize("device, dtype, reason", [
@@ -116,8 +116,8 @@ def test_training_attends_with_the_kernel_of_the_device():
 
 
 def test_a_cpu_is_measured_in_the_dtype_that_is_computed_in(monkeypatch):
-    monkeypatch.setattr(costs, "measure_flops", {jnp.float32: 1e11, jnp.bfloat16: 4e11}.get)
-    assert [costs.peak_flops(8, dtype) for dtype in (jnp.float32, jnp.bfloat16)] == [1e11, 4e11]
+    monkeypatch.setattr(flops, "measure_flops", {jnp.float32: 1e11, jnp.bfloat16: 4e11}.get)
+    assert [flops.peak_flops(8, dtype) for dtype in (jnp.float32, jnp.bfloat16)] == [1e11, 4e11]
 
 
 @pytest.mark.parametrize("kind, chunk, attention, wide", [

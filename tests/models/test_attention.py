@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import TREE, drafted_as_plain, draw, slow_unless
+from compiled import moved_shapes
 from conftest import RANDOM_MODEL, needs_8_devices, needs_cpu
 from jax.sharding import AbstractDevice, AbstractMesh
 from refusals import refused
 
 from treeflash_jax import make_mesh
-from treeflash_jax.bench.program_text import find_collectives
 from treeflash_jax.core import sharding
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.attention import tree_attention
@@ -130,7 +130,7 @@ def test_on_a_mesh_every_device_works_alone(name, data, model):
         run = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=name), out_shardings=new[0].sharding)
         compiled = run.lower(*placed).compile()
         got = compiled(*placed)
-    assert find_collectives(compiled.as_text()) == []
+    assert moved_shapes(compiled.as_text()) == []
     expected = attention(*finite((q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 

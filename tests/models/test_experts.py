@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from conftest import RANDOM_MODEL, needs_8_devices, needs_cpu
 
+from train.runtime.flops import layer_flops
 from treeflash_jax import make_mesh
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.models import experts, quantized, verifier
+from treeflash_jax.models import experts, quantized
 from treeflash_jax.models.backend import expert_sums
-from treeflash_jax.models.costs import Counter, distinct_experts
+from treeflash_jax.models.experts import distinct_experts
 
 CONFIG = replace(RANDOM_MODEL, hidden_size=8, num_experts=6, experts_per_token=2, expert_size=4, normalize_experts=True)
 pytestmark = pytest.mark.usefixtures("float64")
@@ -93,21 +94,12 @@ def test_distinct_experts_are_counted_and_match_the_formula_of_random_routing():
         assert abs(np.mean(drawn) - uniform) <= 3 * np.std(drawn) / 10 + 1e-9
 
 
-def test_bytes_and_flops_of_a_pass_count_the_experts_that_are_read():
+def test_flops_of_a_pass_count_the_experts_of_every_token():
     config = replace(RANDOM_MODEL, num_experts=8, experts_per_token=2, expert_size=16, dense_layers=(1,))
-    count = Counter(dtype=jnp.float32, batch=2)
-    dense = replace(RANDOM_MODEL, num_layers=1)
-    bare = count.layers(dense, 3, 0).bytes - 4 * 3 * 32 * 64  # attention and norms of a layer, and the last norm
-    expert, router = 4 * 3 * 32 * 16, 4 * 32 * 8
-    norm = 4 * 32
-    of_layers = 3 * (bare - norm) + norm + 4 * 3 * 32 * 64 + 2 * router
-    work = count.layers(config, 3, 0, experts=5.0)
-    assert work.bytes == of_layers + 2 * 5 * expert
-    assert count.layers(config, 3, 0).bytes == pytest.approx(of_layers + 2 * distinct_experts(8, 2, 6) * expert)
-    whole = count.weights(verifier.specs(config)).bytes - 2 * 4 * 64 * 32
-    assert whole == of_layers + 2 * 8 * expert
-    more = count.layers(replace(config, experts_per_token=3), 3, 0).flops - work.flops
-    assert more == 2 * 2 * 3 * 6 * 32 * 16, "two layers, three matrices, six rows, one expert more of each"
+    one = layer_flops(config, 6, 0)
+    assert layer_flops(replace(config, experts_per_token=3), 6, 0) - one == 2 * 2 * 3 * 6 * 32 * 16, "2 layers, 3 matrices"
+    dense = layer_flops(RANDOM_MODEL, 6, 0)
+    assert one - dense == 2 * 6 * 2 * (2 * 3 * 32 * 16 + 32 * 8 - 3 * 32 * 64), "2 experts and a router for 2 dense layers"
 
 
 def test_more_tokens_than_a_block_are_run_block_by_block():

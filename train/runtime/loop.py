@@ -22,12 +22,11 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from train.data import packing
-from train.runtime import folders, hosts, lock, sinks, training_state, watch
+from train.runtime import flops, folders, hosts, lock, sinks, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import devices, sharding
-from treeflash_jax.models import costs
 
 HELD_OUT_BATCHES = 4  # of a source
 TIMED_STEPS = 5  # before `on_timed`
@@ -147,7 +146,7 @@ class _Run:
         was_cut = self.is_evaluated_at(start) and start not in self.watch.evaluated  # by a signal during the evaluation
         if start and self.signals.alone and was_cut:
             self.finish(start, {})
-        peak = costs.peak_flops(self.mesh.size, self.task.compute_dtype) if hosts.is_first() else None
+        peak = flops.peak_flops(self.mesh.size, self.task.compute_dtype) if hosts.is_first() else None
         members = hosts.local_members(loop.batch, self.mesh)
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
         began, timed = time.perf_counter(), start

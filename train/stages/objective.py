@@ -25,6 +25,7 @@ from flax import struct
 from jax import lax
 
 from train.data.packing import Batch
+from train.runtime import flops
 from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
@@ -36,7 +37,6 @@ from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Counter
 from treeflash_jax.models.kv_cache import NewKV
 from treeflash_jax.trees import pick
 
@@ -218,19 +218,17 @@ def drafting_flops(
     and a vocabulary pass each for drafter and (if the loss reads it) verifier. Trained maps count three times, the
     drafter's vocabulary pass twice (gradient of its input only), frozen maps once.
     """
-    count = Counter(dtype=jnp.float32, batch=batch_size)
-    teacher = count.layers(verifier, length, length / 2).flops
+    teacher = flops.layer_flops(verifier, length, length / 2)
     slots = settings.anchors * drafter.block_size
     specs = drafter.specs()["backbone"]
     keys_values = [{name: layer[name] for name in ("k", "v")} for group in specs["groups"] for layer in group]
-    drafting = count.weights({"fc": specs["fc"], "layers": keys_values}, length).flops
-    drafting += count.weights(specs["groups"], slots).flops
-    drafting += count.attention(drafter.layers, slots, length / 2 + drafter.block_size).flops
+    drafting = flops.product_flops([specs["fc"], keys_values], length) + flops.product_flops(specs["groups"], slots)
+    drafting += flops.attention_flops(drafter.layers, slots, length / 2 + drafter.block_size)
     drafted, kind = settings.anchors * drafter.num_depths, HEADS[drafter.head]
     products = [spec for name, spec in kind.specs(drafter).items() if name not in kind.looked_up[:1]]
-    head = 2 * batch_size * drafted * sum(math.prod(spec.shape) for spec in products)
-    vocabulary = count.vocabulary(drafter.layers, drafted).flops
+    head = 2 * drafted * sum(math.prod(spec.shape) for spec in products)
+    vocabulary = flops.vocabulary_flops(drafter.layers, drafted)
     if settings.vocabulary:
         vocabulary *= min(1, settings.vocabulary / drafter.layers.vocab_size)
     passes = 2 + (settings.loss in losses.NEEDS_VERIFIER) + 2 * (drafter.head != "marginal" and settings.base_weight > 0)
-    return float(teacher + (3 if trains_backbone else 1) * drafting + 3 * head + passes * vocabulary)
+    return float(batch_size * (teacher + (3 if trains_backbone else 1) * drafting + 3 * head + passes * vocabulary))

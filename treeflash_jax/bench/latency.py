@@ -3,7 +3,7 @@
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 
 Every combination of batch, context and nodes is measured. Times are median milliseconds, with quartiles; prefill's is per
-prompt token of all sequences. Floors are bytes and FLOPs over measured rates. The output file is written after every batch
+prompt token of all sequences. Floors are explained in bench/phases.py. The output file is written after every batch
 and context, and keeps results of other settings.
 """
 
@@ -24,7 +24,7 @@ import treeflash_jax as tf
 from treeflash_jax.bench import harness, plots, report, shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
-from treeflash_jax.bench.timed import Progress
+from treeflash_jax.bench.timed import Progress, measure_copies
 from treeflash_jax.core import devices, files, sharding
 from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.decoding.state import DecodePlan
@@ -34,10 +34,9 @@ from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.planning import make_plan, resolve
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Ceilings, measure_ceilings
 from treeflash_jax.trees import draws
 
-SCHEMA = 2
+SCHEMA = 3
 LABELS = {"step": "one-token step", "prefill": "prefill, a token", "tree": "tree build"}
 LABELS |= {"verify": "tree verify", "round": "whole round"}
 SWEPT = ("batch", "context", "slots", "nodes")  # settings in which results of one figure may differ
@@ -93,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
     with Progress(2 + 2 * len(cells)) as progress:
-        progress.step("measuring the machine's copy and matmul rates")
-        ceilings = measure_ceilings(dtype)
+        progress.step("measuring the machine's copy rate")
+        rate = measure_copies()
         progress.step(f"{'loading' if is_real else 'drawing'} the weights of {settings['shape']}")
         options = {"dtype": dtype, "mesh": mesh, "quantize": arguments.quantize}
         make = partial(tf.load, names[0], drafter=names[1]) if is_real else partial(shapes.random_pair, verifier, drafter)
@@ -104,8 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
             sizes = {"batch": batch, "context": context}
             bench = Bench(model, plans, notify=progress.detail, temperature=arguments.temperature, **sizes)
             progress.step(f"timing them at batch {batch}, context {context}")
-            times = bench.measure(ceilings, arguments.repeats)
-            result = make_result(model, bench, settings | sizes | {"slots": slots_for(context, plans)[1]}, ceilings, times)
+            times = bench.measure(rate, arguments.repeats)
+            result = make_result(model, bench, settings | sizes | {"slots": slots_for(context, plans)[1]}, rate, times)
             show(result)
             results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
             if arguments.out:
@@ -133,7 +132,7 @@ def make_plans(
 
 
 def make_result(
-    model: tf.TreeFlash, bench: Bench, settings: dict[str, Any], ceilings: Ceilings, times: Sequence[dict[str, Any]]
+    model: tf.TreeFlash, bench: Bench, settings: dict[str, Any], rate: float, times: Sequence[dict[str, Any]]
 ) -> Result:
     """Makes the result of one batch and context: times of its phases, and rounds over one-token steps by nodes."""
     by_phase = {(time["phase"], time["nodes"]): time for time in times}
@@ -144,7 +143,7 @@ def make_result(
         ratio, of_floors = whole["ms"] / step["ms"], whole["floor_ms"] / step["floor_ms"]
         ratios = {"round_over_step": ratio, "floor_round_over_step": of_floors}
         rounds.append({"nodes": nodes, **ratios, "sum_of_phases_ms": sum(parts)})
-    result = {"settings": settings, **harness.environment(model), "ceilings": asdict(ceilings)}
+    result = {"settings": settings, **harness.environment(model), "copy_bytes_per_second": rate}
     result |= {"phases": list(times), "rounds": rounds, "compile_seconds": bench.compile_seconds}
     if bench.experts:
         result["experts"] = [
@@ -155,7 +154,7 @@ def make_result(
 
 
 def show(result: Result) -> None:
-    settings, hardware, ceilings = result["settings"], result["hardware"], result["ceilings"]
+    settings, hardware = result["settings"], result["hardware"]
     mesh = "" if settings["mesh"] is None else ", mesh " + " x ".join(map(str, settings["mesh"].values()))
     quantized = f", {settings['quantize']} verifier" if settings.get("quantize") else ""
     options = field_names(GenerateConfig, "drafting")
@@ -170,8 +169,7 @@ def show(result: Result) -> None:
         f"context {settings['context']} ({settings['slots']} slots){mesh}, {settings['builder']}, "
         + "".join(f"{name} {settings[name]}, " for name in options if settings[name] is not None)
         + f"T {settings['temperature']:g}",
-        f"{hardware['device']} ({hardware['backend']}): copy {ceilings['copy_bytes_per_second'] / 1e9:.4g} GB/s, "
-        f"{settings['dtype']} matmul {ceilings['matmul_flops_per_second'] / 1e12:.4g} TFLOP/s a device; "
+        f"{hardware['device']} ({hardware['backend']}): copy {result['copy_bytes_per_second'] / 1e9:.4g} GB/s a device; "
         + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     ]
     ends = [

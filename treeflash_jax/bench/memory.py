@@ -2,9 +2,8 @@
 
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 
-Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) and the
-collectives of a round are read from the compiled programs, which are compiled from shapes alone. The exit status is 1 if a
-device is too small.
+Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) are the
+compiler's own report of the programs, which are compiled from shapes alone. The exit status is 1 if a device is too small.
 """
 
 import argparse
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
-from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
 from treeflash_jax.bench.timed import Notify, Progress, running
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.clock import slow
@@ -35,8 +33,6 @@ from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.planning import fit_nodes, make_plan, resolve
 from treeflash_jax.models import verifier
-from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Counter, distinct_experts
 
 # Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory of a multiprocessor.
 # Source: NVIDIA's data sheets.
@@ -89,16 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted, "topology": device.kind, "mesh": sizes}
     result |= {"batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
-    if model.num_experts:
-        count, result["experts_read"] = Counter(dtype=dtype, batch=batch, mesh=mesh), {}
-        for tokens in (1, plan.num_nodes):  # of a one-token step and a round
-            work = count.layers(model, tokens, 0, quantize) + count.vocabulary(model, tokens, quantize)
-            distinct = distinct_experts(model.num_experts, model.experts_per_token, count.sequences * tokens)
-            result["experts_read"][tokens] = {"distinct": distinct, "bytes": round(work.bytes)}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
         with Progress(2) as progress:
             programs = compile_programs(plan, mesh, batch, capacity, dtype, quantize, progress.step)
-        result |= _read_programs(*programs, needs, batch // sizes["data"], capacity, model)
+        result |= {"bytes_per_device": _read_programs(*programs, needs), "jax": jax.__version__}
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
@@ -151,43 +141,17 @@ def describe(result: dict[str, Any]) -> list[str]:
     lines += [f"  {names.get(part, part):24}{in_units(size):>12}" for part, size in memory.items() if part != "resident"]
     if limit is not None:
         lines.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
-    for tokens, read in result.get("experts_read", {}).items():
-        lines.append(
-            f"  a pass over {tokens} tokens a sequence, routed at random, reads {in_units(read['bytes'])} of layers and "
-            f"vocabulary: {read['distinct']:.1f} experts a layer"
-        )
-    if "collectives" not in result:
-        return [*lines, "weights and caches only: nothing was compiled"]
-    totals = result["collectives"].items()
-    shown = ", ".join(f"{total['count']} {kind} ({in_units(total['bytes'])})" for kind, total in totals)
-    return [
-        *lines,
-        f"collectives of a round: {shown or 'none'}",
-        f"largest all-gather: {in_units(result['largest_all_gather_bytes'])}; collectives with the logits of a whole "
-        f"vocabulary: {result['logits_moved']}, with a layer's cache: {result['caches_moved']}",
-    ]
+    return lines if "round" in memory else [*lines, "weights and caches only: nothing was compiled"]
 
 
-def _read_programs(
-    prefill: Any, decode: Any, needs: Footprint, sequences: int, capacity: int, model: ModelConfig
-) -> dict[str, Any]:
-    """Returns the entries of the result that the compiled programs give; `sequences` are those of one device."""
+def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int]:
+    """Returns the bytes on each device by part, with those that the compiler reports of both programs."""
     of_prefill, of_round = prefill.memory_analysis(), decode.memory_analysis()
     held = of_round.argument_size_in_bytes + of_round.output_size_in_bytes - of_round.alias_size_in_bytes
     resident = max(held, needs.total)
     code = of_prefill.generated_code_size_in_bytes + of_round.generated_code_size_in_bytes
     memory = asdict(needs) | {"rest": resident - needs.total, "programs": code, "resident": resident + code}
-    memory |= {"round": of_round.temp_size_in_bytes, "prefill": of_prefill.temp_size_in_bytes}
-    per_round = [collective for collective in find_collectives(decode.as_text()) if collective.in_loop]
-    everything = per_round + find_collectives(prefill.as_text())
-    return {
-        "bytes_per_device": memory,
-        "collectives": sum_collectives(collective for collective in per_round if not collective.in_branch),
-        "largest_all_gather_bytes": max((c.bytes for c in everything if c.kind == "all-gather"), default=0),
-        "logits_moved": count_moved(everything, sequences, model.vocab_size),
-        "caches_moved": count_moved(everything, sequences * model.num_kv_heads, capacity * model.head_dim),
-        "jax": jax.__version__,
-    }
+    return memory | {"round": of_round.temp_size_in_bytes, "prefill": of_prefill.temp_size_in_bytes}
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:

@@ -7,12 +7,15 @@ A sample is many calls enqueued back to back before the clock waits, so that dis
 of all phases are interleaved. Buffers with a slot axis are handed from call to call as their programs donate them; the
 positions that sequences have reached are reset before every sample, so contexts stay within ROUNDS rounds of the request.
 
-Shape suffixes: b batch, s token slots, q block slots, n tree nodes, v vocabulary.
+A phase's floor is the time of reading once, at the measured rate of copies, the arrays that its program reads: weights, the
+cached positions of the context, and results of the phase before. Of a mixture of experts, the chosen experts count.
+
+Shape suffixes: b batch, n tree nodes, k experts of a token.
 """
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,18 +24,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.bench.floors import phase_work
 from treeflash_jax.bench.timed import Notify, Timed, running, sample_in_turns
-from treeflash_jax.core import devices, sharding
+from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
 from treeflash_jax.engine.batching import capacity_bucket
+from treeflash_jax.engine.device_memory import device_bytes
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import make_requests
-from treeflash_jax.models.costs import Ceilings, distinct_experts
-from treeflash_jax.models.experts import count_distinct
+from treeflash_jax.models import verifier
+from treeflash_jax.models.experts import count_distinct, distinct_experts
 
 # From a program and a number of calls to a function that enqueues them and returns arrays to wait for.
 Prepare = Callable[[Callable[..., Any], int], Callable[[], Any]]
@@ -40,37 +43,29 @@ MakeArgs = Callable[[DecodeState], tuple[Any, ...]]
 ROUNDS = 16  # maximal number of rounds in one dispatch of `decode`
 COMPILERS = 8  # maximal number of programs compiled in parallel
 
-TREE = jax.jit(build_tree, static_argnames="plan")
 VERIFY = jax.jit(verify_tree, static_argnames="plan")
 ACCEPT = jax.jit(accept_path, static_argnames="plan")
 
 
-def source_leaves(tree: Any, inputs: Any) -> list[int | None]:
-    """Returns for every leaf of a tree the index of the leaf of `inputs` that it is, or None."""
-    index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(inputs))}
-    return [index.get(id(leaf)) for leaf in jax.tree.leaves(tree)]
+@partial(jax.jit, static_argnames="plan")
+def DRAFT(weights, state, plan):
+    """Returns the arrays that a draft computes. Weights and caches that its expander passes on would be copied."""
+    return computed_leaves(draft_expander(weights, state, plan), (weights, state))
 
 
 @partial(jax.jit, static_argnames="plan")
-def DRAFT(weights, state, plan):
-    """Returns the leaves that `draft_expander` computes: it may pass on weights and caches, which a program would copy."""
-    out = draft_expander(weights, state, plan)
-    sources = source_leaves(out, (weights, state))
-    return [leaf for leaf, source in zip(jax.tree.leaves(out), sources, strict=True) if source is None]
+def TREE(weights, state, computed, plan):
+    """Builds the tree from the arrays that DRAFT computed. The compiler drops the draft that is traced here again."""
+    expander = draft_expander(weights, state, plan)
+    leaves = computed_leaves(expander, (weights, state))
+    given = {id(leaf): array for leaf, array in zip(leaves, computed, strict=True)}
+    return build_tree(state, jax.tree.map(lambda leaf: given.get(id(leaf), leaf), expander), plan)
 
 
-def drafted(make_args: MakeArgs, computed: list[jax.Array], state: DecodeState, *, plan: DecodePlan) -> Any:
-    """Returns the output of `draft_expander` on a state, given the leaves that DRAFT computed."""
-    inputs, sources = make_args(state), list[int | None]()
-
-    def trace(*inputs: Any) -> Any:
-        out = draft_expander(*inputs, plan)
-        sources[:] = source_leaves(out, inputs)
-        return out
-
-    out, given, fresh = jax.eval_shape(trace, *inputs), jax.tree.leaves(inputs), iter(computed)
-    leaves = [next(fresh) if source is None else given[source] for source in sources]
-    return jax.tree.unflatten(jax.tree.structure(out), leaves)
+def computed_leaves(tree: Any, inputs: Any) -> list[Any]:
+    """Returns the leaves of a tree that are not leaves of `inputs`."""
+    passed_on = {id(leaf) for leaf in jax.tree.leaves(inputs)}
+    return [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in passed_on]
 
 
 @partial(jax.jit, static_argnames="plan", donate_argnames="slots")
@@ -140,12 +135,12 @@ class Bench:
         self.model, self.plans, self.weights, self.notify = model, list(plans), model.weights, notify
         self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
         self.experts: dict[int, tuple[list[float], float]] = {}
-        self.sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
-        positions, capacity = slots_for(context, plans)
+        self.batch, self.context = batch, context
+        positions, self.capacity = slots_for(context, plans)
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
         requests = make_requests(ids, config, model.verifier)
-        inputs = self.weights, *model.make_batch(requests, config, batch_size=batch, capacity=capacity)
+        inputs = self.weights, *model.make_batch(requests, config, batch_size=batch, capacity=self.capacity)
         since = time.perf_counter()
         with running(model.mesh, self.where), ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as self.pool:
             prefill = self.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill()).result()
@@ -153,14 +148,49 @@ class Bench:
             self.build(prefill, inputs)
         self.compile_seconds = time.perf_counter() - since
 
-    def measure(self, ceilings: Ceilings, repeats: int) -> list[dict[str, Any]]:
-        """Times all phases; returns `Timed.summarise` of each."""
+    def measure(self, bytes_per_second: float, repeats: int) -> list[dict[str, Any]]:
+        """Times all phases; returns `Timed.summarise` of each, with its floor at this rate of copies."""
         self.sample(repeats)
-        sizes = self.sizes | {"quantize": self.model.quantize}
-        sizes["experts"] = {tokens: float(np.mean(counts)) for tokens, (counts, _) in self.experts.items()}
-        work = {plan.num_nodes: phase_work(plan, **sizes) for plan in self.plans}
-        work[None] = work[self.plans[0].num_nodes]  # of phases that do not depend on nodes
-        return [timed.summarise(work[timed.nodes][timed.phase], ceilings) for timed in self.timed]
+        return [timed.summarise(self.count_bytes(timed), bytes_per_second) for timed in self.timed]
+
+    def count_bytes(self, timed: Timed) -> float:
+        """Returns the bytes that a unit of a phase reads on one device."""
+        size = timed.reads
+        if timed.reads_of_experts and (counted := self.experts.get(timed.nodes or 1)) and timed.phase != "prefill":
+            size -= timed.reads_of_experts * (1 - np.mean(counted[0]) / self.model.verifier.num_experts)
+        return float(size / timed.units)
+
+    def find_reads(self, program: Any, arguments: Sequence[Any], parts: Sequence[int] | None = None) -> dict[str, float]:
+        """Returns the bytes of the arrays that a program reads, and those of experts among them, on one device.
+
+        An embedding table beside a separate vocabulary table is left out: few of its vectors are looked up.
+
+        Args:
+          parts: arguments that count; None: all.
+        """
+        weights, shares = self.weights, {}
+        held = {id(leaf) for leaf in jax.tree.leaves(weights)}
+        if "unembed" in weights.verifier:
+            shares = {id(leaf): 0.0 for leaf in jax.tree.leaves(weights.verifier["embed"])}
+        specs = jax.tree.leaves(verifier.specs(self.model.verifier, self.model.quantize), is_leaf=parameters.is_spec)
+        experts = zip(specs, jax.tree.leaves(weights.verifier), strict=True)
+        experts = {id(leaf) for spec, leaf in experts if spec.axes[0] == "experts"}
+        reads = {"reads": 0.0, "reads_of_experts": 0.0}
+
+        def add(array: jax.Array, layout: Any) -> None:
+            if layout is None:  # the compiler dropped it
+                return
+            share = shares.get(id(array), 1.0)
+            if id(array) not in held and self.capacity in array.shape[1:]:
+                share = self.context / self.capacity
+            reads["reads"] += share * device_bytes(array)
+            if id(array) in experts:
+                reads["reads_of_experts"] += device_bytes(array)
+
+        layouts = program.input_shardings[0]
+        for part in range(len(arguments)) if parts is None else parts:
+            jax.tree.map(add, arguments[part], layouts[part])
+        return reads
 
     def sample(self, repeats: int) -> dict[tuple[str, int | None], float]:
         """Times all phases in turns; returns the median seconds of each, by phase and nodes."""
@@ -182,27 +212,22 @@ class Bench:
         step = self.compile_rounds(first.one_token(), {"drafter": None})
         rounds = [self.compile_rounds(plan, {}) for plan in self.plans]
         self.add_rounds("step", None, step, {"drafter": None})
-        units = self.sizes["batch"] * self.sizes["context"]
-        self.add("prefill", None, prefill, partial(self.repeated, lambda state: inputs), most=4, units=units)
-        make_args = lambda state: (weights, state)  # noqa: E731
-        computed = self.run("draft", None, DRAFT, make_args, plan=first)
+        prepare = partial(self.repeated, lambda state: inputs)
+        reads = self.find_reads(prefill, inputs)
+        self.add("prefill", None, prefill, prepare, reads, most=4, units=self.batch * self.context)
+        computed = self.run("draft", None, DRAFT, lambda state: (weights, state), plan=first)
         for plan, whole in zip(self.plans, rounds, strict=True):
-            self._run_tree(plan, partial(drafted, make_args, computed, plan=first))
+            self.run_tree(plan, computed)
             self.add_rounds("round", plan.num_nodes, whole, {})
 
-    def _run_tree(self, plan: DecodePlan, expander_of: Callable[[DecodeState], Any]) -> None:
-        """Adds the phases that depend on the number of nodes."""
+    def run_tree(self, plan: DecodePlan, computed: list[jax.Array]) -> None:
+        """Adds the phases that depend on the number of nodes, given the arrays that DRAFT computed."""
         weights, run = self.weights, partial(self.run, nodes=plan.num_nodes, plan=plan)
-        tree, proposal = run("tree", function=TREE, make_args=lambda state: (state, expander_of(state)))
+        tree, proposal = run("tree", function=TREE, make_args=lambda state: (weights, state, computed))
         verified = run("verify", function=VERIFY, make_args=lambda state: (weights, state, tree))
         if not bool(jnp.isfinite(verified.logits_bnv).all()):
             raise ValueError(f"{self.where}: got logits that are not finite")
-        for tokens in (1, plan.num_nodes) if verified.routes else ():  # the root is the token of a one-token step
-            config, shards = plan.verifier, 1 if self.model.mesh is None else self.model.mesh.shape["data"]
-            counts = [count_distinct(ids_bnk[:, :tokens], config.num_experts, shards) for ids_bnk in verified.routes]
-            sequences = self.sizes["batch"] // shards
-            at_random = distinct_experts(config.num_experts, config.experts_per_token, sequences * tokens)
-            self.experts[tokens] = [float(x) for x in sharding.to_host(counts)], at_random
+        self.count_experts(plan, verified.routes)
         accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, tree, proposal, verified.logits_bnv))
 
         def commit(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
@@ -215,23 +240,42 @@ class Bench:
 
             return enqueue
 
-        program = self.compile(COMMIT, weights, self.slots, self.marks, verified, accepted, plan=plan)
-        self.add("commit", plan.num_nodes, program.result(), commit)
+        arguments = weights, self.slots, self.marks, verified, accepted
+        program = self.compile(COMMIT, *arguments, plan=plan).result()
+        reads = self.find_reads(program, arguments, parts=(0, 2, 3, 4))  # slots are written, not read
+        self.add("commit", plan.num_nodes, program, commit, reads)
+
+    def count_experts(self, plan: DecodePlan, routes: Sequence[jax.Array]) -> None:
+        """Counts the experts that a one-token step and a pass over the tree read, layer by layer."""
+        config, shards = plan.verifier, 1 if self.model.mesh is None else self.model.mesh.shape["data"]
+        for tokens in (1, plan.num_nodes) if routes else ():  # the root is the token of a one-token step
+            counts = [count_distinct(ids_bnk[:, :tokens], config.num_experts, shards) for ids_bnk in routes]
+            at_random = distinct_experts(config.num_experts, config.experts_per_token, self.batch // shards * tokens)
+            self.experts[tokens] = [float(x) for x in sharding.to_host(counts)], at_random
 
     def run(self, phase: str, nodes: int | None, function: Any, make_args: MakeArgs, **static: Any) -> Any:
         """Compiles a phase without effect on the state, adds it, and returns its output."""
-        program = self.compile(function, *make_args(self.state), **static).result()
-        return self.add(phase, nodes, program, partial(self.repeated, make_args))
+        arguments = make_args(self.state)
+        program = self.compile(function, *arguments, **static).result()
+        return self.add(phase, nodes, program, partial(self.repeated, make_args), self.find_reads(program, arguments))
 
     def repeated(self, make_args: MakeArgs, run: Callable[..., Any], calls: int) -> Callable[[], Any]:
         args = make_args(self.state)
         return lambda: [run(*args) for _ in range(calls)][-1]
 
     def add(
-        self, phase: str, nodes: int | None, program: Callable[..., Any], prepare: Prepare, *, warm: int = 1, **sizes: int
+        self,
+        phase: str,
+        nodes: int | None,
+        program: Callable[..., Any],
+        prepare: Prepare,
+        reads: Mapping[str, float],
+        *,
+        warm: int = 1,
+        **sizes: int,
     ) -> Any:
         """Adds a phase, and returns the output of its last of `warm` calls."""
-        self.timed.append(Timed(phase, nodes, partial(prepare, program), **sizes))
+        self.timed.append(Timed(phase, nodes, partial(prepare, program), **reads, **sizes))
         return jax.block_until_ready(self.timed[-1].prepare(warm)())
 
     def compile_rounds(self, plan: DecodePlan, fields: dict[str, Any]) -> Future:
@@ -255,6 +299,8 @@ class Bench:
 
             return enqueue
 
-        out = self.add(phase, nodes, program.result(), prepare, warm=ROUNDS, least=4, most=ROUNDS)
+        arguments = self.weights, self.state.replace(**fields), jnp.int32(1)
+        reads = self.find_reads(program.result(), arguments)
+        out = self.add(phase, nodes, program.result(), prepare, reads, warm=ROUNDS, least=4, most=ROUNDS)
         if (done := int(out.rounds_b.min())) != ROUNDS:
             raise RuntimeError(f"{self.where}: got {done} rounds of {phase}, expected {ROUNDS}")

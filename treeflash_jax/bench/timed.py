@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from treeflash_jax.core import sharding
-from treeflash_jax.models.costs import Ceilings, Work
+from treeflash_jax.core import devices, sharding
 
 CALLS = 64  # maximal number of calls in a sample
 SAMPLE_SECONDS = 0.02
@@ -34,6 +34,7 @@ class Timed:
       prepare: returns, for a number of calls, a function that enqueues them and returns an array to wait for.
       least, most: limits of `calls`, the number of calls per sample.
       units: divides the time of a call (tokens of a prefill).
+      reads, reads_of_experts: bytes of the arrays that a call reads on one device, and of experts' weights among them.
       seconds: time of one unit, per sample.
     """
 
@@ -43,6 +44,8 @@ class Timed:
     least: int = 1
     most: int = CALLS
     units: int = 1
+    reads: float = 0.0
+    reads_of_experts: float = 0.0
     calls: int = 1
     samples: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -60,12 +63,26 @@ class Timed:
         self.calls = max(self.least, min(self.most, math.ceil(SAMPLE_SECONDS / seconds)))
         self.samples = min(repeats, max(2, int(PHASE_SECONDS / (self.calls * seconds))))
 
-    def summarise(self, work: Work, ceilings: Ceilings) -> dict[str, Any]:
-        """Returns milliseconds (median and quartiles) of one call or token, beside the floor of its work."""
+    def summarise(self, size: float, bytes_per_second: float) -> dict[str, Any]:
+        """Returns milliseconds (median and quartiles) of one call or token, and those of reading `size` bytes."""
         low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
-        times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * work.seconds(ceilings)}
-        counts = {"bytes": work.bytes, "flops": work.flops, "samples": len(self.seconds), "calls": self.calls}
+        times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * size / bytes_per_second}
+        counts = {"bytes": size, "samples": len(self.seconds), "calls": self.calls}
         return {"phase": self.phase, "nodes": self.nodes} | times | counts
+
+
+def measure_copies() -> float:
+    """Measures the bytes per second of a large copy on the first device; each byte counts twice, as read and as written."""
+    size, calls = (2**27, 1) if devices.here().is_cpu else (2**30, 8)
+    negate = devices.jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
+    numbers, seconds = devices.jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))(), []
+    for _ in range(8):
+        since = time.perf_counter()
+        for _ in range(calls):
+            numbers = negate(numbers)
+        jax.block_until_ready(numbers)
+        seconds.append((time.perf_counter() - since) / calls)
+    return 2 * size / float(np.median(seconds[1:]))  # the first sample compiles
 
 
 def sample_in_turns(phases: Sequence[Timed], repeats: int, notify: Notify) -> None:

@@ -1,19 +1,20 @@
-"""Bytes of weights and caches per device, computed from sizes, and the check that they fit.
+"""Bytes of weights and caches per device, summed over trees of abstract arrays, and the check that they fit.
 
 Temporaries of programs are not counted; `treeflash bench memory` reads them from the compiler.
 """
 
 import functools
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
-from treeflash_jax.core import devices
+from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.models import kv_cache
+from treeflash_jax.models import verifier as verifiers
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Counter
-from treeflash_jax.models.verifier import specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +51,38 @@ def footprint(
       batch: number of sequences decoded together on all devices.
       drafts: whether the batch has caches of the drafter.
     """
-    count = Counter(dtype=dtype, batch=batch, mesh=mesh)
+    caches = jax.eval_shape(lambda: kv_cache.allocate(verifier, batch, capacity, dtype))
     drafter_bytes = drafter_cache = 0
     if drafter is not None:
-        drafter_bytes = count.weights(drafter.specs()).bytes
+        drafter_bytes = device_bytes(parameters.abstract(drafter.specs(), dtype, mesh))
         state = jax.eval_shape(lambda: drafter.init(batch, capacity, dtype))
-        drafter_cache = sum(jax.tree.leaves(jax.tree.map(count.array_bytes, state, state.axes()))) if drafts else 0
+        drafter_cache = _state_bytes(state, mesh) if drafts else 0
     return Footprint(
-        verifier=count.weights(specs(verifier, quantize)).bytes,
+        verifier=device_bytes(parameters.abstract(verifiers.specs(verifier, quantize), dtype, mesh)),
         drafter=drafter_bytes,
-        verifier_cache=count.cached(verifier, capacity).bytes,
+        verifier_cache=_state_bytes(caches, mesh),
         drafter_cache=drafter_cache,
     )
+
+
+def device_bytes(tree: Any) -> int:
+    """Returns the bytes that arrays, abstract or not, take on each device; those without a sharding are on one device."""
+
+    def size(x: Any) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
+
+
+def _state_bytes(state: Any, mesh: Any) -> int:
+    """Returns the bytes of a state on each device, without its vectors, which do not grow."""
+
+    def placed(x: jax.ShapeDtypeStruct, axes: sharding.Axes) -> jax.ShapeDtypeStruct | None:
+        layout = None if mesh is None else sharding.sharding(axes, x.shape, mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout) if x.ndim > 1 else None
+
+    return device_bytes(jax.tree.map(placed, state, state.axes()))
 
 
 def memory_limit(mesh=None) -> int | None:

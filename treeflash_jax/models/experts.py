@@ -68,6 +68,14 @@ def route(router: jax.Array, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.
     return weight_nk.astype(x_nd.dtype), ids_nk
 
 
+def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
+    """Returns the expected number of distinct experts if every token chooses at random: E (1 - (1 - k / E)^n).
+
+    Tokens of one text choose alike, so real counts are lower: `treeflash bench latency` measures them.
+    """
+    return experts * (1 - (1 - per_token / experts) ** tokens)
+
+
 def count_distinct(ids_btk: jax.Array, experts: int, shards: int = 1) -> jax.Array:
     """Counts the experts that the tokens of one device go through, averaged over the devices that split the batch."""
     ids_ya = ids_btk.reshape(shards, -1)
