@@ -28,7 +28,7 @@ SYSTEMS = {
     "marginal": "marginal tree (DDTree)",
     "treeflash": "TreeFlash tree",
 }
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 Rows = Iterable[Iterable[Any]]
 
 
@@ -192,21 +192,17 @@ def latency_h200() -> str:
     return section(f"tokens in the cache | attention | {PHASES}", rows, runs["note"], commands)
 
 
-def compiled(name: str, reads: str = "") -> str:
-    """Formats memory and collectives of rounds; `reads`: headers of the columns of weights that experts add."""
+def compiled(name: str) -> str:
+    """Formats the memory of rounds."""
     rows = []
     for result in read(name).values():
         size = {name: count / GIB for name, count in result["bytes_per_device"].items()}
-        moved = {kind: part["bytes"] / MIB for kind, part in result["collectives"].items()}
         parts = [size["verifier"], size["drafter"] + size.get("head", 0), size["verifier_cache"] + size["drafter_cache"]]
         parts += [max(size["round"], size["prefill"])]
         total = f"{size['total']:.2f} of {result['bytes_limit'] / GIB:.0f}"
-        ends = [total, f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]
-        ends += [f"{passed['bytes'] / GIB:.2f}" for passed in result.get("experts_read", {}).values()]
         mesh = "x".join(map(str, result["mesh"].values()))
-        rows.append([result["shape"], result["topology"], mesh, *(f"{part:.2f}" for part in parts), *ends])
-    header = "model | topology | mesh | verifier | drafter and head | caches | temporary | total | all-gathers"
-    return table(f"{header} | all-reduces{reads}", rows)
+        rows.append([result["shape"], result["topology"], mesh, *(f"{part:.2f}" for part in parts), total])
+    return table("model | topology | mesh | verifier | drafter and head | caches | temporary | total", rows)
 
 
 def fits() -> str:
@@ -229,16 +225,14 @@ def fits() -> str:
 
 
 def drafter_rounds() -> str:
-    """Formats memory and collectives of rounds of drafters that are not block drafters."""
+    """Formats the memory of rounds of drafters that are not block drafters."""
     rows = []
     for result in read("drafter_rounds.json").values():
         size = {name: count / GIB for name, count in result["bytes_per_device"].items()}
         parts = [size["drafter"], size["drafter_cache"], max(size["round"], size["prefill"]), size["total"]]
-        mesh, reduced = "x".join(map(str, result["mesh"].values())), result["collectives"].get("all-reduce")
-        names = result["drafter"], result["topology"], mesh, result["batch"]
-        moved = f"{reduced['bytes'] / MIB:.0f} MiB" if reduced else ""
-        rows.append([*names, *(f"{part:.2f}" for part in parts), result["depths"], moved])
-    return table("drafter | topology | mesh | batch | drafter | its cache | temporary | total | levels | all-reduces", rows)
+        names = result["drafter"], result["topology"], "x".join(map(str, result["mesh"].values())), result["batch"]
+        rows.append([*names, *(f"{part:.2f}" for part in parts), result["depths"]])
+    return table("drafter | topology | mesh | batch | drafter | its cache | temporary | total | levels", rows)
 
 
 def round_times() -> str:
@@ -406,9 +400,8 @@ def accept_costs() -> str:
     rows = []
     for row in runs["rows"]:
         builder = "one path" if row["builder"] == "paths" and row["drawn"]["branches"] == 1 else row["builder"]
-        costs = [f"{row['accept_ms']:.1f}", f"{100 * row['share_of_verify']:.1f} %"]
-        rows.append([builder, row["acceptance"], f"{row['temperature']:g}", row["batch"], *costs])
-    header = "builder | rule | T | batch | accept phase, ms | share of the verify floor"
+        rows.append([builder, row["acceptance"], f"{row['temperature']:g}", row["batch"], f"{row['accept_ms']:.1f}"])
+    header = "builder | rule | T | batch | accept phase, ms"
     return section(header, rows, f"{runs['hardware']}:", [runs["command"]], "text")
 
 
@@ -431,7 +424,7 @@ TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): fun
     "peers-trained": lambda: beside_peers("trained"),
     "peers-zen5": lambda: beside_peers("zen5"),
     "tpu-rounds": lambda: compiled("tpu_rounds.json"),
-    "experts-rounds": lambda: compiled("experts_rounds.json", " | one token reads | a round reads"),
+    "experts-rounds": lambda: compiled("experts_rounds.json"),
 }
 
 

@@ -208,13 +208,13 @@ def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
     assert [(r["settings"]["batch"], r["settings"]["context"]) for r in results] == [(1, 24), (1, 40), (2, 24), (2, 40)]
     assert results[0]["settings"] | {"weights": "random", "dtype": "bfloat16", "head": "linear"} == results[0]["settings"]
     assert results[0]["rounds"] == [
-        {"nodes": n, "round_over_step": n / 4, "floor_round_over_step": 1.0, "sum_of_phases_ms": 6.0} for n in (8, 16, 64)
+        {"nodes": n, "round_over_step": n / 4, "floor_round_over_step": 1.0, "sum_of_phases_ms": 5.0} for n in (8, 16, 64)
     ]
     assert results[0]["versions"]["jax"] == jax.__version__ and results[0]["compile_seconds"] == 1
     printed, steps = capsys.readouterr()
     assert "[3/10] compiling the phases at batch 1, context 24\n" in steps
     assert printed.startswith("qwen3-0.6b, random weights, bfloat16, batch 1, context 24 (")
-    assert printed.count("round / step at 64 nodes: 16.00 (of the floors: 1.00); its phases alone sum to 6.0000 ms") == 4
+    assert printed.count("round / step at 64 nodes: 16.00 (of the floors: 1.00); its phases alone sum to 5.0000 ms") == 4
     assert re.search(r"\n whole round .*16\.0000 .*1\.0000 - 1\.0000", printed)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -250,7 +250,7 @@ def test_results_of_other_settings_are_kept_and_drawn_with_those_they_belong_to(
     (["--plot", "a.xyz"], "got --plot a.xyz"),
 ])  # fmt: skip
 def test_mistakes_end_with_one_line_before_anything_is_measured(made_up, monkeypatch, capsys, arguments, words):
-    monkeypatch.setattr(latency, "measure_ceilings", lambda dtype: pytest.fail("measured"))
+    monkeypatch.setattr(latency, "measure_copies", lambda: pytest.fail("measured"))
     mistake(capsys, commands.main, ["bench", "latency", *arguments], words)
     assert not made_up
 
