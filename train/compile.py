@@ -24,6 +24,7 @@ from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.memory import find_devices
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices, files, parameters, sharding
+from treeflash_jax.core.checks import UnknownSetting
 
 
 def compile_step(settings: DraftingStage, shape: str, chips: list[Any]) -> dict[str, Any]:
@@ -81,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         key = f"{args.shape} {trained} {result['topology']} batch {result['batch']} {result['attention']}"
         if args.out:
             files.write(args.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+    except (ValueError, UnknownSetting, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
+        return 2
     chip = result["bytes_per_chip"]
     print(f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens")
     print(f"bytes per chip: {chip['total'] / 2**30:.2f} GiB ({chip['temporary'] / 2**30:.2f} GiB temporary)")

@@ -94,7 +94,8 @@ def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = N
 
     Raises:
       Malformed: a record that is not in the source's format, if `skip` is None.
-      ValueError: a source that does not exist, is empty, or is an evaluation set.
+      FileNotFoundError: a source that does not exist.
+      ValueError: a source that is empty, or is an evaluation set.
     """
     places, describe, load = _open(source)
     if not places:
@@ -166,7 +167,7 @@ def _open(source: Source) -> tuple[Sequence[Any], Callable[[Any], str], Callable
     else:
         files = [named] if named.is_file() else []
     if not files:
-        raise ValueError(f"{source.path}: no such file; {EXPECTED}")
+        raise FileNotFoundError(f"{source.path}: no such file; {EXPECTED}")
     is_lines = not is_text or all(path.suffix == ".jsonl" for path in files)
     for path in files if is_lines or named.is_file() else ():  # a folder of texts may well hold files named test
         _refuse_evaluation(source.path, path.stem)

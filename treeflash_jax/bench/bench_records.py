@@ -35,7 +35,8 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
     try:
         lines = files.regular(path, streams=True).read_bytes().splitlines(keepends=True)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"cannot read {path}: {error.strerror}") from None
     objects, size = [], 0
     for number, line in enumerate(lines, start=1):
         size += len(line)

@@ -120,7 +120,9 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
     path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
     if not path.exists():
         known = ", ".join(dict.fromkeys((*DRAFTERS, *VERIFIERS)))
-        raise ValueError(f"{drafter_shape} not found, expected a drafter's config.json or its folder, or one of {known}")
+        raise FileNotFoundError(
+            f"{drafter_shape} not found, expected a drafter's config.json or its folder, or one of {known}"
+        )
     return model, draft_vocabulary.limit(models.read_drafter_config(path).fitted(model), path, model.vocab_size)
 
 

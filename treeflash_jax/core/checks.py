@@ -162,12 +162,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Reads the object of a JSON file. Raises ValueError for an unreadable file or any other content."""
+    """Reads the object of a JSON file. Raises FileNotFoundError, and ValueError for any other content."""
     file = files.regular(path)
     try:
         raw = parse_json(file.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"{path} not found; expected a Hugging Face model folder") from None
+        raise FileNotFoundError(f"{path} not found; expected a Hugging Face model folder") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); expected a JSON file") from None
     except ValueError as error:

@@ -29,7 +29,7 @@ def user_cache() -> Path:
 def fetch(url: str) -> Path:
     """Returns a local copy of the file or folder at a URL such as gs://bucket/drafter; downloads it again if it changed.
 
-    Raises ValueError if it cannot be read.
+    Raises FileNotFoundError if there is none, and ValueError if it cannot be read.
     """
     import fsspec  # slow to import
     from filelock import FileLock
@@ -53,7 +53,8 @@ def fetch(url: str) -> Path:
                     system.get(source, str(part / target.name), recursive=True)
     except (ImportError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{url} cannot be read ({reason}); gs:// needs pip install treeflash-jax[gcs]") from None
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{url} cannot be read ({reason}); gs:// needs pip install treeflash-jax[gcs]") from None
     return target
 
 
@@ -79,13 +80,14 @@ def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
 def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] | None = None) -> None:
     """Checks that an output file can be written, before anything is computed. Writes nothing.
 
-    Raises ValueError for no folder to write in, no regular file, or a file with content for which `may_replace` is false.
+    Raises FileNotFoundError for no folder to write in, and ValueError for no regular file, or a file with content for which
+    `may_replace` is false.
     """
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"cannot write {path}: Is a directory")
     if not path.parent.is_dir():
-        raise ValueError(f"cannot write {path}: No such file or directory")
+        raise FileNotFoundError(f"cannot write {path}: No such file or directory")
     regular(path)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"cannot write {path}: Permission denied")

@@ -72,7 +72,9 @@ def load(
       template: further arguments of the chat template, by name.
 
     Raises:
-      ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or the
+      TypeError: an unknown argument.
+      FileNotFoundError: a path or file does not exist.
+      ValueError: files are damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or the
         weights exceed a device's memory, which is checked before they are read.
     """
     fit(str | Path, verifier, "verifier")

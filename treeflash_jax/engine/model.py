@@ -114,7 +114,8 @@ class TreeFlash(LoadedPair):
           One Result per prompt and sample, in the order of the prompts; notebooks show the list as a page.
 
         Raises:
-          ValueError: an invalid setting or prompt; checked before any computation.
+          TypeError: an unknown setting.
+          ValueError: a wrong setting or prompt; checked before any computation.
         """
         call = make_call(self, prompts, config, settings, indices)
         results = with_totals([result for _, result in sorted(serve(self, call), key=lambda pair: pair[0])])

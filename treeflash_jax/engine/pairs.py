@@ -27,7 +27,8 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
       name: name of a pair, "ngram", a folder, a GGUF file, a URL of either such as gs://bucket/drafter, or a Hub id.
       local_files_only: read Hub ids from the local cache only.
 
-    Raises ValueError for any other name, for a revision of anything but a Hub id, or if the Hub or URL cannot be reached.
+    Raises FileNotFoundError for any other name, and ValueError for a revision of anything but a Hub id, or if the Hub or
+    URL cannot be reached.
     """
     is_shipped = part == "drafter" and str(name) in DRAFTERS
     if not is_shipped and str(name) in VERIFIERS:
@@ -47,7 +48,8 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
     is_file = os.path.isfile(path)
     if is_file or not hub.is_hub_id(name) or gguf_reader.is_gguf(path):
         near = difflib.get_close_matches(str(name), VERIFIERS, n=1)
-        raise ValueError(
+        kind = ValueError if is_file else FileNotFoundError
+        raise kind(
             f"{clipped(name, LONGEST_PATH)} {'is a file' if is_file else 'not found'}; expected a model folder, a GGUF "
             f"file, a Hub id like Qwen/Qwen3-4B, or a pair: {', '.join(VERIFIERS)}"
             + (f" (did you mean {near[0]}?)" if near else "")

@@ -102,8 +102,9 @@ def is_gguf(path: str | Path) -> bool:
 def read(path: str | Path) -> File:
     """Reads the header of a file.
 
-    Raises ValueError for no GGUF file, or one that is cut off, of another version or byte order, one part of several, or
-    with tensors that overlap, are misaligned or have unknown types; or the package `gguf` is not installed.
+    Raises FileNotFoundError for no file. Raises ValueError for no GGUF file, or one that is cut off, of another version or
+    byte order, one part of several, or with tensors that overlap, are misaligned or have unknown types; or if the package
+    `gguf` is not installed.
     """
     path = regular(path)
     _package()
@@ -111,7 +112,7 @@ def read(path: str | Path) -> File:
         state = path.stat()
         return _read(path, state.st_size, state.st_mtime_ns)
     except FileNotFoundError:
-        raise ValueError(f"{path} not found; expected a GGUF file") from None
+        raise FileNotFoundError(f"{path} not found; expected a GGUF file") from None
 
 
 @lru_cache(maxsize=2)  # verifier and drafter, each opened for its config, its tokenizer and its weights

@@ -49,7 +49,7 @@ def names(folder: Path) -> Collection[str]:
             return listed.keys()
         with open_folder(folder) as tensors:
             return tensors.keys()
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return ()
 
 
@@ -70,7 +70,7 @@ def _listed(folder: Path) -> dict[str, str]:
 
 def _open(path: Path, stack: ExitStack) -> Any:
     if not os.path.exists(path):  # False for names that no file can have, too
-        raise ValueError(f"{clipped(path, LONGEST_PATH)} not found; expected a safetensors file there")
+        raise FileNotFoundError(f"{clipped(path, LONGEST_PATH)} not found; expected a safetensors file there")
     regular(path)
     try:
         return stack.enter_context(safe_open(path, framework="np"))

@@ -1,14 +1,16 @@
-"""Options made from the fields of dataclasses."""
+"""Settings declared by the fields of dataclasses: options, checks, help, and settings in tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import pytest
-from refusals import mistake
+from refusals import mistake, refused
 
 from treeflash_jax.cli.arguments import Parser
-from treeflash_jax.core.settings import add_options, option_values, setting
+from treeflash_jax.core.checks import UnknownSetting, suggesting
+from treeflash_jax.core.settings import add_options, build, changed, check, describe, option_values, setting
 
 COLOURS = {"red": None}
 
@@ -70,3 +72,62 @@ def test_help_has_units_defaults_and_what_must_be_given(capsys):
     assert "--size STEPS how large it is, in 10 % steps (default: 3)" in text
     assert "--rows ROWS|auto how many rows it has (default: as many as fit)" in text
     assert "--loud whether it is heard" in text and "--kind {a,b} what it is (default: a)" in text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    size: int | Sequence[int] = setting(3, "how large it is", least=1, most=9)
+
+    def __post_init__(self):
+        check(self)
+
+
+def test_values_are_checked_and_converted_when_they_are_given():
+    assert Checked(size=np.array([1, 2])).size == (1, 2) and type(Checked(size=np.int8(4)).size) is int
+    assert changed(Checked()) == {} and changed(Checked(size=4)) == {"size": 4}
+    for size in (0, 10, [3, 10], 2.5, "3", None):
+        refused(lambda size=size: Checked(size=size), "got size", "expected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    inner: Checked = Checked()
+    rows: tuple[Checked, ...] = setting((), "checked rows", min_length=1)
+    free: dict[str, Any] = setting(help="anything", default_factory=dict)
+    name: str
+
+
+def test_tables_are_built_from_nested_dicts():
+    raw = {"name": "x", "inner": {"size": 4}, "rows": [{"size": 1}, {}], "free": {"a": {"b": 1}}}
+    rows = Checked(size=1), Checked()
+    assert build(Nested, raw) == Nested(name="x", inner=Checked(size=4), rows=rows, free={"a": {"b": 1}})
+    assert build(Nested, {"name": "x"}) == Nested(name="x")
+
+
+@pytest.mark.parametrize("raw, said", [
+    ({}, "file: got no name, expected a value"),
+    ({"nam": "x"}, "file: got unknown setting nam; did you mean name?"),
+    ({"name": "x", "inner": {"sise": 1}}, "got unknown setting inner.sise; did you mean inner.size?"),
+    ({"name": "x", "rows": [{}, {"sise": 1}]}, "got unknown setting rows.1.sise; did you mean rows.size?"),
+    ({"name": "x", "zzz": 1}, "got unknown setting zzz; expected one of free, name, inner.size, rows.size"),
+    ({"name": "x", "inner": {"size": 0}}, "got inner.size = 0, expected at least 1"),
+    ({"name": "x", "rows": [{"size": "y"}]}, "got rows.0.size = 'y'"),
+    ({"name": "x", "rows": []}, "got rows = [], expected a list of tables"),
+    ({"name": "x", "inner": 3}, "got inner = 3, expected a dictionary"),
+])  # fmt: skip
+def test_wrong_tables_are_named(raw, said):
+    refused(lambda: build(Nested, raw, "file"), said)
+
+
+def test_descriptions_have_every_setting_in_full():
+    assert describe(Nested).splitlines() == [
+        "  free: anything.",
+        "  name:  (required).",
+        "  inner.size: how large it is (default: 3).",
+        "  rows[].size: how large it is (default: 3).",
+    ]
+
+
+def test_unknown_arguments_are_type_errors_that_suggest():
+    with pytest.raises(UnknownSetting, match="got unknown argument 'sise'; did you mean size?"):
+        suggesting(lambda size: size)(sise=3)
