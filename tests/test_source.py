@@ -13,8 +13,8 @@ import treeflash_jax
 PACKAGE = Path(treeflash_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TRAIN_FILES = sorted((PACKAGE.parent / "train").rglob("*.py"))
-# A folder imports from itself and from those before it. "commands" are bench, cli and __main__; `__init__` is the package.
-LAYERS = ("core", "models", "trees", "drafters", "acceptance", "decoding", "formats", "engine", "__init__", "commands")
+# A folder imports from itself and from those before it; `__init__` is the package.
+LAYERS = "core models trees drafters acceptance decoding formats engine __init__ bench cli __main__".split()
 HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx", "pydantic")
 HEAVY += ("jax.experimental.pallas",)
 
@@ -34,7 +34,7 @@ def imports(path: Path) -> set[str]:
 def layer(name: str) -> int:
     """Returns the layer of a top-level module; a name that is none is one that the package re-exports."""
     is_module = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
-    return LAYERS.index("commands" if name in ("bench", "cli", "__main__") else name if is_module else "__init__")
+    return LAYERS.index(name if is_module else "__init__")
 
 
 def test_no_module_imports_a_higher_layer():

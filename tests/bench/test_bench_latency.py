@@ -199,9 +199,9 @@ def made_up(monkeypatch):
 
 
 def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
-    out, picture = tmp_path / "out.json", tmp_path / "ratio.png"
+    out = tmp_path / "out.json"
     sizes = "--batch 1 2 --context 24 40 --nodes 64 8 16 8 --temperature 0.5 --dtype bfloat16 --head linear".split()
-    words = ["bench", "latency", "--shape", "qwen3-0.6b", *sizes, "--out", str(out), "--plot", str(picture)]
+    words = ["bench", "latency", "--shape", "qwen3-0.6b", *sizes, "--out", str(out)]
     assert commands.main(words) == 0
     assert made_up == [(b, s, [8, 16, 64], 0.5) for b in (1, 2) for s in (24, 40)]
     results = json.loads(out.read_text())["results"]
@@ -216,26 +216,20 @@ def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
     assert printed.startswith("qwen3-0.6b, random weights, bfloat16, batch 1, context 24 (")
     assert printed.count("round / step at 64 nodes: 16.00 (of the floors: 1.00); its phases alone sum to 5.0000 ms") == 4
     assert re.search(r"\n whole round .*16\.0000 .*1\.0000 - 1\.0000", printed)
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_results_of_other_settings_are_kept_and_drawn_with_those_they_belong_to(made_up, tmp_path, monkeypatch):
-    drawn, out = [], tmp_path / "out.json"
-    monkeypatch.setattr(latency.plots, "draw", lambda panels, path, title: drawn.append(panels["context 256"]))
-    files = ["--out", str(out), "--plot", str(tmp_path / "a.png")]
+def test_results_of_other_settings_are_kept(made_up, tmp_path):
+    out = tmp_path / "out.json"
     first, *others = "--batch 1 --nodes 8 16", "--batch 2 --nodes 8", "--batch 2 --dtype bfloat16 --nodes 8"
     for sizes in (first, *others, first):
         words = [*sizes.split(), "--repeats", str(len(made_up) + 1)]
-        assert commands.main(["bench", "latency", *SMALL, *words, *files]) == 0
+        assert commands.main(["bench", "latency", *SMALL, *words, "--out", str(out)]) == 0
     results = json.loads(out.read_text())["results"]
     kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["phases"][0]["samples"]) for r in results]
     assert kept == [(2, [8], 2), (2, [8], 3), (1, [8, 16], 4)], "the same settings replace"
     assert results[0]["settings"]["shape"] == "verifier", "a name, not the path"
     for private in (str(tmp_path), str(DATA), str(Path.home()), socket.gethostname()):
         assert private not in out.read_text()
-    lines = [[label for label in panel if "floors" not in label] for panel in drawn]
-    assert lines == [["batch 1"], ["batch 1", "batch 2"], ["batch 2"], ["batch 2", "batch 1"]]
-    assert drawn[0] == {"batch 1": {8: 2.0, 16: 4.0}, "batch 1, floors": {8: 1.0, 16: 1.0}}
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -247,7 +241,6 @@ def test_results_of_other_settings_are_kept_and_drawn_with_those_they_belong_to(
     (["--builder", "none"], "got builder 'none', expected one that drafts"),
     (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
     (["--mesh", "2x1", "--batch", "3"], "got --batch 3 on a mesh with a data axis of 2"),
-    (["--plot", "a.xyz"], "got --plot a.xyz"),
 ])  # fmt: skip
 def test_mistakes_end_with_one_line_before_anything_is_measured(made_up, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(latency, "measure_copies", lambda: pytest.fail("measured"))

@@ -13,11 +13,11 @@ from refusals import mistake, refused
 from toy_training import read_lines, write_lines
 
 import treeflash_jax as tf
-from treeflash_jax.bench import bench_records, report, run
+from treeflash_jax.bench import bench_records, check, report, run
 from treeflash_jax.bench.harness import Peer
 from treeflash_jax.bench.prompt_sets import FORMATS
 from treeflash_jax.bench.run import parse_systems
-from treeflash_jax.cli import check, commands
+from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -276,7 +276,9 @@ def test_drafters_are_compared_in_turns_with_the_times_of_their_phases(short, sm
     out, plot = tmp_path / "out.jsonl", tmp_path / "tau.png"
     options = [*small, "--pair", str(short), f"itself={short}", "ngram", "--systems", "ar", "chain", "treeflash"]
     options += ["--nodes", "2", "4", "--phases", "30"]
-    records, printed = bench(out, *options, "--plot", str(plot)), capsys.readouterr().out
+    records = bench(out, *options)
+    assert main(["bench", "report", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
     names = [f"{name}, {drafter}" for drafter in ("itself", "ngram") for name in ("chain", "treeflash-2", "treeflash-4")]
     assert [record["system"] for record in records[:7]] == ["ar", *names] and len(records) == 14
     assert plot.stat().st_size > 1000 and "ms by phase, after 30 tokens" in printed and "FAIL" not in printed

@@ -113,7 +113,7 @@ def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
 
 @pytest.mark.parametrize("suite", ["run", "latency"])
 def test_refused_benchmarks_leave_no_file(tmp_path, capsys, suite):
-    out = ["--out", str(tmp_path / "out.json"), "--plot", str(tmp_path / "a.png")]
+    out = ["--out", str(tmp_path / "out.json")]
     mistake(capsys, cli, ["bench", suite, *out, "--temperature", "-1"])
     assert not list(tmp_path.iterdir())
 

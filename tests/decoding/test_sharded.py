@@ -8,7 +8,7 @@ from conftest import RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 
 from treeflash_jax import make_mesh
-from treeflash_jax.cli.check import divergence
+from treeflash_jax.bench.check import divergence
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine.planning import make_requests

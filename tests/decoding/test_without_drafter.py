@@ -12,8 +12,8 @@ from refusals import refused
 from rich.console import Console
 
 from treeflash_jax import TreeFlash, make_mesh
+from treeflash_jax.bench.check import check
 from treeflash_jax.cli.chat import converse
-from treeflash_jax.cli.check import check
 from treeflash_jax.core import devices
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights

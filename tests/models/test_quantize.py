@@ -16,9 +16,9 @@ from refusals import mistake, refused
 
 import treeflash_jax as tf
 from treeflash_jax.bench import shapes
+from treeflash_jax.bench.check import meaning
 from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.cli import commands
-from treeflash_jax.cli.check import meaning
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.engine.device_memory import footprint

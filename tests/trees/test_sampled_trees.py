@@ -12,9 +12,9 @@ from refusals import refused
 
 from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, trees
 from treeflash_jax.bench import bench_records, report
+from treeflash_jax.bench.check import check
 from treeflash_jax.bench.run import PRESETS, lossless_pairs
 from treeflash_jax.cli import commands
-from treeflash_jax.cli.check import check
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops
 from treeflash_jax.engine.planning import choose_builder, choose_tree

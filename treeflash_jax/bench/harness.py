@@ -22,10 +22,10 @@ import jax
 
 import treeflash_jax as tf
 from treeflash_jax.bench.bench_records import PEER, SCHEMA, SYSTEM, Record, is_comparable, record_key
+from treeflash_jax.bench.check import divergence, explanation
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.bench.timed import Notify
-from treeflash_jax.cli.check import divergence, explanation
 from treeflash_jax.core import devices
 from treeflash_jax.core.checks import parse_json
 from treeflash_jax.engine.planning import Request, choose_tree

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
-from treeflash_jax.bench import harness, plots, report, shapes
+from treeflash_jax.bench import harness, report, shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
 from treeflash_jax.bench.timed import Progress, measure_copies
@@ -39,7 +38,6 @@ from treeflash_jax.trees import draws
 SCHEMA = 3
 LABELS = {"step": "one-token step", "prefill": "prefill, a token", "tree": "tree build"}
 LABELS |= {"verify": "tree verify", "round": "whole round"}
-SWEPT = ("batch", "context", "slots", "nodes")  # settings in which results of one figure may differ
 SAME = ("settings", "versions", "hardware")  # of results that replace each other
 
 Result = dict[str, Any]
@@ -58,11 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("measurement and output")
     add_options(output, shapes.MeasuredSizes, ["repeats"])
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
-    output.add_argument("--plot", metavar="FILE", help="plot of round / step over nodes (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures every combination, and prints, writes and draws the results. All arguments are checked before."""
+    """Measures every combination, and prints and writes the results. All arguments are checked before."""
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
     names = [arguments.shape or "tiny", arguments.drafter_shape]
     is_real = arguments.pair is not None or names == ["tiny", None]
@@ -77,7 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     plans = make_plans(verifier, drafter, arguments, dtype)
     check_sizes(plans, arguments.batch, arguments.context, mesh)
     results = read_kept(arguments.out, "schema", "results").get("results", [])
-    plots.check(arguments.plot)
     settings = {
         "shape": " + ".join(map(shapes.short_name, arguments.pair or names[:1])),
         "weights": "real" if is_real else "random",
@@ -110,8 +106,6 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.out:
                 files.write(arguments.out, json.dumps({"schema": SCHEMA, "results": results}, indent=1) + "\n")
             del bench
-    if arguments.plot:
-        plot(results, arguments.plot)
     return 0
 
 
@@ -186,21 +180,3 @@ def show(result: Result) -> None:
     print(*lines, sep="\n")
     report.table_console().print(table)
     print(*ends, f"  compiled and warmed up before, in {result['compile_seconds']:.0f} s", sep="\n", flush=True)
-
-
-def plot(results: Sequence[Result], path: str | Path) -> None:
-    """Draws round / step over nodes of the last sweep: a panel per context; a line per batch, and one for its floors."""
-
-    def fixed(result: Result) -> list[Any]:
-        return [{name: x for name, x in result[part].items() if name not in SWEPT} for part in SAME]
-
-    panels: dict[str, dict[str, dict[float, float]]] = {}
-    for result in (other for other in results if fixed(other) == fixed(results[-1])):
-        settings = result["settings"]
-        lines = panels.setdefault(f"context {settings['context']}", {})
-        for label, key in (("", "round_over_step"), (", floors", "floor_round_over_step")):
-            line = lines.setdefault(f"batch {settings['batch']}{label}", {})
-            line |= {sizes["nodes"]: sizes[key] for sizes in result["rounds"]}
-    settings = results[-1]["settings"]
-    title = f"{settings['shape']}, {settings['dtype']}, {results[-1]['hardware']['device']}"
-    plots.draw(panels, path, title=f"round / one-token step over nodes: {title}")

@@ -18,7 +18,7 @@ from typing import Any
 
 import treeflash_jax as tf
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.bench import bench_records, harness, plots, report
+from treeflash_jax.bench import bench_records, harness, report
 from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.phases import Bench, check_sizes
@@ -100,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "also time the phases of a round, after this number of tokens"
     sampling.add_argument("--phases", type=int, metavar="CONTEXT", help=help)
     sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
-    sampling.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
     parser.set_defaults(**dict.fromkeys(USUAL))
 
 
@@ -164,7 +163,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"got --other {other!r}, expected NAME=COMMAND with a name that no other system has")
         others[name] = command
     fit(int | None, arguments.phases, "--phases", least=1)
-    plots.check(arguments.plot)
     with ExitStack() as stack:
         stack.enter_context(bench_records.held(arguments.out))
         records, size = bench_records.read_results(arguments.out)
@@ -189,10 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
             records.append(record | {"phases": phases.get(record["system"])})
             output.write(json.dumps(records[-1]).encode() + b"\n")
             output.flush()
-    summary = report.summarise(records)
-    report.show(summary)
-    if arguments.plot:
-        plots.draw_trees(summary["systems"], arguments.plot)
+    report.show(report.summarise(records))
     return 0
 
 

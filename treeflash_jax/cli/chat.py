@@ -1,13 +1,13 @@
 """A conversation in the terminal: answers are streamed, with statistics after each turn."""
 
-import re
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from treeflash_jax.core import devices
 from treeflash_jax.engine.batching import Session
@@ -81,7 +81,7 @@ def _turn(
     """Streams one answer and prints its statistics; returns its text and Result, None after Ctrl-C."""
     text = ""
     try:
-        with ignored_keyboard(), closing(Lines(console)) as lines:
+        with ignored_keyboard(), Lines(console) as lines:
             for piece in model.stream(messages, config=config, session=session):
                 if isinstance(piece, Chunk):
                     lines.write(piece.text)
@@ -91,39 +91,31 @@ def _turn(
         return text, None
     rounds = len(piece.accept_lengths)
     console.print(
-        f"\n[dim]{len(piece.ids)} tokens, {rounds} rounds, tau {piece.tau:.2f}, "
+        f"[dim]{len(piece.ids)} tokens, {rounds} rounds, tau {piece.tau:.2f}, "
         f"{piece.tokens_per_second:.0f} tokens/s, {piece.finished}[/dim]"
     )
     return text, piece
 
 
-class Lines:
-    """Prints a growing text, wrapped at words in a terminal. The last word is printed once it is complete."""
+class Lines(Live):
+    """Prints a growing text, which rich wraps at words in a terminal: complete lines once, the last one as it grows."""
 
     def __init__(self, console: Console):
-        self.console, self.column, self.held = console, 0, ""
+        super().__init__(console=console, transient=True)
+        self.last = ""
 
     def write(self, text: str) -> None:
-        """Prints the text so far except for its last word, which may still grow."""
-        if not self.console.is_terminal:
-            return self._print(text)
-        *words, last = re.findall(r"\n|[^\n\S]*\S+|[^\n\S]+", self.held + text) or [""]
-        for word in words:
-            self._place(word)
-        self.held = last
+        *lines, self.last = (self.last + text).split("\n")
+        for line in lines:
+            self._print(line)
+        self.update(Text(self.last), refresh=True)
 
-    def close(self) -> None:
-        self._place(self.held)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._print(self.last)
 
-    def _place(self, word: str) -> None:
-        if word != "\n" and self.column and self.column + cell_len(word) > self.console.width:
-            self._place("\n")
-            word = word.lstrip(" ")
-        self._print(word)
-        self.column = 0 if word == "\n" else self.column + cell_len(word)
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, end="", markup=False, soft_wrap=True)
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=not self.console.is_terminal)
 
 
 @contextmanager

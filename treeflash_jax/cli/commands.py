@@ -13,10 +13,10 @@ from rich.console import Console
 
 from treeflash_jax import __version__
 from treeflash_jax.bench import latency, memory, report, run
+from treeflash_jax.bench.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
 from treeflash_jax.cli.chat import converse
-from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import LINE, LONGEST_PATH, UnknownSetting, clipped, fit
 from treeflash_jax.engine.results import Chunk
