@@ -21,7 +21,7 @@ from etils import epath
 from train.runtime import folders
 from treeflash_jax.core import files, programs
 from treeflash_jax.core.checks import UnknownSetting, clipped, suggestion
-from treeflash_jax.core.settings import assign, build, describe, dotted, setting, setting_names
+from treeflash_jax.core.settings import build, describe, dotted, setting, setting_names
 
 T = TypeVar("T")
 
@@ -142,15 +142,28 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
             value = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError):
             value = text.strip()
-        assign(raw, key.strip(), value)
+        _assign(raw, key.strip(), value)
     return raw
+
+
+def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a value by its dotted name; numbers are places in lists of tables, as in `sources.0.path`."""
+    *path, last = key.split(".")
+    table: Any = raw
+    try:
+        for name in path:
+            table = table[int(name)] if isinstance(table, list) else table.setdefault(name, {})
+        table.update({last: value})
+    except (AttributeError, ValueError, IndexError):  # of a value or a list in place of a table
+        expected = "a setting of a table that there is, such as loop.steps or sources.0.path"
+        raise ValueError(f"settings: got {clipped(key, 60)}, expected {expected}") from None
 
 
 def replaced(config: T, raw: dict[str, Any]) -> T:
     """Returns settings with those replaced that nested dicts name."""
     values = to_dict(config)
     for key, value in dotted(raw).items():
-        assign(values, key, value)
+        _assign(values, key, value)
     return build(type(config), values)
 
 

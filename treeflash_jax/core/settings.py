@@ -119,12 +119,7 @@ def _choices(field: Field, kind: Any) -> list[str]:
 
 
 def add_options(
-    parser: Any,
-    cls: type,
-    chosen: Collection[str] | None = None,
-    *,
-    several: Collection[str] = (),
-    **defaults: Any,
+    parser: Any, cls: type, chosen: Collection[str] | None = None, *, several: Collection[str] = (), **defaults: Any
 ) -> None:
     """Adds an option for every field of a dataclass, with its type, limits, default, choices, unit and help.
 
@@ -198,19 +193,6 @@ def _table(kind: Any) -> type | None:
 def setting_names(cls: type) -> list[str]:
     """Returns the dotted name of every setting; those of list items lack the item's number."""
     return [name.replace("[]", "") for name, _, _ in leaves(cls)]
-
-
-def assign(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a value by its dotted name; numbers are places in lists of tables, as in `sources.0.path`."""
-    *path, last = key.split(".")
-    table: Any = raw
-    try:
-        for name in path:
-            table = table[int(name)] if isinstance(table, list) else table.setdefault(name, {})
-        table.update({last: value})
-    except (AttributeError, ValueError, IndexError):  # of a value or a list in place of a table
-        expected = "a setting of a table that there is, such as loop.steps or sources.0.path"
-        raise ValueError(f"settings: got {clipped(key, 60)}, expected {expected}") from None
 
 
 def build(cls: type[T], raw: dict[str, Any], where: str = "settings") -> T:
