@@ -56,7 +56,7 @@ class ExportStage:
     )
     sampled_above: float = setting(
         0.0,
-        "temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none",
+        "temperature from which `treeflash bench run` found sampled trees better; 0 stores none",
         least=0,
     )
     tau: float = setting(

@@ -247,12 +247,10 @@ def test_names_of_systems_hold_their_settings():
         refused(lambda name=name: parse_systems([name], [4]), words)
 
 
-def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
+def test_trees_of_equal_settings_are_measured_once(tiny, monkeypatch):
     names = ["marginal+hybrid+traversal", "treeflash+hybrid+traversal"]
-    words = ["bench", "run", "--out", "out", "--preset", "rules", "--nodes", "8", "--systems", *names]
+    words = ["bench", "run", "--out", "out", "--nodes", "8", "--systems", *names]
     arguments = commands.parser().parse_args(words)
-    run.set_defaults(arguments)
-    assert (arguments.nodes, arguments.temperature, arguments.batch_size) == ([8], [1.0], 8)
     for head, expected in (("marginal", 1), ("mlp", 2)):
         model = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head=head))
         monkeypatch.setattr(run.tf, "load", lambda *_, model=model, **__: model)
@@ -262,7 +260,6 @@ def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
 def test_drafters_are_systems_with_one_baseline_and_their_own_options():
     words = ["--pair", "tiny", "shipped=tiny", "ngram", "--nodes", "4", "--candidates", "5", "--out", "x"]
     arguments = commands.parser().parse_args(["bench", "run", *words])
-    run.set_defaults(arguments)
     systems = run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))
     trees = [f"{name}, shipped" for name in ("chain", "marginal-4", "treeflash-4", "joined-4")]
     assert [system.name for system in systems] == ["ar", *trees, "chain, ngram", "treeflash-4, ngram"]

@@ -32,7 +32,7 @@ from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.pairs import NO_DRAFTER
 from treeflash_jax.engine.planning import resolve
 from treeflash_jax.engine.prompts import parse_ids
-from treeflash_jax.trees import BUILDERS, TreeShape, branching
+from treeflash_jax.trees import branching
 
 REPEATS = 9  # timed samples of a phase
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -45,31 +45,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 # Builders that a name may add, as fields of GenerateConfig.
 BRANCHING = {name: {"builder": name} for name in branching()} | {"one-path": {"builder": "paths", "branches": 1}}
 NAME = re.compile(r"([a-z]+)(?:-(\d+))?(?:\+([a-z-]+)(?:\+([a-z-]+))?)?(?:@(\d+\.?\d*))?((?::\w+=.+)?)")
-
-
-def lossless_pairs() -> list[str]:
-    """Returns "+builder+rule" for every pair that leaves the verifier's distribution untouched."""
-    pairs = []
-    for name, settings in BRANCHING.items():
-        shape = TreeShape(branches=settings.get("branches", TreeShape.branches))
-        distribution = BUILDERS[settings["builder"]].distribution_for(shape)
-        pairs += [f"+{name}+{rule}" for rule in RULES if distribution in RULES[rule].distributions]
-    return pairs
-
-
-# Defaults of options that a preset may set; the parser's None means not given.
-USUAL: dict[str, Any] = {
-    "systems": list(SYSTEMS), "nodes": [16], "temperature": [0.0], "batch_size": 1, "expected_lengths": False
-}  # fmt: skip
-PRESETS: dict[str, dict[str, Any]] = {
-    "rules": {
-        "systems": [head + pair for head in ("marginal", "treeflash") for pair in lossless_pairs()],
-        "nodes": [16, 64],
-        "temperature": [1.0],
-        "batch_size": 8,
-        "expected_lengths": True,
-    }
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_argument_group("systems")
     help = ", ".join(SYSTEMS) + ", or a tree like treeflash-32+hybrid+traversal@0.7:skeleton=0.5 (nodes, builder, "
     help += "rule, drafter temperature, other settings)"
-    chosen.add_argument("--systems", nargs="+", metavar="NAME", help=help)
-    help = "rules: all lossless combinations of tree builder and acceptance rule, by default at temperature 1"
-    chosen.add_argument("--preset", choices=PRESETS, help=help)
+    chosen.add_argument("--systems", nargs="+", metavar="NAME", default=list(SYSTEMS), help=f"{help} (default: all)")
     help = "another program that decodes greedily, as in bench/peers; may be given several times"
     chosen.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help=help)
     by_name = {"head", "builder", "acceptance", "drafter_temperature"}  # what the names of systems choose
@@ -100,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "also time the phases of a round, after this number of tokens"
     sampling.add_argument("--phases", type=int, metavar="CONTEXT", help=help)
     sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
-    parser.set_defaults(**dict.fromkeys(USUAL))
 
 
 def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[str, Any]]:
@@ -137,16 +109,8 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
     return systems
 
 
-def set_defaults(arguments: argparse.Namespace) -> None:
-    """Sets the options that were not given to those of the preset, if one was, or to their usual values."""
-    for name, value in (USUAL | PRESETS.get(arguments.preset, {})).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measures the answers that the output file lacks, then prints the summary of all of them."""
-    set_defaults(arguments)
     chosen, ids = parse_systems(arguments.systems, arguments.nodes), arguments.prompt_ids
     if ids is not None and arguments.prompts:
         raise ValueError("got --prompt-ids and --prompts, expected one of them")
