@@ -176,7 +176,7 @@ class BigramStage(drafting.DraftingStage):
     size: int
     trains = ("next",)
 
-    def drafter_config(self, model):
+    def drafter_config(self, model, start):
         return BigramConfig(vocab_size=self.size)
 
     def fresh(self, drafter, weights, stored):

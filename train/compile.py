@@ -31,7 +31,8 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any]) -> dict[
     """Compiles one training step of these settings for these chips."""
     model = shapes.find_verifier(shape)
     mesh = hosts.make_mesh(settings.mesh, chips)
-    task = make_task(settings, model, settings.shaped_config(model), mesh)
+    start = shapes.find_drafter(model) if settings.starts_from else None
+    task = make_task(settings, model, settings.drafter_config(model, start), mesh)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with sharding.ambient(mesh):
         batch = training_state.abstract_batch(settings.loop.batch, settings.data.sequence_length, mesh)

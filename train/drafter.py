@@ -13,13 +13,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from train.data.packing import Corpus
 from train.pairing import choices
 from train.runtime import run_config
 from train.runtime.training_state import SumsFunction
@@ -31,7 +31,7 @@ from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.formats import draft_vocabulary
+from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
@@ -41,6 +41,8 @@ WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 @dataclass(frozen=True, kw_only=True)
 class BlockStage(DraftingStage):
     """Settings shared by the stages of block drafters, which train "backbone", "head" or both."""
+
+    lists_tokens = True
 
     objective: ObjectiveConfig
     head_rank: int = setting(
@@ -64,13 +66,10 @@ class BlockStage(DraftingStage):
     def sizes(self) -> dict[str, int]:
         return {"anchors": self.objective.anchors, "chunk": self.objective.chunk}
 
-    def check(self, drafter: BlockConfig, model: ModelConfig) -> None:
+    def check(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         if "backbone" in self.trains:
             choices.check_taps(drafter, model)
-            choices.check_mask(drafter, model, self.corpus, self.tokenizer)
-
-    def add_files(self, folder: Path) -> None:
-        draft_vocabulary.write(folder, self.corpus.answer_counts(self.verifier_config.vocab_size))
+            choices.check_mask(drafter, model, corpus, tokenizer)
 
     def describe(self, drafter: BlockConfig) -> tuple[str, dict[str, Any]]:
         kinds = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}
@@ -120,7 +119,7 @@ class DrafterStage(BlockStage):
     def systems(self) -> Mapping[str, Mapping[str, Any]]:
         return WITH_HEAD if "head" in self.trains else super().systems
 
-    def drafter_config(self, model: ModelConfig) -> BlockConfig:
+    def drafter_config(self, model: ModelConfig, start: None) -> BlockConfig:
         config = BlockConfig(
             layers=fresh_layers(model, self.num_layers),
             block_size=self.block_size,

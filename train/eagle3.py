@@ -9,17 +9,15 @@ RUN/model, that `treeflash_jax.load` and vLLM's speculators read.
 Source: EAGLE-3 (arXiv 2503.01840).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from train.runtime import flops, folders, hosts, run_config
+from train.runtime import flops, run_config
 from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
@@ -63,7 +61,7 @@ class Eagle3Stage(DraftingStage):
     def trains(self) -> tuple[str, ...]:
         return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
 
-    def drafter_config(self, model: ModelConfig) -> Eagle3Config:
+    def drafter_config(self, model: ModelConfig, start: None) -> Eagle3Config:
         depth, size = model.num_layers, self.draft_vocab_size or model.vocab_size
         usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)  # of fewer, the usual ones coincide
         taps = self.target_layer_ids or usual
@@ -82,20 +80,12 @@ class Eagle3Stage(DraftingStage):
             drafter_temperature=self.drafter_temperature,
         ).fitted(model)
 
-    def stored(self, drafter: Eagle3Config) -> dict[str, Any]:
-        """Returns the draft vocabulary if it is not whole: the tokens most frequent in answers when the run began."""
-        vocab_size, size = drafter.layers.vocab_size, drafter.draft_vocab_size
-        if size == vocab_size:
+    def derived(self, drafter: Eagle3Config, counts_v: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the draft vocabulary if it is not whole: the most frequent tokens."""
+        if drafter.draft_vocab_size == counts_v.size:
             return {}
-        path = folders.absolute(self.run) / "draft_vocabulary.json"
-        if not path.exists():
-            ids_z = most_frequent(self.corpus.answer_counts(vocab_size), size)
-            if hosts.is_first():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                folders.write(path, json.dumps(ids_z.tolist()))
-        else:
-            ids_z = np.array(json.loads(path.read_text()))
-        return {"offsets": jnp.asarray(ids_z - np.arange(len(ids_z)), jnp.int32)}  # of another size: `claim` refuses it
+        ids_z = most_frequent(counts_v, drafter.draft_vocab_size)
+        return {"offsets": ids_z - np.arange(len(ids_z))}
 
     def fresh(self, drafter: Eagle3Config, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = parameters.initialize(drafter.specs(), jax.random.key(self.loop.seed), scale=self.init_scale)

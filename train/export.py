@@ -24,13 +24,14 @@ from train.runtime import folders, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import TrainTask, abstract_batch, abstract_state, make_optimizer
-from train.stages.drafting import DraftingStage, make_task
+from train.stages.drafting import DraftingStage, make_task, read_drafter_config, read_stored, read_verifier
 from train.stages.registry import read_stage
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import clipped, read_json
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.pairs import HUB_IDS
 from treeflash_jax.formats import draft_vocabulary, models, storage
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 TAU_PROMPTS, TAU_TOKENS = 8, 64
 TAU_NODES, TAU_NGRAMS = 8, 8  # as in a CPU's default tree, whose depths, lanes and candidates may be fewer
@@ -79,20 +80,21 @@ def main(settings: ExportStage) -> None:
     if not path.exists():
         raise ValueError(f"{settings.run}: got no settings.toml, expected the run= of a stage that trains a drafter")
     trained = read_stage(path)
-    drafter = trained.recorded_config(trained.verifier_config)
+    _, model, tokenizer = read_verifier(trained)
+    drafter = read_drafter_config(trained, model)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     measured = {name: getattr(settings, name) or None for name in ("sampled_above", "tau")}
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, **measured)
     dialect = settings.dialect or drafter.dialect
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
-    step, params = read_params(settings, trained, make_task(trained, trained.verifier_config, drafter))
-    whole = assemble(drafter, trained.stored(drafter) | params)
+    step, params = read_params(settings, trained, make_task(trained, model, drafter))
+    whole = assemble(drafter, read_stored(trained, drafter) | params)
     with folders.filled(settings.out, overwrite=settings.overwrite) as out:
         models.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
         listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
         if listed.exists():
             files.write(out / draft_vocabulary.NAME, listed.read_bytes())
-        tau, line = measure_tau(trained, out)
+        tau, line = measure_tau(trained, tokenizer, out)
         if tau and not settings.tau:
             drafter = dataclasses.replace(drafter, tau=round(tau, 2))
             raw = read_json(out / "config.json") | models.writable(dialect).to_hf(drafter)
@@ -112,7 +114,7 @@ def read_params(settings: ExportStage, trained: DraftingStage, task: TrainTask) 
         return step, checkpoints.load(step, abstract_state(task, transform, batch, mesh)).params
 
 
-def measure_tau(trained: DraftingStage, folder: Path) -> tuple[float | None, str]:
+def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Path) -> tuple[float | None, str]:
     """Returns the tau of the drafter in a folder on a few held-out prompts, or None, and what to print about it."""
     try:
         few = [  # drawn at random: to read all records may take minutes
@@ -120,7 +122,7 @@ def measure_tau(trained: DraftingStage, folder: Path) -> tuple[float | None, str
             for source in trained.sources
             if source.format != "text" and (limit := TAU_PROMPTS * source.hold_out)
         ]
-        corpus = few and packing.load_corpus(few, trained.data, trained.tokenizer, trained.loop.seed)
+        corpus = few and packing.load_corpus(few, trained.data, tokenizer, trained.loop.seed)
         prompts = held_out_prompts(corpus, TAU_PROMPTS) if corpus else []
         if not prompts:
             raise ValueError("the sources hold out no prompt")
@@ -143,10 +145,11 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
         return (min if loop.best_mode == "min" else max)(scores, key=scores.get)
     if wanted.isdigit() and int(wanted) in saved:
         return int(wanted)
-    best = f"best (of {loop.best}), " * bool(scores)
-    is_unmeasured = wanted == "best" and not scores
-    why = f"; {loop.best} was never measured: with under 50 documents, set sources.0.hold_out" * is_unmeasured
-    raise ValueError(f"got step {wanted!r}, expected last, {best}or one of {[*saved]}{why}")
+    if wanted == "best":
+        raise ValueError(
+            f"{loop.best} was never measured; give step=last (and, with under 50 documents, sources.0.hold_out=4)"
+        )
+    raise ValueError(f"got step {wanted!r}, expected last, best or one of {[*saved]}")
 
 
 def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int) -> str:

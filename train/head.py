@@ -18,9 +18,8 @@ import jax
 
 from train.drafter import WITH_HEAD, BlockStage
 from train.runtime import run_config
-from train.stages.drafting import load_drafter, read_drafter
+from train.stages.drafting import check_kind
 from train.stages.drafting import train as main
-from treeflash_jax.bench import shapes
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
@@ -57,20 +56,19 @@ class HeadStage(BlockStage):
     def constant(self) -> tuple[str, ...]:
         return () if self.train_backbone else ("tau_marginal",)
 
-    def drafter_config(self, model: ModelConfig) -> BlockConfig:
-        drafter = read_drafter(self.drafter, BlockConfig, "block drafter (DFlash)").fitted(model)
+    @property
+    def starts_from(self) -> str:
+        return self.drafter
+
+    def drafter_config(self, model: ModelConfig, start: Any) -> BlockConfig:
+        check_kind(self.drafter, start, BlockConfig, "block drafter (DFlash)")
+        drafter = start.fitted(model)
         if self.keep_head and drafter.head != self.head:
             raise ValueError(f"{self.drafter}: got a drafter with head {drafter.head!r} to be kept, expected {self.head!r}")
         temperature = self.drafter_temperature or drafter.drafter_temperature
         rank = drafter.head_rank if self.keep_head else self.head_rank
         head = {"head": self.head, "head_rank": rank, "drafter_temperature": temperature}
         return dataclasses.replace(drafter, **head, sampled_above=None, tau=None)
-
-    def shaped_config(self, model: ModelConfig) -> BlockConfig:
-        return dataclasses.replace(shapes.find_drafter(model), head=self.head)
-
-    def stored(self, drafter: BlockConfig) -> dict[str, Any]:
-        return load_drafter(self.drafter)
 
     def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains}

@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from train.data.packing import Batch
 from train.runtime import flops, run_config
 from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_chunks
 from train.stages import losses
-from train.stages.drafting import DraftingStage, load_drafter, read_drafter
+from train.stages.drafting import DraftingStage, check_kind
 from train.stages.drafting import train as main
 from train.stages.objective import counted, sample_vocabulary, sampled_vectors
 from train.stages.teacher import teach
@@ -36,7 +35,6 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
-from treeflash_jax.formats import draft_vocabulary
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
@@ -49,6 +47,8 @@ TABLES = ("embed", "groups", "norm", "unembed")  # of the model, apart from its 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelStage(DraftingStage):
     """Settings of this stage, besides those of DraftingStage."""
+
+    lists_tokens = True
 
     language_model: str = setting(
         "",
@@ -89,20 +89,21 @@ class LanguageModelStage(DraftingStage):
 
     @property
     def trains(self) -> tuple[str, ...]:
-        return TABLES * self.train_model + ("steering",) * self.steers
-
-    @property
-    def noun(self) -> str:
-        return " and ".join(["language model"] * self.train_model + ["steering"] * self.steers)
+        model = TABLES if self.train_model else ()
+        return (*model, "steering") if self.steers else model
 
     @property
     def held_out(self) -> DraftingStage:
         return dataclasses.replace(self, vocabulary=0)
 
-    def drafter_config(self, model: ModelConfig) -> LanguageModelConfig:
-        if self.language_model:
-            config = read_drafter(self.language_model, LanguageModelConfig, "language model")
-            layers, steered = config.layers, config.steering
+    @property
+    def starts_from(self) -> str:
+        return self.language_model
+
+    def drafter_config(self, model: ModelConfig, start: Any) -> LanguageModelConfig:
+        if start is not None:
+            check_kind(self.language_model, start, LanguageModelConfig, "language model")
+            layers, steered = start.layers, start.steering
         else:
             if self.num_layers > model.num_layers:
                 raise ValueError(f"got num_layers {self.num_layers}, expected at most {model.num_layers} (verifier)")
@@ -114,9 +115,6 @@ class LanguageModelStage(DraftingStage):
             steered = SteeringConfig(taps=taps, rank=self.rank, **sizes)
         options = dict(num_depths=self.num_depths, num_nodes=self.num_nodes, drafter_temperature=self.drafter_temperature)
         return LanguageModelConfig(layers=layers, steering=steered, **options).fitted(model)
-
-    def stored(self, drafter: LanguageModelConfig) -> dict[str, Any]:
-        return load_drafter(self.language_model) if self.language_model else {}
 
     def fresh(self, drafter: LanguageModelConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains if name in stored}
@@ -139,9 +137,6 @@ class LanguageModelStage(DraftingStage):
             return flops.layer_flops(model, length, length / 2) + scored * flops.vocabulary_flops(model, length)
 
         return float(self.loop.batch * (count(verifier) + (3 if self.train_model else 2) * count(drafter.layers)))
-
-    def add_files(self, folder: Path) -> None:
-        draft_vocabulary.write(folder, self.corpus.answer_counts(self.verifier_config.vocab_size))
 
     def describe(self, drafter: LanguageModelConfig) -> tuple[str, dict[str, Any]]:
         width = f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}"

@@ -123,6 +123,8 @@ def batches_smollm2() -> str:
 def train_steps() -> str:
     rows = []
     for step in read("train_steps.json").values():
+        if step["attention"] == "chunked":
+            continue
         memory = step["bytes_per_chip"]
         cells = [step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]]
         cells += [f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")]
@@ -136,6 +138,8 @@ def train_batches() -> str:
 
     rows, compiled = [], {}
     for step in read("train_steps.json").values():
+        if step["attention"] == "chunked":
+            continue
         kind = step["topology"], " and ".join(step["trains"]), step["attention"]
         chips = step["mesh"]["data"] * step["mesh"]["fsdp"]
         compiled.setdefault((*kind, chips), []).append((step["batch"] // chips, step["bytes_per_chip"]["total"]))

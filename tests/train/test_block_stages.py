@@ -127,7 +127,7 @@ def test_copied_layers_read_the_context_as_the_verifier_does(toy):
     weights, batch = random_weights(verifier.specs(MODEL), 0), make_batch((17, 9, 14, 11, 12))
     toml = toy_training.write_stage(toy.parent, without=("drafter",))
     stage = registry.read_stage(toml, ["num_layers=1", "mask_token_id=3", "target_layer_ids=[1, 0]", "initial_layers=[2]"])
-    config = stage.drafter_config(MODEL)
+    config = stage.drafter_config(MODEL, None)
     made = stage.fresh(config, weights, {})["backbone"]
     mask_btt = verifier.causal_mask(2, 32)
     out = verifier.forward(weights, MODEL, batch.tokens_bt, batch.positions_bt, mask_btt, taps=config.taps)
@@ -137,7 +137,7 @@ def test_copied_layers_read_the_context_as_the_verifier_does(toy):
     jax.tree.map(np.testing.assert_array_equal, made["groups"][0][0], weights["groups"][0][2])
 
     two = dataclasses.replace(stage, num_layers=2, initial_layers=(2, 0))
-    made = two.fresh(two.drafter_config(MODEL), weights, {})["backbone"]
+    made = two.fresh(two.drafter_config(MODEL, None), weights, {})["backbone"]
     jax.tree.map(np.testing.assert_array_equal, made["groups"][0][1], weights["groups"][0][0])
 
 
@@ -145,18 +145,22 @@ def test_a_head_goes_on_where_it_was(toy, tmp_path):
     weights = random_weights(WITH_HEAD.specs(), 1)
     models.save_drafter(tmp_path / "drafter", WITH_HEAD, weights)
     settings = toy_training.settings(toy, f"drafter={tmp_path}/drafter", "keep_head=true")
-    made = settings.drafter_config(MODEL)
-    stored = settings.stored(made)
+    made = drafting.read_drafter_config(settings, MODEL)
+    stored = drafting.read_stored(settings, made)
     start = stored | settings.fresh(made, None, stored)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0.01), start, weights)
     settings = toy_training.settings(toy, "keep_head=true")
-    refused(lambda: settings.drafter_config(MODEL), "got a drafter with head 'marginal' to be kept, expected 'mlp'")
+    refused(
+        lambda: drafting.read_drafter_config(settings, MODEL),
+        "got a drafter with head 'marginal' to be kept, expected 'mlp'",
+    )
 
 
 def test_the_most_frequent_tokens_of_answers_are_listed_beside_the_drafter(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(draft_vocabulary, "SMALLEST", 0)
     settings = toy_training.settings(toy, "sources.0.hold_out=0")
-    settings.add_files(tmp_path)
+    corpus = drafting.read_corpus(settings, MODEL, None)
+    draft_vocabulary.write(tmp_path, corpus.answer_counts(MODEL.vocab_size))
     answers = [token for line in toy_training.read_lines(settings.sources[0].path) for token in line["response"]]
     counts = np.bincount(answers, minlength=MODEL.vocab_size)
     listed = draft_vocabulary.read(tmp_path, MODEL.vocab_size)

@@ -15,7 +15,7 @@ from train import eagle3 as stage
 from train.data import packing
 from train.data.packing import Batch, Document
 from train.runtime import run_config
-from train.stages import rollout
+from train.stages import drafting, rollout
 from train.stages.registry import read_stage
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters import Eagle3Config, Inputs
@@ -137,13 +137,13 @@ def test_a_run_learns_and_is_exported(toml, tmp_path):
 def test_settings_of_a_run_are_known_by_their_objective(toml):
     settings = read_stage(toml)
     assert isinstance(settings, stage.Eagle3Stage)
-    assert settings.recorded_config(toy_training.MODEL).verifier == (settings.verifier, "Qwen3ForCausalLM")
+    assert drafting.read_drafter_config(settings, toy_training.MODEL).verifier == (settings.verifier, "Qwen3ForCausalLM")
     for words, message in (
         (["objective.anchors=0", "objective.chunk=9"], "chunk 9, expected a divisor of data.sequence_length 32"),
         (["objective.anchors=64"], "anchors 64, expected at most data.sequence_length 32"),
         (["draft_vocab_size=65"], "draft_vocab_size 65, expected at most 64"),
     ):
-        make = lambda words=words: run_config.load(stage.Eagle3Stage, toml, words).drafter_config(toy_training.MODEL)  # noqa: E731
+        make = lambda words=words: run_config.load(stage.Eagle3Stage, toml, words).drafter_config(toy_training.MODEL, None)  # noqa: E731
         refused(make, message)
 
 

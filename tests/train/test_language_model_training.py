@@ -127,6 +127,8 @@ def test_settings_that_train_nothing_or_fit_nothing_are_refused(toml):
         (("rank=-1",), "rank"),
     ):
         refused(partial(run_config.load, LanguageModelStage, toml, words), says)
-    refused(lambda: registry.read_stage(toml, ["num_layers=4"]).drafter_config(MODEL), "num_layers 4, expected at most 3")
+    refused(
+        lambda: registry.read_stage(toml, ["num_layers=4"]).drafter_config(MODEL, None), "num_layers 4, expected at most 3"
+    )
     stage = registry.read_stage(toml, [f"language_model={toml.parent}/drafter"])
-    refused(lambda: stage.drafter_config(MODEL), "got a drafter of kind 'block', expected a language model")
+    refused(lambda: drafting.read_drafter_config(stage, MODEL), "got a drafter of kind 'block', expected a language model")

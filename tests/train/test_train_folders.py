@@ -22,6 +22,7 @@ from train.eagle3 import Eagle3Stage
 from train.evaluate import held_out_prompts
 from train.runtime import folders, loop, run_config, watch
 from train.runtime.checkpoint import claim
+from train.stages import drafting
 from train.stages.rollout import RolloutConfig
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
@@ -110,7 +111,8 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     assert (tmp_path / "out" / draft_vocabulary.NAME).read_text() == listed.read_text()
     assert len(parsed) == 80, "of 120 records, eight for each of ten that are held out"
     part = replace(settings, sources=(replace(settings.sources[0], limit=80),))
-    model, prompts = tf.load(verifier=settings.verifier, drafter=tmp_path / "out"), held_out_prompts(part.corpus, 8)
+    model = tf.load(verifier=settings.verifier, drafter=tmp_path / "out")
+    prompts = held_out_prompts(drafting.read_corpus(part, model.verifier, None), 8)
     results = model.generate(prompts, builder="best-first", nodes=8, ngrams=8, max_new_tokens=64)
     tau = statistics.mean(length for result in results for length in result.accept_lengths)
     assert f"\ntau {tau:.2f} of the folder loaded again: {len(prompts)} held-out prompts" in capsys.readouterr().out
@@ -122,10 +124,10 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     refused(lambda: export.main(other), "got no settings.toml, expected the run= of a stage")
     without_data = toy_training.settings(toy, "sources.0.hold_out=0")
     no_prompt = None, "tau was not measured: the sources hold out no prompt"
-    assert export.measure_tau(without_data, tmp_path / "out") == no_prompt
+    assert export.measure_tau(without_data, None, tmp_path / "out") == no_prompt
     with monkeypatch.context() as patch:
         patch.setattr(tf, "load", Mock(side_effect=jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of memory\nand more")))
-        shown = export.measure_tau(settings, tmp_path / "out")
+        shown = export.measure_tau(settings, None, tmp_path / "out")
     assert shown == (None, "tau was not measured: RESOURCE_EXHAUSTED: of memory and more")
     for name in (*chosen, "tau"):
         words = [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"]
@@ -147,7 +149,7 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypa
     export.main(export.ExportStage(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
     for folder in ("run/model", "out"):
         assert models.read_drafter_config(tmp_path / folder).thinking is expected
-    tokenizer = toy_training.settings(toml, "verifier=tiny", *given).tokenizer
+    *_, tokenizer = drafting.read_verifier(toy_training.settings(toml, "verifier=tiny", *given))
     assert tokenizer.template == {"enable_thinking": bool(given) and bool(expected)}
 
 
@@ -180,7 +182,7 @@ def test_the_vocabulary_of_a_drafter_is_that_of_its_run(bucket):
 
     def draft_vocabulary(first):
         stage = Eagle3Stage(run="gs://bucket/run", sources=(), objective=RolloutConfig(), **loops)
-        stage.__dict__["corpus"] = Mock(answer_counts=lambda size: (np.arange(size) >= first).astype(int))
-        return (np.arange(9) + stage.stored(config)["offsets"]).tolist()
+        stored = drafting.read_stored(stage, config, (np.arange(64) >= first).astype(int))
+        return (np.arange(9) + stored["offsets"]).tolist()
 
     assert draft_vocabulary(20) == draft_vocabulary(30) == [*range(20, 29)]

@@ -104,7 +104,7 @@ class Composer:
         """Composes all stages without answers, so that a misspelt setting is refused at once."""
         responded, nothing = self.respond().stage, Corpus({}, {}, {}, {})
         trained = self.training(responded, nothing).stage
-        choices.check_taps(trained.drafter_config(self.model), self.model)
+        choices.check_taps(trained.drafter_config(self.model, None), self.model)
         if self.settings.steps:
             check_steps(trained.loop, self.settings)
         self.training(responded, nothing, on=trained)

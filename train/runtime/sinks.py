@@ -37,7 +37,7 @@ def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: i
     known = [start["wandb"] for start in map(json.loads, folders.whole_lines(path)) if start["wandb"]]
     name = uuid.uuid4().hex[:8] if config.loop.wandb else None
     installed = {package.name: package.version for package in metadata.distributions()}
-    commit = _git("rev-parse", "HEAD") + "-dirty" * bool(_git("status", "--porcelain", "--untracked-files=no"))
+    commit = _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or None,

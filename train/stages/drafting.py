@@ -12,16 +12,17 @@ Example:
   >>> drafting.train(run_config.load(MyStage, "my.toml"))
 """
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from train.data import answers, packing
 from train.data.documents import DataConfig
@@ -37,13 +38,11 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import HUB_IDS, locate
-from treeflash_jax.formats import models
+from treeflash_jax.formats import draft_vocabulary, models
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
-
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +74,24 @@ class DraftingStage(ABC):
         """Names of the trained weights; the others are frozen. Names unknown to this drafter are ignored."""
 
     @abstractmethod
-    def drafter_config(self, model: ModelConfig) -> Any:
-        """Returns the config of the drafter for this verifier. Raises ValueError if they do not fit."""
+    def drafter_config(self, model: ModelConfig, start: Any) -> Any:
+        """Returns the config of the drafter for this verifier. Raises ValueError if they do not fit.
 
-    def stored(self, drafter: Any) -> dict[str, Any]:
-        """Reads weights that exist before training, by name; at least all frozen ones. Called once per command."""
+        `start` is the config of the drafter that `starts_from` names, or None.
+        """
+
+    def derived(self, drafter: Any, counts_v: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns frozen weights, by name, that follow from the number of occurrences of each token in the answers."""
         return {}
 
     @abstractmethod
     def fresh(self, drafter: Any, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns initial trained weights by name, from the verifier's weights and the result of `stored`."""
+        """Returns initial trained weights by name.
+
+        Args:
+          weights: the verifier's.
+          stored: those of the drafter that `starts_from` names, and those of `derived`.
+        """
 
     @abstractmethod
     def make_sums(self, verifier: ModelConfig, drafter: Any) -> SumsFunction:
@@ -103,80 +110,81 @@ class DraftingStage(ABC):
     def describe(self, drafter: Any) -> tuple[str, dict[str, Any]]:
         """Returns the kind of drafter, and its sizes by name, for the model card."""
 
-    def add_files(self, folder: Path) -> None:
-        """Adds files that depend on the training data to the drafter's folder."""
-        return
-
-    # Decoding that evaluations measure, metric -> options of `generate`; metrics that training does not change, which are
+    # Name of a pair, folder or Hub id of an existing drafter; whether frequent tokens are listed beside the new drafter;
+    # decoding that evaluations measure, metric -> options of `generate`; metrics that training does not change, which are
     # measured once; and settings that determine the size of a step, for reports of compiled steps.
-    systems: ClassVar[Mapping[str, Mapping[str, Any]]] = setting({"tau": {}}, "")
-    constant: ClassVar[tuple[str, ...]] = setting((), "")
-    sizes: ClassVar[Mapping[str, int]] = setting({}, "")
+    starts_from: ClassVar[str] = ""
+    lists_tokens: ClassVar[bool] = False
+    systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
+    constant: ClassVar[tuple[str, ...]] = ()
+    sizes: ClassVar[Mapping[str, int]] = {}
 
     @property
     def held_out(self) -> Self:
         """Settings whose sums are measured on held-out sequences; other than these if training estimates its sums."""
         return self
 
-    @property
-    def noun(self) -> str:
-        """Name of the trained weights, for messages."""
-        return " and ".join(self.trains)
-
-    def shaped_config(self, model: ModelConfig) -> Any:
-        """Returns a drafter config like `drafter_config`, for a verifier known only by its sizes: reads no folder."""
-        return self.drafter_config(model)
-
-    def resolved(self) -> Self:
-        """Returns these settings with `data.thinking` set if all sources agree on it."""
-        sources = [source for source in self.sources if source.format != "text"]
-        stated = {answers.read_thinking(source.path) if source.format == "responses" else False for source in sources}
-        if self.data.thinking is not None or len(stated) != 1:
-            return self
-        return replace(self, data=replace(self.data, thinking=stated.pop()))
-
-    def recorded_config(self, model: ModelConfig) -> Any:
-        """Returns `drafter_config` with the facts about its training data that its files record."""
-        drafter = self.drafter_config(model)
-        known = {"verifier": (HUB_IDS.get(self.verifier, self.verifier), ARCHITECTURES[model.model_type].class_name)}
-        known |= {} if self.data.thinking is None else {"thinking": self.data.thinking}
-        return replace(drafter, **{name: value for name, value in known.items() if hasattr(drafter, name)})
-
-    def check(self, drafter: Any, model: ModelConfig) -> None:
-        """Raises ValueError if `corpus` cannot train this drafter."""
+    def check(self, drafter: Any, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+        """Raises ValueError if this corpus cannot train this drafter."""
         return
 
-    @cached_property
-    def verifier_folder(self) -> Path:
-        """Folder or file of the verifier."""
-        return locate(self.verifier, "verifier")
 
-    @cached_property
-    def verifier_config(self) -> ModelConfig:
-        return models.read_verifier_config(self.verifier_folder)
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """The verifier's tokenizer; None if its folder has none."""
-        return Tokenizer.load(self.verifier_folder, {"enable_thinking": bool(self.data.thinking)})
-
-    @cached_property
-    def corpus(self) -> Corpus:
-        """Training documents, read, tokenised and packed once per run."""
-        return packing.load_corpus(self.sources, self.data, self.tokenizer, self.loop.seed, self.verifier_config.vocab_size)
+def with_thinking(settings: DraftingStage) -> DraftingStage:
+    """Returns settings with `data.thinking` set if all sources agree on it."""
+    sources = [source for source in settings.sources if source.format != "text"]
+    stated = {answers.read_thinking(source.path) if source.format == "responses" else False for source in sources}
+    if settings.data.thinking is not None or len(stated) != 1:
+        return settings
+    return replace(settings, data=replace(settings.data, thinking=stated.pop()))
 
 
-def read_drafter(name: str, kind: type[Config], noun: str) -> Config:
-    """Reads the config of an existing drafter. Raises ValueError if it is not of this kind."""
-    config = models.read_drafter_config(locate(name, "drafter"))
-    if not isinstance(config, kind):
-        raise ValueError(f"{name}: got a drafter of kind {config.kind!r}, expected a {noun}")
-    return config
+def read_verifier(settings: DraftingStage) -> tuple[Path, ModelConfig, Tokenizer | None]:
+    """Returns the folder or file of the verifier, its config, and its tokenizer if there is one."""
+    folder = locate(settings.verifier, "verifier")
+    tokenizer = Tokenizer.load(folder, {"enable_thinking": bool(settings.data.thinking)})
+    return folder, models.read_verifier_config(folder), tokenizer
 
 
-def load_drafter(name: str) -> dict[str, Any]:
-    """Loads the weights of an existing drafter in float32."""
-    return models.load_drafter(locate(name, "drafter"), dtype=jnp.float32)[1]
+def read_corpus(settings: DraftingStage, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:
+    return packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed, model.vocab_size)
+
+
+def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
+    """Returns the config of the drafter, with the facts about its training that its files record."""
+    start = models.read_drafter_config(locate(settings.starts_from, "drafter")) if settings.starts_from else None
+    drafter = settings.drafter_config(model, start)
+    known = {"verifier": (HUB_IDS.get(settings.verifier, settings.verifier), ARCHITECTURES[model.model_type].class_name)}
+    known |= {} if settings.data.thinking is None else {"thinking": settings.data.thinking}
+    return replace(drafter, **{name: value for name, value in known.items() if hasattr(drafter, name)})
+
+
+def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> dict[str, Any]:
+    """Returns the weights of the drafter that the stage starts from, and those that are derived from the answers.
+
+    The latter are kept in RUN/derived.json: they follow from the answers when the run began.
+
+    Args:
+      counts_v: occurrences of each token in the answers; None if the run exists.
+    """
+    stored: dict[str, Any] = {}
+    if settings.starts_from:
+        stored = models.load_drafter(locate(settings.starts_from, "drafter"), dtype=jnp.float32)[1]
+    path = folders.absolute(settings.run) / "derived.json"
+    if path.exists():
+        derived = json.loads(path.read_text())
+    else:
+        made = {} if counts_v is None else settings.derived(drafter, counts_v)
+        derived = {name: array.tolist() for name, array in made.items()}
+        if derived and hosts.is_first():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folders.write(path, json.dumps(derived))
+    return stored | {name: np.array(values) for name, values in derived.items()}
+
+
+def check_kind(name: str, drafter: Any, kind: type, noun: str) -> None:
+    """Raises ValueError if an existing drafter is not of this kind."""
+    if not isinstance(drafter, kind):
+        raise ValueError(f"{name}: got a drafter of kind {drafter.kind!r}, expected a {noun}")
 
 
 def copy_weights(tree: Any) -> Any:
@@ -203,21 +211,21 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     """Loads verifier and data, trains, and writes RUN/model; `on_timed` as in `loop.fit`."""
     began = time.perf_counter()
     hosts.connect(notes_sigterm=True)
-    settings, mesh = settings.resolved(), hosts.make_mesh(settings.mesh)
+    settings, mesh = with_thinking(settings), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
-    model, folder, length = settings.verifier_config, settings.verifier_folder, settings.data.sequence_length
+    (folder, model, tokenizer), length = read_verifier(settings), settings.data.sequence_length
     expect(length <= model.max_positions, "data.sequence_length", length, f"at most {model.max_positions} (verifier)")
-    corpus = settings.corpus
+    corpus = read_corpus(settings, model, tokenizer)
     _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
-    drafter = settings.recorded_config(model)
-    settings.check(drafter, model)
+    drafter = read_drafter_config(settings, model)
+    settings.check(drafter, model, corpus, tokenizer)
     task = make_task(settings, model, drafter, mesh)
     if settings.data.record:
         attention = devices.describe_mesh(mesh).training_attention(settings.attention)
         recorded = dict(model=model, taps=drafter.taps, batch_size=settings.loop.batch, attention=attention, mesh=mesh)
         corpus = record(corpus, settings.data.record, weights=weights, **recorded)
-    stored = settings.stored(drafter)
+    stored = read_stored(settings, drafter, corpus.answer_counts(model.vocab_size))
     params = place(settings.fresh(drafter, weights, stored), task.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {
         name: place(stored[name], specs, mesh, task.compute_dtype)
@@ -225,8 +233,9 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
         if name != "verifier"
     }
     del stored
-    size = f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens"
-    hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
+    kind = settings.describe(drafter)[0]
+    size = f"{parameters.count(params):,} weights to train, {corpus.num_sequences} sequences of {length} tokens"
+    hosts.say(f"{corpus.summary()}\n{kind}: {size}")
     pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(folder, model), mesh=mesh)
     measure = make_tau_measure(settings, task, pair, corpus, frozen)
     named = dict(params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began, on_timed=on_timed)
@@ -236,6 +245,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
         target = folders.absolute(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
             models.save_drafter(folder, drafter, whole)
-            settings.add_files(folder)
-        watch.table(f"Trained {settings.noun}", watch.summary(settings.run) | {"model": str(target)})
+            if settings.lists_tokens:
+                draft_vocabulary.write(folder, corpus.answer_counts(model.vocab_size))
+        watch.table(f"Trained {kind}", watch.summary(settings.run) | {"model": str(target)})
     hosts.wait("model")
