@@ -120,11 +120,15 @@ def _generate(arguments: argparse.Namespace) -> int:
             values = {name: getattr(result, name) for name in PRINTED}
             print(json.dumps({name: value for name, value in values.items() if value is not None}))
             continue
-        print("" if is_streamed else " ".join(map(str, result.ids)) if result.text is None else result.text)
+        if is_streamed:
+            print()
+        else:
+            print(" ".join(map(str, result.ids)) if result.text is None else result.text)
+        ending = ", interrupted" if is_cut else ""
         print(
             f"[{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
             f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s"
-            f"{', interrupted' * is_cut}]",
+            f"{ending}]",
             file=sys.stderr,
         )
     return status
