@@ -1,6 +1,7 @@
 """Sampled trees in the decode round: what stays equal, what is refused, streams, meshes, the comparison of all rules."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -158,5 +159,5 @@ def test_sizes_are_those_of_the_trees(name, shape):
     builder, table, shape = trees.BUILDERS[name], table_of_equal_nodes(), trees.TreeShape(**shape)
     for nodes in (2, 5, 64):
         noise_bnc = jax.random.gumbel(jax.random.key(0), (5, nodes, 4))
-        tree, _ = builder.build(table, jnp.zeros(5, jnp.int32), nodes, shape, noise_bnc)
+        tree, _ = jax.eval_shape(partial(builder.build, table, jnp.zeros(5, jnp.int32), nodes, shape), noise_bnc)
         assert tree.tokens_bn.shape[1] == builder.size(4, nodes, shape) <= nodes

@@ -121,6 +121,7 @@ class Continuations:
         agrees_bm = jnp.isfinite(self.log_weight_bm)
         return jnp.broadcast_to(agrees_bm[:, None], (agrees_bm.shape[0], width, agrees_bm.shape[1]))
 
+    @jax.jit
     def children(self, depth: jax.Array, agrees_bwm: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns distinct next tokens of the matches that agree, by the sum of their weights."""
         token_bm = self.tokens_bmi[:, :, depth]
@@ -172,6 +173,7 @@ class Joined:
     def start(self, width: int) -> tuple[Any, jax.Array]:
         return self.drafter.start(width), self.ngrams.start(width)
 
+    @jax.jit
     def children(self, depth: jax.Array, state_bw: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
         drafter_bw, agrees_bwm = state_bw
         tokens_bwc, log_p_bwc = self.drafter.children(depth, drafter_bw)

@@ -74,6 +74,7 @@ def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | 
       path_bp: indices of new positions in order of position; None: all of them.
     """
 
+    @jax.jit  # traced once for all layers; XLA inlines the calls
     def store(slots_bkse: jax.Array, new_btke: jax.Array) -> jax.Array:
         if path_bp is not None:
             new_btke = jnp.take_along_axis(new_btke, path_bp[:, :, None, None], axis=1)

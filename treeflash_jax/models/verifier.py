@@ -8,7 +8,6 @@ x model, v vocabulary, k experts of a token.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -82,29 +81,37 @@ def forward(
     x_btd = x_btd.astype(residual_dtype or dtype)
     tapped, new_kv, routes = {}, [], []
 
-    def mixture(weights, x_btd):
-        y_btd, ids_btk = experts.mixture(weights, config, x_btd)
-        routes.append(ids_btk)
-        return y_btd
+    @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
+    def layer(weights, x_btd, prefix, earlier_kv, shift_btf):
+        ids = []
 
-    for index, weights in enumerate(weights for group in params["groups"] for weights in group):
-
-        def attend(weights, x_btd, index=index):
+        def attend(weights, x_btd):
             q_bthe = layers.queries(weights, config, x_btd, table)
             new = seen = layers.keys_values(weights, config, x_btd, table)
-            if earlier is not None:
-                seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier[index], new, strict=True)]
-            prefix = None if cache is None else cache.layers[index]
+            if earlier_kv is not None:
+                seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier_kv, new, strict=True)]
             return tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention), new
 
+        def mlp(weights, x_btd):
+            if "router" not in weights:
+                return layers.swiglu(weights, x_btd, shift_btf)
+            y_btd, ids_btk = experts.mixture(weights, config, x_btd)
+            ids.append(ids_btk)
+            return y_btd
+
+        x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
+        return sharding.constrain(x_btd, ("batch", None, None)), new, ids
+
+    for index, weights in enumerate(weights for group in params["groups"] for weights in group):
+        prefix = None if cache is None else cache.layers[index]
+        earlier_kv = None if earlier is None else earlier[index]
+        shift_btf = None if shift is None else shift(index)
         with jax.named_scope(f"layer_{index}"):
-            mlp = mixture if "router" in weights else layers.swiglu
-            mlp = mlp if shift is None else partial(mlp, shift_btf=shift(index))
-            x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
-            x_btd = sharding.constrain(x_btd, ("batch", None, None))
+            x_btd, new, ids = layer(weights, x_btd, prefix, earlier_kv, shift_btf)
         if index in taps:
             tapped[index] = x_btd.astype(dtype)
         new_kv.append(new)
+        routes += ids
     return Output(
         hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps).astype(x_btd.dtype),
         features_btj=jnp.concatenate([tapped[i] for i in taps] or [jnp.zeros((*tokens_bt.shape, 0), dtype)], axis=-1),

@@ -100,6 +100,7 @@ def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
     return (jnp.repeat(bits_bnw, 32, axis=2)[:, :, :nodes] >> bit_n.astype(np.uint32)) & 1 == 1
 
 
+@jax.jit
 def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
     """Returns x[b, index[b, y], ...]: gathers along the second axis, per sequence."""
     return jax.vmap(lambda x_x, index_y: x_x[index_y])(x_bx, index_by)

@@ -58,12 +58,16 @@ def through_layers(
       attend: (queries, keys, values, context of the layer) -> mixed values [b, t, h, e].
     """
     table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
-    for weights, seen in zip((weights for group in params["groups"] for weights in group), context, strict=True):
 
-        def mix(weights, x_btd, seen=seen):
+    @jax.jit  # traced once for all layers; XLA inlines the calls
+    def layer(weights, x_btd, seen):
+        def mix(weights, x_btd):
             q_bthe = layers.queries(weights, sizes, x_btd, table)
             new = layers.keys_values(weights, sizes, x_btd, table)
             return attend(q_bthe, *new, seen), None
 
-        x_btd = sharding.constrain(layers.decoder_layer(weights, x_btd, mix, sizes.rms_norm_eps)[0], ("batch", None, None))
+        return sharding.constrain(layers.decoder_layer(weights, x_btd, mix, sizes.rms_norm_eps)[0], ("batch", None, None))
+
+    for weights, seen in zip((weights for group in params["groups"] for weights in group), context, strict=True):
+        x_btd = layer(weights, x_btd, seen)
     return x_btd

@@ -21,6 +21,7 @@ def over_depths(level: Callable, start: Any, depths: range, goes_on: Callable | 
       goes_on: predicate of a carry; the loop may end once it is false, and outputs of levels below are then 0. None: all
         levels run.
     """
+    level = jax.jit(level)  # traced once for all uses; XLA inlines the calls
     outputs = jax.eval_shape(level, start, jnp.int32(depths.start))[1]
     zeros = jax.tree.map(lambda output: jnp.zeros((len(depths), *output.shape), output.dtype), outputs)
     if not depths:
