@@ -1,10 +1,16 @@
-"""Commands keep compiled programs between processes unless the user chose otherwise; the library changes nothing."""
+"""Programs of this process, and of the next: commands keep them unless the user chose otherwise."""
 
 import json
 import os
 import subprocess
 import sys
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from treeflash_jax.core import devices, programs
 
 SCRIPT = """
 import json, jax
@@ -66,3 +72,19 @@ def test_commands_keep_their_programs(tmp_path):
     assert not list(folder.glob("jit_decode-*"))
     run(tmp_path, COMMAND.format(mesh="1x1"))
     assert len(list(folder.glob("jit_decode-*-cache"))) == 1
+
+
+def test_a_prepared_program_is_the_one_that_is_called():
+    function, x = jax.jit(lambda x, y: x + y), jnp.arange(3)
+    program = programs.prepare(function, x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+    assert programs.call(function, x, x).tolist() == [0, 2, 4] and programs.compiled(function) == [program]
+
+
+def test_a_program_that_could_not_be_compiled_is_compiled_again(monkeypatch):
+    function, x = jax.jit(lambda x: x + 1), jnp.arange(3)
+    monkeypatch.setattr(devices.Device, "compiler_options", {"no_such_option": "1"})
+    for _ in range(2):
+        with pytest.raises(Exception, match="no_such_option"):
+            programs.call(function, x)
+    monkeypatch.undo()
+    assert programs.call(function, x).tolist() == [1, 2, 3]

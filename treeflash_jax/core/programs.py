@@ -6,8 +6,10 @@ of its other arguments with the shapes, dtypes and shardings of their arrays, th
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,11 +21,22 @@ from treeflash_jax.core.clock import Clock
 KEPT_SECONDS = 0.1  # shortest compilation whose program commands store on disk
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True)
+class Program:
     """A jitted function, and an executable compiled from it, which takes those of its arguments that are not static."""
 
     function: Any
-    run: Any
+    executable: Future
+
+    @property
+    def run(self) -> Any:
+        """The executable; waits until it is compiled."""
+        return self.executable.result()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it could not be compiled, for example for want of memory; the next call tries again."""
+        return self.executable.done() and self.executable.exception() is not None
 
 
 _programs: dict[Any, Program] = {}
@@ -38,18 +51,35 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
       clock: counts compilation separately from running and announces it if it takes long.
       **static: static arguments of `function`, by name.
     """
+    clock = clock or Clock()
+    program = prepare(function, *args, mesh=mesh, clock=clock, **static)
+    if not program.executable.done():
+        with clock.compiling(function.__name__, _note()):
+            wait([program.executable])
+    return program.run(*args)
+
+
+def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Program:
+    """Returns the program of a call with these arguments, but does not wait until it is compiled.
+
+    A new program is traced and lowered; then XLA compiles it, or reads it from JAX's cache, on another thread.
+    """
     leaves, structure = jax.tree.flatten(args)
     shapes = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
     of_products = _precision(leaves, mesh)
     precision = jax.config.jax_enable_x64, of_products
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
+    known = _programs.get(key)
+    if known is not None and not known.has_failed:
+        return known
     with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
-        if key not in _programs:
-            with (clock or Clock()).compiling(function.__name__, _note()):
-                lowered = function.lower(*args, **static)
-                executable = lowered.compile(devices.describe_mesh(mesh).compiler_options)
-            _programs[key] = Program(function, executable)
-        return _programs[key].run(*args)
+        with (clock or Clock()).compiling(function.__name__, _note()):
+            lowered = function.lower(*args, **static)
+    options = devices.describe_mesh(mesh).compiler_options
+    thread = ThreadPoolExecutor(1)
+    _programs[key] = Program(function, thread.submit(lowered.compile, options))
+    thread.shutdown(wait=False)
+    return _programs[key]
 
 
 def _precision(leaves: Sequence[Any], mesh: Any) -> str | None:

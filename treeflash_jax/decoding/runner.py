@@ -35,6 +35,10 @@ class Runner:
     mesh: Any = None
     clock: Clock = field(default_factory=Clock)
 
+    def start(self, batch: tuple[Any, ...], kept: Kept | None = None) -> DecodeState:
+        """Returns the state after prefill of a batch that will be decoded."""
+        return self.prefill(batch, kept, will_run=True)
+
     def run(self, state: DecodeState, rounds: int, enough: int) -> DecodeState:
         """Returns the state after `rounds` rounds, or once `enough` sequences are done."""
         args = jax.device_put((np.int32(rounds), np.int32(enough)))
@@ -62,8 +66,13 @@ class Runner:
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
         return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
 
-    def prefill(self, batch: tuple[Any, ...], kept: Kept | None = None, first_b: jax.Array | None = None) -> DecodeState:
-        """Reads prompts, a few chunks per dispatch, so that progress is logged and Ctrl-C works in between."""
+    def prefill(
+        self, batch: tuple[Any, ...], kept: Kept | None = None, first_b: jax.Array | None = None, will_run: bool = False
+    ) -> DecodeState:
+        """Reads prompts, a few chunks per dispatch, so that progress is logged and Ctrl-C works in between.
+
+        With `will_run`, the program of `run` is compiled at the same time.
+        """
         tokens_bs, length_b, _ = batch
         plan, capacity, count = self.plan.for_prefill(), tokens_bs.shape[1], 0
         earlier: tuple[Any, ...] = ()
@@ -74,7 +83,12 @@ class Runner:
             earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
         state = self.call(loops.begin, *batch, *earlier, plan=plan, dtype=self.weights.dtype)
         longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
+        number = jax.device_put(np.int32(chunks))
+        if will_run:  # XLA compiles the first, or reads it from JAX's cache, while Python traces the second
+            where = {"mesh": self.mesh, "clock": self.clock}
+            programs.prepare(loops.read, self.weights, state, length_b, number, first_b, plan=plan, **where)
+            programs.prepare(loops.decode, self.weights, state, number, number, plan=self.plan, **where)
         for _ in self.clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
-            args = state, length_b, jax.device_put(np.int32(chunks)), first_b
-            state = jax.block_until_ready(self.call(loops.read, self.weights, *args, plan=plan))
+            state = self.call(loops.read, self.weights, state, length_b, number, first_b, plan=plan)
+            jax.block_until_ready(state)
         return state

@@ -244,7 +244,7 @@ class BatchDecoder:
     def _start(self, capacity: int, kept: Kept | None = None) -> None:
         """Prefills requests into all slots of an empty batch."""
         batch = self._pad(self.slots.fill(self.slots.size), self.slots.size, capacity)
-        self.state = self.runner.prefill(batch, kept)
+        self.state = self.runner.start(batch, kept)
 
     def _admit(self) -> None:
         """Prefills waiting requests and moves them into free slots."""
