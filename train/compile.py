@@ -50,7 +50,6 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any]) -> dict[
         "batch": settings.loop.batch,
         "accumulate": settings.loop.accumulate,
         "sequence_length": settings.data.sequence_length,
-        **settings.sizes,
         "attention": devices.describe_mesh(mesh).training_attention(settings.attention),
         "bytes_per_chip": {
             "state_and_weights": held,

@@ -62,10 +62,6 @@ class BlockStage(DraftingStage):
         count = dict(batch_size=self.loop.batch, length=self.data.sequence_length)
         return drafting_flops(self.objective, verifier, drafter, trains_backbone="backbone" in self.trains, **count)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"anchors": self.objective.anchors, "chunk": self.objective.chunk}
-
     def check(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         if "backbone" in self.trains:
             choices.check_taps(drafter, model)

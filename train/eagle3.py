@@ -106,10 +106,6 @@ class Eagle3Stage(DraftingStage):
         steps += flops.attention_flops(drafter.layers, drafted, length / 2)
         return float(batch * (teacher + 3 * (steps + flops.product_flops(specs["fc"], length))))
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"steps": self.objective.steps, "anchors": self.objective.anchors, "chunk": self.objective.chunk}
-
     def describe(self, drafter: Eagle3Config) -> tuple[str, dict[str, Any]]:
         return "EAGLE-3 drafter", {
             "layers, width": f"1, {drafter.layers.hidden_size}",

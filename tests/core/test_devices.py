@@ -14,7 +14,6 @@ from conftest import needs_8_devices
 from refusals import refused
 
 import treeflash_jax as tf
-from train.runtime import flops
 from treeflash_jax.core import devices, programs
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.ngram import NgramConfig
@@ -113,11 +112,6 @@ def test_training_attends_with_the_kernel_of_the_device():
     for backend, name in (("tpu", "cudnn"), ("gpu", "splash"), ("cpu", "cudnn")):
         words = f"got attention '{name}' on a {backend}, expected 'auto' or 'chunked'"
         refused(partial(Device(backend, "NVIDIA H200").training_attention, name), words)
-
-
-def test_a_cpu_is_measured_in_the_dtype_that_is_computed_in(monkeypatch):
-    monkeypatch.setattr(flops, "measure_flops", {jnp.float32: 1e11, jnp.bfloat16: 4e11}.get)
-    assert [flops.peak_flops(8, dtype) for dtype in (jnp.float32, jnp.bfloat16)] == [1e11, 4e11]
 
 
 @pytest.mark.parametrize("kind, chunk, attention, wide", [

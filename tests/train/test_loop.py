@@ -117,7 +117,7 @@ def whole(tmp_path_factory):
     scores = iter([3.0, 1.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "time", SimpleNamespace(perf_counter=itertools.count(step=6.0).__next__))
-        patch.setattr(loop.flops, "peak_flops", lambda devices, dtype: 1e6 * devices)
+        patch.setattr(loop.flops, "peak_flops", lambda devices: 1e6 * devices)
         shown = dict(tensorboard=True, profile=(4, 5))
         return folder, *fit(folder, lambda params, report: {"score": next(scores)}, save_every=5, **shown)
 

@@ -1,9 +1,6 @@
 """Floating-point operations of a training step, two per multiply-add of a matrix product, and the peak rates of devices."""
 
 import math
-import statistics
-import time
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +8,6 @@ import jax
 from treeflash_jax.core import devices
 from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.models import verifier
-from treeflash_jax.models.backend import products
 from treeflash_jax.models.config import ModelConfig
 
 
@@ -40,27 +36,7 @@ def vocabulary_flops(config: ModelConfig, tokens: float) -> float:
     return 2 * tokens * config.vocab_size * config.hidden_size
 
 
-def measure_flops(dtype: Any) -> float:
-    """Measures FLOP/s of a large matrix product on the first device, in the form that the model's products have there.
-
-    Operands are random, since zeros multiply faster, and the precision is JAX's ambient one.
-    """
-    side, calls = (1024, 1) if devices.here().is_cpu else (8192, 8)
-    left, right = (jax.random.normal(jax.random.key(i), (side, side), dtype) for i in range(2))
-    multiply, seconds = devices.jit(partial(products.product, "ri,io->ro")), []
-    for _ in range(8):
-        since = time.perf_counter()
-        jax.block_until_ready([multiply(left, right) for _ in range(calls)])
-        seconds.append((time.perf_counter() - since) / calls)
-    return 2 * side**3 / statistics.median(seconds[1:])  # the first sample compiles
-
-
-def peak_flops(count: int, dtype: Any) -> float | None:
-    """Returns the peak FLOP/s of `count` devices: the data sheet's in bfloat16 or, on one CPU, measured; None if not known.
-
-    `dtype` is that of the measurement on a CPU.
-    """
-    device = devices.here()
-    if device.peak_rates:
-        return device.peak_rates[0] * count
-    return measure_flops(dtype) if device.is_cpu and jax.process_count() == 1 else None  # its devices share the cores
+def peak_flops(count: int) -> float | None:
+    """Returns the peak FLOP/s of `count` devices in bfloat16, by their data sheet; None if not known, as on CPUs."""
+    rates = devices.here().peak_rates
+    return rates[0] * count if rates else None

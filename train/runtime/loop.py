@@ -146,7 +146,7 @@ class _Run:
         was_cut = self.is_evaluated_at(start) and start not in self.watch.evaluated  # by a signal during the evaluation
         if start and self.signals.alone and was_cut:
             self.finish(start, {})
-        peak = flops.peak_flops(self.mesh.size, self.task.compute_dtype) if hosts.is_first() else None
+        peak = flops.peak_flops(self.mesh.size) if hosts.is_first() else None
         members = hosts.local_members(loop.batch, self.mesh)
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
         began, timed = time.perf_counter(), start

@@ -111,13 +111,12 @@ class DraftingStage(ABC):
         """Returns the kind of drafter, and its sizes by name, for the model card."""
 
     # Name of a pair, folder or Hub id of an existing drafter; whether frequent tokens are listed beside the new drafter;
-    # decoding that evaluations measure, metric -> options of `generate`; metrics that training does not change, which are
-    # measured once; and settings that determine the size of a step, for reports of compiled steps.
+    # decoding that evaluations measure, metric -> options of `generate`; and metrics that training does not change, which
+    # are measured once.
     starts_from: ClassVar[str] = ""
     lists_tokens: ClassVar[bool] = False
     systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
     constant: ClassVar[tuple[str, ...]] = ()
-    sizes: ClassVar[Mapping[str, int]] = {}
 
     @property
     def held_out(self) -> Self:
