@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeflash_jax import GenerateConfig, Result, TreeFlash
+from treeflash_jax import Result, TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.engine.planning import make_requests
+from treeflash_jax.engine.batching import make_batch
 from treeflash_jax.models import verifier
 
 SIZES = {"candidates": 8, "children": 8}
@@ -52,17 +52,16 @@ def random_weights(specs: Any, seed: int = 0, scale: float = 0.3, dtype: Any = j
 
 def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, DecodeState]:
     """The plan of a call, and its state after the prompts."""
-    config = GenerateConfig(**{"max_new_tokens": 20} | settings)
-    requests, plan = make_requests(prompts, config, model.verifier), model.plan(config)
-    inputs = model.make_batch(requests, config, batch_size=len(prompts), capacity=capacity)
-    return plan, loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+    usual = {"max_new_tokens": 20, "builder": "best-first" if model.drafter else "none"}
+    runner, batch = make_runner(model, prompts, capacity, **usual | settings)
+    return runner.plan, loops.prefill(model.weights, *batch, plan=runner.plan.for_prefill())
 
 
 def make_runner(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[Runner, tuple]:
     """The runner of a call, and the inputs of its prompts for these caches."""
-    config = model.resolve(None, {"max_new_tokens": 64, "stop_ids": ()} | settings)
-    requests = make_requests(prompts, config, model.verifier)
-    return model.make_runner(config), model.make_batch(requests, config, batch_size=len(requests), capacity=capacity)
+    call = model.prepare(prompts, None, {"max_new_tokens": 64, "stop_ids": (), "batch_size": len(prompts)} | settings)
+    sizes = {"batch_size": len(prompts), "capacity": capacity, "dtype": model.dtype}
+    return Runner(call.plan, model.weights, model.mesh), make_batch(call.requests, **sizes, mesh=model.mesh)
 
 
 def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any = None, **settings) -> list[Result]:

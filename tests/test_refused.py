@@ -21,9 +21,11 @@ from refusals import mistake, refused, understood
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks, devices
+from treeflash_jax.core.devices import Device
 from treeflash_jax.engine import prompts
 from treeflash_jax.engine.generate_config import LOAD_ARGUMENTS, GenerateConfig
-from treeflash_jax.engine.planning import make_requests, resolve
+from treeflash_jax.engine.plan import resolve
+from treeflash_jax.engine.requests import find_stops
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 HUGE = 10**400
@@ -32,7 +34,10 @@ WRONG = (None, "x", "", [], {}, object(), b"3", 1.5, math.nan, math.inf, -math.i
 
 
 def resolved(**settings) -> GenerateConfig:
-    return resolve(None, settings, RANDOM_MODEL, RANDOM_DRAFTER)
+    config = GenerateConfig().updated(**settings)
+    find_stops(replace(config, stop=()), None, (), RANDOM_MODEL.vocab_size)
+    resolve(config, RANDOM_MODEL, RANDOM_DRAFTER, dtype=jnp.float32, device=Device("cpu"))
+    return config
 
 
 def test_settings_of_generate():
@@ -174,7 +179,7 @@ def test_broken_tokenizer_files(tiny, tmp_path):
 def test_arguments_of_functions(trained, monkeypatch):
     result = trained.generate([5, 6], max_new_tokens=2)[0]
     for indices in ([-1], ["0"], [0.5], 3, "0", [2**32], [None], [0, 1]):
-        refused(lambda indices=indices: make_requests([[1]], GenerateConfig(), trained.verifier, indices), "indices")
+        refused(lambda indices=indices: trained.generate([[1]], indices=indices), "indices")
     for index in ("x", None, 1.5, -1, 10**9):
         refused(lambda index=index: result.tree(index))
     for arguments in (
@@ -186,7 +191,8 @@ def test_arguments_of_functions(trained, monkeypatch):
     wide = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=2**17))
     for sizes in ({"candidates": 2048, "children": 2048}, {"candidates": 2**17, "children": 1}):
         model = replace(RANDOM_MODEL, vocab_size=2**17)
-        refused(lambda sizes=sizes, model=model: resolve(None, sizes, model, wide), "candidates", "67,108,864")
+        plan = partial(resolve, GenerateConfig(**sizes), model, wide, dtype=jnp.float32, device=Device("gpu"))
+        refused(plan, "candidates", "67,108,864")
     monkeypatch.setattr(devices, "host_memory", lambda: 2**34)
     refused(lambda: tf.load("tiny").generate([[5]], batch_size=2**16, max_new_tokens=2000), "caches", "16.00 GiB")
     for data_axis in ("x", None, 1.5, 0, HUGE):

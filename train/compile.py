@@ -25,6 +25,7 @@ from treeflash_jax.bench.memory import find_devices
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices, files, parameters, sharding
 from treeflash_jax.core.checks import UnknownSetting
+from treeflash_jax.engine.defaults import choose_training_attention
 
 
 def compile_step(settings: DraftingStage, shape: str, chips: list[Any]) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any]) -> dict[
         "batch": settings.loop.batch,
         "accumulate": settings.loop.accumulate,
         "sequence_length": settings.data.sequence_length,
-        "attention": devices.describe_mesh(mesh).training_attention(settings.attention),
+        "attention": choose_training_attention(devices.describe_mesh(mesh), settings.attention),
         "bytes_per_chip": {
             "state_and_weights": held,
             "temporary": memory.temp_size_in_bytes,

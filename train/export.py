@@ -55,11 +55,6 @@ class ExportStage:
     drafter_temperature: float = setting(
         0.0, "default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's", least=0
     )
-    sampled_above: float = setting(
-        0.0,
-        "temperature from which `treeflash bench run` found sampled trees better; 0 stores none",
-        least=0,
-    )
     tau: float = setting(
         0.0,
         "mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, as `treeflash bench run` "
@@ -83,8 +78,7 @@ def main(settings: ExportStage) -> None:
     _, model, tokenizer = read_verifier(trained)
     drafter = read_drafter_config(trained, model)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
-    measured = {name: getattr(settings, name) or None for name in ("sampled_above", "tau")}
-    drafter = dataclasses.replace(drafter, drafter_temperature=temperature, **measured)
+    drafter = dataclasses.replace(drafter, drafter_temperature=temperature, tau=settings.tau or None)
     dialect = settings.dialect or drafter.dialect
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_task(trained, model, drafter))
@@ -186,7 +180,6 @@ or, on the command line (the second path is this folder, wherever it lies):
 |---|---|
 {chr(10).join(f"| {name} | {value} |" for name, value in sizes.items())}
 | drafter temperature | {drafter.drafter_temperature} |
-| sampled trees from temperature | {drafter.sampled_above or "never"} |
 | tau of 8 nodes | {drafter.tau or "not stored"} |
 | trained with thinking | {"not known" if trained.data.thinking is None else trained.data.thinking} |
 

@@ -68,7 +68,7 @@ class HeadStage(BlockStage):
         temperature = self.drafter_temperature or drafter.drafter_temperature
         rank = drafter.head_rank if self.keep_head else self.head_rank
         head = {"head": self.head, "head_rank": rank, "drafter_temperature": temperature}
-        return dataclasses.replace(drafter, **head, sampled_above=None, tau=None)
+        return dataclasses.replace(drafter, **head, tau=None)
 
     def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains}

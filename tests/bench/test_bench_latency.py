@@ -21,13 +21,12 @@ from jax.sharding import PartitionSpec
 from model_files import assert_same
 from refusals import mistake
 
-from treeflash_jax import make_mesh
+from treeflash_jax import GenerateConfig, make_mesh
 from treeflash_jax.bench import latency, phases, shapes
 from treeflash_jax.bench import timed as timers
 from treeflash_jax.cli import commands
 from treeflash_jax.decoding import rounds
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
-from treeflash_jax.engine.planning import resolve
 
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
 SMALL += ["--candidates", "4", "--children", "4"]
@@ -37,7 +36,7 @@ RATE = 1e9  # bytes per second
 
 def make_plans(model, *nodes, **settings):
     settings |= {"candidates": 4, "children": 4}
-    return [model.plan(resolve(None, settings | {"nodes": n}, model.verifier, model.drafter)) for n in nodes]
+    return [model.plan(GenerateConfig(nodes=n, **settings)) for n in nodes]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from treeflash_jax.cli import chat, commands
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import programs
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.planning import Request
+from treeflash_jax.engine.requests import Request
 
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
 
@@ -82,7 +82,7 @@ def test_the_gap_counts_the_noise_that_draws_the_token():
     """The drawn token has the largest score, so its distances to two others differ by the distance between these."""
     model, prompts = random_pair(), [[1, 2, 3], [5]]
     drawn = model.generate(prompts, builder="none", max_new_tokens=4, temperature=20.0, seed=7)[1].ids
-    row = Request(1, prompts[1], 20.0, 0, 1.0, 7)
+    row = Request(ids=prompts[1], index=1, temperature=20.0, seed=7)
     for index, token in enumerate(drawn):
         first, *others = (i for i in range(10) if i != token)
         at = {i: divergence(model, row, [*drawn[:index], i], drawn).gap for i in (first, *others)}
@@ -96,7 +96,7 @@ def test_a_token_that_rounding_moves_across_a_filter_is_a_near_tie(monkeypatch):
     monkeypatch.setattr(programs, "call", lambda *_, **__: logits_v)
 
     def gaps(second: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-        requests = [Request(0, [1], temperature, top_k, top_p, seed) for seed in range(8)]
+        requests = [Request(ids=[1], temperature=temperature, top_k=top_k, top_p=top_p, seed=seed) for seed in range(8)]
         return np.array([divergence(model, request, [0], [second]).gap for request in requests])
 
     assert min(gaps(2)) > 1e-2

@@ -67,7 +67,7 @@ def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tin
 
 def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog):
     monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
-    config = tiny.resolve(None, {"builder": "none", "max_new_tokens": 4})
+    config = tf.GenerateConfig(builder="none", max_new_tokens=4)
     chunk = tiny.plan(config).prefill_chunk
     length = 2 * chunk + 5
     with caplog.at_level(logging.WARNING, logger="treeflash_jax"):

@@ -11,7 +11,6 @@ from treeflash_jax import make_mesh
 from treeflash_jax.bench.check import divergence
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.planning import make_requests
 
 SETTINGS = {"max_new_tokens": 24} | SAMPLED
 pytestmark = needs_8_devices
@@ -39,7 +38,7 @@ def test_differences_are_explained_on_eight_devices_as_on_one(sharded):
     """With noise: a divergence sums the logits of one pass and the draw that decided."""
     gaps = []
     for model in (random_pair(), sharded):
-        [request] = make_requests([PROMPTS[2]], model.resolve(None, {"temperature": 0.7}), model.verifier)
+        [request] = model.prepare([PROMPTS[2]], None, {"temperature": 0.7}).requests
         gaps.append(divergence(model, request, [5, 6], [5, 7]).gap)
     assert gaps[0] == pytest.approx(gaps[1], rel=1e-4) and gaps[0] > 0
 

@@ -24,7 +24,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Eagle3Config, Inputs
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.planning import make_plan
+from treeflash_jax.engine.plan import resolve
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 
@@ -161,7 +161,8 @@ def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
 )
 def test_the_default_tree_on_a_cpu_has_four_levels_of_two_lanes(options, depths, lanes):
     config, device = replace(opened("eagle")[0], num_depths=7), Device("cpu", features=frozenset({"avx512_bf16"}))
-    plan = make_plan(GenerateConfig(**options), config.layers, config, jnp.bfloat16, device)
+    settings = GenerateConfig(**{"builder": "best-first"} | options)
+    plan = resolve(settings, config.layers, config, dtype=jnp.bfloat16, device=device)
     assert (plan.draft.num_depths, plan.shape.lanes) == (depths, lanes)
 
 

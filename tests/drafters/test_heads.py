@@ -14,7 +14,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import BlockConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
-from treeflash_jax.engine.planning import make_plan
+from treeflash_jax.engine.plan import resolve
 
 BATCH, V, D, DEPTHS = 3, 60, RANDOM_MODEL.hidden_size, RANDOM_DRAFTER.num_depths  # no other size is 60
 DRAFTER = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=V))
@@ -158,7 +158,8 @@ def test_a_cpu_shortlists_a_large_vocabulary_by_default(device, vocab_size, shor
 
     def planned(**settings):
         drafter = replace(RANDOM_DRAFTER, layers=layers)
-        return make_plan(tf.GenerateConfig(**settings), verifier, drafter, jnp.float32, Device(device)).draft.shortlist
+        config = tf.GenerateConfig(builder="best-first", **settings)
+        return resolve(config, verifier, drafter, dtype=jnp.float32, device=Device(device)).draft.shortlist
 
     assert planned() == shortlist
     assert [planned(shortlist=asked) for asked in (0, 7)] == [0, 7]

@@ -85,8 +85,8 @@ def test_dflash_drafter_and_heads():
     for name, head in ((None, "marginal"), ("swiglu", "mlp"), ("linear", "linear")):
         raw = {**TREEFLASH_4B, "treeflash_config": {"ar_approximation": name, "drafter_temperature": 0.5}}
         assert (parse("drafter", raw).head, parse("drafter", raw).drafter_temperature) == (head, 0.5)
-    measured = {**TREEFLASH_4B, "treeflash_config": {"ar_approximation": "swiglu", "sampled_above": 0.8}}
-    assert (plain.sampled_above, parse("drafter", measured).sampled_above) == (None, 0.8)
+    measured = {**TREEFLASH_4B, "treeflash_config": {"ar_approximation": "swiglu", "tau": 2.5}}
+    assert (plain.tau, parse("drafter", measured).tau) == (None, 2.5)
     inner = {**TREEFLASH_4B["dflash_config"], "block_size": 10}
     assert parse("drafter", {**without(TREEFLASH_4B, "block_size"), "dflash_config": inner}).block_size == 10
 

@@ -83,9 +83,7 @@ def test_a_form_is_written_and_read_again(form, tmp_path, capsys):
 
 def test_defaults_of_drafting_are_kept(tmp_path):
     config, params = models.load_drafter(FOLDER / "speculators")
-    changed = replace(
-        config, num_depths=5, num_nodes=32, drafter_temperature=0.7, sampled_above=0.9, tau=2.5, thinking=False
-    )
+    changed = replace(config, num_depths=5, num_nodes=32, drafter_temperature=0.7, tau=2.5, thinking=False)
     models.save_drafter(tmp_path / "out", changed, params, dialect="speculators", dtype=jnp.float32)
     assert models.read_drafter_config(tmp_path / "out") == changed
 

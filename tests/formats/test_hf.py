@@ -48,7 +48,7 @@ PLAIN = BlockConfig(
     layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, target_layer_ids=(0, 2),
     num_target_layers=3, head="marginal", thinking=True,
 )  # fmt: skip
-DRAFTER = replace(PLAIN, head="mlp", num_nodes=10, drafter_temperature=0.5, sampled_above=0.8)
+DRAFTER = replace(PLAIN, head="mlp", num_nodes=10, drafter_temperature=0.5)
 LAYER = {  # of the tiny drafter above, [out, in]
     "self_attn.q_proj.weight": [24, 8], "self_attn.k_proj.weight": [12, 8], "self_attn.v_proj.weight": [12, 8],
     "self_attn.o_proj.weight": [8, 24], "self_attn.q_norm.weight": [6], "self_attn.k_norm.weight": [6],
@@ -92,7 +92,7 @@ WRITTEN = {
         layers=replace(MODELS["llama"], num_layers=1), target_hidden_size=8, draft_vocab_size=12, own_embedding=True,
         taps=(0, 2), num_taps=2, taps_are_inputs=True, verifier=NAMED,
     ),
-    "treeflash": replace(BLOCK, head="lowrank", head_rank=3, num_nodes=10, drafter_temperature=0.5, sampled_above=0.8),
+    "treeflash": replace(BLOCK, head="lowrank", head_rank=3, num_nodes=10, drafter_temperature=0.5),
     "dflash": BLOCK,
     "speculators-dflash": BLOCK,
 }  # fmt: skip

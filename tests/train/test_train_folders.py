@@ -102,7 +102,7 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
     listed.parent.mkdir()
     listed.write_text(json.dumps({"ids": [*range(20)]}))
-    chosen, read_record, parsed = dict(drafter_temperature=0.7, sampled_above=0.6, tau=2.5), documents.read, []
+    chosen, read_record, parsed = dict(drafter_temperature=0.7, tau=2.5), documents.read, []
     monkeypatch.setattr(documents, "read", lambda *how: (parsed.append(record) or record for record in read_record(*how)))
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
     stored = models.read_drafter_config(tmp_path / "out")

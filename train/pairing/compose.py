@@ -27,6 +27,7 @@ from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import devices
 from treeflash_jax.core.settings import setting
+from treeflash_jax.engine.defaults import choose_dtype
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -176,7 +177,7 @@ class Composer:
             counts_v = answers.token_counts(self.model.vocab_size)
             chosen = choices.backbone(self.model, self.tokenizer, counts_v, vars(settings))
             block = chosen["block_size"].value
-        chosen["compute_dtype"] = Choice(devices.here().dtype.name, devices.here().dtype_reason)
+        chosen["compute_dtype"] = Choice(choose_dtype(devices.here()).name, "the default of this device")
         anchors, batch = max(1, data.sequence_length // 8), _batch_size(mesh)
         chunk = min(anchors, 2 ** int(math.log2(max(1, LOGITS_BYTES // (batch * block * self.model.vocab_size * 4)))))
         every, sample = math.ceil(steps.value / EVALUATIONS), SAMPLED_VOCABULARY * data.sequence_length

@@ -36,6 +36,7 @@ from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
+from treeflash_jax.engine.defaults import choose_training_attention
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import HUB_IDS, locate
 from treeflash_jax.formats import draft_vocabulary, models
@@ -193,7 +194,7 @@ def copy_weights(tree: Any) -> Any:
 
 def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> TrainTask:
     """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
-    settings = replace(settings, attention=devices.describe_mesh(mesh).training_attention(settings.attention))
+    settings = replace(settings, attention=choose_training_attention(devices.describe_mesh(mesh), settings.attention))
     specs = drafter.specs()
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
     return TrainTask(
@@ -221,7 +222,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     settings.check(drafter, model, corpus, tokenizer)
     task = make_task(settings, model, drafter, mesh)
     if settings.data.record:
-        attention = devices.describe_mesh(mesh).training_attention(settings.attention)
+        attention = choose_training_attention(devices.describe_mesh(mesh), settings.attention)
         recorded = dict(model=model, taps=drafter.taps, batch_size=settings.loop.batch, attention=attention, mesh=mesh)
         corpus = record(corpus, settings.data.record, weights=weights, **recorded)
     stored = read_stored(settings, drafter, corpus.answer_counts(model.vocab_size))

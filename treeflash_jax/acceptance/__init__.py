@@ -1,8 +1,8 @@
 """Acceptance rules: they choose the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-A rule is a `Rule` in a file of its own, and one line in RULES. Rules that test draws are a `draws.DrawsRule`, which reads p
-on the support of all children and its mass off it, and forms one vector over the vocabulary, for the last accepted node;
-those that go from the root to a child that its test accepts are a `draws.TopDownRule`.
+A rule is a `Rule` in a file of its own, and one line in RULES. Rules that test draws are a `draws.DrawsRule`; those that
+also go from the root to a child that its test accepts are a `draws.TopDownRule`. They read p on the support of all
+children and its mass off it, and form one vector over the vocabulary, for the last accepted node.
 """
 
 from treeflash_jax.acceptance.block import Block

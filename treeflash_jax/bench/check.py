@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import devices, programs, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.accepting import VERIFY_STREAM
+from treeflash_jax.engine import defaults
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.planning import NO_DRAFTER, Request, choose_tree, make_requests, resolve
+from treeflash_jax.engine.plan import NO_DRAFTER
 from treeflash_jax.engine.prompts import Prompt
+from treeflash_jax.engine.requests import Request
 from treeflash_jax.engine.results import Result
 from treeflash_jax.models import verifier, vocab
 
@@ -72,20 +74,19 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
     """
     if model.drafter is None:
         raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
-    config = resolve(None, settings, model.verifier, model.drafter)
-    expect(config.builder != "none", "builder", "none", "one that drafts: without it there is nothing to compare")
-    builder, rule, _ = choose_tree(config)
-    if rule != "sample-and-match" and np.max(config.temperature) > 0:
+    builder = settings.get("builder") or "best-first"  # also on a device where drafting does not pay
+    expect(builder != "none", "builder", "none", "one that drafts: without it there is nothing to compare")
+    call = model.prepare(prompts, None, settings | {"builder": builder})
+    rule = call.plan.rule
+    if rule != "sample-and-match" and any(request.temperature > 0 for request in call.requests):
         raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
-    # An explicit builder disables the choice by temperature: sampled trees give other samples.
     drafted = model.generate(prompts, **settings | {"builder": builder})
     plain = model.generate(prompts, **settings | {"builder": "none"})
     if any(result.finished == "interrupted" for result in [*drafted, *plain]):
         raise KeyboardInterrupt
-    requests = make_requests([result.prompt_ids for result in plain[:: config.samples]], config, model.verifier)
     return [
         Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids))
-        for request, a, b in zip(requests, drafted, plain, strict=True)
+        for request, a, b in zip(call.requests, drafted, plain, strict=True)
     ]
 
 
@@ -114,7 +115,7 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
     padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few shapes, few compilations
     padded[0, : len(prefix)] = prefix
     arguments = model.weights.verifier, jnp.asarray(padded), jnp.int32(len(prefix) - 1)
-    static = {"config": model.verifier, "dtype": devices.describe_mesh(model.mesh).residual_dtype(model.dtype)}
+    static = {"config": model.verifier, "dtype": defaults.choose_residual_dtype(model.device, model.dtype)}
     logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, **static))
     with sharding.ambient(model.mesh):
         key, dtype = jax.random.key(request.seed), jnp.promote_types(logits_v.dtype, jnp.float32)

@@ -28,7 +28,7 @@ from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.bench.timed import Notify
 from treeflash_jax.core import devices
 from treeflash_jax.core.checks import parse_json
-from treeflash_jax.engine.planning import Request, choose_tree
+from treeflash_jax.engine.requests import Request, find_stops
 from treeflash_jax.trees import draws
 
 SAMPLING = ("max_new_tokens", "batch_size", "top_k", "top_p", "expected_lengths")
@@ -70,7 +70,7 @@ class System:
     def settings(self) -> dict[str, Any]:
         """Returns the settings as they take effect; those of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
-        shape = asdict(choose_tree(config)[2])
+        shape = asdict(plan.shape)
         if not draws(plan.builder):
             shape = dict.fromkeys(shape) | ({"lanes": plan.shape.lanes} if plan.builder == "best-first" else {})
         settings = {name: getattr(config, name) for name in SAMPLING}
@@ -115,7 +115,8 @@ class Peer(System):
         program.wait()
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
-        stop_ids = list(self.model.find_stop_ids(self.config))
+        model = self.model
+        stop_ids = find_stops(self.config, model.tokenizer, model.stop_ids, model.verifier.vocab_size)[1]
         settings = {"max_new_tokens": self.config.max_new_tokens, "stop_ids": stop_ids}
         results = []
         for prompt in prompts:
@@ -193,7 +194,9 @@ def measure(
                 record = make_record(system, prompt, results, format, temperature, seed)
                 record["compile_seconds"] = compile_seconds
                 others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
-                requests = [Request(0, turn.prompt_ids, temperature, 0, 1.0, prompt.seed(seed)) for turn in results]
+                requests = [
+                    Request(ids=turn.prompt_ids, temperature=temperature, seed=prompt.seed(seed)) for turn in results
+                ]
                 record["differences"] = compare(system.model, record, filter(None, others), requests, printed)
                 records[record_key(record)] = record
                 yield record

@@ -28,10 +28,11 @@ from treeflash_jax.core import devices, files, sharding
 from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.engine.defaults import choose_dtype
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.engine.planning import make_plan, resolve
+from treeflash_jax.engine.plan import resolve
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import draws
 
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     verifier, drafter = shapes.find_pair(*names)
     if not is_real and arguments.head and hasattr(drafter, "head"):
         drafter = replace(drafter, head=arguments.head)
-    dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
+    dtype = jnp.dtype(arguments.dtype or choose_dtype(devices.here()))
     plans = make_plans(verifier, drafter, arguments, dtype)
     check_sizes(plans, arguments.batch, arguments.context, mesh)
     results = read_kept(arguments.out, "schema", "results").get("results", [])
@@ -114,8 +115,10 @@ def make_plans(
 ) -> list[DecodePlan]:
     """Makes the plans that `generate` would run, by increasing number of nodes."""
     fields, plans = option_values(arguments, GenerateConfig), {}
+    fields["builder"] = fields["builder"] or "best-first"  # also if drafting does not pay
     for nodes in arguments.nodes or [None]:
-        plan = make_plan(resolve(None, fields | {"nodes": nodes}, verifier, drafter), verifier, drafter, dtype)
+        config = GenerateConfig(**fields | {"nodes": nodes})
+        plan = resolve(config, verifier, drafter, dtype=dtype, device=devices.here())
         if not plan.drafts:
             raise ValueError("got builder 'none', expected one that drafts: one-token steps are always timed")
         if nodes not in (None, plan.num_nodes):

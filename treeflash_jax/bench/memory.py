@@ -31,7 +31,7 @@ from treeflash_jax.engine.batching import capacity_bucket, make_batch
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
-from treeflash_jax.engine.planning import fit_nodes, make_plan, resolve
+from treeflash_jax.engine.plan import resolve
 from treeflash_jax.models import verifier
 
 # Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory of a multiprocessor.
@@ -72,13 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the memory that the request needs; returns 1 if a device cannot hold it."""
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
-    config = resolve(None, option_values(arguments, GenerateConfig), model, drafter)
+    config = GenerateConfig(**option_values(arguments, GenerateConfig))
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
     sizes, quantize = dict(mesh.shape), arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
-    config = fit_nodes(config, drafter, device, batch // sizes["data"])
-    plan = make_plan(config, model, drafter, dtype, device)
+    plan = resolve(config, model, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
@@ -121,7 +120,7 @@ def compile_programs(
     weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.drafter.specs(), dtype, mesh))
-    inputs = make_batch([], GenerateConfig(), batch_size=batch, capacity=capacity, stop_ids=(), dtype=dtype)
+    inputs = make_batch([], batch_size=batch, capacity=capacity, dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         notify("compiling the prefill")
         lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())

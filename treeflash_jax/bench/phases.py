@@ -29,11 +29,11 @@ from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
-from treeflash_jax.engine.batching import capacity_bucket
+from treeflash_jax.engine.batching import capacity_bucket, make_batch
 from treeflash_jax.engine.device_memory import device_bytes
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.planning import make_requests
+from treeflash_jax.engine.requests import make_requests
 from treeflash_jax.models import verifier
 from treeflash_jax.models.experts import count_distinct, distinct_experts
 
@@ -140,7 +140,8 @@ class Bench:
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
         requests = make_requests(ids, config, model.verifier)
-        inputs = self.weights, *model.make_batch(requests, config, batch_size=batch, capacity=self.capacity)
+        batched = make_batch(requests, batch_size=batch, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
+        inputs = self.weights, *batched
         since = time.perf_counter()
         with running(model.mesh, self.where), ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as self.pool:
             prefill = self.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill()).result()

@@ -30,7 +30,6 @@ from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.pairs import NO_DRAFTER
-from treeflash_jax.engine.planning import resolve
 from treeflash_jax.engine.prompts import parse_ids
 from treeflash_jax.trees import branching
 
@@ -137,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
             measured.append(stack.enter_context(peer))
         sampling = {"temperature": temperatures, "seed": seeds}
         for system in measured:
-            resolve(system.config, sampling, system.model.verifier, system.model.drafter)
+            system.model.plan(system.config.updated(**sampling))
         check(measured, prompts, arguments.format, records, arguments.out)
         phases = {record["system"]: record["phases"] for record in records if record.get("phases")}
         if arguments.phases is not None:
@@ -179,7 +178,8 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
             settings = {"builder": "best-first"} | shared | system
             dropped = {key for key in settings.keys() & known - options if len(labels) > 1 or not settings[key]}
             settings = {key: value for key, value in settings.items() if key not in dropped}
-            config = resolve(None, settings, model.verifier, model.drafter)
+            config = GenerateConfig().updated(**settings)
+            model.plan(config)  # refused before anything is measured
             ends = [label] * (len(labels) > 1 and config.builder != "none") + [dtype] * (len(arguments.dtype) > 1)
             source = {} if label == drafter else {"drafter_source": drafter}
             new = System(name=", ".join([name, *ends]), model=model, config=config, pair=(verifier, label), **source)

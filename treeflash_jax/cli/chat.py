@@ -9,11 +9,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from treeflash_jax.core import devices
 from treeflash_jax.engine.batching import Session
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.planning import explain_plain, make_requests
 from treeflash_jax.engine.results import Chunk, Result
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
@@ -30,13 +28,12 @@ def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
     """
     if model.tokenizer is None:
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
-    model.noted_plain = True  # printed here instead
-    config = model.resolve(None, settings)
-    make_requests([model.encode(HELLO)], config, model.verifier)
-    model.plan(config)
-    if config.builder == "none":
-        why = explain_plain(GenerateConfig(), model.drafter, devices.describe_mesh(model.mesh), model.dtype)
-        console.print(f"[dim]decoding one token at a time: {why or 'nothing is drafted'}[/dim]")
+    model.has_noted_plain = True  # printed here instead
+    config = GenerateConfig().updated(**settings)
+    call = model.prepare(HELLO, config)
+    if not call.plan.drafts:
+        why = "nothing is drafted" if config.builder == "none" else model.why_plain(config)
+        console.print(f"[dim]decoding one token at a time: {why}[/dim]")
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []
     last, session = None, Session()

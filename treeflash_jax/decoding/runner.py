@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import devices, programs, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
@@ -82,13 +82,12 @@ class Runner:
                 state = self.grow(state, capacity)
             earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
         state = self.call(loops.begin, *batch, *earlier, plan=plan, dtype=self.weights.dtype)
-        longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
-        number = jax.device_put(np.int32(chunks))
+        longest, passes = int(np.max(sharding.to_host(length_b))), jax.device_put(np.int32(plan.prefill_passes))
         if will_run:  # XLA compiles the first, or reads it from JAX's cache, while Python traces the second
             where = {"mesh": self.mesh, "clock": self.clock}
-            programs.prepare(loops.read, self.weights, state, length_b, number, first_b, plan=plan, **where)
-            programs.prepare(loops.decode, self.weights, state, number, number, plan=self.plan, **where)
-        for _ in self.clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
-            state = self.call(loops.read, self.weights, state, length_b, number, first_b, plan=plan)
+            programs.prepare(loops.read, self.weights, state, length_b, passes, first_b, plan=plan, **where)
+            programs.prepare(loops.decode, self.weights, state, passes, passes, plan=self.plan, **where)
+        for _ in self.clock.reading(range(count, longest, plan.prefill_passes * plan.chunk(capacity)), longest):
+            state = self.call(loops.read, self.weights, state, length_b, passes, first_b, plan=plan)
             jax.block_until_ready(state)
         return state

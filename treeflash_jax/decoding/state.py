@@ -31,6 +31,7 @@ class DecodePlan:
       attention: implementation of the verify pass.
       prefill_attention: implementation of prefill passes; None: that of the verify pass.
       prefill_chunk: maximal number of prompt tokens per prefill pass.
+      prefill_passes: number of prefill passes per dispatch.
       residual_dtype: dtype of the verifier's residual stream and logits; None: that of the weights.
       log_probs: whether to record the verifier's log-probability of every emitted token.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
@@ -46,6 +47,7 @@ class DecodePlan:
     attention: str = "xla"
     prefill_attention: str | None = None
     prefill_chunk: int = 128
+    prefill_passes: int = 16
     residual_dtype: Any = None
     log_probs: bool = False
     expected_lengths: bool = False
@@ -70,8 +72,7 @@ class DecodePlan:
 
     def one_token(self) -> Self:
         """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""
-        names = "verifier attention prefill_attention prefill_chunk residual_dtype log_probs expected_lengths".split()
-        return DecodePlan(builder="none", num_nodes=1, **{name: getattr(self, name) for name in names})
+        return replace(self, drafter=None, draft=None, builder="none", num_nodes=1, shape=TreeShape(), rule=DecodePlan.rule)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -116,7 +116,6 @@ class DrafterConfig(ABC):
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       num_nodes: default number of verified nodes, root included.
       drafter_temperature: default temperature of the draft distribution.
-      sampled_above: sequences of at least this temperature get a sampled tree by default; None: none do.
       tau: mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, on typical prompts. CPUs
         use it to decide whether to draft by default; None: not known.
     """
@@ -132,7 +131,6 @@ class DrafterConfig(ABC):
 
     num_nodes: int = 16
     drafter_temperature: float = 1.0
-    sampled_above: float | None = None
     tau: float | None = None
 
     @abstractmethod

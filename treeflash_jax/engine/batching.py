@@ -18,14 +18,12 @@ from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodePlan, Sampling
-from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.planning import Request, draft_temperature
+from treeflash_jax.engine.requests import Request
 
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that changing them rarely recompiles
-UNUSED = Request(index=0, ids=[0], temperature=0.0, top_k=0, top_p=1.0, seed=0)  # fills unused slots
+UNUSED = Request(ids=[0])  # fills unused slots
 
 Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
 
@@ -62,17 +60,7 @@ def refill_size(batch_size: int) -> int:
     return max(1, round(batch_size * REFILLED_SHARE))
 
 
-def make_batch(
-    requests: Sequence[Request],
-    config: GenerateConfig,
-    *,
-    batch_size: int,
-    capacity: int,
-    stop_ids: Sequence[int],
-    dtype: Any,
-    drafter: DrafterConfig | None = None,
-    mesh: Any = None,
-) -> Batch:
+def make_batch(requests: Sequence[Request], *, batch_size: int, capacity: int, dtype: Any, mesh: Any = None) -> Batch:
     """Pads prompts and sampling settings into device arrays for `prefill`.
 
     Args:
@@ -81,31 +69,30 @@ def make_batch(
         prompt that finishes immediately.
       capacity: KV-cache capacity per sequence, in tokens.
       dtype: dtype of the model; settings are at least float32.
-      drafter: sizes of the drafter; None decodes one token at a time.
       mesh: mesh that shards the batch; None for one device.
     """
     batch_size = sharding.padded(batch_size, mesh)
-    num_unused = batch_size - len(requests)
-    slots = [*requests, *[UNUSED] * num_unused]
+    slots = [*requests, *[UNUSED] * (batch_size - len(requests))]
     tokens_bs = np.zeros((batch_size, capacity), np.int32)
+    most_stops = max(len(request.stop_ids) for request in slots)
+    stop_ids_bx = np.full((batch_size, max(1, -(-most_stops // STOP_SLOTS)) * STOP_SLOTS), -1, np.int32)
     for i, request in enumerate(slots):
         tokens_bs[i, : request.length] = request.ids
-    stops = sorted(set(stop_ids))
-    stop_ids_x = np.full(max(1, -(-len(stops) // STOP_SLOTS)) * STOP_SLOTS, -1, np.int32)
-    stop_ids_x[: len(stops)] = stops
-    length_b = np.array([request.length for request in slots], np.int32)
-    new_b = np.array([config.max_new_tokens] * len(requests) + [1] * num_unused, np.int32)
-    drafter_temperature = [draft_temperature(config, drafter, request.temperature) for request in slots]
-    numbers = np.array([(request.seed, request.index, request.sample) for request in slots], np.uint32)
-    dtype = jnp.promote_types(dtype, jnp.float32)
+        stop_ids_bx[i, : len(request.stop_ids)] = request.stop_ids
+
+    def column(name: str, dtype: Any) -> np.ndarray:
+        return np.array([getattr(request, name) for request in slots], dtype)
+
+    length_b, dtype = column("length", np.int32), jnp.promote_types(dtype, jnp.float32)
+    numbers = [column(name, np.uint32) for name in ("seed", "index", "sample")]
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
-        key_b=programs.call(loops.make_keys, *jax.device_put(list(numbers.T)), clock=Clock(silent=True)),
-        temperature_b=np.array([request.temperature for request in slots], dtype),
-        top_k_b=np.array([request.top_k for request in slots], np.int32),
-        top_p_b=np.array([request.top_p for request in slots], dtype),
-        limit_b=length_b + new_b,
-        stop_ids_bx=np.tile(stop_ids_x, (batch_size, 1)),
-        drafter_temperature_b=np.array(drafter_temperature, dtype),
+        key_b=programs.call(loops.make_keys, *jax.device_put(numbers), clock=Clock(silent=True)),
+        temperature_b=column("temperature", dtype),
+        top_k_b=column("top_k", np.int32),
+        top_p_b=column("top_p", dtype),
+        limit_b=length_b + column("max_new_tokens", np.int32),
+        stop_ids_bx=stop_ids_bx,
+        drafter_temperature_b=column("drafter_temperature", dtype),
     )
     return sharding.place(jax.device_put((tokens_bs, length_b, sampling)), mesh)
 
@@ -157,25 +144,20 @@ class BatchDecoder:
         requests: Sequence[Request],
         batch_size: int,
         runner: Runner,
-        make_batch: Callable[..., Batch],
-        *,
-        new: int,
         session: "Session | None" = None,
     ):
         """Prefills the first requests.
 
         Args:
           requests: requests to decode; those beyond `batch_size` wait for a free slot.
-          make_batch: pads requests into arrays; called with keywords `batch_size` and `capacity`.
-          new: most new tokens of an answer.
           session: caches that may contain the beginning of the only prompt; replaced by those of this batch.
         """
-        self.runner, self.make_batch, self.clock = runner, make_batch, runner.clock
+        self.runner, self.clock = runner, runner.clock
         sizes = (sharding.padded(size, runner.mesh) for size in (batch_size, refill_size(batch_size)))
         self.slots = Slots(*sizes, requests)
         self.state, self.is_interrupted = None, False
         longest = max(request.length for request in requests)
-        capacity = first_capacity(runner.plan, longest, new)
+        capacity = first_capacity(runner.plan, longest, max(request.max_new_tokens for request in requests))
         kept = session.take(runner, requests[0].ids) if session else None
         if kept is not None:  # prefill continues at any position, so its last chunk may extend beyond the prompt
             capacity = max(capacity, kept[0].capacity, capacity_bucket(longest + runner.plan.prefill_chunk))
@@ -257,7 +239,8 @@ class BatchDecoder:
             raise
 
     def _pad(self, slots: Sequence[int], batch_size: int, capacity: int) -> Batch:
-        return self.make_batch([self.slots.held[slot] for slot in slots], batch_size=batch_size, capacity=capacity)
+        requests, dtype = [self.slots.held[slot] for slot in slots], self.runner.weights.dtype
+        return make_batch(requests, batch_size=batch_size, capacity=capacity, dtype=dtype, mesh=self.runner.mesh)
 
     def _finish(self, done_b: np.ndarray, is_over: Callable[[list[int]], bool]) -> np.ndarray:
         tokens_bs, end_b = sharding.to_host((self.state.tokens_bs, self.state.end_b))

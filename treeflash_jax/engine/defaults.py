@@ -1,21 +1,84 @@
-"""Defaults of a draft that depend on the device. Times of SmolLM2-135M are at batch 1 on two cores with avx512_bf16."""
+"""Defaults that depend on the device: one function each, with the measurement that decided it.
 
+The only module in which a device changes a default. All others are constants of `GenerateConfig`, of a drafter, or of
+`train`'s settings. Times of SmolLM2-135M are at batch 1 on two cores with avx512_bf16; the tables are in notebooks/results.
+"""
+
+import math
+from collections.abc import Collection
 from typing import Any
 
-from treeflash_jax.core.devices import Device
+import jax.numpy as jnp
+
+from treeflash_jax.core.devices import BFLOAT16_INSTRUCTIONS, MATRIX_INSTRUCTIONS, Device
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.trees import Builder
 
+# Above this tau, SmolLM2 is faster with trees of 8 nodes than one token at a time, whatever the prompts: the largest ratio
+# of tau to speedup of four sets of prompts. By the instructions of the products, then by number of sequences.
+BREAK_EVEN_TAU = {"bfloat16": {1: 1.75, 2: 2.2, 4: 3.3}, "float32": {1: 2.15, 2: 2.2, 4: 3.2}}
+USUAL_TAU = 2.0  # assumed if a drafter states none
+SMALL_NODES = 8  # 1 to 9 % faster than 5 for three of four sets of prompts, 4 % slower for the fourth
 SMALL_CANDIDATES = 8  # 16 add 3 ms to a round of 8 nodes and nothing to tau
 SMALL_DEPTHS, SMALL_LANES = 4, 2  # in trees of 8 nodes 3 to 5 % faster than the drafters' own
 MATCHES = 8  # of n-grams that join a tree; on accelerators they were never timed
 # The second stage of a head takes 85 ms over 49,152 tokens and 16 ms over 32 per depth, at equal tau. Accelerators read the
 # vocabulary table once for all contexts of that stage.
 SHORTLIST, LARGE_VOCABULARY = 32, 2**14
+# With the kernel, rounds of Qwen3-4B with 16, 64 and 256 nodes take 2, 4 and 14 % less time on an H200 after 1,024 tokens,
+# and 4, 19 and 32 % less after 4,096.
+HOPPER = ("NVIDIA H100", "NVIDIA H200")
 
 
-def draft_defaults(
-    drafter: DrafterConfig, vocab_size: int, builder: Builder, has_nodes: bool, device: Device
+def choose_dtype(device: Device) -> Any:
+    """Returns the dtype of weights, caches and activations: bfloat16 if the device computes with it.
+
+    Without such instructions, XLA would convert every weight to float32 in every product.
+    """
+    has_bfloat16 = not device.is_cpu or device.features & BFLOAT16_INSTRUCTIONS
+    return jnp.dtype(jnp.bfloat16 if has_bfloat16 else jnp.float32)
+
+
+def pays_per_token(device: Device, dtype: Any) -> bool:
+    """Returns whether a pass takes longer for every further token: on CPUs whose products use no matrix instructions."""
+    return device.is_cpu and not (device.features & MATRIX_INSTRUCTIONS and jnp.dtype(dtype) == jnp.bfloat16)
+
+
+def drafting_pays(device: Device, dtype: Any, tau: float | None = None, sequences: int = 1) -> bool:
+    """Returns whether drafting a small tree is expected to be faster than one-token decoding.
+
+    An accelerator takes as long for a tree as for a token if both are within its ridge. On a CPU that pays per token, tau
+    must exceed BREAK_EVEN_TAU, for `sequences` rounded up to a number in it; more sequences never pay.
+
+    Args:
+      tau: mean number of tokens that a round adds (`DrafterConfig.tau`); None: USUAL_TAU.
+      sequences: number of sequences decoded together, on a mesh per index of its data axis.
+    """
+    if not pays_per_token(device, dtype):
+        return nodes_within_ridge(device, 2, sequences) == 2
+    is_bfloat16 = jnp.dtype(dtype) == jnp.bfloat16 and device.features & BFLOAT16_INSTRUCTIONS
+    needed = BREAK_EVEN_TAU["bfloat16" if is_bfloat16 else "float32"]
+    return (tau or USUAL_TAU) > min((least for count, least in needed.items() if count >= sequences), default=math.inf)
+
+
+def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
+    """Returns the usual number of tree nodes, or fewer if nodes x sequences would exceed the ridge; 0 if none fits.
+
+    Up to the ridge, a round takes no longer than a one-token step, since both read all weights.
+    """
+    return usual if device.ridge is None else min(usual, device.ridge // sequences)
+
+
+def choose_nodes(drafter: DrafterConfig, usual: int, device: Device, dtype: Any, sequences: int) -> int:
+    """Returns the number of tree nodes, given the usual one: of the drafter, or of the whole block for a chain."""
+    # Larger trees of a drafter that may offer nothing cost a CPU no more: it fills only the nodes that it has tokens for.
+    if pays_per_token(device, dtype) and not drafter.may_offer_nothing:
+        usual = min(usual, SMALL_NODES)
+    return max(2, nodes_within_ridge(device, usual, sequences))
+
+
+def draft_settings(
+    drafter: DrafterConfig, vocab_size: int, builder: Builder, has_nodes: bool, device: Device, dtype: Any
 ) -> dict[str, Any]:
     """Returns the settings of a draft (`DrafterConfig.settings`) whose defaults the device changes.
 
@@ -28,16 +91,76 @@ def draft_defaults(
         defaults["ngrams"] = MATCHES
     if device.is_cpu and vocab_size >= LARGE_VOCABULARY:
         defaults["shortlist"] = SHORTLIST
-    if device.pays_per_token:
+    if pays_per_token(device, dtype):
         defaults["candidates"] = min(SMALL_CANDIDATES, vocab_size)
-    if device.pays_per_token and not builder.is_chain and not has_nodes:
-        most = device.tree_nodes(drafter.num_nodes)  # a tree is at most nodes - 1 deep
-        defaults["block_size"] = max(2, min(drafter.num_depths + 1, most))
-        if drafter.lanes is not None and not builder.draws:
-            defaults["depths"] = min(drafter.num_depths, SMALL_DEPTHS)
+        if not builder.is_chain and not has_nodes:
+            most = min(drafter.num_nodes, SMALL_NODES)  # a tree is at most nodes - 1 deep
+            defaults["block_size"] = max(2, min(drafter.num_depths + 1, most))
+            if drafter.lanes is not None and not builder.draws:
+                defaults["depths"] = min(drafter.num_depths, SMALL_DEPTHS)
     return {name: value for name, value in defaults.items() if name in drafter.settings}
 
 
-def default_lanes(drafter: DrafterConfig, has_nodes: bool, device: Device) -> int | None:
+def choose_lanes(drafter: DrafterConfig, has_nodes: bool, device: Device, dtype: Any) -> int | None:
     """Returns the number of nodes per level that a best-first tree may expand; None: all."""
-    return SMALL_LANES if drafter.lanes is not None and device.pays_per_token and not has_nodes else drafter.lanes
+    is_small = drafter.lanes is not None and pays_per_token(device, dtype) and not has_nodes
+    return SMALL_LANES if is_small else drafter.lanes
+
+
+def choose_attention(device: Device, dtype: Any, requested: str | None = None, head_dims: Collection[int] = ()) -> str:
+    """Returns the requested attention implementation, or the default for caches of `dtype` and heads of these sizes.
+
+    On CPUs "streamed" in float32 and "xla" in bfloat16, where copying a part of the cache takes longer than it saves. On
+    Hopper GPUs the kernel in bfloat16, for head sizes that are powers of two, at least 16.
+
+    Raises ValueError for another backend's kernel; a CPU interprets all of them.
+    """
+    if requested is not None:
+        if not device.is_cpu and requested.startswith("pallas-") and requested != f"pallas-{device.backend}":
+            raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'xla' or 'streamed'")
+        return requested
+    if device.kind.startswith(HOPPER) and jnp.dtype(dtype) == jnp.bfloat16:
+        return "pallas-gpu" if all(size >= 16 and size.bit_count() == 1 for size in head_dims) else "xla"
+    return "streamed" if device.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
+
+
+def choose_prefill_attention(device: Device) -> str:
+    """Returns the attention implementation of prefill; `streamed` reads only the filled part of a cache."""
+    return "streamed" if device.is_cpu else "xla"
+
+
+def choose_prefill_chunk(device: Device) -> int:
+    """Returns the number of prompt tokens per prefill pass: 64 on a CPU, about the ridge of a known accelerator, or 128.
+
+    With fewer, prefill is bound by memory; more would pad short prompts. Padding costs most on a CPU: prompts of 40 and
+    1,500 tokens take 0.31 and 4.8 CPU seconds in passes of 64, 0.45 and 4.2 in passes of 128.
+    """
+    if device.is_cpu:
+        return 64
+    return 128 if device.ridge is None else 2 ** round(math.log2(device.ridge))
+
+
+def choose_prefill_passes(device: Device) -> int:
+    """Returns the number of prefill passes per dispatch. Ctrl-C waits for a dispatch; a CPU's pass takes 0.1 s or more."""
+    return 1 if device.is_cpu else 16
+
+
+def choose_residual_dtype(device: Device, dtype: Any) -> Any:
+    """Returns the dtype of the verifier's residual stream and logits for weights of `dtype`; None: the same.
+
+    On CPUs, float32 keeps more answers equal to one-token decoding, at the same speed. On accelerators it would add memory
+    traffic, and nothing was measured.
+    """
+    return jnp.dtype(jnp.float32) if device.is_cpu and jnp.dtype(dtype).itemsize < 4 else None
+
+
+def choose_training_attention(device: Device, requested: str = "auto") -> str:
+    """Returns the requested attention implementation for packed sequences; for "auto", the device's kernel.
+
+    cuDNN's needs an Ampere GPU or newer; names of older data-centre GPUs do not start with NVIDIA ("Tesla T4"). Raises
+    ValueError for another device's kernel; a CPU interprets "splash".
+    """
+    kernel = {"tpu": "splash", "gpu": "cudnn" if device.kind.startswith("NVIDIA") else None}.get(device.backend)
+    if requested not in ("auto", "chunked", "splash" if device.is_cpu else kernel):
+        raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'auto' or 'chunked'")
+    return (kernel or "chunked") if requested == "auto" else requested

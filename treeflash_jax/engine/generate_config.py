@@ -138,8 +138,8 @@ class GenerateConfig:
         None,
         "kind of draft: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
         "sampled), one path (the greedy walk, or chain, that of the DFlash paper), or none",
-        unset="none without a drafter or where drafting does not pay, unless another drafting setting is given; otherwise "
-        "best-first, or hybrid at temperatures measured to be better",
+        unset="none without a drafter or if drafting does not pay, unless another drafting setting is given; otherwise "
+        "best-first",
         choices=lambda: ("none", *BUILDERS),
         basic=True,
     )

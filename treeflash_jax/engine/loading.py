@@ -14,6 +14,7 @@ from treeflash_jax.core.checks import expect, fit, quoted, suggesting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import pairs
+from treeflash_jax.engine.defaults import choose_dtype
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.formats import draft_vocabulary, models
@@ -88,7 +89,7 @@ def load(
         drafter = verifier if str(verifier) in pairs.VERIFIERS else pairs.NO_DRAFTER
     drafter = None if str(drafter) == pairs.NO_DRAFTER else drafter
     names = str(verifier), str(drafter)
-    dtype = devices.here().dtype if dtype is None else float_type(dtype)
+    dtype = choose_dtype(devices.describe_mesh(mesh)) if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = models.read_verifier_config(verifier)
     drafter_config = drafter_params = None

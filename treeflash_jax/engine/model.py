@@ -1,85 +1,57 @@
-"""`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding."""
+"""`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
+A call passes five files: its settings and prompts become requests (requests.py) and a plan (plan.py), batches of them are
+decoded (batching.py, decoding/), and results are read from the state of a batch (results.py).
+"""
+
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
-from treeflash_jax.core import sharding
+import jax.numpy as jnp
+
+from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import fit, whole
 from treeflash_jax.core.clock import Clock
-from treeflash_jax.engine import planning
+from treeflash_jax.decoding.runner import Runner
+from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.batching import BatchDecoder, Session, largest_capacity, refill_size
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig
-from treeflash_jax.engine.loaded_pair import LoadedPair
-from treeflash_jax.engine.planning import Call
-from treeflash_jax.engine.prompts import Prompt, as_list, encode_each
+from treeflash_jax.engine.plan import resolve, why_plain
+from treeflash_jax.engine.prompts import Prompt, as_list, encode, encode_each
+from treeflash_jax.engine.requests import Request, find_stops, make_requests
 from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models import quantized
+from treeflash_jax.models.config import ModelConfig
 
+DEFAULT_BATCH_SIZE = 8  # largest number of sequences decoded together by default
 ROUNDS_PER_DISPATCH = 256  # Ctrl-C waits for a dispatch
 ROUNDS_PER_STOP_CHECK = 8  # the host searches for stop strings between dispatches
+logger = logging.getLogger("treeflash_jax")
 
 
-def make_call(
-    model: LoadedPair,
-    prompts: Prompt | Sequence[Prompt],
-    config: GenerateConfig | None,
-    settings: dict[str, Any],
-    indices: Sequence[int] | None = None,
-) -> Call:
-    """Checks the settings and prompts of a call against the pair, and its largest caches against device memory."""
-    prompts = as_list(prompts)
-    config = model.resolve(config, settings, len(prompts))
-    requests = planning.make_requests(encode_each(prompts, model.encode), config, model.verifier, indices)
-    batch_size = planning.default_batch_size(config, len(requests))
-    batches = (batch_size, refill_size(batch_size)) if 1 < batch_size < len(requests) else (batch_size,)
-    needs = footprint(
-        model.verifier,
-        model.drafter,
-        dtype=model.dtype,
-        mesh=model.mesh,
-        batch=sum(sharding.padded(size, model.mesh) for size in batches),
-        capacity=largest_capacity(model.plan(config), max(x.length for x in requests), config.max_new_tokens),
-        drafts=config.builder != "none",
-        quantize=model.quantize,
-    )
-    check_memory(needs, usable_memory(model.mesh), model.mesh)
-    return Call(requests, config, batch_size)
+@dataclass(frozen=True)
+class Call:
+    """A validated call.
 
-
-def start_decoder(model: LoadedPair, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
-    """Prefills the first requests of a call, which share one tree builder; with a session, its only request."""
-    runner = replace(model.make_runner(call.config), clock=clock)
-    pad = partial(model.make_batch, config=call.config)
-    return BatchDecoder(call.requests, call.batch_size, runner, pad, new=call.config.max_new_tokens, session=session)
-
-
-def serve(model: LoadedPair, call: Call) -> Iterator[tuple[int, Result]]:
-    """Decodes a call; yields each answer with its number.
-
-    Requests are grouped by tree builder, which may depend on their temperature; groups are decoded one after the other.
+    Attributes:
+      requests: one per prompt and sample.
+      batch_size: number of sequences decoded together.
+      stop: strings that end an answer.
     """
-    clock, unanswered = Clock(), {request.number: request for request in call.requests}
-    try:
-        for part in call.by_builder(model.drafter):
-            reader, decoder = Reader(model, part.config), start_decoder(model, part, clock)
-            for ready in decoder.run(ROUNDS_PER_STOP_CHECK if reader.is_over else ROUNDS_PER_DISPATCH, reader.is_over):
-                numbers = [decoder.slots.held[slot].number for slot in ready]
-                for number, result in zip(numbers, reader.read(decoder, ready), strict=True):
-                    del unanswered[number]
-                    yield number, result
-                if decoder.is_interrupted:
-                    raise KeyboardInterrupt
-            del decoder  # frees its caches
-    except KeyboardInterrupt:  # keeps the answers so far
-        if len(unanswered) == len(call.requests):
-            raise
-    for number, request in unanswered.items():
-        yield number, Result.unanswered(request.ids, has_text=model.tokenizer is not None)
+
+    requests: list[Request]
+    plan: DecodePlan
+    batch_size: int
+    stop: tuple[str, ...]
 
 
-class TreeFlash(LoadedPair):
+class TreeFlash:
     """A verifier and its drafter, ready to generate.
 
     Example:
@@ -87,7 +59,54 @@ class TreeFlash(LoadedPair):
       >>> model = tf.load("smollm2")
       >>> result = model.generate("Why is the sky blue?", nodes=16)[0]
       >>> print(result.text, result.tau)
+
+    Attributes:
+      verifier: config of the verifier.
+      weights: weights of verifier and drafter; training replaces them before every evaluation.
+      drafter: the drafter; None decodes one token at a time.
+      tokenizer: tokenizer of the verifier; None takes and returns token ids only.
+      mesh: mesh of the weights; None for one device.
+      device: kind of the devices that the programs run on.
+      names: names under which the verifier and the drafter were loaded.
     """
+
+    def __init__(
+        self,
+        verifier: ModelConfig,
+        weights: Weights,
+        *,
+        drafter: DrafterConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        stop_ids: Sequence[int] = (),
+        mesh: Any = None,
+        names: tuple[str, str] = ("", ""),
+    ):
+        self.verifier, self.weights = verifier, weights
+        self.drafter, self.tokenizer = drafter, tokenizer
+        self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
+        self.mesh, self.device = mesh, devices.describe_mesh(mesh)
+        self.names = names
+        self.has_noted_plain = False  # the note that nothing is drafted is logged once
+
+    def __repr__(self) -> str:
+        def show(name: str, kind: str, weights: Any) -> str:
+            return f"{name} ({kind}, {parameters.count(weights) / 1e6:,.1f} M parameters)".lstrip()
+
+        verifier = show(self.names[0], self.verifier.model_type, self.weights.verifier)
+        drafter = self.drafter and show(self.names[1], self.drafter.kind, self.weights.drafter)
+        dtype = self.dtype.name if self.quantize is None else f"{self.dtype.name}, quantize={self.quantize}"
+        chips = (self.device.kind or self.device.backend) + ("" if self.mesh is None else f" x {self.mesh.size}")
+        return f"TreeFlash(verifier={verifier}, drafter={drafter}, dtype={dtype}, device={chips})"
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of weights, caches and activations."""
+        return jnp.dtype(self.weights.dtype)
+
+    @property
+    def quantize(self) -> str | None:
+        """Scheme in which the verifier's matrices are quantized."""
+        return quantized.quantization_scheme(self.weights.verifier)
 
     def generate(
         self,
@@ -115,12 +134,11 @@ class TreeFlash(LoadedPair):
 
         Raises:
           TypeError: an unknown setting.
-          ValueError: a wrong setting or prompt; checked before any computation.
+          ValueError: an invalid setting or prompt. Both are raised before any computation.
         """
-        call = make_call(self, prompts, config, settings, indices)
-        results = with_totals([result for _, result in sorted(serve(self, call), key=lambda pair: pair[0])])
-        plan = self.plan(call.config)
-        if plan.drafts and plan.num_nodes > 1 and not plan.drafter.may_offer_nothing:
+        call = self.prepare(prompts, config, settings, indices)
+        results = with_totals([result for _, result in sorted(self._serve(call), key=itemgetter(0))])
+        if call.plan.num_nodes > 1 and not self.drafter.may_offer_nothing:
             warn_of_low_tau(results)
         return Results(results)
 
@@ -142,9 +160,9 @@ class TreeFlash(LoadedPair):
           start of the call, without compilation.
 
         Raises:
-          ValueError: see `generate`; raised when the first answer is requested.
+          TypeError, ValueError: see `generate`; raised when the first answer is requested.
         """
-        yield from serve(self, make_call(self, prompts, config, settings, indices))
+        yield from self._serve(self.prepare(prompts, config, settings, indices))
 
     def stream(
         self,
@@ -166,37 +184,33 @@ class TreeFlash(LoadedPair):
           session: caches of the conversation, reused and updated for its next prompt; None prefills the whole prompt.
 
         Raises:
-          ValueError: see `generate`, or there is more than one prompt; raised when the first chunk is requested.
+          TypeError, ValueError: see `generate`, or there is more than one prompt; raised when the first chunk is requested.
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         fit(Session | None, session, "session", says="a tf.Session")
-        call = make_call(self, prompt, config, settings | {"batch_size": 1})
+        call = self.prepare(prompt, config, settings | {"batch_size": 1})
         if len(call.requests) != 1:
-            got = f"samples {call.config.samples} and {len(call.requests) // call.config.samples} prompts"
+            prompts = len({request.index for request in call.requests})
+            got = f"samples {len(call.requests) // prompts} and {prompts} prompts"
             raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
-        [call] = call.by_builder(self.drafter)
-        reader, decoder = Reader(self, call.config), start_decoder(self, call, Clock(), session)
+        decoder = self.start(call, Clock(), session)
+        reader = Reader(decoder, self.tokenizer, call.stop)
         sent, shown = 0, ""
         for ready in decoder.run(rounds_per_dispatch, reader.is_over):
-            [result] = reader.read(decoder, [0])
+            [result] = reader.read([0])
             text = (result.text or "") if ready else reader.certain(result.text or "")
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
         yield result
 
     def warmup(
-        self,
-        prompt_tokens: int = 64,
-        num_prompts: int = 1,
-        config: GenerateConfig | None = None,
-        **settings: Any,
+        self, prompt_tokens: int = 64, num_prompts: int = 1, config: GenerateConfig | None = None, **settings: Any
     ) -> float:
         """Compiles the programs that `generate` or `stream` would run with the same settings, without decoding.
 
         Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus
-        `max_new_tokens`, rounded up) and on the drafting settings, but not on prompts, filters or seeds, nor on
-        temperatures unless these select the builder. Caches have room for 1,024 new tokens at first; for longer answers
-        they grow, and programs of the next size are compiled when it is needed.
+        `max_new_tokens`, rounded up) and on the drafting settings, but not on prompts, temperatures, filters or seeds.
+        Caches have room for 1,024 new tokens at first; longer answers need programs for larger ones later.
 
         Example:
           >>> model.warmup(prompt_tokens=200, max_new_tokens=256)
@@ -212,8 +226,82 @@ class TreeFlash(LoadedPair):
         """
         prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
-        call = make_call(self, [[0] * prompt_tokens] * num_prompts, config, settings)
-        clock = Clock()
-        for part in call.by_builder(self.drafter):
-            start_decoder(self, part, clock).compile()
+        call, clock = self.prepare([[0] * prompt_tokens] * num_prompts, config, settings), Clock()
+        self.start(call, clock).compile()
         return clock.compile_seconds
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Returns the token ids of a prompt in any form that `generate` takes; see `prompts.encode`."""
+        return encode(prompt, self.tokenizer)
+
+    def plan(self, config: GenerateConfig, batch_size: int = 1) -> DecodePlan:
+        """Returns the plan of the programs for these settings and a batch of this size; see `plan.resolve`."""
+        return resolve(config, self.verifier, self.drafter, **self._place(batch_size))
+
+    def why_plain(self, config: GenerateConfig, batch_size: int = 1) -> str | None:
+        """Returns the reason why a call drafts nothing although its builder is not "none"; None if it drafts."""
+        return why_plain(config, self.drafter, **self._place(batch_size))
+
+    def _place(self, batch_size: int) -> dict[str, Any]:
+        sequences = sharding.per_shard(batch_size, self.mesh)
+        return {"dtype": self.dtype, "device": self.device, "sequences": sequences}
+
+    def prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerateConfig | None = None,
+        settings: dict[str, Any] | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> Call:
+        """Checks a call against the pair and the memory of its device; computes nothing. Raises what `generate` raises."""
+        config = fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
+        config = (config or GenerateConfig()).updated(**settings or {})
+        stop, stop_ids = find_stops(config, self.tokenizer, self.stop_ids, self.verifier.vocab_size)
+        ids = encode_each(as_list(prompts), self.encode)
+        requests = make_requests(ids, config, self.verifier, self.drafter, stop_ids=stop_ids, indices=indices)
+        batch_size = config.batch_size or min(DEFAULT_BATCH_SIZE, len(requests))
+        plan = self.plan(config, batch_size)
+        if not plan.drafts and config.builder != "none" and not self.has_noted_plain:
+            self.has_noted_plain = True
+            reason = self.why_plain(config, batch_size)
+            logger.warning(f"{reason}: decoding one token at a time (builder 'none' does so without this note)")
+        together = [batch_size]
+        if 1 < batch_size < len(requests):
+            together.append(refill_size(batch_size))
+        needs = footprint(
+            self.verifier,
+            self.drafter,
+            dtype=self.dtype,
+            mesh=self.mesh,
+            batch=sum(sharding.padded(size, self.mesh) for size in together),
+            capacity=largest_capacity(plan, max(request.length for request in requests), config.max_new_tokens),
+            drafts=plan.drafts,
+            quantize=self.quantize,
+        )
+        check_memory(needs, usable_memory(self.mesh), self.mesh)
+        return Call(requests, plan, batch_size, stop)
+
+    def start(self, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
+        """Prefills the first requests of a call; with a session, its only request."""
+        runner = Runner(call.plan, self.weights, self.mesh, clock)
+        return BatchDecoder(call.requests, call.batch_size, runner, session)
+
+    def _serve(self, call: Call) -> Iterator[tuple[int, Result]]:
+        """Decodes a call; yields each answer with its number."""
+        unanswered = {request.number: request for request in call.requests}
+        rounds = ROUNDS_PER_STOP_CHECK if call.stop else ROUNDS_PER_DISPATCH
+        try:
+            decoder = self.start(call, Clock())
+            reader = Reader(decoder, self.tokenizer, call.stop)
+            for ready in decoder.run(rounds, reader.is_over):
+                numbers = [decoder.slots.held[slot].number for slot in ready]
+                for number, result in zip(numbers, reader.read(ready), strict=True):
+                    del unanswered[number]
+                    yield number, result
+                if decoder.is_interrupted:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:  # keeps the answers so far
+            if len(unanswered) == len(call.requests):
+                raise
+        for number, request in unanswered.items():
+            yield number, Result.unanswered(request.ids, has_text=self.tokenizer is not None)

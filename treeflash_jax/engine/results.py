@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from html import escape
+from typing import Any
 
 import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import whole
-from treeflash_jax.engine.batching import BatchDecoder, capacity_bucket
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.loaded_pair import LoadedPair
-from treeflash_jax.engine.planning import Request, choose_tree
+from treeflash_jax.core.clock import Clock
+from treeflash_jax.decoding.runner import Runner
+from treeflash_jax.engine.batching import BatchDecoder, capacity_bucket, make_batch
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 
@@ -145,57 +147,80 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads Results from the state of a batch; without a tokenizer they have no text."""
+    """Reads Results from the state of a batch.
 
-    model: LoadedPair
-    config: GenerateConfig
+    Attributes:
+      decoder: decoder of the batch.
+      tokenizer: tokenizer of the verifier; results have no text without it.
+      stop: strings that end an answer.
+    """
 
-    def read(self, decoder: BatchDecoder, slots: Sequence[int]) -> list[Result]:
+    decoder: BatchDecoder
+    tokenizer: Tokenizer | None
+    stop: tuple[str, ...] = ()
+
+    def read(self, slots: Sequence[int]) -> list[Result]:
         """Returns the answers so far in these slots of the batch."""
-        state, clock = decoder.state, decoder.clock
+        state = self.decoder.state
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
-        optional = (state.log_probs_bs, state.expected_bs)
-        arrays, optional = sharding.to_host((arrays, optional))
-        stop_ids, drafts, results = self.model.find_stop_ids(self.config), self.config.builder != "none", []
+        arrays, optional = sharding.to_host((arrays, (state.log_probs_bs, state.expected_bs)))
+        results = []
         for slot in slots:
-            request = decoder.slots.held[slot]
             tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
-            ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
-            finished = "interrupted" if decoder.is_interrupted and not done else "length"
-            finished = "stop" if done and ids[-1] in stop_ids else finished
-            ids, text, accepted, has_stop = self._until_stop(ids, accepted)
-            cut = 1 + sum(accepted) - len(ids) if accepted else 0
             log_probs, expected = (None if array is None else array[slot].tolist() for array in optional)
-            result = Result(
-                prompt_ids=request.ids,
-                ids=ids,
-                text=text,
-                builder=choose_tree(self.config)[0],
-                accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
-                cut=cut,
-                finished="stop" if has_stop else finished,
-                seconds=clock.seconds,
-                compile_seconds=clock.compile_seconds,
-                tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
-                log_probs=log_probs and log_probs[request.length :][: len(ids)],
-                expected_lengths=expected and expected[: len(accepted)],
-                draft_again=_DraftAgain(self._tree, request, ids, accepted) if drafts else None,
+            request = self.decoder.slots.held[slot]
+            ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
+            finished = "length"
+            if done and ids[-1] in request.stop_ids:
+                finished = "stop"
+            elif not done and self.decoder.is_interrupted:
+                finished = "interrupted"
+            ids, text, accepted, has_stop = self._until_stop(ids, accepted)
+            if has_stop:
+                finished = "stop"
+            results.append(
+                self._result(
+                    request,
+                    ids,
+                    accepted,
+                    text=text,
+                    finished=finished,
+                    log_probs=log_probs and log_probs[request.length :][: len(ids)],
+                    expected_lengths=expected and expected[: len(accepted)],
+                )
             )
-            results.append(result)
         return results
+
+    def _result(self, request: Request, ids: list[int], accepted: list[int], **values: Any) -> Result:
+        """Returns the Result of an answer; `accepted` counts tokens beyond its end, too."""
+        clock, runner = self.decoder.clock, self.decoder.runner
+        drafted = runner, self.tokenizer, request, ids, accepted
+        cut = 1 + sum(accepted) - len(ids) if accepted else 0
+        return Result(
+            prompt_ids=request.ids,
+            ids=ids,
+            builder=runner.plan.builder,
+            accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
+            cut=cut,
+            seconds=clock.seconds,
+            compile_seconds=clock.compile_seconds,
+            tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
+            draft_again=_DraftAgain(draw_tree, *drafted) if runner.plan.drafts else None,
+            **values,
+        )
 
     @property
     def is_over(self) -> Callable[[list[int]], bool] | None:
         """Predicate of tokens whose text contains a stop string; None without stop strings."""
-        return self._has_stop if self.config.stop else None
+        return self._has_stop if self.stop else None
 
     def _has_stop(self, ids: list[int]) -> bool:
         text = self._text(ids) or ""
-        return any(stop in text for stop in self.config.stop)
+        return any(stop in text for stop in self.stop)
 
     def certain(self, text: str) -> str:
         """Removes the end of a growing text that may still change: half a character, or the start of a stop string."""
-        starts = [size for stop in self.config.stop for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        starts = [size for stop in self.stop for size in range(1, len(stop)) if text.endswith(stop[:size])]
         return text[: min(len(text.rstrip("\ufffd")), len(text) - max(starts, default=0))]
 
     def _until_stop(self, ids: list[int], accepted: list[int]) -> tuple[list[int], str | None, list[int], bool]:
@@ -206,35 +231,40 @@ class Reader:
         while accepted and 1 + sum(accepted[:-1]) >= len(ids):
             accepted = accepted[:-1]
         text = self._text(ids)  # with later tokens, it might contain another stop string, before this one
-        return ids, text[: min(text.index(stop) for stop in self.config.stop if stop in text)], accepted, True
-
-    def _tree(self, request: Request, ids: list[int], accepted: list[int], round_index: int) -> "DrawnTree":
-        """Drafts the tree of a round again, and marks the path that was accepted in it."""
-        start = 1 + sum(accepted[:round_index])
-        *before, anchor = request.ids + ids[:start]
-        runner = self.model.make_runner(self.config)
-        capacity = capacity_bucket(len(before) + runner.plan.path_length + 1)
-        batch = self.model.make_batch([replace(request, ids=before)], self.config, batch_size=1, capacity=capacity)
-        tree = runner.draft(batch, len(before), anchor)
-        tokens, parents, log_probs, valid = (
-            np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
-        )
-        count, path = int(valid.sum()), [0]
-        *drafted, bonus = [*ids[start:], None][: accepted[round_index]]  # None: the answer was cut within the round
-        for token in drafted:
-            path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
-        tokenizer = self.model.tokenizer
-        label = str if tokenizer is None else lambda token: repr(tokenizer.inner.decode([token]))
-        return DrawnTree(
-            labels=[label(int(token)) for token in tokens[:count]],
-            parents=parents[:count].tolist(),
-            probabilities=np.exp(log_probs[:count]).tolist(),
-            accepted=[node in path for node in range(count)],
-            bonus="the cut" if bonus is None else f"bonus {label(bonus)}",
-        )
+        return ids, text[: min(text.index(stop) for stop in self.stop if stop in text)], accepted, True
 
     def _text(self, ids: list[int]) -> str | None:
-        return self.model.tokenizer and self.model.tokenizer.decode(ids)
+        return None if self.tokenizer is None else self.tokenizer.decode(ids)
+
+
+def draw_tree(
+    runner: Runner, tokenizer: Tokenizer | None, request: Request, ids: list[int], accepted: list[int], round_index: int
+) -> "DrawnTree":
+    """Drafts the tree of a round of an answer again, and marks the path that was accepted in it."""
+    start = 1 + sum(accepted[:round_index])
+    *before, anchor = request.ids + ids[:start]
+    runner = replace(runner, clock=Clock())
+    sizes = {"batch_size": 1, "capacity": capacity_bucket(len(before) + runner.plan.path_length + 1)}
+    batch = make_batch([replace(request, ids=before)], **sizes, dtype=runner.weights.dtype, mesh=runner.mesh)
+    tree = runner.draft(batch, len(before), anchor)
+    tokens, parents, log_probs, valid = (
+        np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
+    )
+    count, path = int(valid.sum()), [0]
+    *drafted, bonus = [*ids[start:], None][: accepted[round_index]]  # None: the answer was cut within the round
+    for token in drafted:
+        path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
+
+    def label(token: int) -> str:
+        return str(token) if tokenizer is None else repr(tokenizer.inner.decode([token]))
+
+    return DrawnTree(
+        labels=[label(int(token)) for token in tokens[:count]],
+        parents=parents[:count].tolist(),
+        probabilities=np.exp(log_probs[:count]).tolist(),
+        accepted=[node in path for node in range(count)],
+        bonus="the cut" if bonus is None else f"bonus {label(bonus)}",
+    )
 
 
 def with_totals(results: Sequence[Result]) -> list[Result]:

@@ -130,8 +130,6 @@ class BlockConfig(DrafterConfig):
         most = f"at most {MAX_LINKS:,} for candidates x candidates x children, not {links:,}"
         expect(links <= MAX_LINKS, "candidates", drafter.candidates, most)
         expect(drafter.head in heads, "head", drafter.head, f"one of {heads}, this drafter's")
-        if drafter.head != self.head:
-            drafter = replace(drafter, sampled_above=None)  # measured with the drafter's own head
         return drafter
 
     def specs(self) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.trees.shape import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
-MEASURED = ("sampled_above", "tau")  # fields of a drafter that are written only if they are known
 
 
 class DFlash(Dialect):
@@ -106,7 +105,7 @@ class TreeFlash(DFlash):
 
     def read_config(self, path: Path, keys: Keys) -> BlockConfig:
         treeflash = keys.table("treeflash_config")
-        treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", *MEASURED})
+        treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", "tau"})
         heads = {head.file_name: name for name, head in HEADS.items()}
         head = treeflash.raw.get("ar_approximation")
         if not isinstance(head, str | None) or head not in heads:
@@ -117,7 +116,7 @@ class TreeFlash(DFlash):
             head_rank=treeflash.whole("head_rank", BlockConfig.head_rank),
             num_nodes=treeflash.whole("candidate_tokens", 16, most=MAX_NODES),
             drafter_temperature=treeflash.number("drafter_temperature", 1.0),
-            **{name: treeflash.number(name) for name in MEASURED if name in treeflash.raw},
+            tau=treeflash.number("tau") if "tau" in treeflash.raw else None,
         )
 
     def to_hf(self, config: BlockConfig) -> dict[str, Any]:
@@ -125,7 +124,7 @@ class TreeFlash(DFlash):
             "candidate_tokens": config.num_nodes,
             "ar_approximation": HEADS[config.head].file_name,
             "drafter_temperature": config.drafter_temperature,
-            **{name: value for name in MEASURED if (value := getattr(config, name)) is not None},
+            **({} if config.tau is None else {"tau": config.tau}),
             **({} if config.head_rank == BlockConfig.head_rank else {"head_rank": config.head_rank}),
         }
         return super().to_hf(config) | {"treeflash_config": treeflash}

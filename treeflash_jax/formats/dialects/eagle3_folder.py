@@ -43,7 +43,7 @@ OUTSIDE = {
     "input_norm": Entry("input_norm.weight"),
 }
 OUR_KEY = "treeflash_config"  # holds our fields without a key elsewhere, unless they have their defaults
-_OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above", "tau", "thinking")
+_OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau", "thinking")
 _MODEL_TYPES = ("llama", "qwen3")  # of the layer
 
 

@@ -1,0 +1,130 @@
+"""Defaults of devices that are not here."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import pytest
+from refusals import refused
+
+import treeflash_jax as tf
+from treeflash_jax.core import devices
+from treeflash_jax.core.devices import Device
+from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.engine import defaults
+from treeflash_jax.engine.plan import resolve, why_plain
+
+ZEN5, AMX = (Device("cpu", features=frozenset({"avx512_bf16", *more})) for more in ((), ("amx_bf16",)))
+H100, H200 = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("gpu", "NVIDIA H200")
+
+
+def plan(model, device, dtype=jnp.bfloat16, drafter=None, sequences=1, **settings):
+    drafter = drafter or model.drafter
+    return resolve(tf.GenerateConfig(**settings), model.verifier, drafter, dtype=dtype, device=device, sequences=sequences)
+
+
+@pytest.mark.parametrize("device, dtype", [
+    (Device("cpu", features=frozenset({"avx2", "avx512f", "avx512_vnni"})), "float32"), (ZEN5, "bfloat16"),
+    (AMX, "bfloat16"), (H200, "bfloat16"),
+])  # fmt: skip
+def test_the_default_dtype_is_the_faster_one(device, dtype):
+    assert defaults.choose_dtype(device) == jnp.dtype(dtype)
+
+
+@pytest.mark.parametrize("device, nodes, candidates, block_size", [(ZEN5, 8, 8, 8), (AMX, 16, 16, 16), (H200, 16, 16, 16)])
+def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, candidates, block_size, tiny):
+    def sizes(drafter=tiny.drafter, dtype=jnp.bfloat16, **settings):
+        made = plan(tiny, device, dtype, drafter, builder="best-first", **settings)
+        return made.num_nodes, getattr(made.draft, "candidates", None), getattr(made.draft, "block_size", None)
+
+    assert (tiny.drafter.num_nodes, tiny.drafter.block_size) == (16, 16)
+    assert sizes() == (nodes, candidates, block_size)
+    assert sizes(dtype=jnp.float32) == ((8, 8, 8) if device.is_cpu else (nodes, candidates, block_size))
+    assert sizes(nodes=24, candidates=5) == (24, 5, 16)
+    assert sizes(replace(tiny.drafter, num_nodes=4)) == (4, candidates, 4 if nodes == 8 else 16)
+    assert sizes(nodes=5) == (5, candidates, 16), "rounds of different sizes share their draft"
+    assert sizes(block_size=3) == (nodes, candidates, 3)
+    assert sizes(NgramConfig(num_nodes=16)) == (16, None, None), "what it cannot offer costs nothing"
+
+
+@pytest.mark.parametrize("device, most, most_if_stated", [(Device("cpu"), 0, 2), (ZEN5, 1, 2), (AMX, 9, 9)])
+def test_the_default_drafts_if_that_pays(device, most, most_if_stated, tiny):
+    """On a CPU without bfloat16 matrix instructions only a few sequences together, more if the drafter states its tau."""
+
+    def drafts(tau=None, dtype=jnp.bfloat16):
+        drafter = replace(tiny.drafter, tau=tau)
+        return [plan(tiny, device, dtype, drafter, sequences=count).drafts for count in (1, 2, 3, 5)]
+
+    for tau, at_most in ((None, most), (2.5, most_if_stated), (3.5, max(4, most))):
+        assert drafts(tau) == [count <= at_most for count in (1, 2, 3, 5)]
+    assert drafts(2.5, jnp.float32) == [True, True, False, False]
+    assert plan(tiny, device, jnp.float32, nodes=4).drafts and plan(tiny, device, jnp.float32, builder="walk").drafts
+    assert not plan(tiny, device, builder="none").drafts
+    assert plan(tiny, device, drafter=NgramConfig()).drafts, "without a match, it costs nothing"
+
+
+def test_a_reason_is_given_for_decoding_one_token_at_a_time(tiny):
+    def why(device, sequences=1, **settings):
+        config = tf.GenerateConfig(**settings)
+        place = {"dtype": jnp.dtype(jnp.bfloat16), "device": device, "sequences": sequences}
+        return why_plain(config, replace(tiny.drafter, tau=2.5), **place)
+
+    assert why(ZEN5) is None and why(ZEN5, 4, nodes=4) is None
+    assert "does not pay on this CPU in bfloat16 for 4 sequences at a time (nodes=8 drafts anyway)" in why(ZEN5, 4)
+    assert "does not pay on NVIDIA H100" in why(H100, 256)
+
+
+def test_attention_follows_from_the_backend_and_the_dtype():
+    choose, cpu, gpu = defaults.choose_attention, Device("cpu"), Device("gpu")
+    assert [choose(cpu, dtype) for dtype in (jnp.float32, jnp.float64, jnp.bfloat16)] == ["streamed", "streamed", "xla"]
+    assert {choose(device, jnp.float32, "pallas-gpu") for device in (cpu, gpu)} == {"pallas-gpu"}
+    assert choose(H200, jnp.bfloat16, head_dims=(128, 64)) == "pallas-gpu"
+    others = (jnp.bfloat16, (96, 64)), (jnp.bfloat16, (128, 8)), (jnp.float32, (128,))
+    assert {choose(H200, dtype, head_dims=sizes) for dtype, sizes in others} == {"xla"}
+    assert choose(Device("gpu", "NVIDIA A100-SXM4-80GB"), jnp.bfloat16, head_dims=(128,)) == "xla"
+    words = "got attention 'pallas-gpu' on a tpu, expected 'xla' or 'streamed'"
+    refused(lambda: choose(Device("tpu"), jnp.float32, "pallas-gpu"), words)
+
+
+def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):
+    monkeypatch.setattr(devices, "cpu_features", lambda: frozenset({"amx_bf16"}))
+    assert tf.load("tiny").dtype == jnp.float32, "the tests run without these instructions"
+    monkeypatch.setenv("XLA_FLAGS", "")
+    model = tf.load("tiny")
+    assert model.dtype == jnp.bfloat16 and model.plan(tf.GenerateConfig()).attention == "xla"
+    model = tf.load("tiny", dtype=jnp.float32)
+    assert model.dtype == jnp.float32 and model.plan(tf.GenerateConfig()).attention == "streamed"
+
+
+def test_prefill_passes_are_as_long_as_the_ridge_of_the_chip():
+    """Peak FLOP/s over bytes/s, for weights of two bytes and two FLOPs: 206, 240, 166 and 560 tokens."""
+    chunks = {"NVIDIA H200 NVL": 256, "TPU v5 lite": 256, "TPU v5": 128, "TPU v6 lite": 512, "NVIDIA X": 128, "cpu": 64}
+    kinds = {kind: Device("cpu" if kind == "cpu" else "any", kind) for kind in chunks}
+    assert {kind: defaults.choose_prefill_chunk(device) for kind, device in kinds.items()} == chunks
+
+
+def test_training_attends_with_the_kernel_of_the_device():
+    choose = defaults.choose_training_attention
+    kinds = {("tpu", "TPU v5 lite"): "splash", ("gpu", "NVIDIA H200"): "cudnn", ("gpu", "Tesla T4"): "chunked"}
+    kinds |= {("gpu", "AMD Instinct MI300X"): "chunked", ("cpu", "cpu"): "chunked"}
+    assert {kind: choose(Device(*kind)) for kind in kinds} == kinds
+    assert choose(Device("cpu"), "splash") == "splash" and choose(Device("tpu"), "chunked") == "chunked"
+    for backend, name in (("tpu", "cudnn"), ("gpu", "splash"), ("cpu", "cudnn")):
+        words = f"got attention '{name}' on a {backend}, expected 'auto' or 'chunked'"
+        refused(partial(choose, Device(backend, "NVIDIA H200"), name), words)
+
+
+@pytest.mark.parametrize("kind, chunk, attention, wide", [
+    ("cpu", 64, ["streamed", "xla"], jnp.dtype("float32")), ("gpu", 128, ["xla", "xla"], None),
+    ("tpu", 128, ["xla", "xla"], None),
+])  # fmt: skip
+def test_a_plan_is_made_for_a_device_that_is_not_here(tiny, kind, chunk, attention, wide):
+    """On a CPU, the residual stream is wider than weights in 16 bits."""
+    dtypes = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64
+    plans = {dtype: plan(tiny, Device(kind), dtype, builder="best-first") for dtype in dtypes}
+    assert {made.prefill_chunk for made in plans.values()} == {chunk}
+    assert [made.attention for made in plans.values()][:2] == attention
+    assert {made.for_prefill().attention for made in plans.values()} == {attention[0]}
+    for dtype, made in plans.items():
+        residual = {part.residual_dtype for part in (made, made.for_prefill(), made.one_token())}
+        assert residual == {wide if dtype in (jnp.bfloat16, jnp.float16) else None}

@@ -1,0 +1,130 @@
+"""`resolve`: from the settings of a call, a pair and a device to the plan of the compiled programs.
+
+The only place where settings, models and devices meet. What is compiled below knows none of them.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import jax.numpy as jnp
+
+from treeflash_jax.acceptance import check_lossless
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.devices import Device
+from treeflash_jax.core.settings import field_names
+from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.engine import defaults
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees import BUILDERS, Builder, TreeShape
+
+NO_DRAFTER = "no drafter is loaded"
+DRAFTING = field_names(GenerateConfig, "drafting")  # settings of drafters; each kind takes some of them
+DEFAULT_RULES = {"deterministic": "sample-and-match", "one path": "block"}  # by distribution; traversal for all others
+
+
+def resolve(
+    config: GenerateConfig,
+    verifier: ModelConfig,
+    drafter: DrafterConfig | None,
+    *,
+    dtype: Any,
+    device: Device,
+    sequences: int = 1,
+) -> DecodePlan:
+    """Returns the plan of the programs that a call runs.
+
+    Args:
+      config: checked settings.
+      drafter: the drafter that is loaded; None decodes one token at a time.
+      dtype: dtype of weights and caches.
+      device: device that runs the programs, which need not be present.
+      sequences: number of sequences decoded together, on a mesh per index of its data axis.
+
+    Raises ValueError for a setting that the pair, the tree builder or the device does not support.
+    """
+    head_dims = {layers.head_dim for layers in (verifier, getattr(drafter, "layers", verifier))}
+    shared: dict[str, Any] = {
+        "verifier": verifier,
+        "log_probs": config.log_probs,
+        "expected_lengths": config.expected_lengths,
+        "attention": defaults.choose_attention(device, dtype, config.attention, head_dims),
+        "prefill_attention": config.attention or defaults.choose_prefill_attention(device),
+        "prefill_chunk": defaults.choose_prefill_chunk(device),
+        "prefill_passes": defaults.choose_prefill_passes(device),
+        "residual_dtype": defaults.choose_residual_dtype(device, dtype),
+    }
+    if config.builder == "none" or why_plain(config, drafter, dtype=dtype, device=device, sequences=sequences):
+        return DecodePlan(builder="none", num_nodes=1, **shared)
+    name = config.builder or "best-first"
+    builder = BUILDERS[name]
+    shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
+    distribution = builder.distribution_for(shape)
+    rule = config.acceptance or DEFAULT_RULES.get(distribution, "traversal")
+    check_lossless(rule, distribution)
+    _check_settings(config, drafter, name, builder)
+
+    given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
+    usual = defaults.draft_settings(drafter, verifier.vocab_size, builder, config.nodes is not None, device, dtype)
+    draft = drafter.configured(**usual | given)
+    nodes = config.nodes
+    if nodes is None:
+        most = 1 + draft.num_depths if builder.is_chain else drafter.num_nodes
+        nodes = defaults.choose_nodes(drafter, most, device, dtype, sequences)
+        nodes = max(nodes, (config.lanes or 0) + 1)
+    expect((config.lanes or 0) < nodes, "lanes", config.lanes, f"at most {nodes - 1}: the nodes below the root")
+    if not builder.draws:
+        lanes = config.lanes
+        if lanes is None and name == "best-first":
+            lanes = defaults.choose_lanes(drafter, config.nodes is not None, device, dtype)
+        shape = TreeShape(lanes=lanes)
+    return DecodePlan(
+        drafter=drafter,
+        draft=draft,
+        num_nodes=builder.size(draft.num_depths, nodes, shape),
+        builder=name,
+        shape=shape,
+        rule=rule,
+        **shared,
+    )
+
+
+def why_plain(
+    config: GenerateConfig, drafter: DrafterConfig | None, *, dtype: Any, device: Device, sequences: int = 1
+) -> str | None:
+    """Returns the reason why a call drafts nothing although its builder is not "none"; None if it drafts.
+
+    Arguments are those of `resolve`. Raises ValueError if the call has settings of drafting and there is no drafter.
+    """
+    requested = [name for name in (*field_names(GenerateConfig, "tree"), *DRAFTING) if _is_changed(config, name)]
+    if drafter is None:
+        _refuse(config, requested, NO_DRAFTER)
+        return NO_DRAFTER
+    # With a drafter that may offer nothing (n-grams), a CPU's round without a draft is a one-token step.
+    is_free = device.is_cpu and drafter.may_offer_nothing
+    if requested or is_free or defaults.drafting_pays(device, dtype, drafter.tau, sequences):
+        return None
+    where = f"this CPU in {jnp.dtype(dtype).name}" if device.is_cpu else device.kind
+    together = f" for {sequences} sequences at a time" if defaults.drafting_pays(device, dtype, drafter.tau) else ""
+    return f"drafting does not pay on {where}{together} (nodes=8 drafts anyway)"
+
+
+def _check_settings(config: GenerateConfig, drafter: DrafterConfig, name: str, builder: Builder) -> None:
+    """Raises ValueError for settings that the drafter or the builder would ignore."""
+    others = [setting for setting in DRAFTING if setting not in drafter.settings]
+    _refuse(config, others, f"drafters of kind {drafter.kind!r} do not have it")
+    ignored = [field.name for field in fields(TreeShape) if field.name not in builder.reads]
+    _refuse(config, ignored, f"builder {name!r} ignores it")
+    expect(not builder.draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
+    why = "0 with builder 'chain'; use 'walk', whose tokens follow the path"
+    expect(name != "chain" or not config.ngrams, "ngrams", config.ngrams, why)
+
+
+def _is_changed(config: GenerateConfig, name: str) -> bool:
+    return getattr(config, name) != getattr(GenerateConfig, name)
+
+
+def _refuse(config: GenerateConfig, names: list[str], why: str) -> None:
+    for name in names:
+        expect(not _is_changed(config, name), name, getattr(config, name), f"its default: {why}")
