@@ -75,7 +75,7 @@ def test_only_devices_asks_which_backend_or_chip_runs():
 
 
 def test_training_compiles_with_the_options_of_the_device():
-    """By `devices.jit`; `jax.jit` alone serves what is compiled for other devices."""
+    """By `programs.jit`; `jax.jit` alone serves what is compiled for other devices."""
     for path in TRAIN_FILES:
         nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)]
         assert path.name == "compile.py" or "jax.jit" not in map(ast.unparse, nodes), path

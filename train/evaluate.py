@@ -9,7 +9,7 @@ from typing import Any
 from train.data import packing
 from train.runtime.loop import Evaluating
 from train.runtime.training_state import TrainTask, gather
-from treeflash_jax.core import devices
+from treeflash_jax.core import programs
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
@@ -43,7 +43,7 @@ def make_tau_measure(
     """
     config = settings.evaluate
     prompts, known = held_out_prompts(corpus, config.prompts), dict[str, float]()
-    cast = devices.jit(lambda params: gather(params, task.specs, task.compute_dtype))
+    cast = programs.jit(lambda params: gather(params, task.specs, task.compute_dtype))
     sizes = {name: config.candidates for name in ("candidates", "children") if name in pair.drafter.settings}
 
     def measure(params: Any, report: Evaluating) -> dict[str, float]:

@@ -21,14 +21,14 @@ import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.bench import prompt_sets
 from treeflash_jax.bench.bench_records import read_jsonl
-from treeflash_jax.core import devices
+from treeflash_jax.core import programs
 from treeflash_jax.models import kv_cache, verifier
 
 KEPT = 32  # likeliest tokens of a depth
 PIECE = 64  # texts are padded to multiples of it
 
 
-@partial(devices.jit, static_argnames=("config", "samples", "depths"))
+@partial(programs.jit, static_argnames=("config", "samples", "depths"))
 def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int):
     """Returns the likeliest tokens after the first `length` of a text and their probabilities, each [d, c]."""
     positions_1t = jnp.arange(ids_1t.shape[1])[None]
@@ -50,7 +50,7 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
     return ids, probabilities
 
 
-@partial(devices.jit, static_argnames="nodes")
+@partial(programs.jit, static_argnames="nodes")
 def build(ids_dc, probabilities_dc, *, nodes: int) -> trees.DraftTree:
     """Builds the best-first tree of marginals, as that of a block drafter without a head."""
     below_dc = jnp.zeros_like(ids_dc).at[-1].set(-1)

@@ -48,10 +48,10 @@ def of_rank_8(left, right):  # jax-ml/jax#39257: jaxlib 0.10.2 and 0.11.0 crash
 
 ramp = jnp.arange(32769, dtype=jnp.float32)
 x = jnp.stack((ramp, 0 * ramp, 0 * ramp), axis=1)
-for run in (devices.jit(by_rows), lambda x: programs.call(jax.jit(by_rows), x)):
+for run in (programs.jit(by_rows), lambda x: programs.call(jax.jit(by_rows), x)):
     assert float(run(x)[-1]) == 32768.0**2, run
 pair = jnp.ones((10, 4, 6)), jnp.ones((10, 4, 6, 9, 9, 9, 9, 9))
-for run in (devices.jit(of_rank_8), lambda *pair: programs.call(jax.jit(of_rank_8), *pair)):
+for run in (programs.jit(of_rank_8), lambda *pair: programs.call(jax.jit(of_rank_8), *pair)):
     assert abs(float(run(*pair).min()) - 1.791759) < 1e-5
 """
 
@@ -67,8 +67,8 @@ def test_programs_that_hold_weights_as_constants_fail():
     """pytest makes JAX's warning of large constants an error: in every test, of runners, training and evaluation."""
     weight = jnp.ones((64, 64))
     with pytest.raises(UserWarning, match="onstant"):
-        devices.jit(lambda x: x @ weight)(jnp.ones(64))
-    devices.jit(lambda x, weight: x @ weight)(jnp.ones(64), weight)
+        programs.jit(lambda x: x @ weight)(jnp.ones(64))
+    programs.jit(lambda x, weight: x @ weight)(jnp.ones(64), weight)
 
 
 def test_float32_is_float32_on_accelerators(monkeypatch):

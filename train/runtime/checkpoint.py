@@ -16,7 +16,7 @@ from jax import lax
 
 from train.runtime import folders, hosts, run_config
 from train.runtime.run_config import LoopConfig
-from treeflash_jax.core import devices, sharding
+from treeflash_jax.core import programs, sharding
 
 # Settings that may change when a run continues: the number of steps, and what changes weights by rounding at most.
 FREE = frozenset(
@@ -28,7 +28,7 @@ STATE = "state"  # Orbax's name for a tree that is saved alone
 LOGGERS = ("absl", "asyncio")  # Orbax logs a traceback here of every error that it also raises
 
 
-@devices.jit
+@programs.jit
 def checksum(state: Any) -> jax.Array:
     """Sum of all 32-bit words of a tree of arrays, modulo 2^32: the same however they are sharded."""
     leaves = jax.tree.leaves(state)

@@ -26,7 +26,7 @@ from train.runtime import flops, folders, hosts, lock, sinks, training_state, wa
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
-from treeflash_jax.core import devices, sharding
+from treeflash_jax.core import programs, sharding
 
 HELD_OUT_BATCHES = 4  # of a source
 TIMED_STEPS = 5  # before `on_timed`
@@ -119,10 +119,10 @@ class _Run:
         self.state: TrainState = checkpoints.restore(abstract)
         if self.state is None:
             initial_state = partial(training_state.initial_state, task, transform, batch=example)
-            self.state = devices.jit(initial_state, **out)(params)
+            self.state = programs.jit(initial_state, **out)(params)
         every = dict(accumulate=loop.accumulate, log_every=loop.log_every or steps)
         update = training_state.make_update(task, transform, seed=loop.seed, **every)
-        self.update = devices.jit(update, donate_argnums=0, **out)
+        self.update = programs.jit(update, donate_argnums=0, **out)
         self.start = int(sharding.to_host(self.state.step))
         if self.start > steps:
             raise ValueError(
@@ -243,7 +243,7 @@ def make_held_out_measure(
         sums = training_state.sum_parts(lambda part: function(*part), (batch, keys_b), loop.accumulate)
         return lax.psum(sums, training_state.shared_axes())
 
-    @devices.jit
+    @programs.jit
     def sums(params: Any, frozen: Any, batch: packing.Batch, number: jax.Array) -> Sums:
         keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), batch.tokens_bt.shape[0])
         return training_state.by_batch(local, task)(params, frozen, batch, keys_b)

@@ -19,7 +19,7 @@ from flax import struct
 
 from train.data.packing import Batch, Corpus, PackedDataset
 from train.runtime import hosts, watch
-from treeflash_jax.core import devices, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
@@ -85,7 +85,7 @@ def record(
         missing = {layer: path for layer, path in files.items() if not path.exists()}
         if missing:
             layers = tuple(layer for layer in missing if layer != HIDDEN)
-            run = partial(devices.jit(partial(teach, config=model, taps=layers, attention=attention)), weights)
+            run = partial(programs.jit(partial(teach, config=model, taps=layers, attention=attention)), weights)
             run_batch = lambda batch, run=run: run(batch=hosts.place_batch(batch, batch_size, mesh))  # noqa: E731
             _write(packed, [*missing.values()], dtype.itemsize * shape[0] * shape[1], batch_size, run_batch)
         maps = (np.memmap(path, dtype, "r", shape=(len(packed), *shape)) for path in files.values())

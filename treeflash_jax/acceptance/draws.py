@@ -111,6 +111,26 @@ def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> Draws:
     )
 
 
+def _removals(draws: Draws) -> tuple[jax.Array, jax.Array]:
+    """Returns what earlier draws of a node take away.
+
+    The first result is the rank of the test that removes a token from p, because its draw is deterministic; NEVER if none
+    does. The second is the part of q that earlier draws left to each draw without replacement; 1 for the others.
+    """
+    never_nc = jnp.full(draws.p_bnc.shape[1:], NEVER)
+    gone_bnc, drawn_bnc = (
+        jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
+            draws.parent_bx, draws.slot_bx, jnp.where(removes_bx & draws.is_draw_bx, draws.rank_bx, NEVER)
+        )
+        for removes_bx in (draws.is_fixed_bx, draws.is_removed_bx)
+    )
+    # A sum: 1 - q(earlier draws) cancels if the drafter is confident.
+    is_spare_bxc = pick(drawn_bnc, draws.parent_bx) >= draws.rank_bx[..., None]
+    spare_bx = jnp.sum(jnp.where(is_spare_bxc, pick(draws.q_bnc, draws.parent_bx), 0), axis=-1)
+    spare_bx = jnp.where(draws.is_removed_bx & (draws.rank_bx > 0), jnp.where(spare_bx > SMALLEST, spare_bx, 0), 1)
+    return gone_bnc, spare_bx
+
+
 def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
     """Tests every draw in order, assuming that each is rejected.
 
@@ -122,18 +142,7 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
       above_bnn: the ancestor mask, if a child is entered with its chance as weight (traversal); None: all weights are 1,
         and all parents are processed at once.
     """
-    # Rank of the test that removes a token from p (deterministic) or from q (without replacement); NEVER if none does.
-    never_nc = jnp.full(draws.p_bnc.shape[1:], NEVER)
-    gone_bnc, drawn_bnc = (
-        jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
-            draws.parent_bx, draws.slot_bx, jnp.where(removes_bx & draws.is_draw_bx, draws.rank_bx, NEVER)
-        )
-        for removes_bx in (draws.is_fixed_bx, draws.is_removed_bx)
-    )
-    # The part of q that earlier draws left, as a sum: 1 - q(earlier draws) cancels if the drafter is confident.
-    is_spare_bxc = pick(drawn_bnc, draws.parent_bx) >= draws.rank_bx[..., None]
-    spare_bx = jnp.sum(jnp.where(is_spare_bxc, pick(draws.q_bnc, draws.parent_bx), 0), axis=-1)
-    spare_bx = jnp.where(draws.is_removed_bx & (draws.rank_bx > 0), jnp.where(spare_bx > SMALLEST, spare_bx, 0), 1)
+    gone_bnc, spare_bx = _removals(draws)
     weighs = above_bnn is not None
     order_bx = draws.rank_bx
     if weighs:  # a draw waits for its parent's weight and for its earlier siblings

@@ -26,7 +26,6 @@ from treeflash_jax.bench.check import divergence, explanation
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.bench.timed import Notify
-from treeflash_jax.core import devices
 from treeflash_jax.core.checks import parse_json
 from treeflash_jax.engine.requests import Request, find_stops
 from treeflash_jax.trees import draws
@@ -267,6 +266,6 @@ def compare(
 def environment(model: tf.TreeFlash) -> Mapping[str, dict[str, Any]]:
     """Returns versions and hardware. Records that differ in them are never compared."""
     versions = {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()}
-    device, count = devices.here(), 1 if model.mesh is None else model.mesh.size
+    device, count = model.device, 1 if model.mesh is None else model.mesh.size
     hardware = {"backend": device.backend, "device": device.kind, "devices": count, "cores": os.cpu_count()}
     return {"versions": versions, "hardware": hardware}

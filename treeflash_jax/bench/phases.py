@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.bench.timed import Notify, Timed, running, sample_in_turns
-from treeflash_jax.core import devices, parameters, sharding
+from treeflash_jax.core import parameters, programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
@@ -74,7 +74,7 @@ def COMMIT(weights, slots, marks, verified, accepted, plan):
     return divide(loops.pin(commit_path(weights, unite(slots, marks), verified, accepted, plan)))
 
 
-copied = devices.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+copied = programs.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def divide(state: DecodeState) -> tuple[DecodeState, DecodeState]:
@@ -205,7 +205,7 @@ class Bench:
 
     def compile(self, function: Any, *args: Any, **static: Any) -> Future:
         """Lowers on this thread and compiles on another."""
-        return self.pool.submit(function.lower(*args, **static).compile, devices.here().compiler_options)
+        return self.pool.submit(function.lower(*args, **static).compile, self.model.device.compiler_options)
 
     def build(self, prefill: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.core import devices, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.core.settings import add_options, field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
@@ -189,4 +189,4 @@ def _normal(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[..., jax
     def draw(key: jax.Array, center: float, scale: float) -> jax.Array:
         return center + scale * jax.random.normal(key, shape, dtype)
 
-    return devices.jit(draw, out_shardings=place)
+    return programs.jit(draw, out_shardings=place)

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from treeflash_jax.core import devices, sharding
+from treeflash_jax.core import programs, sharding
 
 CALLS = 64  # maximal number of calls in a sample
 SAMPLE_SECONDS = 0.02
@@ -73,9 +73,9 @@ class Timed:
 
 def measure_copies() -> float:
     """Measures the bytes per second of a large copy on the first device; each byte counts twice, as read and as written."""
-    size, calls = (2**27, 1) if devices.here().is_cpu else (2**30, 8)
-    negate = devices.jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
-    numbers, seconds = devices.jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))(), []
+    size, calls = 2**28, 8
+    negate = programs.jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
+    numbers, seconds = programs.jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))(), []
     for _ in range(8):
         since = time.perf_counter()
         for _ in range(calls):

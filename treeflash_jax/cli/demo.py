@@ -24,7 +24,7 @@ from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.bench.shapes import MeasuredSizes
-from treeflash_jax.core import devices, files
+from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options
 from treeflash_jax.engine import pairs
 
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.svg is not None:
             pictured = Console(highlight=False, emoji=False, record=True, width=console.width, file=io.StringIO())
             pictured.print(f"[bold]{prompt}[/bold]", streams, tree, table)
-            title = f"treeflash demo: {devices.here().kind}, {model.dtype.name}"
+            title = f"treeflash demo: {model.device.kind}, {model.dtype.name}"
             picture = pictured.export_svg(title=title, font_aspect_ratio=0.6)  # the width of Fira Code's letters
             # librsvg drops the spaces at the ends of texts unless they are to be kept.
             files.write(arguments.svg, picture.replace("<svg ", '<svg xml:space="preserve" ', 1))

@@ -6,7 +6,6 @@ Only this module queries the devices present. A `Device` is a plain value, also 
 import functools
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -108,16 +107,6 @@ def cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
         return frozenset()
     flags = next((line for line in lines if line.split(":")[0].strip() in ("flags", "Features")), ":")
     return frozenset(flags.split(":", 1)[1].split())
-
-
-def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns `jax.jit(function, **options)` with the compiler options of the default device, built at the first call.
-
-    For functions called directly; `programs.call` compiles the others. Not callable inside another jitted function: JAX
-    accepts compiler options only for the outermost.
-    """
-    jitted = functools.cache(lambda: jax.jit(function, compiler_options=here().compiler_options, **options))
-    return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
 
 
 def memory(device: Any) -> int | None:

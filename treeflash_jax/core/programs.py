@@ -4,8 +4,9 @@ A program is compiled at its first call and kept until `clear`. Its key is the f
 of its other arguments with the shapes, dtypes and shardings of their arrays, the mesh, and JAX's precision; never values.
 """
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,6 +81,16 @@ def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = N
     _programs[key] = Program(function, thread.submit(lowered.compile, options))
     thread.shutdown(wait=False)
     return _programs[key]
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Returns `jax.jit(function, **options)` with the compiler options of the default device, built at the first call.
+
+    For functions called directly; `call` compiles the others. Not callable inside another jitted function: JAX
+    accepts compiler options only for the outermost.
+    """
+    jitted = functools.cache(lambda: jax.jit(function, compiler_options=devices.here().compiler_options, **options))
+    return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
 
 
 def _precision(leaves: Sequence[Any], mesh: Any) -> str | None:

@@ -3,7 +3,7 @@
 The only place where settings, models and devices meet. What is compiled below knows none of them.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,18 +45,20 @@ def resolve(
     Raises ValueError for a setting that the pair, the tree builder or the device does not support.
     """
     head_dims = {layers.head_dim for layers in (verifier, getattr(drafter, "layers", verifier))}
-    shared: dict[str, Any] = {
-        "verifier": verifier,
-        "log_probs": config.log_probs,
-        "expected_lengths": config.expected_lengths,
-        "attention": defaults.choose_attention(device, dtype, config.attention, head_dims),
-        "prefill_attention": config.attention or defaults.choose_prefill_attention(device),
-        "prefill_chunk": defaults.choose_prefill_chunk(device),
-        "prefill_passes": defaults.choose_prefill_passes(device),
-        "residual_dtype": defaults.choose_residual_dtype(device, dtype),
-    }
+    plan = DecodePlan(
+        verifier=verifier,
+        builder="none",
+        num_nodes=1,
+        log_probs=config.log_probs,
+        expected_lengths=config.expected_lengths,
+        attention=defaults.choose_attention(device, dtype, config.attention, head_dims),
+        prefill_attention=config.attention or defaults.choose_prefill_attention(device),
+        prefill_chunk=defaults.choose_prefill_chunk(device),
+        prefill_passes=defaults.choose_prefill_passes(device),
+        residual_dtype=defaults.choose_residual_dtype(device, dtype),
+    )
     if config.builder == "none" or why_plain(config, drafter, dtype=dtype, device=device, sequences=sequences):
-        return DecodePlan(builder="none", num_nodes=1, **shared)
+        return plan
     name = config.builder or "best-first"
     builder = BUILDERS[name]
     shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
@@ -64,6 +66,8 @@ def resolve(
     rule = config.acceptance or DEFAULT_RULES.get(distribution, "traversal")
     check_lossless(rule, distribution)
     _check_settings(config, drafter, name, builder)
+    if name == "best-first" and config.lanes is None:
+        shape = replace(shape, lanes=defaults.choose_lanes(drafter, config.nodes is not None, device, dtype))
 
     given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
     usual = defaults.draft_settings(drafter, verifier.vocab_size, builder, config.nodes is not None, device, dtype)
@@ -71,23 +75,10 @@ def resolve(
     nodes = config.nodes
     if nodes is None:
         most = 1 + draft.num_depths if builder.is_chain else drafter.num_nodes
-        nodes = defaults.choose_nodes(drafter, most, device, dtype, sequences)
-        nodes = max(nodes, (config.lanes or 0) + 1)
+        nodes = max(defaults.choose_nodes(drafter, most, device, dtype, sequences), 1 + (config.lanes or 0))
     expect((config.lanes or 0) < nodes, "lanes", config.lanes, f"at most {nodes - 1}: the nodes below the root")
-    if not builder.draws:
-        lanes = config.lanes
-        if lanes is None and name == "best-first":
-            lanes = defaults.choose_lanes(drafter, config.nodes is not None, device, dtype)
-        shape = TreeShape(lanes=lanes)
-    return DecodePlan(
-        drafter=drafter,
-        draft=draft,
-        num_nodes=builder.size(draft.num_depths, nodes, shape),
-        builder=name,
-        shape=shape,
-        rule=rule,
-        **shared,
-    )
+    nodes = builder.size(draft.num_depths, nodes, shape)
+    return replace(plan, drafter=drafter, draft=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
 
 
 def why_plain(
