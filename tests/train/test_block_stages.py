@@ -112,14 +112,14 @@ def test_state_lies_over_fsdp_and_model(toy):
 
 @pytest.mark.parametrize("kind, expected", [("tpu", "splash"), ("cpu", "chunked")])
 def test_verifier_and_blocks_attend_as_the_device_does(toy, monkeypatch, kind, expected):
-    """Chosen for the devices of the mesh; in every layer of the verifier, and of the backbone in each pass over blocks."""
+    """Chosen for the devices of the mesh, in the verifier and in the backbone, whose layers are traced once."""
     asked = []
     monkeypatch.setattr(packed_attention, "supports", lambda name, *arrays: bool(asked.append(name)))
     monkeypatch.setattr(devices, "describe_mesh", lambda mesh: devices.Device(mesh))
     task = drafting.make_task(toy_training.settings(toy), MODEL, WITH_HEAD, kind)
     params, frozen = (parameters.abstract(specs, "float32", None) for specs in (task.specs, task.frozen_specs))
     jax.eval_shape(task.sums, params, frozen, make_batch((20, 20)), jax.random.split(jax.random.key(0), 2))
-    assert set(asked) == {expected} and len(asked) >= MODEL.num_layers + WITH_HEAD.layers.num_layers
+    assert set(asked) == {expected} and len(asked) >= 2
 
 
 def test_copied_layers_read_the_context_as_the_verifier_does(toy):
