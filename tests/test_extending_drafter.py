@@ -118,7 +118,6 @@ TEXTS = [[7, 8, 9, 10] * n + [5, 6] for n in (1, 2, 40)]  # the last is longer t
 
 @pytest.fixture
 def bigram(monkeypatch):
-    monkeypatch.setitem(drafters.DRAFTERS, "bigram", BigramConfig)
     monkeypatch.setitem(DIALECTS, "bigram", BigramFiles())
 
 

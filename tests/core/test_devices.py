@@ -32,8 +32,15 @@ def test_features_are_read_from_the_flags(tmp_path):
 
 
 def test_what_xla_may_not_use_does_not_count():
-    flags = {"": {"amx_bf16"}, "--xla_cpu_max_isa=AMX": {"amx_bf16"}, "--a=1 --xla_cpu_max_isa=avx512": set()}
-    assert all(devices.usable(frozenset({"amx_bf16", "avx2"}), text) == left | {"avx2"} for text, left in flags.items())
+    both, vectors = {"amx_bf16", "avx512_bf16"}, {"avx512_bf16"}
+    flags = {"": both, "--xla_cpu_max_isa=AMX": both, "--xla_cpu_max_isa=AVX512_BF16": vectors}
+    for text, left in (flags | {"--a=1 --xla_cpu_max_isa=avx512": set()}).items():
+        assert devices.usable(frozenset({"avx2", *both}), text) == left | {"avx2"}
+
+
+def test_rates_are_those_of_the_chip_that_is_named():
+    kinds = {"NVIDIA L4": 403, "NVIDIA L40S": None, "NVIDIA H100 80GB HBM3": 295, "NVIDIA A100-SXM4-40GB": 153}
+    assert {kind: devices.Device("gpu", kind).ridge for kind in kinds} == kinds
 
 
 WRONG_FUSIONS = """

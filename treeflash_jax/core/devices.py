@@ -29,11 +29,11 @@ PEAK_RATES = {
     "TPU v5": (459e12, 2.77e12),
     "TPU v6 lite": (918e12, 1.64e12),
 }
-# Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo, and the instruction sets with them, as named in
-# --xla_cpu_max_isa.
+# Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo, and those of the sets that --xla_cpu_max_isa
+# names; all other sets have none.
 MATRIX_INSTRUCTIONS = frozenset({"amx_bf16"})
 BFLOAT16_INSTRUCTIONS = MATRIX_INSTRUCTIONS | {"avx512_bf16"}
-BFLOAT16_SETS = ("AVX512_BF16", "AMX", "AMX_FP16")
+ALLOWED_INSTRUCTIONS = {"AMX": BFLOAT16_INSTRUCTIONS, "AMX_FP16": BFLOAT16_INSTRUCTIONS, "AVX512_BF16": {"avx512_bf16"}}
 # CPU fusions around matrix products give wrong numbers in jaxlib 0.10.2 (jax-ml/jax#39103) and crash in 0.10.2 and 0.11.0
 # (#39257). This option passes only products to the library YNNPACK: correct, and as fast. 0.12 does not need it.
 WITHOUT_PRODUCT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
@@ -71,7 +71,7 @@ class Device:
     @property
     def peak_rates(self) -> tuple[float, float] | None:
         """Peak FLOP/s and bytes/s of the chip's data sheet; None for an unknown chip."""
-        names = [name for name in PEAK_RATES if self.kind.startswith(name)]
+        names = [name for name in PEAK_RATES if re.match(rf"{name}\b", self.kind)]  # an L40 is no L4
         return PEAK_RATES[max(names, key=len)] if names else None
 
 
@@ -95,7 +95,9 @@ def describe_mesh(mesh: Any) -> Device:
 def usable(features: frozenset[str], flags: str) -> frozenset[str]:
     """Returns the features that XLA_FLAGS allow: for example, AVX512_VNNI as --xla_cpu_max_isa excludes bfloat16."""
     limits = re.findall(r"--xla_cpu_max_isa=(\w+)", flags)
-    return features if not limits or limits[-1].upper() in BFLOAT16_SETS else features - BFLOAT16_INSTRUCTIONS
+    if not limits:
+        return features
+    return features - (BFLOAT16_INSTRUCTIONS - ALLOWED_INSTRUCTIONS.get(limits[-1].upper(), set()))
 
 
 @functools.cache

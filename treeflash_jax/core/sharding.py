@@ -130,17 +130,18 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def padded(size: int, mesh: Mesh | None) -> int:
-    """Rounds a batch size up to a multiple of the mesh's data axis."""
+    """Rounds a batch size up to a multiple of the mesh's parts of a batch, data x fsdp."""
     return per_shard(size, mesh) * _data_ways(mesh)
 
 
 def per_shard(size: int, mesh: Mesh | None) -> int:
-    """Returns the number of sequences that each index of the mesh's data axis decodes, padding included."""
+    """Returns the number of sequences in each of the mesh's parts of a batch, padding included."""
     return -(-size // _data_ways(mesh))
 
 
 def _data_ways(mesh: Mesh | None) -> int:
-    return 1 if mesh is None else dict(mesh.shape)["data"]
+    sizes = {} if mesh is None else dict(mesh.shape)
+    return math.prod(sizes.get(axis, 1) for axis in RULES["batch"])
 
 
 def place(tree: Any, mesh: Mesh | None, *, over_batch: bool = True) -> Any:

@@ -97,15 +97,15 @@ class Inputs:
 class DrafterConfig(ABC):
     """A drafter: its sizes, and the functions that draft. Programs are compiled for it, so it is immutable and hashable.
 
-    A new drafter is a subclass in a file of its own and one line in `drafters.DRAFTERS`. A file dialect reads and writes it
-    (`formats.dialects`), a stage trains it (`train/stages/drafting.py`); tests/test_extending_drafter.py has all three.
+    A new drafter is a subclass in a file of its own. A file dialect reads and writes it (`formats.dialects`, one line in
+    KNOWN), a stage trains it (`train/stages/drafting.py`); tests/test_extending_drafter.py has all three.
 
     A subclass also has two attributes, as fields, properties or class attributes:
       num_depths: the deepest level that it can draft.
       taps: 0-based verifier layers whose output (residual stream) it reads, in the order it reads them.
 
     Attributes:
-      kind: name in DRAFTERS.
+      kind: name for messages and records.
       dialect: name of the file dialect in which it is saved by default.
       settings: fields of GenerateConfig that it takes (`configured`). Other settings of drafters are refused with it.
       reads_tokens: whether `extend` reads tokens. The token of a position is known one step after its features.

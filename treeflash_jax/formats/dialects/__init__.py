@@ -2,8 +2,7 @@
 
 To add one, list a subclass of `dialect.Dialect` in KNOWN. `load`, `convert`, `train.export` and the command line then
 read it, and write it if it has `to_hf`. The last dialect in the list that recognises a folder reads it, so a dialect that
-refines another comes after it. `read_config` of a drafter's dialect returns the drafter's config, whose `kind` is its name
-in DRAFTERS.
+refines another comes after it. `read_config` of a drafter's dialect returns the drafter.
 """
 
 from pathlib import Path
