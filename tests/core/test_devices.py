@@ -8,18 +8,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import needs_8_devices
 
 import treeflash_jax as tf
 from treeflash_jax.core import devices, programs
-
-
-@needs_8_devices
-def test_meshes_of_several_cpu_devices_turn_the_compilation_cache_off():
-    tf.make_mesh(1, 1)
-    assert jax.config.jax_enable_compilation_cache
-    tf.make_mesh(2)
-    assert not jax.config.jax_enable_compilation_cache
 
 
 def test_features_are_read_from_the_flags(tmp_path):

@@ -1,9 +1,9 @@
-"""Files: no blocking on pipes, no files of others replaced, no half-written files."""
+"""Files: none of others replaced, and none half-written."""
 
 import json
 import os
 import resource
-import signal
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -16,40 +16,11 @@ from refusals import mistake, refused, snapshot
 from safetensors.numpy import save_file
 
 from train import compile, measure
-from train.data import answers
-from train.runtime import run_config
-from treeflash_jax.bench import bench_records
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
-from treeflash_jax.formats import gguf_reader, models, safetensors, storage
-from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.formats import models, safetensors, storage
 
 PAIR = Path(files.__file__).parents[1] / "assets" / "tiny"
-
-
-@pytest.fixture
-def no_hang():
-    """A case that waits for ever ends the process instead."""
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-
-
-PIPES = {
-    "gguf": ("model.gguf", lambda path: gguf_reader.read(path)),
-    "tokenizer": ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
-    "settings": ("head.toml", lambda path: run_config.read(path)),
-    "results": ("out.jsonl", lambda path: bench_records.read_records(path)),
-    "timings": ("out.json", lambda path: bench_records.read_kept(path)),
-    "output": ("out.json", lambda path: files.check_output(path)),
-    "answers": ("out.jsonl", lambda path: answers.check_settings(None, path, ())),
-}
-
-
-@pytest.mark.parametrize("file, read", PIPES.values(), ids=PIPES)
-def test_pipes_are_refused(tmp_path, no_hang, file, read):
-    os.mkfifo(tmp_path / file)
-    refused(lambda: read(tmp_path / file), "is a named pipe", file)
 
 
 INDICES = {
@@ -195,9 +166,31 @@ def test_what_fails_or_is_killed_leaves_nothing(tmp_path):
         "    (folder / 'half').write_text('1'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=False)
-    assert len(list(tmp_path.iterdir())) == 1 and not (tmp_path / "out").exists()
+    [left] = tmp_path.iterdir()
     fill(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} == {left.name, "out"}, "another process may still write to it"
+    os.utime(left, (0, 0))
+    files.write(tmp_path / "out" / "x", "")
+    fill(tmp_path / "out", overwrite=True)
+    fill(tmp_path / "second")
+    assert left.exists(), "of another output"
+    shutil.rmtree(tmp_path / "out")
+    fill(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "second"}
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+    def pieces():
+        yield b"A"
+        files.write(tmp_path / "x", b"BB")
+        yield b"A"
+
+    files.write(tmp_path / "x", pieces())
+    assert snapshot(tmp_path) == {"x": b"AA"}
+
+
+def test_devices_are_no_outputs():
+    refused(lambda: files.check_output("/dev/null"), "/dev/null", "no regular file")
 
 
 def test_a_full_disk_leaves_no_weights_and_no_target(tmp_path):

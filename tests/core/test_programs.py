@@ -23,6 +23,13 @@ print(json.dumps(jax.config.jax_compilation_cache_dir))
 """
 
 
+NO_HOME = """
+import pathlib
+def home(cls): raise RuntimeError("no home")
+pathlib.Path.home = classmethod(home)
+"""
+
+
 def run(home, script: str = SCRIPT, **variables: str) -> Any:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"XDG_CACHE_HOME": str(home)}
     environment |= {"JAX_PLATFORMS": "cpu"} | variables
@@ -43,6 +50,7 @@ def test_programs_are_kept_and_found_again(tmp_path):
 def test_other_wishes_are_respected(tmp_path):
     assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine")) == str(tmp_path / "mine")
     assert run(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false") is None
+    assert run(tmp_path, NO_HOME + SCRIPT, XDG_CACHE_HOME="") is None
     (tmp_path / "treeflash").write_text("")  # fails if a run above has made this folder, which now cannot be made
     assert run(tmp_path) is None
 
@@ -51,8 +59,8 @@ LIBRARY = """
 import json, jax
 import treeflash_jax as tf
 before = dict(jax.config.values)
-tf.load("tiny").generate("3 + 4", max_new_tokens=2)
-print(json.dumps({name: str(value) for name, value in jax.config.values.items() if value != before[name]}))
+tf.load("tiny", mesh={mesh}).generate("3 + 4", max_new_tokens=2)
+print(json.dumps({{name: str(value) for name, value in jax.config.values.items() if value != before[name]}}))
 """
 COMMAND = """
 from treeflash_jax.cli.commands import main
@@ -61,17 +69,20 @@ raise SystemExit(main("generate --verifier tiny --prompt-ids 3 --max-new-tokens 
 
 
 def test_loading_changes_no_setting_of_jax(tmp_path):
-    assert run(tmp_path, LIBRARY) == {} and not list(tmp_path.iterdir())
+    assert run(tmp_path, LIBRARY.format(mesh=None)) == {} and not list(tmp_path.iterdir())
 
 
-def test_commands_keep_their_programs(tmp_path):
-    """But none of a mesh of several CPU devices: programs that are read back wait for ever in their collectives."""
+def test_programs_are_kept_but_not_those_of_several_cpu_devices(tmp_path):
+    """By commands, and by the library if JAX has a cache: programs that are read back wait for ever in collectives."""
     two_devices = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    folder = tmp_path / "treeflash" / "programs"
+    named, usual = tmp_path / "named", tmp_path / "treeflash" / "programs"
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(named), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    assert run(tmp_path, LIBRARY.format(mesh="tf.make_mesh(2)"), XLA_FLAGS=two_devices, **cache) == {}
     run(tmp_path, COMMAND.format(mesh="2x1"), XLA_FLAGS=two_devices)
-    assert not list(folder.glob("jit_decode-*"))
+    assert list(named.glob("*-cache"))
+    assert not [*named.glob("jit_decode-*"), *usual.glob("jit_decode-*")]
     run(tmp_path, COMMAND.format(mesh="1x1"))
-    assert len(list(folder.glob("jit_decode-*-cache"))) == 1
+    assert len(list(usual.glob("jit_decode-*-cache"))) == 1
 
 
 def test_a_prepared_program_is_the_one_that_is_called():

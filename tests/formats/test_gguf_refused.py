@@ -69,7 +69,7 @@ REFUSED = {
     "extra tensor": (lambda p: write_small(p, **{"blk.0.attn_q.bias": ONES}), "unknown tensors, the first is blk.0.attn_q"),
     "rope divisors": (lambda p: write_small(p, **{"rope_freqs.weight": ONES}), "rope_freqs.weight has shape [64]"),
     "missing size": (lambda p: write_small(p, changes={"block_count": None}), "llama: got block_count = None"),
-    "more layers": (lambda p: write_small(p, changes={"block_count": 10**9}), "1,000,000,000 layers, expected 2"),
+    "more layers": (lambda p: write_small(p, changes={"block_count": 10**9}), "num_hidden_layers = 1000000000, expected"),
     "lengths": (lambda p: write_small(p, changes={"attention.value_length": 8}), "value_length 8, expected 16"),
     "linear": (lambda p: write_small(p, changes={"rope.scaling.type": "linear"}), "rope.scaling.type 'linear'"),
     "a factor without a type": (lambda p: write_small(p, changes={"rope.scaling.factor": 4.0}), "scaling.factor = 4.0"),
@@ -104,15 +104,6 @@ def test_bad_files_get_one_line(small, damage, words, capsys):
     assert damage(small) == small
     command = ["generate", "--verifier", str(small), "--drafter", "none", "--prompt", "a"]
     assert len(mistake(capsys, main, command, words)) < 500
-
-
-def test_more_strings_than_a_header_holds(tmp_path):
-    """At once: a sparse file costs nothing to send, and its empty strings a minute to read."""
-    path = tmp_path / "sparse.gguf"
-    with path.open("wb") as file:
-        file.write(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<IIQ", 9, 8, 10**8))
-        file.truncate(10**9)
-    refused(lambda: gguf_reader.read(path), "its header does not end within 67,108,864 bytes")
 
 
 def test_every_cut_of_a_header_is_refused(small):

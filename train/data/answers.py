@@ -14,7 +14,6 @@ from typing import Any
 from etils import epath
 
 from train.runtime import folders, run_config
-from treeflash_jax.core import files
 
 SECONDS_PER_PART = 60.0  # of answers that make a part behind a URL
 
@@ -48,7 +47,7 @@ def read_thinking(source: str) -> bool | None:
 def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> None:
     """Raises ValueError if a file of answers or questions was begun with other settings, except for those in `free`."""
     for path in (out, *_parts(out)):
-        if not folders.is_remote(path) and files.regular(path).is_dir():
+        if not folders.is_remote(path) and path.is_dir():
             raise ValueError(f"{path} is a folder, expected a file: give another out")
     path = settings_path(out)
     if not path.exists():

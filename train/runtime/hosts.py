@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import clipped
-from treeflash_jax.core.devices import here
+from treeflash_jax.core.devices import describe_mesh, here
 
 # Prefixes of JAX's errors if no cluster is detected, and if this process has already used its devices.
 ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")
@@ -69,7 +70,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """Makes a mesh over `devices`, by default those of all hosts; with `data` 0, that axis takes all that remain."""
     devices = jax.devices() if devices is None else devices
     data = config.data or max(1, len(devices) // max(1, config.fsdp * config.model))
-    return sharding.make_mesh(data, config.model, devices, fsdp=config.fsdp)
+    mesh = sharding.make_mesh(data, config.model, devices, fsdp=config.fsdp)
+    if mesh.size > 1 and describe_mesh(mesh).is_cpu and jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)  # for the same reason as above
+        compilation_cache.reset_cache()  # JAX looks at the setting only once
+    return mesh
 
 
 def is_first() -> bool:

@@ -19,7 +19,7 @@ import tomli_w
 from etils import epath
 
 from train.runtime import folders
-from treeflash_jax.core import files, programs
+from treeflash_jax.core import programs
 from treeflash_jax.core.checks import UnknownSetting, clipped, suggestion
 from treeflash_jax.core.settings import build, describe, dotted, setting, setting_names
 
@@ -129,8 +129,7 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
     raw: dict[str, Any] = {}
     if path is not None:
         try:
-            place = epath.Path(path)
-            raw = tomllib.loads((place if "://" in str(path) else files.regular(place)).read_bytes().decode())
+            raw = tomllib.loads(epath.Path(path).read_bytes().decode())
         except OSError as error:
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
             raise kind(f"{path}: {error.strerror or error}; expected a TOML file of settings") from None

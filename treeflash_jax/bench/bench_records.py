@@ -33,7 +33,7 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
     file that cannot be read, or a line that is no JSON object.
     """
     try:
-        lines = files.regular(path, streams=True).read_bytes().splitlines(keepends=True)
+        lines = Path(path).read_bytes().splitlines(keepends=True)
     except OSError as error:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"cannot read {path}: {error.strerror}") from None

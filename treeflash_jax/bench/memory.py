@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.timed import Notify, Progress, running
-from treeflash_jax.core import files, parameters, sharding
+from treeflash_jax.core import files, parameters, programs, sharding
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_MEMORY, Device, here
 from treeflash_jax.core.settings import add_options, option_values
@@ -124,12 +124,12 @@ def compile_programs(
     with running(mesh, "weights and caches fit, but not the rest"):
         notify("compiling the prefill")
         lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())
-        prefill = lowered.compile()
+        prefill = programs.compile_lowered(lowered, mesh)
         place = prefill.output_shardings
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)
         notify("compiling the rounds")
-        decode = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan).compile()
-    return prefill, decode
+        lowered = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan)
+        return prefill, programs.compile_lowered(lowered, mesh)
 
 
 def describe(result: dict[str, Any]) -> list[str]:

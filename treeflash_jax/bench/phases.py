@@ -205,7 +205,7 @@ class Bench:
 
     def compile(self, function: Any, *args: Any, **static: Any) -> Future:
         """Lowers on this thread and compiles on another."""
-        return self.pool.submit(function.lower(*args, **static).compile, self.model.device.compiler_options)
+        return self.pool.submit(programs.compile_lowered, function.lower(*args, **static), self.model.mesh)
 
     def build(self, prefill: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""

@@ -4,13 +4,13 @@ import argparse
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import treeflash_jax as tf
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import UnknownSetting, clipped, quoted, suggestion
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.files import regular
 from treeflash_jax.core.settings import add_options, field_names, option_values, setting
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.generate_config import GROUPS, REFUSED, GenerateConfig
@@ -138,7 +138,7 @@ def _read(path: str) -> str:
     """Returns the text of a file, or of standard input for "-", without its final line break."""
     if path != "-":
         try:
-            return regular(path, streams=True).read_text(encoding="utf-8-sig").removesuffix("\n")
+            return Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: got byte 0x{error.object[error.start]:02x}, expected text in UTF-8") from None
     with slow("reading a prompt from standard input"):

@@ -7,16 +7,14 @@ import difflib
 import functools
 import inspect
 import json
-import math
 import operator
 import os
 import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
-
-from treeflash_jax.core import files
 
 T = TypeVar("T")
 
@@ -49,8 +47,6 @@ _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 
 def quoted(value: Any, size: int = QUOTED) -> str:
     """Formats any value for a message: one line of at most `size` characters."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**size:
-        return f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
     try:
         text = _short.repr(value)
     except Exception:  # raised by the value's __repr__
@@ -98,8 +94,13 @@ def fit(
         limits = tuple((LIMITS[limit], x) for limit, x in limits.items())
         fitted = _adapter(kind, limits).validate_python(_without_arrays(value), strict=not from_text)
     except ValueError as error:
-        value, expected = explain(error.errors(include_url=False))
-        raise ValueError(f"{place}got {name} {quoted(value)}, expected {says or expected}") from None
+        errors = error.errors(include_url=False)
+        depth = max(len(error["loc"]) for error in errors)  # a list's item rather than the list
+        errors = [error for error in errors if len(error["loc"]) == depth]
+        expected = says or " or ".join(dict.fromkeys(error["msg"] for error in errors))
+        for theirs, ours in WORDS.items():
+            expected = re.sub(theirs, ours, expected)
+        raise ValueError(f"{place}got {name} {quoted(errors[0]['input'])}, expected {expected}") from None
     if choices is not None and fitted is not None and fitted not in choices():
         meant, known = suggestion(fitted, choices()), list(map(repr, choices()))
         expected = "one of " * (len(known) > 1) + ", ".join(known) + (f"; did you mean {meant}?" if meant else "")
@@ -136,16 +137,6 @@ def _limited(kind: Any, limits: Any) -> Any:
     return functools.reduce(operator.or_, parts) if origin in (Union, types.UnionType) else origin[parts]
 
 
-def explain(errors: list[Any]) -> tuple[Any, str]:
-    """Returns the wrong value and the expectation from the `errors()` of a `pydantic.ValidationError`."""
-    depth = max(len(error["loc"]) for error in errors)  # a list's item rather than the list
-    errors = [error for error in errors if len(error["loc"]) == depth]
-    text = " or ".join(dict.fromkeys(error["msg"] for error in errors))
-    for theirs, ours in WORDS.items():
-        text = re.sub(theirs, ours, text)
-    return errors[0]["input"], text
-
-
 def whole(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
     """Converts an integer from `least` to `most` to Python's int. Raises ValueError for any other value."""
     return fit(int, value, name, least=least, most=most, says=f"{least} to {most}" if most < INT32 else "")
@@ -163,9 +154,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Reads the object of a JSON file. Raises FileNotFoundError, and ValueError for any other content."""
-    file = files.regular(path)
     try:
-        raw = parse_json(file.read_bytes())
+        raw = parse_json(Path(path).read_bytes())
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} not found; expected a Hugging Face model folder") from None
     except OSError as error:

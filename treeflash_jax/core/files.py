@@ -1,4 +1,4 @@
-"""Reading of regular files, and writing of outputs that appear whole or not at all.
+"""Files at URLs, and outputs that appear whole or not at all.
 
 `write` (one file) and `filled` (a folder) write beside their target and rename, so that neither a kill nor a full disk
 leaves half a file under its name, and no link is followed.
@@ -8,21 +8,21 @@ import glob
 import hashlib
 import os
 import re
+import secrets
 import shutil
-import socket
-import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-STREAMS = ("/dev/fd/", "/dev/stdin")  # opened by the shell
 LAST = "config.json"  # written last: a folder without it is no model
-PART = re.compile(r"\..+\.part-(?P<host>.+)-(?P<pid>\d+)")  # names of unfinished outputs
+PART = re.compile(r"\..+\.part-[0-9a-f]{16}")  # names of unfinished outputs
+DAY = 24 * 60 * 60
 
 
 def user_cache() -> Path:
-    """Returns the cache folder of this package."""
+    """Returns the cache folder of this package. Raises RuntimeError for a user without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeflash"
 
 
@@ -51,30 +51,11 @@ def fetch(url: str) -> Path:
                     shutil.rmtree(old)
                 with filled(target.parent) as part:
                     system.get(source, str(part / target.name), recursive=True)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"{url} cannot be read ({reason}); gs:// needs pip install treeflash-jax[gcs]") from None
     return target
-
-
-def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
-    """Returns the path of a file to read. Missing files and folders pass: opening them fails.
-
-    Raises ValueError for a named pipe, a socket or a device, which could block forever; with `streams`, not for a stream
-    that the shell has opened, as in `--prompt-file <(command)`.
-    """
-    path = Path(path)
-    if streams and str(path).startswith(STREAMS):
-        return path
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError):
-        return path
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise ValueError(f"{path} is {kind}, expected a regular file")
-    return path
 
 
 def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] | None = None) -> None:
@@ -84,11 +65,10 @@ def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] |
     `may_replace` is false.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"cannot write {path}: Is a directory")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"cannot write {path}: it is no regular file")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: No such file or directory")
-    regular(path)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"cannot write {path}: Permission denied")
     content = path.read_bytes() if may_replace is not None and path.exists() else b""
@@ -175,19 +155,8 @@ def _move(part: Path, target: Path) -> None:
 
 
 def _part(folder: Path, name: str) -> Path:
-    """Returns the path of an unfinished `name` in `folder`; removes those of killed processes of this machine."""
-    host = re.sub(r"[^\w.-]", "", socket.gethostname()) or "host"
-    part = folder / f".{name}.part-{host}-{os.getpid()}"
+    """Returns a new path for an unfinished `name` in `folder`; removes those of processes that were killed a day ago."""
     for path in folder.glob(f".{glob.escape(name)}.part-*"):
-        match = PART.fullmatch(path.name)
-        if path == part or (match and match["host"] == host and not _is_running(int(match["pid"]))):
+        if PART.fullmatch(path.name) and path.stat().st_mtime < time.time() - DAY:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return part
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (OSError, OverflowError) as error:
-        return isinstance(error, PermissionError)
-    return True
+    return folder / f".{name}.part-{secrets.token_hex(8)}"

@@ -8,8 +8,8 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ class Program:
 
 
 _programs: dict[Any, Program] = {}
+_unstored = Lock()  # held while a program is compiled that must not be stored on disk
 
 
 def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Any:
@@ -76,11 +77,29 @@ def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = N
     with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
         with (clock or Clock()).compiling(function.__name__, _note()):
             lowered = function.lower(*args, **static)
-    options = devices.describe_mesh(mesh).compiler_options
     thread = ThreadPoolExecutor(1)
-    _programs[key] = Program(function, thread.submit(lowered.compile, options))
+    _programs[key] = Program(function, thread.submit(compile_lowered, lowered, mesh))
     thread.shutdown(wait=False)
     return _programs[key]
+
+
+def compile_lowered(lowered: Any, mesh: Any) -> Any:
+    """Compiles a program, or reads it from JAX's cache; those of several CPU devices are not stored there.
+
+    XLA:CPU may start the collectives of a program from the cache in different orders, which then wait for each other for
+    ever. The setting that JAX looks at when it stores a program is restored afterwards.
+    """
+    device = devices.describe_mesh(mesh)
+    options = device.compiler_options
+    if mesh is None or mesh.size == 1 or not device.is_cpu:
+        return lowered.compile(options)
+    with _unstored:
+        seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
+        try:
+            return lowered.compile(options)
+        finally:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -126,9 +145,11 @@ def keep_on_disk() -> None:
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return
-    folder = files.user_cache() / "programs"
-    with suppress(OSError):  # a home that cannot be written to
+    try:
+        folder = files.user_cache() / "programs"
         folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written to
+        return
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)

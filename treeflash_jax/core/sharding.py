@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from treeflash_jax.core.checks import fit, quoted, whole
@@ -41,9 +40,6 @@ def make_mesh(
     of that name and the width of every expert over `model`: with `experts=1`, every device along `model` has a slice of
     each expert, which reads less in passes over few tokens.
 
-    On several CPU devices, it turns JAX's compilation cache off: programs that XLA:CPU reads from it may start their
-    collectives in different orders and wait for each other for ever.
-
     Raises:
       ValueError: the product of the sizes exceeds the number of devices.
     """
@@ -57,9 +53,6 @@ def make_mesh(
         shown = " x ".join(map(str, sizes.values()))
         raise ValueError(f"got a mesh of {shown}, expected a product of at most {len(available)} devices")
     kinds = (AxisType.Auto,) * len(sizes)
-    if count > 1 and available[0].platform == "cpu" and jax.config.jax_enable_compilation_cache:
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # JAX looks at the setting only once
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=available[:count])
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from treeflash_jax.core.checks import QUOTED, clipped, quoted
-from treeflash_jax.core.files import regular
 from treeflash_jax.formats.keys import Keys
 
 # Types of metadata values: numbers, by their dtype, and others.
@@ -24,7 +23,6 @@ _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
 }  # fmt: skip
 _UINT32, _FLOAT, _STRING, _ARRAY, _UINT64 = 4, 6, 8, 9, 10
-HEADER_BYTES = 2**26  # several times the largest vocabularies
 JOINED_BYTES = 2**13
 
 
@@ -106,7 +104,7 @@ def read(path: str | Path) -> File:
     byte order, one part of several, or with tensors that overlap, are misaligned or have unknown types; or if the package
     `gguf` is not installed.
     """
-    path = regular(path)
+    path = Path(path)
     _package()
     try:
         state = path.stat()
@@ -123,7 +121,7 @@ def _read(path: Path, size: int, changed: int) -> File:
         raise ValueError(f"{path} is empty, expected a GGUF file; download it again") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}), expected a GGUF file") from None
-    header = _Header(path, memoryview(data)[:HEADER_BYTES])
+    header = _Header(path, memoryview(data))
     num_tensors, num_values = header.begin()
     metadata = {}
     for _ in range(num_values):
@@ -165,8 +163,7 @@ class _Header:
     def expect(self, size: int) -> None:
         """Raises ValueError if fewer bytes are left."""
         if self.at + size > len(self.data):
-            where = f"its header does not end within {len(self.data):,} bytes"
-            raise ValueError(f"{self.path} is cut off or damaged ({where}); download it again")
+            raise ValueError(f"{self.path} is cut off or damaged (its header does not end); download it again")
 
     def take(self, size: int) -> memoryview:
         self.expect(size)

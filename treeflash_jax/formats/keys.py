@@ -1,5 +1,6 @@
 """Values of a config file: read by key, each of its type and within its bounds, or refused in one line."""
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -48,11 +49,14 @@ class Keys:
         """Returns the value of a key as a type or type hint; `default` replaces a missing key, not null."""
         return fit(kind, self.raw.get(key, default), f"{key} =", self.where, says=says, **limits)
 
-    def check_known(self, known: Collection[str]) -> None:
-        """Raises ValueError for a key that is not in `known`."""
+    def check_known(self, known: Collection[str], refused: Collection[str] | None = None) -> None:
+        """Raises ValueError for a key that is not in `known`; with `refused`, only for one of these; warns of others."""
         unknown = sorted(set(self.raw) - set(known))
+        wrong = unknown if refused is None else [key for key in unknown if key in refused]
+        if wrong:
+            raise ValueError(f"{self.where}: unknown key {quoted(wrong[0])} might change numbers and is not implemented")
         if unknown:
-            raise ValueError(f"{self.where}: unknown key {quoted(unknown[0])} might change numbers and is not implemented")
+            warnings.warn(f"{self.where}: unknown keys {quoted(unknown, 160)} are ignored", stacklevel=2)
 
     def check_only(self, accepted: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError for a value that is not implemented; an absent key has the first one. 1 does not equal true."""

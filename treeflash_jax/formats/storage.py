@@ -102,9 +102,6 @@ def _check_finite(where: Path, name: str, part: np.ndarray) -> None:
 
 def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: Sequence[str]) -> None:
     """Raises ValueError if tensors are missing or unknown, or have another shape or type than `load` expects."""
-    for spec, entry in _pairs(specs, entries):
-        if entry.is_apart and spec.shape[0] > len(tensors):
-            raise ValueError(f"{where}: got {len(tensors)} tensors, expected {spec.shape[0]:,} of {entry.name} alone")
     wanted = {
         name: (entry.disk_shape(spec), spec.dtype_in(dtype))
         for spec, entry in _pairs(specs, entries)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from treeflash_jax.core.checks import clipped, quoted
-from treeflash_jax.core.files import regular
 from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
 FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
@@ -39,8 +38,6 @@ class Tokenizer:
         arguments = gguf_tokenizer.arguments(gguf_reader.read(path)) if is_gguf else {}
         if not (arguments if is_gguf else (path / "tokenizer.json").exists()):
             return None
-        for file in (*path.glob("*.json"), *path.glob("*.jinja")):
-            regular(file)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 

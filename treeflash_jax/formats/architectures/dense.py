@@ -8,6 +8,7 @@ from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
 from treeflash_jax.formats.keys import Keys
 
+MAX_LAYERS = 1000  # checked before specs of the layers are built
 LINEAR: dict[str, Any] = {"order": (1, 0), "row_axes": 1}  # [in, out] here, [out, in] on disk
 AS_ON_DISK: dict[str, Any] = {"order": (0, 1), "row_axes": 1}  # [out, in]
 TO_HEADS: dict[str, Any] = {"order": (0, 1, 2), "row_axes": 2}  # [heads, head_dim, in] here, [heads head_dim, in] on disk
@@ -28,7 +29,7 @@ def size_keys(head_dim: Any) -> tuple[Key, ...]:
         Key(name="vocab_size", field="vocab_size"),
         Key(name="hidden_size", field="hidden_size"),
         Key(name="intermediate_size", field="intermediate_size"),
-        Key(name="num_hidden_layers", field="num_layers"),
+        Key(name="num_hidden_layers", field="num_layers", most=MAX_LAYERS),
         Key(name="num_attention_heads", field="num_heads"),
         Key(name="num_key_value_heads", field="num_kv_heads", default=lambda keys, fields: fields["num_heads"]),
         Key(name="head_dim", field="head_dim", default=head_dim),

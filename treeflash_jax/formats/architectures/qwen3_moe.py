@@ -11,6 +11,7 @@ from treeflash_jax.formats.architectures.dense import INERT, LINEAR, ONLY, QWEN3
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
+MAX_EXPERTS = 4096
 APART = {  # one tensor per expert
     "router": Entry("mlp.gate.weight", **LINEAR),
     "expert_gate": Entry("mlp.experts.{}.gate_proj.weight", **LINEAR),
@@ -28,7 +29,7 @@ FUSED = {  # one tensor for all experts of a layer, with gate and up concatenate
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of experts and the dense layers."""
-    spellings = {keys.whole(key, least=0) for key in ("num_experts", "num_local_experts") if key in keys}
+    spellings = {keys.whole(key, least=0, most=MAX_EXPERTS) for key in ("num_experts", "num_local_experts") if key in keys}
     if len(spellings) > 1:
         got = f"num_experts {keys.raw['num_experts']} and num_local_experts {keys.raw['num_local_experts']}"
         raise ValueError(f"{keys.where}: got {got}, expected one number")

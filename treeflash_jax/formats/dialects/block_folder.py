@@ -15,7 +15,7 @@ from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
-from treeflash_jax.formats import architectures, safetensors
+from treeflash_jax.formats import architectures
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
@@ -41,7 +41,7 @@ class DFlash(Dialect):
     def read_config(self, path: Path, keys: Keys) -> BlockConfig:
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
-        layers = architectures.recognise(keys).read(keys, self.known, safetensors.names(path))
+        layers = architectures.recognise(keys).read(keys, self.known)
         if layers.num_experts:
             model_type = quoted(layers.model_type)
             raise ValueError(f"{keys.where}: got a drafter of model_type {model_type}, expected one without experts")

@@ -82,7 +82,7 @@ class Gguf(Dialect):
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
         file = gguf_reader.read(path)
         raw = _as_config_json(file)
-        config = ARCHITECTURES[raw["model_type"]].read(Keys(raw, str(file.path)), names=file.tensors)
+        config = ARCHITECTURES[raw["model_type"]].read(Keys(raw, str(file.path)))
         return replace(config, eos_token_ids=tuple(sorted({*config.eos_token_ids})))
 
     @contextmanager

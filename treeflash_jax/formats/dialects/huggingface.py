@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.formats import architectures, safetensors, storage
+from treeflash_jax.formats import architectures, storage
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
@@ -20,7 +20,7 @@ class HuggingFace(Dialect):
     part = "verifier"
 
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
-        return architectures.recognise(keys).read(keys, names=safetensors.names(path))
+        return architectures.recognise(keys).read(keys)
 
     @contextmanager
     def opened(self, path: Path, config: ModelConfig) -> Iterator[Mapping[str, Tensor]]:
