@@ -40,7 +40,8 @@ def make_pair(
     specs += [] if drafter is None else [drafter_specs or drafter.specs()]
     trees = [parameters.initialize(spec, jax.random.key(i), dtype, scale) for i, spec in enumerate(specs)]
     if mesh is not None:
-        trees = [jax.device_put(tree, parameters.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
+        places = jax.tree.map(lambda x: x.sharding, [parameters.abstract(spec, dtype, mesh) for spec in specs])
+        trees = jax.device_put(trees, places)
     return TreeFlash(config, Weights(*trees), drafter=drafter, stop_ids=(), mesh=mesh)
 
 

@@ -102,10 +102,6 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, Spec)
 
 
-def shardings(specs: Any, mesh) -> Any:
-    return jax.tree.map(lambda spec: sharding.sharding(spec.axes, spec.shape, mesh), specs, is_leaf=is_spec)
-
-
 def abstract(specs: Any, dtype: Any, mesh=None) -> Any:
     """Returns the `jax.ShapeDtypeStruct` of every weight, sharded over `mesh` if it is given."""
 

@@ -167,4 +167,4 @@ def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | No
             warnings.warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again", stacklevel=3)
         entries = dialect.entries(config, specs, tensors.keys())
         finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
-        return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
+        return storage.load(Path(path), tensors, specs, entries, dtype, mesh, finish)

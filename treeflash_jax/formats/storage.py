@@ -47,7 +47,6 @@ def load(
     entries: Any,
     dtype: Any,
     mesh,
-    spare: tuple[str, ...] = (),
     finish: Callable[[jax.Array, Spec], Any] = lambda weight, _: weight,
 ) -> Any:
     """Reads a tree of weights; each host reads only the slices of its devices.
@@ -55,12 +54,11 @@ def load(
     Args:
       dtype: dtype of weights whose spec has none; bfloat16 files load bit for bit into bfloat16.
       mesh: mesh to shard the weights over; None: the default device.
-      spare: tensor names that are allowed but not read.
       finish: transformation of each weight, applied as soon as it is read.
 
     Raises ValueError for tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
     """
-    _check(where, tensors, specs, entries, dtype, spare)
+    _check(where, tensors, specs, entries, dtype)
 
     def leaf(spec: Spec, entry: Entry) -> Any:
         read = partial(_read, where, tensors, spec, entry, spec.dtype_in(dtype))
@@ -100,7 +98,7 @@ def _check_finite(where: Path, name: str, part: np.ndarray) -> None:
         raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {part.dtype}, expected numbers")
 
 
-def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: Sequence[str]) -> None:
+def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any) -> None:
     """Raises ValueError if tensors are missing or unknown, or have another shape or type than `load` expects."""
     wanted = {
         name: (entry.disk_shape(spec), spec.dtype_in(dtype))
@@ -110,7 +108,7 @@ def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any,
     missing = sorted(set(wanted) - set(tensors))
     if missing:
         raise ValueError(f"{where}: {len(missing)} tensors missing, the first is {missing[0]}")
-    unknown = sorted(n for n in set(tensors) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
+    unknown = sorted(n for n in set(tensors) - set(wanted) if not n.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {clipped(unknown[0], QUOTED)}")
     for name, (shape, kind) in wanted.items():

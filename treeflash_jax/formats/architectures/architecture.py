@@ -154,10 +154,6 @@ class Architecture:
         )
         return [[next(entries) for _ in group] for group in groups]
 
-    def spare(self, specs: Mapping[str, Any]) -> tuple[str, ...]:
-        """Returns tensor names that are allowed but not read, such as a second copy of a tied table."""
-        return tuple(entry.name for name, entry in self.outside.items() if name not in specs)
-
     def _check_layer_types(self, keys: Keys, num_layers: int) -> None:
         types = keys.value(list[str] | None, "layer_types", None, "a list of names")
         if types and (unknown := sorted({*types} - {*self.layer_types})):

@@ -1,7 +1,7 @@
 """The protocol of file dialects."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -39,8 +39,8 @@ class Dialect:
         """Returns the config. Raises ValueError for a key or value that is not implemented."""
         raise NotImplementedError
 
-    def opened(self, path: Path, config: Any) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Opens the tensors, by name."""
+    def opened(self, path: Path, config: Any) -> AbstractContextManager[dict[str, Tensor]]:
+        """Opens the tensors by name, without those that no weight is read from."""
         return safetensors.open_folder(path)
 
     def entries(self, config: Any, specs: Any, names: Collection[str]) -> Any:
@@ -50,10 +50,6 @@ class Dialect:
           names: names of the file's tensors, which determine the layout; empty when files are written.
         """
         raise NotImplementedError
-
-    def spare(self, config: Any, specs: Any) -> tuple[str, ...]:
-        """Returns tensor names that are allowed but not read."""
-        return ()
 
     def without_head(self, config: Any, params: Any) -> tuple[Any, Any]:
         """Returns a drafter without its head. Raises ValueError if drafters in this dialect have none."""

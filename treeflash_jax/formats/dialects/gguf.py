@@ -92,6 +92,7 @@ class Gguf(Dialect):
         llama.cpp rotates neighbouring elements of a Llama head against each other, not its halves, and orders outputs so.
         """
         tensors = dict(gguf_reader.read(path).tensors)
+        tensors.pop(_ROPE_DIVISORS, None)  # part of the config
         if ARCHITECTURES[config.model_type].gguf_rotates_pairs:
             heads = {"attn_q.weight": config.num_heads, "attn_k.weight": config.num_kv_heads}
             for name, tensor in tensors.items():
@@ -108,9 +109,6 @@ class Gguf(Dialect):
             return replace(entry, name=name, is_stacked=entry.is_apart)
 
         return jax.tree.map(renamed, ARCHITECTURES[config.model_type].entries(specs))
-
-    def spare(self, config: ModelConfig, specs: Any) -> tuple[str, ...]:
-        return (_ROPE_DIVISORS,)  # part of the config
 
 
 def _as_config_json(file: File) -> dict[str, Any]:

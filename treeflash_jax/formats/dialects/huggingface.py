@@ -1,6 +1,6 @@
 """Folders of verifiers as transformers writes them: config.json and safetensors."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,19 @@ class HuggingFace(Dialect):
         return architectures.recognise(keys).read(keys)
 
     @contextmanager
-    def opened(self, path: Path, config: ModelConfig) -> Iterator[Mapping[str, Tensor]]:
-        """Opens the tensors. Raises ValueError if a tied table is stored twice, with different weights."""
+    def opened(self, path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
+        """Opens the tensors, without the copy of a tied table. Raises ValueError if the copy has other weights."""
         with super().opened(path, config) as tensors:
             outside = ARCHITECTURES[config.model_type].outside
             embed, unembed = (outside[part].name for part in ("embed", "unembed"))
             if config.tie_embeddings and {embed, unembed} <= tensors.keys():
-                if not storage.are_equal(tensors[embed], tensors[unembed]):
+                if not storage.are_equal(tensors[embed], tensors.pop(unembed)):
                     got = f"{unembed} differs from {embed}, although config.json ties them"
                     raise ValueError(f"{path}: {got}; set tie_word_embeddings to false there")
             yield tensors
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         return ARCHITECTURES[config.model_type].entries(specs, names)
-
-    def spare(self, config: ModelConfig, specs: Any) -> tuple[str, ...]:
-        return ARCHITECTURES[config.model_type].spare(specs)
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.model_type]

@@ -5,7 +5,7 @@ Steering is in steering.safetensors and steering_config.json, beside the model's
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,7 +52,7 @@ class LanguageModel(Dialect):
         return LanguageModelConfig(layers=self.inner.read_config(path, keys), steering=steers)
 
     @contextmanager
-    def opened(self, path: Path, config: LanguageModelConfig) -> Iterator[Mapping[str, Tensor]]:
+    def opened(self, path: Path, config: LanguageModelConfig) -> Iterator[dict[str, Tensor]]:
         steers = safetensors.open_files(path, [WEIGHTS]) if config.steering else nullcontext({})
         with self.inner.opened(path, config.layers) as tensors, steers as more:
             yield {**tensors, **more}
@@ -60,9 +60,6 @@ class LanguageModel(Dialect):
     def entries(self, config: LanguageModelConfig, specs: Any, names: Collection[str]) -> Any:
         model = self.inner.entries(config.layers, _without_steering(specs), names)
         return model | ({"steering": _entries(config.steering)} if config.steering else {})
-
-    def spare(self, config: LanguageModelConfig, specs: Any) -> tuple[str, ...]:
-        return self.inner.spare(config.layers, _without_steering(specs))
 
     def save(self, folder: Path, config: LanguageModelConfig, specs: Any, params: Any, dtype: Any) -> None:
         """Writes steering to separate files, so that other programs can read the model."""

@@ -1,6 +1,6 @@
 """n-gram drafters: `ngram_config` in config.json, and no weights. One ships under the name "ngram"."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class Ngram(Dialect):
             num_nodes=sizes.whole("num_nodes", usual.num_nodes, most=MAX_NODES),
         )
 
-    def opened(self, path: Path, config: NgramConfig) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def opened(self, path: Path, config: NgramConfig) -> AbstractContextManager[dict[str, Tensor]]:
         return nullcontext({})
 
     def entries(self, config: NgramConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 Source: vllm-project/speculators. EAGLE-3 drafters in this form are in eagle3_folder.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from treeflash_jax.core.checks import INT32
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.formats.dialects.block_folder import DFlash
 from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
 
 VERSION = "0.7.0"  # of the library whose config.json is written
+COPIES = "embed_tokens.weight lm_head.weight verifier_lm_head.weight verifier_norm.weight t2d d2t".split()
 
 
 def read_verifier(keys: Keys) -> tuple[str, ...]:
@@ -64,10 +68,11 @@ class SpeculatorsDFlash(DFlash):
         config = super().read_config(path, Keys({**layers, **others, "dflash_config": inside}, keys.where))
         return replace(config, verifier=read_verifier(keys))
 
-    def spare(self, config: BlockConfig, specs: Any) -> tuple[str, ...]:
-        """Returns the names of copies of the verifier's weights and of lists of the whole vocabulary."""
-        tables = "embed_tokens.weight lm_head.weight verifier_lm_head.weight verifier_norm.weight t2d d2t"
-        return tuple(tables.split())
+    @contextmanager
+    def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
+        """Opens the tensors, without copies of the verifier's weights and lists of the whole vocabulary."""
+        with super().opened(path, config) as tensors:
+            yield {name: tensor for name, tensor in tensors.items() if name not in COPIES}
 
     def to_hf(self, config: BlockConfig) -> dict[str, Any]:
         raw = super().to_hf(config)
