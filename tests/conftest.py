@@ -61,7 +61,7 @@ from treeflash_jax.core import devices, parameters, programs  # noqa: E402
 from treeflash_jax.drafters.block.block_drafter import BlockConfig  # noqa: E402
 from treeflash_jax.engine import pairs  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
-from treeflash_jax.formats import models  # noqa: E402
+from treeflash_jax.formats import model_files  # noqa: E402
 from treeflash_jax.models import verifier  # noqa: E402
 from treeflash_jax.models.config import ModelConfig  # noqa: E402
 
@@ -200,7 +200,7 @@ def short(tiny, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("short") / "verifier"
     config = replace(tiny.verifier, num_layers=1)
     weights = parameters.initialize(verifier.specs(config), jax.random.key(0))
-    models.save_verifier(folder, config, weights, jnp.float32)
+    model_files.save_verifier(folder, config, weights, jnp.float32)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(pairs.locate("tiny") / file, folder)
     return folder

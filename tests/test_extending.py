@@ -22,7 +22,7 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.first_order import FirstOrderHead
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES, dense
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
 
@@ -46,7 +46,7 @@ def test_a_head(monkeypatch, tmp_path, capsys, tiny):
     config = replace(tiny.drafter, head="toy")
     own = {"scale": 0.01 * jnp.arange(config.layers.hidden_size, dtype=jnp.float32)}
     folder = tmp_path / "drafter"
-    models.save_drafter(folder, config, tiny.weights.drafter | {"head": own}, dtype=jnp.float32)
+    model_files.save_drafter(folder, config, tiny.weights.drafter | {"head": own}, dtype=jnp.float32)
     model = tf.load("tiny", drafter=folder)
     assert model.drafter.head == "toy"
     np.testing.assert_array_equal(model.weights.drafter["head"]["scale"], own["scale"])
@@ -118,7 +118,7 @@ TOY_ARCHITECTURE = Architecture(
 def test_an_architecture(monkeypatch, tiny, tmp_path, capsys):
     monkeypatch.setitem(ARCHITECTURES, "toy", TOY_ARCHITECTURE)
     config, folder = replace(tiny.verifier, model_type="toy"), tmp_path / "verifier"
-    models.save_verifier(folder, config, tiny.weights.verifier, jnp.float32)
+    model_files.save_verifier(folder, config, tiny.weights.verifier, jnp.float32)
     raw = json.loads((folder / "config.json").read_text())
     assert raw["words"] == config.vocab_size and "vocab_size" not in raw
     assert {"the.norm", "model.layers.0.toy.q"} < load_file(folder / "model.safetensors").keys()
@@ -131,6 +131,6 @@ def test_an_architecture(monkeypatch, tiny, tmp_path, capsys):
     words = ["--verifier", str(folder), "--drafter", "tiny", "--prompt-ids", " ".join(map(str, prompt))]
     assert generated(capsys, *words, *OPTIONS) == plain[0].ids
     assert main(["bench", "memory", "--shape", str(folder), "--no-compile", "--dtype", "float32"]) == 0
-    for change, word in (({"logit_scale": 2.0}, "logit_scale"), ({"vocab_size": 3}, "vocab_size")):
+    for change, word in (({"logit_scale": 2.0}, "logit_scale"), ({"clip_qkv": 3}, "clip_qkv")):
         (folder / "config.json").write_text(json.dumps(raw | change))
-        refused(lambda: models.read_verifier_config(folder), word)
+        refused(lambda: model_files.read_verifier_config(folder), word)

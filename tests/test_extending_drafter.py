@@ -20,7 +20,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.formats.dialects import DIALECTS, dialect
 
 # A drafter: after each token, the tokens of a table; it remembers the last token it was shown.
@@ -159,7 +159,7 @@ def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
     plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
     own = bigram_of(plain.prompt_ids + plain.ids, tiny.verifier.vocab_size)
     folder, config = tmp_path / "drafter", BigramConfig(vocab_size=tiny.verifier.vocab_size)
-    models.save_drafter(folder, config, own, dialect="bigram", dtype=jnp.float32)
+    model_files.save_drafter(folder, config, own, dialect="bigram", dtype=jnp.float32)
     model = tf.load("tiny", drafter=folder)
     assert model.drafter == config
     np.testing.assert_array_equal(model.weights.drafter["next"], own["next"])
@@ -210,7 +210,7 @@ def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
     assert log[-1]["loss"] < 0.5 * log[0]["loss"] and log[-1]["held_out/tau_4"] >= 1
     model = toy_training.exported(run, tmp_path / "verifier")
     assert "| depths | 3 |" in (tmp_path / "out" / "README.md").read_text()
-    rounded = models.load_drafter(run / "model")[1]["next"]  # in bfloat16
+    rounded = model_files.load_drafter(run / "model")[1]["next"]  # in bfloat16
     np.testing.assert_allclose(model.weights.drafter["next"], rounded, rtol=1e-2)
     assert np.asarray(rounded).max() > 10
     compiled = compiling.compile_step(settings, "tiny", jax.devices()[:1])

@@ -24,7 +24,7 @@ from train.data import packing
 from train.runtime import loop, run_config
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 
@@ -66,9 +66,9 @@ def read_lines(path: Path) -> list[dict]:
 def write(folder: Path, documents: int = 120) -> Path:
     """Writes the pair, its responses and head.toml; returns the TOML file."""
     key = jax.random.key(0)
-    models.save_verifier(folder / "verifier", MODEL, parameters.initialize(verifier.specs(MODEL), key, scale=0.3))
+    model_files.save_verifier(folder / "verifier", MODEL, parameters.initialize(verifier.specs(MODEL), key, scale=0.3))
     backbone = parameters.initialize(DRAFTER.specs()["backbone"], jax.random.fold_in(key, 1), scale=0.3)
-    models.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
+    model_files.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
     rng = np.random.default_rng(0)
     with (folder / "responses.jsonl").open("w") as file:
         for _ in range(documents):

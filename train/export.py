@@ -30,7 +30,7 @@ from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import clipped, read_json
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.pairs import HUB_IDS
-from treeflash_jax.formats import draft_vocabulary, models, storage
+from treeflash_jax.formats import draft_vocabulary, model_files, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TAU_PROMPTS, TAU_TOKENS = 8, 64
@@ -80,20 +80,21 @@ def main(settings: ExportStage) -> None:
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, tau=settings.tau or None)
     dialect = settings.dialect or drafter.dialect
-    models.writable(dialect).to_hf(drafter)  # refused before weights are read
+    model_files.writable(dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_task(trained, model, drafter))
     whole = assemble(drafter, read_stored(trained, drafter) | params)
     with folders.filled(settings.out, overwrite=settings.overwrite) as out:
-        models.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
+        model_files.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
         listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
         if listed.exists():
             files.write(out / draft_vocabulary.NAME, listed.read_bytes())
         tau, line = measure_tau(trained, tokenizer, out)
         if tau and not settings.tau:
             drafter = dataclasses.replace(drafter, tau=round(tau, 2))
-            raw = read_json(out / "config.json") | models.writable(dialect).to_hf(drafter)
+            raw = read_json(out / "config.json") | model_files.writable(dialect).to_hf(drafter)
             files.write(out / "config.json", json.dumps(raw, indent=2) + "\n")
-        stored = dataclasses.replace(drafter, tau=models.read_drafter_config(out).tau)  # some dialects have no field for it
+        tau = model_files.read_drafter_config(out).tau  # some dialects have no field for it
+        stored = dataclasses.replace(drafter, tau=tau)
         files.write(out / "README.md", card(settings, trained, stored, dialect, step))
     print(f"wrote {settings.out} from step {step}\n{line}")
 

@@ -26,7 +26,7 @@ from train.runtime.training_state import Sums, TrainTask, place
 from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.settings import setting
-from treeflash_jax.formats import architectures, models
+from treeflash_jax.formats import architectures, model_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
@@ -122,7 +122,7 @@ def main(settings: FromScratchStage) -> None:
     if hosts.is_first():
         target = folders.absolute(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
-            models.save_verifier(folder, model, params)
+            model_files.save_verifier(folder, model, params)
             tokenizer.inner.save_pretrained(folder)
         watch.table("Trained model", watch.summary(settings.run) | {"model": str(target)})
     hosts.wait("model")

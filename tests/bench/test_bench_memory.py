@@ -29,7 +29,7 @@ from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.engine import batching, device_memory, loading
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, memory_limit
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.models import vocab
 
 SHAPES = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]
@@ -168,8 +168,8 @@ def test_a_topology_without_its_compiler_says_what_to_install(monkeypatch):
 
 def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
     for name in ("load_verifier", "load_drafter"):
-        monkeypatch.setattr(models, name, lambda *_, **__: pytest.fail("weights were read"))
-    configs = models.read_verifier_config(PAIR / "verifier"), models.read_drafter_config(PAIR / "drafter")
+        monkeypatch.setattr(model_files, name, lambda *_, **__: pytest.fail("weights were read"))
+    configs = model_files.read_verifier_config(PAIR / "verifier"), model_files.read_drafter_config(PAIR / "drafter")
     needs = footprint(*configs, dtype=jnp.float32)
     monkeypatch.setattr(loading, "usable_memory", lambda mesh: needs.total - 1)
     shown = "got {:.2f} MiB verifier + {:.2f} MiB drafter = {:.2f} MiB"

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from train import compile, measure
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
-from treeflash_jax.formats import models, safetensors, storage
+from treeflash_jax.formats import model_files, storage, tensor_files
 
 PAIR = Path(files.__file__).parents[1] / "assets" / "tiny"
 
@@ -41,7 +41,7 @@ def test_indices_name_files_of_their_folder(tmp_path, weight_map, words):
     save_file({"a": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
     save_file({"a": np.zeros(2, np.float32)}, folder / "part.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    refused(lambda: safetensors.open_folder(folder).__enter__(), "model.safetensors.index.json", words)
+    refused(lambda: tensor_files.open_folder(folder).__enter__(), "model.safetensors.index.json", words)
 
 
 OUTPUTS = {
@@ -195,7 +195,7 @@ def test_devices_are_no_outputs():
 
 def test_a_full_disk_leaves_no_weights_and_no_target(tmp_path):
     """No file may grow beyond 3000 bytes."""
-    convert = partial(models.convert_drafter, PAIR / "drafter", tmp_path / "out", "dflash", drop_head=True)
+    convert = partial(model_files.convert_drafter, PAIR / "drafter", tmp_path / "out", "dflash", drop_head=True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
     try:

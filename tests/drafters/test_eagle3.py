@@ -25,7 +25,7 @@ from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Eagle3Config, Inputs
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.plan import resolve
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 
 FOLDER = DATA / "eagle3"
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 def opened(form: str):
     """Config, weights and expected numbers of a folder; the verifier's tables, which the folder may lack."""
-    config, params = models.load_drafter(FOLDER / form, dtype=jnp.float64)
+    config, params = model_files.load_drafter(FOLDER / form, dtype=jnp.float64)
     expected = dict(np.load(FOLDER / form / "expected.npz"))
     tables = {"embed": jnp.asarray(expected["embed"], jnp.float64)} if "embed" in expected else {}
     return config, params, tables, expected

@@ -18,7 +18,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.drafters import LanguageModelConfig
 from treeflash_jax.engine import pairs
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
@@ -78,17 +78,17 @@ def test_a_folder_of_a_language_model_drafts_and_what_does_not_fit_is_refused(tm
     big, small, other = (tmp_path / name for name in ("big", "small", "other"))
     for folder, config in ((big, RANDOM_MODEL), (small, SMALL), (other, replace(SMALL, vocab_size=60))):
         weights = parameters.initialize(verifier.specs(config), jax.random.key(3))
-        models.save_verifier(folder, config, weights, jnp.float32)
+        model_files.save_verifier(folder, config, weights, jnp.float32)
     model = tf.load(big, drafter=small, dtype="float32")
-    assert model.drafter == LanguageModelConfig(layers=models.read_verifier_config(small))
-    jax.tree.map(np.testing.assert_array_equal, model.weights.drafter, models.load_verifier(small)[1])
+    assert model.drafter == LanguageModelConfig(layers=model_files.read_verifier_config(small))
+    jax.tree.map(np.testing.assert_array_equal, model.weights.drafter, model_files.load_verifier(small)[1])
     refused(lambda: tf.load(big, drafter=other), "a language model with a vocabulary of 60, expected the verifier's, of 64")
     for folder, dialect in ((small, "dflash"), (pairs.locate("tiny", "drafter"), "language_model")):
-        convert = partial(models.convert_drafter, folder, tmp_path / "converted", dialect)
+        convert = partial(model_files.convert_drafter, folder, tmp_path / "converted", dialect)
         refused(convert, f"got dialect '{dialect}' for a drafter of kind")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     words = "got model_type 'gpt2', expected a drafter's", "or a language model of"
-    refused(lambda: models.read_drafter_config(tmp_path), *words)
+    refused(lambda: model_files.read_drafter_config(tmp_path), *words)
 
 
 def test_other_tokens_are_refused_before_weights_are_read(tmp_path):

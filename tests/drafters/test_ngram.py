@@ -19,7 +19,7 @@ from treeflash_jax import trees
 from treeflash_jax.cli.commands import main
 from treeflash_jax.decoding import loops
 from treeflash_jax.drafters import Inputs, NgramConfig, ngram
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 
 MATCHES = 6
 CONFIG = NgramConfig(longest=4, shortest=2, num_depths=5, matches=MATCHES)
@@ -140,10 +140,10 @@ def test_ngram_is_a_name_of_a_drafter(tmp_path):
     model = tf.load("tiny", drafter="ngram")
     assert (model.drafter, model.weights.drafter) == (NgramConfig(), {})
     (tmp_path / "config.json").write_text(json.dumps({"ngram_config": {"longest": 3, "num_nodes": 6}}))
-    assert models.load_drafter(tmp_path) == (replace(NgramConfig(), longest=3, num_nodes=6), {})
+    assert model_files.load_drafter(tmp_path) == (replace(NgramConfig(), longest=3, num_nodes=6), {})
     for wrong in ({"longest": 0}, {"longest": 2, "shortest": 3}, {"width": 3}):
         (tmp_path / "config.json").write_text(json.dumps({"ngram_config": wrong}))
-        refused(lambda: models.load_drafter(tmp_path), next(iter(reversed(wrong))))
+        refused(lambda: model_files.load_drafter(tmp_path), next(iter(reversed(wrong))))
 
 
 @pytest.mark.filterwarnings("error")

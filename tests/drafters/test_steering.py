@@ -22,7 +22,7 @@ import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters import Inputs, LanguageModelConfig, steering
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.formats.dialects import language_model_folder
 from treeflash_jax.models import verifier
 
@@ -49,7 +49,7 @@ def stored(expected, tmp_path_factory) -> tuple[LanguageModelConfig, dict]:
     save_file(steers, folder / "steering.safetensors")
     (folder / "config.json").write_text(json.dumps(MODEL))
     (folder / "steering_config.json").write_text(json.dumps(STEERING))
-    return models.load_drafter(folder)
+    return model_files.load_drafter(folder)
 
 
 def drafted_logits(config, weights, tokens_t, features_tj) -> np.ndarray:
@@ -132,7 +132,7 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
     """Beside a small model, or named by --steering; that of other models is refused before weights are read."""
     for name, size in (("big", RANDOM_MODEL), ("small", replace(RANDOM_MODEL, num_layers=2))):
         drawn = parameters.initialize(verifier.specs(size), jax.random.key(0))
-        models.save_verifier(tmp_path / name, size, drawn, jnp.float32)
+        model_files.save_verifier(tmp_path / name, size, drawn, jnp.float32)
     config = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=2)
     drawn = parameters.initialize(steering.specs(config), jax.random.key(1))
     (tmp_path / "steers").mkdir()

@@ -14,7 +14,7 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.engine import pairs
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TINY = pairs.locate("tiny"), pairs.locate("tiny", "drafter")
@@ -136,4 +136,4 @@ def test_hub_ids_are_read_from_the_local_cache(tmp_path):
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert pairs.locate("someone/something", local_files_only=True) == folder
     assert pairs.locate("someone/something", revision="main", local_files_only=True) == folder
-    refused(lambda: models.read_verifier_config(folder), "gpt2")
+    refused(lambda: model_files.read_verifier_config(folder), "gpt2")

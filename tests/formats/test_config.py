@@ -17,7 +17,7 @@ from refusals import refused, understood
 
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import models, storage
+from treeflash_jax.formats import model_files, storage
 from treeflash_jax.models.config import ModelConfig, Rope
 
 
@@ -231,22 +231,22 @@ def test_keys_of_config_json():
 def test_layers_and_experts_that_the_tensors_lack(tmp_path, source, key, most):
     folder = shutil.copytree(source, tmp_path / "model")
     change_json(folder / "config.json", **{key: 100, "layer_types": None})
-    refused(lambda: models.load_verifier(folder), "tensors missing, the first is model.layers.")
+    refused(lambda: model_files.load_verifier(folder), "tensors missing, the first is model.layers.")
     change_json(folder / "config.json", **{key: 10**9})
-    refused(lambda: models.load_verifier(folder), f"{key} = 1000000000", f"at most {most}")
+    refused(lambda: model_files.load_verifier(folder), f"{key} = 1000000000", f"at most {most}")
 
 
 def test_files_of_json(tmp_path):
     path = tmp_path / "generation_config.json"
     for text in ("", "{", "[]", "3", "[" * 200_000, '{"a": ' * 50_000, '{"eos_token_id": ' + "9" * 5000 + "}", "\ud800"):
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), str(path)) if len(str(path)) < 150 else None
+        refused(lambda: model_files.stop_ids(tmp_path, RANDOM_MODEL), str(path)) if len(str(path)) < 150 else None
     for content in ('{"eos_token_id": 64}', '{"eos_token_id": "2"}'):
         path.write_text(content)
-        refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), "eos_token_id")
+        refused(lambda: model_files.stop_ids(tmp_path, RANDOM_MODEL), "eos_token_id")
     path.unlink()
     path.symlink_to(tmp_path / "nowhere")
-    refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), "not found")
+    refused(lambda: model_files.stop_ids(tmp_path, RANDOM_MODEL), "not found")
 
 
 def test_weights_that_are_no_numbers():

@@ -14,7 +14,7 @@ import treeflash_jax as tf
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import draft_vocabulary, models
+from treeflash_jax.formats import draft_vocabulary, model_files
 
 PROMPTS = ["Tom has 3 apples and buys 4 more. How many does he have?", "Write a function that adds two numbers."]
 
@@ -53,7 +53,7 @@ def test_a_language_model_scores_listed_rows_of_its_own_table(tmp_path, tiny):
     """The drafter is the verifier with a table that is a little larger."""
     folder = limited(locate("tiny"), tmp_path / "drafter")
     weights = tiny.weights.verifier
-    models.save_verifier(folder, tiny.verifier, weights | {"embed": weights["embed"] * 1.05}, dtype="float32")
+    model_files.save_verifier(folder, tiny.verifier, weights | {"embed": weights["embed"] * 1.05}, dtype="float32")
     model = tf.load("tiny", drafter=folder)
     np.testing.assert_array_equal(model.weights.drafter["unembed"], (weights["embed"] * 1.05)[::2])
     few = drafted_as_plain(model, PROMPTS, {"nodes": 8, "depths": 4, "children": 4}, max_new_tokens=24)
@@ -89,12 +89,12 @@ def test_other_drafters_have_no_list(folder, tmp_path):
 
 
 def test_conversions_keep_it(folder, tmp_path):
-    models.convert_drafter(folder, tmp_path / "out", "dflash", drop_head=True)
+    model_files.convert_drafter(folder, tmp_path / "out", "dflash", drop_head=True)
     assert draft_vocabulary.read(tmp_path / "out", 2048).tolist() == [*range(0, 2048, 2)]
 
 
 def test_conversions_keep_the_tokenizer_of_a_language_model(tmp_path):
-    models.convert_drafter(locate("tiny"), tmp_path / "out", "language_model")
+    model_files.convert_drafter(locate("tiny"), tmp_path / "out", "language_model")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in locate("tiny").iterdir()}
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (locate("tiny") / name).read_bytes()

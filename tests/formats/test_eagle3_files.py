@@ -14,7 +14,7 @@ from refusals import refused
 from safetensors.numpy import load_file
 
 from treeflash_jax.cli.commands import main
-from treeflash_jax.formats import dialects, models
+from treeflash_jax.formats import dialects, model_files
 from treeflash_jax.models.config import ModelConfig
 
 FOLDER = DATA / "eagle3"
@@ -40,9 +40,9 @@ def read_config(form: str, **changes):
 
 @pytest.mark.parametrize("form", TAPS)
 def test_a_form_is_recognised_and_names_its_layers(form):
-    keys = models.Keys(read_raw(form), "config.json")
+    keys = model_files.Keys(read_raw(form), "config.json")
     assert dialects.recognise(FOLDER / form, keys, "drafter").name == DIALECT.get(form, "speculators")
-    config = models.read_drafter_config(FOLDER / form).fitted(sizes(hidden_size=8 if form == "specforge" else 12))
+    config = model_files.read_drafter_config(FOLDER / form).fitted(sizes(hidden_size=8 if form == "specforge" else 12))
     assert config.taps == TAPS[form] and config.num_taps == len(config.taps)
 
 
@@ -72,8 +72,8 @@ def test_a_form_is_written_and_read_again(form, tmp_path, capsys):
     assert main(["convert", str(FOLDER / form), str(first), "--to", "speculators"]) == 0
     assert main(["convert", str(first), str(again), "--to", "speculators"]) == 0
     capsys.readouterr()
-    config, params = models.load_drafter(FOLDER / form)
-    converted, got = models.load_drafter(first)
+    config, params = model_files.load_drafter(FOLDER / form)
+    converted, got = model_files.load_drafter(first)
     assert_same((replace(converted, taps_are_inputs=config.taps_are_inputs), got), (config, params))
     assert (first / "config.json").read_text() == (again / "config.json").read_text()
     assert json.loads((first / "config.json").read_text())["speculators_model_type"] == "eagle3"
@@ -82,10 +82,10 @@ def test_a_form_is_written_and_read_again(form, tmp_path, capsys):
 
 
 def test_defaults_of_drafting_are_kept(tmp_path):
-    config, params = models.load_drafter(FOLDER / "speculators")
+    config, params = model_files.load_drafter(FOLDER / "speculators")
     changed = replace(config, num_depths=5, num_nodes=32, drafter_temperature=0.7, tau=2.5, thinking=False)
-    models.save_drafter(tmp_path / "out", changed, params, dialect="speculators", dtype=jnp.float32)
-    assert models.read_drafter_config(tmp_path / "out") == changed
+    model_files.save_drafter(tmp_path / "out", changed, params, dialect="speculators", dtype=jnp.float32)
+    assert model_files.read_drafter_config(tmp_path / "out") == changed
 
 
 REFUSED_KEYS = {
@@ -139,16 +139,16 @@ REFUSED_TENSORS = {
 def test_tensors_that_are_refused(form, change, words, tmp_path):
     folder = shutil.copytree(FOLDER / form, tmp_path / "drafter")
     change_tensors(folder, change)
-    refused(lambda: models.load_drafter(folder), *([words] if isinstance(words, str) else words))
+    refused(lambda: model_files.load_drafter(folder), *([words] if isinstance(words, str) else words))
 
 
 def test_files_that_can_run_code_are_not_read(tmp_path):
     folder = shutil.copytree(FOLDER / "eagle", tmp_path / "drafter")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(lambda: models.load_drafter(folder), "got pytorch_model.bin, expected model.safetensors: convert it")
+    refused(lambda: model_files.load_drafter(folder), "got pytorch_model.bin, expected model.safetensors: convert it")
 
 
 def test_a_list_of_all_tokens_says_nothing(tmp_path):
     folder = shutil.copytree(FOLDER / "deepspec", tmp_path / "drafter")
     change_tensors(folder, lambda t: t | {"d2t": np.zeros(48, np.int64), "verifier_norm.weight": np.ones(12)})
-    assert_same(models.load_drafter(folder), models.load_drafter(FOLDER / "deepspec"))
+    assert_same(model_files.load_drafter(folder), model_files.load_drafter(FOLDER / "deepspec"))

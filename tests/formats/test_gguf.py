@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import gguf_reader, models
+from treeflash_jax.formats import gguf_reader, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import layers, quantized
 from treeflash_jax.models.config import Rope
@@ -40,9 +40,9 @@ def small(tmp_path) -> Path:
 def test_float_files_load_as_the_folder_they_were_made_of(tmp_path, name, kind, dtype):
     config, kind = MODELS[name], gguf.GGMLQuantizationType[kind]
     path = write(tmp_path / "x.gguf", config, as_gguf(save_hf(tmp_path, config, dtype), config, kind), EOS)
-    assert models.read_verifier_config(path) == config
+    assert model_files.read_verifier_config(path) == config
     for dtype_loaded in (jnp.float32, dtype):
-        assert_same(*(models.load_verifier(place, dtype=dtype_loaded) for place in (path, tmp_path)))
+        assert_same(*(model_files.load_verifier(place, dtype=dtype_loaded) for place in (path, tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,9 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
     meant = {name: gguf.dequantize(x, kind) if x.ndim == 2 else x for name, x in raw.items()}
     assert all(np.isfinite(x).all() and np.std(x) > 0 for x in meant.values())
     save_file(meant, tmp_path / "model.safetensors")
-    assert_same(models.load_verifier(write(tmp_path / "x.gguf", config, tensors))[1], models.load_verifier(tmp_path)[1])
+    assert_same(
+        model_files.load_verifier(write(tmp_path / "x.gguf", config, tensors))[1], model_files.load_verifier(tmp_path)[1]
+    )
 
 
 @needs_8_devices
@@ -73,20 +75,20 @@ def test_a_mesh_reads_slices_and_gets_the_same(tmp_path, name, monkeypatch):
     config, read = MODELS[name], []
     tensors = as_gguf(save_hf(tmp_path, config), config, gguf.GGMLQuantizationType.Q4_0)
     path = write(tmp_path / "x.gguf", config, tensors)
-    whole = models.load_verifier(path)[1]
+    whole = model_files.load_verifier(path)[1]
     dequantize = gguf.dequantize
     monkeypatch.setattr(gguf, "dequantize", lambda data, kind: read.append(len(data)) or dequantize(data, kind))
-    placed = models.load_verifier(path, mesh=tf.make_mesh(2, 4))[1]
+    placed = model_files.load_verifier(path, mesh=tf.make_mesh(2, 4))[1]
     assert_same(placed, whole)
     assert placed["embed"].addressable_shards[0].data.shape == (24, 64)
     assert max(read) <= config.intermediate_size, "no shard of the vocabulary or of the heads reads all rows"
-    assert_same(*(models.load_verifier(path, mesh=mesh, quantize="int8") for mesh in (None, tf.make_mesh(1, 2))))
+    assert_same(*(model_files.load_verifier(path, mesh=mesh, quantize="int8") for mesh in (None, tf.make_mesh(1, 2))))
 
 
 def test_rounding_quantised_weights_again_is_said(tmp_path):
     tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
     with pytest.warns(UserWarning, match="int8.*again"):
-        _, params = models.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
+        _, params = model_files.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
     assert quantized.quantization_scheme(params) == "int8"
 
 
@@ -98,11 +100,11 @@ def test_rope_divisors_are_llama3_scaling(tmp_path):
     assert divisors.min() == 1 and divisors.max() == 8
     tensors = as_gguf(save_hf(tmp_path, scaled), LLAMA) | {"rope_freqs.weight": (divisors, F32)}
     path = write(tmp_path / "x.gguf", LLAMA, tensors, EOS)
-    both = [models.load_verifier(path), models.load_verifier(tmp_path)]
+    both = [model_files.load_verifier(path), model_files.load_verifier(tmp_path)]
     got, expected = (layers.rope_frequencies(config.rope, config.head_dim) for config, _ in both)
     np.testing.assert_allclose(got, expected, rtol=1e-7)
     main(["convert", str(path), str(tmp_path / "written")])
-    assert_same(models.load_verifier(tmp_path / "written"), both[0])
+    assert_same(model_files.load_verifier(tmp_path / "written"), both[0])
     assert both[0][0].rope.kind == "longrope"
 
 
@@ -112,11 +114,11 @@ def test_yarn_of_llama_cpp(tmp_path):
     neutral = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": True}
     config = MODELS["qwen2 with yarn"]
     tensors = as_gguf(save_hf(tmp_path, config), config)
-    rope = models.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, written | neutral)).rope
+    rope = model_files.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, written | neutral)).rope
     factor = config.rope.attention_factor / 2
     assert rope == replace(config.rope, attention_factor=factor, beta_fast=16.0, beta_slow=2.0)
     without = {"rope.scaling.original_context_length": None}
-    rope = models.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, without)).rope
+    rope = model_files.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, without)).rope
     assert rope.original_max_positions == config.max_positions
 
 
@@ -163,11 +165,11 @@ def test_tokens_have_their_roles(tmp_path):
     assert tokenizer.encode("a")[0] == inner.bos_token_id == 1
     assert inner.decode(tokenizer.encode_chat([{"role": "user", "content": "Hi"}])) == "user: Hi"
     assert tokenizer.decode(tokenizer.encode("<tool>x<|im_end|>")) == "<tool>x", "a token of the user's is text"
-    config = models.read_verifier_config(path)
-    assert config.eos_token_ids == models.stop_ids(path, config) == (0, 2), "the ends of a text and of a turn"
+    config = model_files.read_verifier_config(path)
+    assert config.eos_token_ids == model_files.stop_ids(path, config) == (0, 2), "the ends of a text and of a turn"
     assert tf.load(verifier=path).stop_ids == (0, 2)
     words = vocabulary("smollm") | {"tokenizer.ggml.eos_token_id": 0}
-    config = models.read_verifier_config(write_small(tmp_path / "texts.gguf", words))
+    config = model_files.read_verifier_config(write_small(tmp_path / "texts.gguf", words))
     assert words["tokenizer.ggml.tokens"][2] == "<|im_end|>" and config.eos_token_ids == (0, 2), "by the text of the token"
 
 
@@ -184,18 +186,18 @@ def test_a_file_is_a_model_wherever_one_is_named(small, tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["ids"]) == 4
     assert locate(small) == small
     folder = tmp_path / "folder.gguf"  # a folder, whatever its name
-    models.save_verifier(folder, *models.load_verifier(small))
-    assert models.read_verifier_config(locate(folder)) == models.read_verifier_config(small)
+    model_files.save_verifier(folder, *model_files.load_verifier(small))
+    assert model_files.read_verifier_config(locate(folder)) == model_files.read_verifier_config(small)
 
 
 def test_conversion_keeps_every_bit_and_the_text(small, tmp_path, capsys):
     target = tmp_path / "folder"
     assert main(["convert", str(small), str(target)]) == 0
-    assert_same(models.load_verifier(target), models.load_verifier(small))
-    assert models.stop_ids(target, models.read_verifier_config(target)) == (2,)
+    assert_same(model_files.load_verifier(target), model_files.load_verifier(small))
+    assert model_files.stop_ids(target, model_files.read_verifier_config(target)) == (2,)
     assert Tokenizer.load(target).encode("It's 12.") == Tokenizer.load(small).encode("It's 12.")
     assert main(["convert", str(small), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
-    assert_same(*(models.load_verifier(path, dtype=jnp.bfloat16) for path in (tmp_path / "half", small)))
+    assert_same(*(model_files.load_verifier(path, dtype=jnp.bfloat16) for path in (tmp_path / "half", small)))
     for wrong in ([str(small), str(target)], [str(small), str(tmp_path / "new"), "--to", "dflash"], [str(target), "new"]):
         capsys.readouterr()
         assert main(["convert", *wrong]) == 2 and capsys.readouterr().err.count("\n") == 1

@@ -24,7 +24,7 @@ from treeflash_jax.core.parameters import Entry, Spec, is_spec
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
-from treeflash_jax.formats import dialects, models, storage
+from treeflash_jax.formats import dialects, model_files, storage
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig, Rope
 
@@ -68,8 +68,8 @@ def drafter_params(config, dtype=jnp.float32):
 @pytest.fixture
 def pair(tmp_path) -> tuple[Path, Path]:
     """Folders of a verifier and the drafter that fits it."""
-    models.save_verifier(tmp_path / "verifier", MODEL, random_weights(verifier.specs(MODEL)), jnp.float32)
-    models.save_drafter(tmp_path / "drafter", DRAFTER, drafter_params(DRAFTER), dtype=jnp.float32)
+    model_files.save_verifier(tmp_path / "verifier", MODEL, random_weights(verifier.specs(MODEL)), jnp.float32)
+    model_files.save_drafter(tmp_path / "drafter", DRAFTER, drafter_params(DRAFTER), dtype=jnp.float32)
     return tmp_path / "verifier", tmp_path / "drafter"
 
 
@@ -78,9 +78,9 @@ def pair(tmp_path) -> tuple[Path, Path]:
 def test_verifiers_are_read_back_in_the_dtype_on_disk(tmp_path, name, dtype):
     config = MODELS[name]
     params = random_weights(verifier.specs(config))
-    models.save_verifier(tmp_path, config, params, dtype)
+    model_files.save_verifier(tmp_path, config, params, dtype)
     assert ("unembed" in params) == (not config.tie_embeddings)
-    assert_same(models.load_verifier(tmp_path, dtype=dtype), (config, jax.tree.map(lambda x: x.astype(dtype), params)))
+    assert_same(model_files.load_verifier(tmp_path, dtype=dtype), (config, jax.tree.map(lambda x: x.astype(dtype), params)))
 
 
 NAMED = ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")  # a drafter's verifier
@@ -103,7 +103,7 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
     """Both rope schemas, each enough without the keys of the other; tapped layers as the dialect counts; mask and dtype."""
     config = WRITTEN[dialect]
     params = drafter_params(config, jnp.bfloat16)
-    models.save_drafter(tmp_path, config, params, dialect=dialect)
+    model_files.save_drafter(tmp_path, config, params, dialect=dialect)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["dtype"] == "bfloat16"
     if "speculators" in dialect:
@@ -127,7 +127,7 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
     for key in other.split():
         del table[key]
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert_same(models.load_drafter(tmp_path, dtype=jnp.bfloat16), (config, params))
+    assert_same(model_files.load_drafter(tmp_path, dtype=jnp.bfloat16), (config, params))
 
 
 def test_equal_weights_give_equal_files(tmp_path):
@@ -149,9 +149,9 @@ def test_tensors_have_the_published_names_shapes_and_axes(tmp_path):
     """Names and shapes are those in the state dicts of the released PyTorch classes."""
     names = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in LAYER.items()} | OUTSIDE
     params = drafter_params(DRAFTER)
-    models.save_drafter(tmp_path / "dflash", PLAIN, drafter_params(PLAIN), dialect="dflash")
+    model_files.save_drafter(tmp_path / "dflash", PLAIN, drafter_params(PLAIN), dialect="dflash")
     assert {name: list(x.shape) for name, x in load_file(tmp_path / "dflash/model.safetensors").items()} == names
-    models.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
+    model_files.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
     disk, layer, head = load_file(tmp_path / WEIGHTS), params["backbone"]["groups"][0][1], params["head"]
     assert {name: list(x.shape) for name, x in disk.items()} == {f"model.{n}": shape for n, shape in names.items()} | HEAD
 
@@ -169,14 +169,14 @@ def test_tensors_have_the_published_names_shapes_and_axes(tmp_path):
 def test_dflash_as_the_speculators_library_writes_it(tmp_path):
     """With copies of the verifier's tables and settings of training; from a part of the vocabulary, it is refused."""
     params = drafter_params(PLAIN)
-    models.save_drafter(tmp_path, PLAIN, params, dialect="speculators-dflash", dtype=jnp.float32)
+    model_files.save_drafter(tmp_path, PLAIN, params, dialect="speculators-dflash", dtype=jnp.float32)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert "speculators_config" not in raw, "the verifier is not known"
     tables = {"embed_tokens.weight": np.ones((12, 8), np.float32), "t2d": np.ones(12, bool)}
     change_tensors(tmp_path, lambda tensors: tensors | tables)
     raw |= {"speculators_config": {"verifier": {"name_or_path": "a/b", "architectures": []}}, "max_anchors": 512}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert_same(models.load_drafter(tmp_path), (replace(PLAIN, verifier=("a/b",)), params))
+    assert_same(model_files.load_drafter(tmp_path), (replace(PLAIN, verifier=("a/b",)), params))
     for change, message in (
         ({"draft_vocab_size": 11}, "draft_vocab_size = 11 is not implemented, expected 12"),
         ({"sample_from_anchor": True}, "sample_from_anchor = True is not implemented"),
@@ -185,7 +185,7 @@ def test_dflash_as_the_speculators_library_writes_it(tmp_path):
         ({"emb_dim": 4}, "unknown key 'emb_dim'"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
-        refused(lambda: models.load_drafter(tmp_path), message)
+        refused(lambda: model_files.load_drafter(tmp_path), message)
 
 
 PARTS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -203,7 +203,7 @@ def split_in_two(folder: Path, lost: int = 0) -> None:
 
 def test_two_parts_read_like_one_file(pair):
     """The index decides if a part holds a stale copy of a tensor."""
-    for read, folder in zip((models.load_verifier, models.load_drafter), pair, strict=True):
+    for read, folder in zip((model_files.load_verifier, model_files.load_drafter), pair, strict=True):
         whole = read(folder)
         split_in_two(folder)
         stale = {name: 0 * x for name, x in load_file(folder / PARTS[1]).items()}
@@ -215,8 +215,8 @@ def test_loading_onto_a_mesh(pair):
     """Shards read their own slices; sizes the mesh does not divide (2 key/value heads over 4) are replicated."""
     mesh = tf.make_mesh(2, 4)
     specs = [verifier.specs(MODEL), DRAFTER.specs()]
-    plain = [models.load_verifier(pair[0])[1], *models.load_drafter(pair[1])[1:]]
-    placed = [models.load_verifier(pair[0], mesh=mesh)[1], *models.load_drafter(pair[1], mesh=mesh)[1:]]
+    plain = [model_files.load_verifier(pair[0])[1], *model_files.load_drafter(pair[1])[1:]]
+    placed = [model_files.load_verifier(pair[0], mesh=mesh)[1], *model_files.load_drafter(pair[1], mesh=mesh)[1:]]
     assert_same(placed, plain)
 
     def check(spec: Spec, x: jax.Array) -> None:
@@ -234,25 +234,25 @@ def test_loading_onto_a_mesh(pair):
 
 def test_a_tied_file_may_repeat_its_table(tmp_path):
     config = MODELS["tied"]
-    models.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
+    model_files.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
     change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].copy()})
-    assert "unembed" not in models.load_verifier(tmp_path)[1]
+    assert "unembed" not in model_files.load_verifier(tmp_path)[1]
     change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["lm_head.weight"] + 1})
-    refused(lambda: models.load_verifier(tmp_path), "lm_head.weight differs from model.embed_tokens.weight")
+    refused(lambda: model_files.load_verifier(tmp_path), "lm_head.weight differs from model.embed_tokens.weight")
 
 
 def test_a_whole_file_comes_before_parts(tmp_path):
     """As in transformers: a folder that was saved again in one file keeps the parts of the first time."""
     config = MODELS["tied"]
-    models.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
+    model_files.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "part.safetensors"}}')
-    assert "embed" in models.load_verifier(tmp_path)[1]
+    assert "embed" in model_files.load_verifier(tmp_path)[1]
 
 
 def test_stop_ids_of_both_files_are_united(tmp_path):
-    assert models.stop_ids(tmp_path, MODEL) == (2,)
+    assert model_files.stop_ids(tmp_path, MODEL) == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    assert models.stop_ids(tmp_path, MODEL) == (2, 7)
+    assert model_files.stop_ids(tmp_path, MODEL) == (2, 7)
 
 
 def in_place_of(name: str, make):
@@ -288,7 +288,7 @@ DAMAGE = {
 @pytest.mark.parametrize("which", ["verifier", "drafter"])
 @pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_folders(pair, which, damage, words):
-    folder, read = {"verifier": (pair[0], models.load_verifier), "drafter": (pair[1], models.load_drafter)}[which]
+    folder, read = {"verifier": (pair[0], model_files.load_verifier), "drafter": (pair[1], model_files.load_drafter)}[which]
     read(folder)
     damage(folder)
     refused(lambda: read(folder), str(folder), *words)
@@ -296,8 +296,8 @@ def test_damaged_folders(pair, which, damage, words):
 
 
 def test_swapped_folders(pair):
-    refused(lambda: models.load_verifier(pair[1]), "drafter", "dflash_config")
-    assert models.load_drafter(pair[0])[0].kind == "language_model"
+    refused(lambda: model_files.load_verifier(pair[1]), "drafter", "dflash_config")
+    assert model_files.load_drafter(pair[0])[0].kind == "language_model"
     refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), "dflash_config")
 
 
@@ -320,7 +320,7 @@ def test_mismatched_pairs_are_refused_before_any_weight_is_read(pair, part, chan
 
 def test_saving_refuses_weights_of_another_model(tmp_path):
     params = random_weights(verifier.specs(replace(MODEL, intermediate_size=24)))
-    refused(lambda: models.save_verifier(tmp_path, MODEL, params), "mlp.down_proj.weight", "(8, 24)", "(8, 20)")
+    refused(lambda: model_files.save_verifier(tmp_path, MODEL, params), "mlp.down_proj.weight", "(8, 24)", "(8, 20)")
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

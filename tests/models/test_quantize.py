@@ -22,7 +22,7 @@ from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.engine.device_memory import footprint
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.models import layers, quantized, verifier
 from treeflash_jax.models.quantized import Quantized, quantize
 from treeflash_jax.models.vocab import embed, unembed
@@ -117,8 +117,8 @@ def test_a_mesh_answers_as_one_device_does():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_loading_quantises_what_the_files_hold(dtype):
     for mesh in (None, tf.make_mesh(4, 2)):
-        config, wide = models.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh)
-        _, small = models.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh, quantize="int8")
+        config, wide = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh)
+        _, small = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh, quantize="int8")
         quantise = lambda spec, weight: quantize(weight, spec.inputs) if spec.inputs else weight  # noqa: E731
         assert_same(small, jax.tree.map(quantise, verifier.specs(config), wide, is_leaf=parameters.is_spec))
         assert small["embed"].dtype == dtype
@@ -126,7 +126,7 @@ def test_loading_quantises_what_the_files_hold(dtype):
 
 
 def test_loading_holds_one_wide_matrix_at_a_time(monkeypatch):
-    config = models.read_verifier_config(FOLDERS["verifier"])
+    config = model_files.read_verifier_config(FOLDERS["verifier"])
     matrices = {spec.shape for spec in jax.tree.leaves(verifier.specs(config), is_leaf=parameters.is_spec) if spec.inputs}
     call, held = programs.call, []
 
@@ -135,7 +135,7 @@ def test_loading_holds_one_wide_matrix_at_a_time(monkeypatch):
 
     monkeypatch.setattr(programs, "call", lambda *args, **named: held.append(wide()) or call(*args, **named))
     before = wide()
-    models.load_verifier(FOLDERS["verifier"], dtype=jnp.bfloat16, quantize="int8")
+    model_files.load_verifier(FOLDERS["verifier"], dtype=jnp.bfloat16, quantize="int8")
     assert held == [before + 1] * (config.num_layers * 7 + 1) and wide() == before
 
 
@@ -159,7 +159,8 @@ def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
 
 
 def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
-    config, drafter = models.read_verifier_config(FOLDERS["verifier"]), models.read_drafter_config(FOLDERS["drafter"])
+    config = model_files.read_verifier_config(FOLDERS["verifier"])
+    drafter = model_files.read_drafter_config(FOLDERS["drafter"])
     limit = footprint(config, drafter, dtype=jnp.float32, quantize="int8").total
     monkeypatch.setattr("treeflash_jax.engine.loading.usable_memory", lambda mesh: limit)
     assert tf.load(**FOLDERS, quantize="int8").quantize == "int8"
@@ -176,7 +177,7 @@ def test_programs_compile_from_int8_shapes():
 def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
     for call in (
         lambda: tf.load(verifier="nobody/nothing", quantize="int4"),
-        lambda: models.load_verifier("nowhere", quantize="int4"),
+        lambda: model_files.load_verifier("nowhere", quantize="int4"),
         lambda: verifier.specs(RANDOM_MODEL, "int4"),
     ):
         refused(call, "got quantize 'int4', expected None or 'int8'")
@@ -200,6 +201,6 @@ def test_check_compares_with_the_int8_verifier_and_says_so(capsys, monkeypatch, 
 
 
 def test_rounded_weights_are_not_saved_as_if_they_were_the_files(int8, tmp_path):
-    save = partial(models.save_verifier, tmp_path, int8.verifier, int8.weights.verifier)
+    save = partial(model_files.save_verifier, tmp_path, int8.verifier, int8.weights.verifier)
     refused(save, "got weights in int8, expected those of the files")
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from train.runtime import hosts, training_state, watch
 from train.stages import drafting, registry, teacher
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.formats import draft_vocabulary, models
+from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend import packed_attention
 
@@ -143,7 +143,7 @@ def test_copied_layers_read_the_context_as_the_verifier_does(toy):
 
 def test_a_head_goes_on_where_it_was(toy, tmp_path):
     weights = random_weights(WITH_HEAD.specs(), 1)
-    models.save_drafter(tmp_path / "drafter", WITH_HEAD, weights)
+    model_files.save_drafter(tmp_path / "drafter", WITH_HEAD, weights)
     settings = toy_training.settings(toy, f"drafter={tmp_path}/drafter", "keep_head=true")
     made = drafting.read_drafter_config(settings, MODEL)
     stored = drafting.read_stored(settings, made)
@@ -182,7 +182,7 @@ def test_a_backbone_and_its_head_learn_from_scratch_over_samples_of_the_vocabula
     assert log[-1]["loss"] < log[0]["loss"] and 1 <= log[-1]["held_out/tau_4"] <= 4
     assert log[-1]["held_out/tau_marginal_4"] >= 1
     assert {(done, 2, "prompts with trees of 4 nodes") for done in range(3)} <= set(reports)
-    made, weights = models.load_drafter(f"{tmp_path}/run/model")
+    made, weights = model_files.load_drafter(f"{tmp_path}/run/model")
     assert made.head == "mlp" and np.any(weights["head"]["down"])
     exact = dataclasses.replace(settings, objective=dataclasses.replace(settings.objective, vocabulary=0))
     task, whole = (drafting.make_task(of, MODEL, made) for of in (settings, exact))

@@ -19,7 +19,7 @@ from train.stages import drafting, rollout
 from train.stages.registry import read_stage
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters import Eagle3Config, Inputs
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 
 MODEL = replace(FEW_TOKENS, tie_embeddings=True)
@@ -125,7 +125,7 @@ def test_a_run_learns_and_is_exported(toml, tmp_path):
     model = toy_training.exported(tmp_path / "run", tmp_path / "verifier")
     assert model.drafter.taps == (0, 1, 2), "by default, of three layers"
     assert model.drafter.kind == "eagle3"
-    assert replace(models.load_drafter(tmp_path / "run" / "model")[0], tau=model.drafter.tau) == model.drafter
+    assert replace(model_files.load_drafter(tmp_path / "run" / "model")[0], tau=model.drafter.tau) == model.drafter
     assert model.drafter.tau > 1, "measured by the export"
     answers = [line["response"] for line in toy_training.read_lines(tmp_path / "responses.jsonl")]
     kept = [answer for number, answer in enumerate(answers) if number % 10 != 9]  # the others are held out

@@ -17,7 +17,7 @@ from train.runtime import run_config
 from train.stages import drafting, registry
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters import LanguageModelConfig, steering
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 from treeflash_jax.trees import pick
 
@@ -111,8 +111,8 @@ def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toml, tmp_path)
     drafting.train(registry.read_stage(toml, [*words, "loop.steps=3", "rank=2"]))
     model = toy_training.exported(tmp_path / "steered", toml.parent / "verifier")
     assert "| rank of the steering | 2 |" in (tmp_path / "out" / "README.md").read_text()
-    for name, tree in models.load_drafter(tmp_path / "small" / "model")[1].items():
-        kept = models.load_drafter(tmp_path / "out")[1][name]
+    for name, tree in model_files.load_drafter(tmp_path / "small" / "model")[1].items():
+        kept = model_files.load_drafter(tmp_path / "out")[1][name]
         jax.tree.map(np.testing.assert_array_equal, kept, tree)
     assert np.any(np.asarray(model.weights.drafter["steering"]["up"]))
 

@@ -23,7 +23,7 @@ from train.data.packing import Corpus, DataConfig, Document, Source, load_corpus
 from train.evaluate import held_out_prompts
 from train.runtime import run_config, watch
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "2 + 3 = 5"}]
@@ -331,7 +331,7 @@ def test_a_tokenizer_and_a_model_are_trained_and_read(tmp_path):
     trained = Tokenizer.load(tmp_path / "run" / "model")
     assert trained.decode(trained.encode("What is 2 + 3?")) == "What is 2 + 3?"
     assert trained.inner.vocab_size <= 300 and trained.stop_ids == (2,)
-    model, params = models.load_verifier(tmp_path / "run" / "model")
+    model, params = model_files.load_verifier(tmp_path / "run" / "model")
     assert model.vocab_size == len(trained.inner) == len(params["embed"])
     first, *_, last = [line["loss"] for line in watch.read_log(tmp_path / "run")]
     assert first == pytest.approx(np.log(model.vocab_size), rel=0.05) and last < first - 0.1

@@ -26,7 +26,7 @@ from train.stages import drafting
 from train.stages.rollout import RolloutConfig
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
-from treeflash_jax.formats import draft_vocabulary, models
+from treeflash_jax.formats import draft_vocabulary, model_files
 
 
 def fetched(folder, target):
@@ -63,10 +63,10 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untra
     for step, tau in ((2, 3.5), (4, 4.5)):
         shown.write(step, {"held_out/tau_64": tau})
     shown.close()
-    trained = models.load_drafter(fetched("gs://bucket/run/model", tmp_path / "model"))[1]
+    trained = model_files.load_drafter(fetched("gs://bucket/run/model", tmp_path / "model"))[1]
     export.main(export.ExportStage(run=settings.run, out="gs://bucket/out"))
     exported = fetched("gs://bucket/out", tmp_path / "out")
-    jax.tree.map(np.testing.assert_array_equal, models.load_drafter(exported)[1], trained)
+    jax.tree.map(np.testing.assert_array_equal, model_files.load_drafter(exported)[1], trained)
     card = (exported / "README.md").read_text()
     assert "step 2" in card and "| tau_64 | 3.500 |" in card, "what was measured up to that step"
     assert {name.split("/")[2] for name in bucket} == {"run", "out"}
@@ -94,7 +94,7 @@ def test_exports_replace_exports_alone(trained, tmp_path):
     (tmp_path / "out" / "notes").write_text("mine")
     exported(tmp_path / "out", overwrite=True, drafter_temperature=0.5)
     assert snapshot(tmp_path / "out").keys() == {*written, "notes"}
-    assert models.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
+    assert model_files.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
 
 
 def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, monkeypatch, capsys):
@@ -105,7 +105,7 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     chosen, read_record, parsed = dict(drafter_temperature=0.7, tau=2.5), documents.read, []
     monkeypatch.setattr(documents, "read", lambda *how: (parsed.append(record) or record for record in read_record(*how)))
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
-    stored = models.read_drafter_config(tmp_path / "out")
+    stored = model_files.read_drafter_config(tmp_path / "out")
     assert {name: getattr(stored, name) for name in chosen} == chosen
     assert stored.verifier == (settings.verifier, "Qwen3ForCausalLM")
     assert (tmp_path / "out" / draft_vocabulary.NAME).read_text() == listed.read_text()
@@ -118,7 +118,7 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     assert f"\ntau {tau:.2f} of the folder loaded again: {len(prompts)} held-out prompts" in capsys.readouterr().out
     del chosen["tau"]
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "measured"), dtype="float32", **chosen))
-    assert models.read_drafter_config(tmp_path / "measured") == replace(stored, tau=round(tau, 2))
+    assert model_files.read_drafter_config(tmp_path / "measured") == replace(stored, tau=round(tau, 2))
     assert f"tau of 8 nodes | {tau:.2f}".rstrip("0") in (tmp_path / "measured" / "README.md").read_text()
     other = export.ExportStage(run=str(tmp_path), out=str(tmp_path / "new"))
     refused(lambda: export.main(other), "got no settings.toml, expected the run= of a stage")
@@ -148,7 +148,7 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypa
     beside.unlink(missing_ok=True)
     export.main(export.ExportStage(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
     for folder in ("run/model", "out"):
-        assert models.read_drafter_config(tmp_path / folder).thinking is expected
+        assert model_files.read_drafter_config(tmp_path / folder).thinking is expected
     *_, tokenizer = drafting.read_verifier(toy_training.settings(toml, "verifier=tiny", *given))
     assert tokenizer.template == {"enable_thinking": bool(given) and bool(expected)}
 

@@ -24,7 +24,7 @@ from train import head
 from train.data import packing
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 
 STEPS = ("loop.steps=24", "loop.save_every=3", "loop.evaluate_every=12", "loop.batch=4")
 
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_and_a_cut_log_change_nothing(toy, tmp_path, capsys
     here(toy, run)
     assert "checkpoint of step 24 is damaged" in capsys.readouterr().out
     assert read_log(run) == read_log(whole)
-    trained, expected = (models.load_drafter(path / "model")[1] for path in (run, whole))
+    trained, expected = (model_files.load_drafter(path / "model")[1] for path in (run, whole))
     jax.tree.map(np.testing.assert_array_equal, trained, expected)
 
 

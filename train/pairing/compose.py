@@ -29,7 +29,7 @@ from treeflash_jax.core import devices
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.defaults import choose_dtype
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import models
+from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
@@ -95,7 +95,7 @@ class Composer:
 
     @cached_property
     def model(self) -> ModelConfig:
-        return models.read_verifier_config(locate(self.settings.verifier, "verifier"))
+        return model_files.read_verifier_config(locate(self.settings.verifier, "verifier"))
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

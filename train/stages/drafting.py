@@ -39,7 +39,7 @@ from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.defaults import choose_training_attention
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import HUB_IDS, locate
-from treeflash_jax.formats import draft_vocabulary, models
+from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
@@ -142,7 +142,7 @@ def read_verifier(settings: DraftingStage) -> tuple[Path, ModelConfig, Tokenizer
     """Returns the folder or file of the verifier, its config, and its tokenizer if there is one."""
     folder = locate(settings.verifier, "verifier")
     tokenizer = Tokenizer.load(folder, {"enable_thinking": bool(settings.data.thinking)})
-    return folder, models.read_verifier_config(folder), tokenizer
+    return folder, model_files.read_verifier_config(folder), tokenizer
 
 
 def read_corpus(settings: DraftingStage, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:
@@ -151,7 +151,7 @@ def read_corpus(settings: DraftingStage, model: ModelConfig, tokenizer: Tokenize
 
 def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
     """Returns the config of the drafter, with the facts about its training that its files record."""
-    start = models.read_drafter_config(locate(settings.starts_from, "drafter")) if settings.starts_from else None
+    start = model_files.read_drafter_config(locate(settings.starts_from, "drafter")) if settings.starts_from else None
     drafter = settings.drafter_config(model, start)
     known = {"verifier": (HUB_IDS.get(settings.verifier, settings.verifier), ARCHITECTURES[model.model_type].class_name)}
     known |= {} if settings.data.thinking is None else {"thinking": settings.data.thinking}
@@ -168,7 +168,7 @@ def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | No
     """
     stored: dict[str, Any] = {}
     if settings.starts_from:
-        stored = models.load_drafter(locate(settings.starts_from, "drafter"), dtype=jnp.float32)[1]
+        stored = model_files.load_drafter(locate(settings.starts_from, "drafter"), dtype=jnp.float32)[1]
     path = folders.absolute(settings.run) / "derived.json"
     if path.exists():
         derived = json.loads(path.read_text())
@@ -217,7 +217,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     (folder, model, tokenizer), length = read_verifier(settings), settings.data.sequence_length
     expect(length <= model.max_positions, "data.sequence_length", length, f"at most {model.max_positions} (verifier)")
     corpus = read_corpus(settings, model, tokenizer)
-    _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
+    _, weights = model_files.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = read_drafter_config(settings, model)
     settings.check(drafter, model, corpus, tokenizer)
     task = make_task(settings, model, drafter, mesh)
@@ -236,7 +236,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     kind = settings.describe(drafter)[0]
     size = f"{parameters.count(params):,} weights to train, {corpus.num_sequences} sequences of {length} tokens"
     hosts.say(f"{corpus.summary()}\n{kind}: {size}")
-    pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(folder, model), mesh=mesh)
+    pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=model_files.stop_ids(folder, model), mesh=mesh)
     measure = make_tau_measure(settings, task, pair, corpus, frozen)
     named = dict(params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began, on_timed=on_timed)
     params = loop.fit(task, config=settings, mesh=mesh, **named)
@@ -244,7 +244,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     if hosts.is_first():
         target = folders.absolute(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
-            models.save_drafter(folder, drafter, whole)
+            model_files.save_drafter(folder, drafter, whole)
             if settings.lists_tokens:
                 draft_vocabulary.write(folder, corpus.answer_counts(model.vocab_size))
         watch.table(f"Trained {kind}", watch.summary(settings.run) | {"model": str(target)})

@@ -22,7 +22,7 @@ from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import DRAFTERS, locate
-from treeflash_jax.formats import draft_vocabulary, models
+from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig, Rope
 
@@ -60,7 +60,7 @@ VERIFIERS: dict[str, ModelConfig] = {
         576, 1536, 30, 9, vocab_size=49_152, num_kv_heads=3, head_dim=64, max_positions=8192, rope=Rope(theta=1e5),
         tie_embeddings=True, eos_token_ids=(2,), **_LLAMA,
     ),
-    "tiny": models.read_verifier_config(locate("tiny", "verifier")),
+    "tiny": model_files.read_verifier_config(locate("tiny", "verifier")),
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
         raise FileNotFoundError(
             f"{drafter_shape} not found, expected a drafter's config.json or its folder, or one of {known}"
         )
-    return model, draft_vocabulary.limit(models.read_drafter_config(path).fitted(model), path, model.vocab_size)
+    return model, draft_vocabulary.limit(model_files.read_drafter_config(path).fitted(model), path, model.vocab_size)
 
 
 def find_verifier(name: str) -> ModelConfig:
@@ -132,7 +132,7 @@ def find_verifier(name: str) -> ModelConfig:
     if not Path(name).exists():
         known = ", ".join(VERIFIERS)
         raise ValueError(f"got shape {name!r}, expected one of {known}, or a config.json, its folder or a GGUF file")
-    return models.read_verifier_config(name)
+    return model_files.read_verifier_config(name)
 
 
 def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> BlockConfig:
@@ -141,7 +141,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Blo
     It has the verifier's widths, five layers (eight for a mixture of experts) that read five of its layers, blocks of 16.
     """
     if verifier == VERIFIERS["tiny"]:
-        return models.read_drafter_config(locate("tiny", "drafter"))
+        return model_files.read_drafter_config(locate("tiny", "drafter"))
     return BlockConfig(
         layers=fresh_layers(verifier, num_layers or (8 if verifier.num_experts else 5)),
         block_size=16,

@@ -20,7 +20,7 @@ from treeflash_jax.cli.chat import converse
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import LINE, LONGEST_PATH, UnknownSetting, clipped, fit
 from treeflash_jax.engine.results import Chunk
-from treeflash_jax.formats import dialects, gguf_reader, models
+from treeflash_jax.formats import dialects, gguf_reader, model_files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,9 +175,9 @@ def _convert(arguments: argparse.Namespace) -> int:
         got = f"{clipped(arguments.source, LONGEST_PATH)} without --to, or with --dtype"
         raise ValueError(f"got {got}; expected a GGUF file, or a drafter folder with {known} alone")
     if is_gguf:
-        models.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
+        model_files.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
     else:
-        models.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
+        model_files.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
     print(f"wrote {arguments.target}")
     return 0
 

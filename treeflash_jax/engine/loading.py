@@ -17,7 +17,7 @@ from treeflash_jax.engine import pairs
 from treeflash_jax.engine.defaults import choose_dtype
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.formats import draft_vocabulary, models
+from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.dialects import language_model_folder
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models import quantized
@@ -91,7 +91,7 @@ def load(
     names = str(verifier), str(drafter)
     dtype = choose_dtype(devices.describe_mesh(mesh)) if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
-    config = models.read_verifier_config(verifier)
+    config = model_files.read_verifier_config(verifier)
     drafter_config = drafter_params = None
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
@@ -105,10 +105,10 @@ def load(
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
     if drafter is not None:
-        drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
+        drafter_params = model_files.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
         if steering is not None:
             drafter_params["steering"] = language_model_folder.load_steering(Path(steering), dtype, mesh)
-    config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
+    config, verifier_params = model_files.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     if drafter is not None:
         drafter_params = drafter_params | draft_vocabulary.load(drafter, drafter_params, verifier_params, mesh)
     return TreeFlash(
@@ -116,7 +116,7 @@ def load(
         Weights(verifier_params, drafter_params),
         drafter=drafter_config,
         tokenizer=tokenizer,
-        stop_ids=models.stop_ids(verifier, config),
+        stop_ids=model_files.stop_ids(verifier, config),
         mesh=mesh,
         names=names,
     )
@@ -126,7 +126,7 @@ def _read_drafter_config(
     drafter: Path, steering: str | Path | None, verifier: ModelConfig, thinking: bool
 ) -> DrafterConfig:
     """Returns the config of a drafter for this verifier; warns if it was trained for the other value of `thinking`."""
-    config = models.read_drafter_config(drafter)
+    config = model_files.read_drafter_config(drafter)
     if steering is not None:
         config = config.steered(language_model_folder.read_steering_config(Path(steering)))
     config = draft_vocabulary.limit(config.fitted(verifier), drafter, verifier.vocab_size)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 
 from treeflash_jax.core import files
-from treeflash_jax.formats import safetensors, storage
+from treeflash_jax.formats import storage, tensor_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
@@ -41,7 +41,7 @@ class Dialect:
 
     def opened(self, path: Path, config: Any) -> AbstractContextManager[dict[str, Tensor]]:
         """Opens the tensors by name, without those that no weight is read from."""
-        return safetensors.open_folder(path)
+        return tensor_files.open_folder(path)
 
     def entries(self, config: Any, specs: Any, names: Collection[str]) -> Any:
         """Returns the location on disk of each weight: a tree of Entry.

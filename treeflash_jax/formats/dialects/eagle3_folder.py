@@ -23,7 +23,7 @@ import numpy as np
 from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
-from treeflash_jax.formats import architectures, safetensors
+from treeflash_jax.formats import architectures, tensor_files
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects import speculators
@@ -95,7 +95,7 @@ class Eagle3(Dialect):
             num_taps=3 if ids is None else len(ids),
             taps_are_inputs=self.ids_are_inputs,
             draft_vocab_size=draft_vocab_size,
-            own_embedding=target != layers.hidden_size or "embed_tokens.weight" in safetensors.names(folder),
+            own_embedding=target != layers.hidden_size or "embed_tokens.weight" in tensor_files.names(folder),
             norm_output=self.norm_is_optional and keys.truth("norm_output", False),
             verifier=speculators.read_verifier(keys),
             **options,
@@ -121,7 +121,7 @@ class Eagle3(Dialect):
     @contextmanager
     def opened(self, path: Path, config: Eagle3Config) -> Iterator[dict[str, Tensor]]:
         """Opens the tensors that weights are read from; buffers of training are left out."""
-        with safetensors.open_folder(path) as stored:
+        with tensor_files.open_folder(path) as stored:
             tensors = {
                 name: tensor for name, tensor in stored.items() if name != "t2d" and not name.startswith("verifier_")
             }

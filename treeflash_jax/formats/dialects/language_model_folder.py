@@ -17,7 +17,7 @@ from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
-from treeflash_jax.formats import safetensors, storage
+from treeflash_jax.formats import storage, tensor_files
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
@@ -53,7 +53,7 @@ class LanguageModel(Dialect):
 
     @contextmanager
     def opened(self, path: Path, config: LanguageModelConfig) -> Iterator[dict[str, Tensor]]:
-        steers = safetensors.open_files(path, [WEIGHTS]) if config.steering else nullcontext({})
+        steers = tensor_files.open_files(path, [WEIGHTS]) if config.steering else nullcontext({})
         with self.inner.opened(path, config.layers) as tensors, steers as more:
             yield {**tensors, **more}
 
@@ -98,7 +98,7 @@ def _entries(config: SteeringConfig) -> dict[str, Entry]:
 def load_steering(folder: Path, dtype: Any, mesh: Any = None) -> dict[str, Any]:
     """Reads the weights of the steering of a small model. Raises ValueError for missing or damaged files."""
     config = read_steering_config(folder)
-    with safetensors.open_files(folder, [WEIGHTS]) as tensors:
+    with tensor_files.open_files(folder, [WEIGHTS]) as tensors:
         return storage.load(folder, tensors, steering.specs(config), _entries(config), dtype, mesh)
 
 

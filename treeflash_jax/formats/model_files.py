@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, quoted, read_json
-from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, safetensors, storage, tokenizer
+from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, storage, tensor_files, tokenizer
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import quantized, verifier
@@ -114,7 +114,7 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     config = read_drafter_config(source)
     written = writable(dialect, config)
     written.to_hf(written.without_head(config, {})[0] if drop_head else config)  # refuses before weights are read
-    with safetensors.open_folder(Path(source)) as tensors:
+    with tensor_files.open_folder(Path(source)) as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
     if len(kinds) != 1:
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
