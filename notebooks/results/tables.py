@@ -156,13 +156,13 @@ def _phase_times(result: dict[str, Any]) -> Iterable[tuple[int, list[str]]]:
     """Yields each number of nodes of a result of `bench latency` with the cells of PHASES."""
     time = {(row["phase"], row["nodes"]): row["ms"] for row in result["phases"]}
     for nodes in result["settings"]["nodes"]:
-        parts = [time["draft", None], time["expand", None]]
+        parts = [time["draft", None] + time.get(("expand", None), 0.0)]  # in older results a phase of its own
         parts += [time[phase, nodes] for phase in ("tree", "verify", "accept", "commit", "round")]
         parts += [time["step", None], time["round", nodes] / time["step", None]]
         yield nodes, [f"{part:.2f}" for part in parts]
 
 
-PHASES = "nodes | draft | head | tree | verify | accept | commit | round | one-token step | round / step"
+PHASES = "nodes | draft | tree | verify | accept | commit | round | one-token step | round / step"
 
 
 def latency() -> str:
@@ -290,7 +290,7 @@ def beside_peers(drafting: str) -> str:
 
 def drafters() -> str:
     runs, rows = read("drafters_tiny.json"), []
-    settings, phases = runs["settings"], ("draft", "expand", "tree", "verify", "commit", "round")
+    settings, phases = runs["settings"], ("draft", "tree", "verify", "commit", "round")
     for system in runs["systems"]:
         times = system["phases_ms"]
         if times is None:
@@ -299,7 +299,8 @@ def drafters() -> str:
         shares = system["acceptance_by_depth"]
         accepted = [f"{share / above:.2f}" for above, share in zip([1.0, *shares], shares[:5], strict=False)]
         pace = [f"{system['tau']:.2f}", f"{system['tokens_per_second']:.0f}"]
-        costs = [f"{times[phase]:.1f}" if phase in times else "" for phase in phases]
+        times["draft"] += times.get("expand", 0.0)  # in older results a phase of its own
+        costs = [f"{times[phase]:.1f}" for phase in phases]
         rows.append([system["drafter"], system["way"], system["nodes"], *pace, " ".join(accepted), *costs])
     step = median(system["phases_ms"]["step"] for system in runs["systems"] if system["phases_ms"])
     header = f"drafter | way | nodes | tau | tokens/s | accepted at depth 1 to 5 | {' | '.join(phases)}"

@@ -78,12 +78,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="sampled continuations per position")
     parser.add_argument("--depths", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.set_defaults(limit=None)
     arguments = parser.parse_args()
     model = tf.load(arguments.model, dtype=arguments.dtype)
-    prompts = {prompt.id: prompt for prompt in prompt_sets.chosen_prompts(arguments)}
+    prompts = {prompt.id: prompt for prompt in prompt_sets.choose_prompts(arguments.prompts)}
     tokens, rounds = dict.fromkeys(arguments.nodes, 0), dict.fromkeys(arguments.nodes, 0)
-    for _, record in read_jsonl(arguments.answers)[0]:
+    for _, record in read_jsonl(arguments.answers):
         if record["system"] != "ar":
             continue
         for turn, answer in enumerate(record["ids"]):

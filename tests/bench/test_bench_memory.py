@@ -113,7 +113,7 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
     words += ["--nodes", "8", "--candidates", "4", "--children", "4"]
     assert main(words) == 0
     printed, steps = capsys.readouterr()
-    assert steps == "[1/2] compiling the prefill\n[2/2] compiling the rounds\n"
+    assert steps == "compiling the prefill\ncompiling the rounds\n"
     results = json.loads(out.read_text())
     assert results.pop("earlier") == {"bytes_per_device": {}}
     [(key, result)] = results.items()

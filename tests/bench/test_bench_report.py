@@ -9,7 +9,7 @@ from refusals import mistake, refused
 from rich.console import Console
 from toy_training import write_lines
 
-from treeflash_jax.bench import bench_records, plots, report
+from treeflash_jax.bench import bench_records, report
 from treeflash_jax.cli.commands import main
 
 HARDWARE = {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2}
@@ -18,13 +18,13 @@ HARDWARE = {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2}
 def make_record(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed=0, ids=(1, 2), dtype="float32"):
     """A record made by hand; `lengths` by turn."""
     base, _, nodes = system.partition("-")
-    settings = dict.fromkeys(bench_records.SHARED, 1) | dict.fromkeys(bench_records.SYSTEM)
+    settings = dict.fromkeys(bench_records.SHARED, 1) | dict.fromkeys(("drafter", "head", "acceptance"))
     settings |= {"builder": "none" if base.startswith("ar") else "best-first", "dtype": dtype}
     settings |= {"nodes": int(nodes.partition("@")[0]) if nodes else None, "temperature": temperature, "seed": seed}
     turns = {"cut": 0, "ids": list(ids), "texts": None}
     record = {"schema": bench_records.SCHEMA, "prompt_id": prompt, "prompt_hash": "0", "system": system}
     record |= {"settings": settings, "accept_lengths": lengths} | {key: [x] * len(lengths) for key, x in turns.items()}
-    record |= {"tokens": sum(map(sum, lengths)) if tokens is None else tokens, "seconds": seconds, "compile_seconds": 0.0}
+    record |= {"tokens": sum(map(sum, lengths)) if tokens is None else tokens, "seconds": seconds}
     return record | {"versions": {"jax": "1"}, "hardware": HARDWARE}
 
 
@@ -33,17 +33,16 @@ def entry(records, system, temperature=0.0, **settings):
     return next(s for s in systems if s["system"] == system and s["temperature"] == temperature)
 
 
-def test_tau_pooled_and_per_response_and_depths():
+def test_tau_and_depths():
     records = [
         make_record("a", "treeflash-8", [[4, 4, 4], [1]], 2.0, tokens=12),
         make_record("b", "treeflash-8", [[]], 1.0, tokens=1),
     ]
     result = entry(records, "treeflash-8")
     assert result["tau"] == 13 / 4
-    assert result["tau_per_response"] == (4 + 1) / 2  # the response without a round is left out
     assert (result["responses"], result["prompts"], result["rounds"]) == (3, 2, 4)
     assert result["acceptance_by_depth"] == [3 / 4, 3 / 4, 3 / 4]
-    assert (result["tokens_per_second"], result["median_tokens_per_second"]) == (13 / 3, (12 / 2 + 1) / 2)
+    assert result["tokens_per_second"] == 13 / 3
     assert result["speedup"] is None and result["tau_ratio"] is None and result["against"] is None
     assert entry(records[1:], "treeflash-8")["tau"] is None
     records[0]["cut"] = [2, 0]  # accepted beyond the end of the first turn, which tau does not count
@@ -67,15 +66,6 @@ def test_speedup_pairs_prompts_seeds_and_temperatures():
     assert result["identical"] == 1
     assert entry(records, "treeflash-8", 1.0)["speedup"]["value"] == 0.5
 
-    records = [
-        make_record("a", "ar, float32", [[1] * 4], 4.0, ids=[1]),
-        make_record("a", "ar, bfloat16", [[1] * 4], 1.0, ids=[2], dtype="bfloat16"),
-        make_record("a", "treeflash, float32", [[2, 2]], 2.0, ids=[1]),
-    ]
-    result = entry(records, "treeflash, float32")
-    assert result["speedup"]["value"] == 0.5, "over the fastest baseline"
-    assert (result["identical"], result["verdict"]) == (1, "PASS"), "answers are those of the dtype"
-
 
 @pytest.mark.parametrize("lengths, interval", [
     ([(1, 2), (1, 4)], (3.0, 2.0, 4.0)),
@@ -89,7 +79,7 @@ def test_bootstrap_draws_whole_prompts_of_both_systems(lengths, interval):
         for system, length in zip(("marginal-8", "treeflash-8"), pair, strict=True)
         for seed in (0, 1)
     ]
-    ratio = entry(records, "treeflash-8", resamples=500)["tau_ratio"]
+    ratio = entry(records, "treeflash-8")["tau_ratio"]
     np.testing.assert_allclose((ratio["value"], ratio["low"], ratio["high"]), interval)
     assert ratio["answers"] == 2 * len(lengths)
 
@@ -119,14 +109,14 @@ def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):
     assert main(["bench", "report", str(path), "--against", "ar"]) == 0
     printed = capsys.readouterr().out
     tokens, speed, depths = (line.split() for line in printed.splitlines() if "treeflash-8" in line)
-    assert tokens == ["0", "treeflash-8", "2", "4.50", "4.50", "4.50", "[3.00,", "6.00]", "ar"]
-    assert speed == ["0", "treeflash-8", "4", "4", "1.69", "[1.50,", "2.00]", "2", "of", "2"]
+    assert tokens == ["0", "treeflash-8", "2", "4.50", "4.50", "[3.00,", "6.00]", "ar"]
+    assert speed == ["0", "treeflash-8", "4", "1.69", "[1.50,", "2.00]", "2", "of", "2"]
     assert depths == ["0", "treeflash-8", "100", "100", "50", "50", "50"]
     assert "% of rounds" in printed and "jax 1" in printed and "lossless: PASS; 2 of 2 answers identical" in printed
 
 
 def test_tables_keep_their_key_column_in_little_space():
-    systems = ("ar", "marginal-64@0.85", "treeflash-64", "treeflash-64@0.7+hybrid+traversal")
+    systems = ("ar", "marginal-64@0.85", "treeflash-64", "treeflash-64@0.7:builder=hybrid")
     lengths = {name: [[1] * 4 if name == "ar" else [3, 16, 2, 9]] for name in systems}
     records = [make_record(prompt, name, lengths[name], 1.0, tokens=99999) for prompt in "abc" for name in systems]
     console = Console(width=80, file=io.StringIO(), highlight=False)
@@ -138,23 +128,12 @@ def test_tables_keep_their_key_column_in_little_space():
     assert len([line for line in cells if line[1].startswith("treeflash-6")]) == 2 * 3, "names fold, they are not cut off"
 
 
-def test_whole_rounds_are_compared_with_the_tree_of_the_same_drafter():
-    records = []
-    for system, drafter, lengths in (("treeflash-8, a", "a", [4, 4]), ("treeflash-8, b", "b", [2, 2])):
-        record = make_record("p", system.partition(",")[0], [lengths], 1.0) | {"expected": 6.0}
-        record |= {"system": system, "settings": record["settings"] | {"drafter": drafter}}
-        records.append(record)
-    for name in ("treeflash-8, a", "treeflash-8, b"):
-        assert entry(records, name)["whole_rounds"]["tau_ratio"]["value"] == 1
-
-
 def test_names_are_printed_as_they_are(tmp_path, capsys):
     """Rich would read them as markup and emoji."""
     record = make_record("p", "treeflash-8", [[2]], 1.0) | {"system": "treeflash-8, run[a][/b] :100:"}
     path = write_lines(tmp_path / "results.jsonl", [record])
     assert main(["bench", "report", str(path)]) == 0
     assert "run[a][/b] :100:" in capsys.readouterr().out
-    mistake(capsys, main, ["bench", "report", str(path), "--resamples", "0"], "--resamples 0")
 
 
 def changed(**changes):
@@ -162,33 +141,14 @@ def changed(**changes):
 
 
 @pytest.mark.parametrize("line, words", [
-    (changed(schema=4), "got schema 4, expected 3"),
-    ('{"schema": 1', "got malformed JSON"),
-    ('{"schema": 3}', "got no hardware, expected a record of treeflash bench run"),
-    (changed(prompt_id="a"), "got a second answer to ('a', 'ar', 0.0, 0)"),
-    (changed(hardware=HARDWARE | {"device": "H200"}), "got device 'H200', but 'cpu' in earlier lines"),
+    (changed(schema=3), "2: got schema 3, expected 4"),
+    ('{"schema": 1', "2: got malformed JSON"),
+    ('{"schema": 4}', "2: got no hardware, expected a record of treeflash bench run"),
+    (changed(hardware=HARDWARE | {"device": "H200"}), " got device 'H200', but 'cpu' in earlier records"),
 ])  # fmt: skip
 def test_bad_results_are_named_by_file_and_line_and_kept(tmp_path, capsys, line, words):
     path = write_lines(tmp_path / "results.jsonl", [make_record("a", "ar", [[1]], 1.0), line + "\n"])
     before = path.read_bytes()
     for command in (["report", str(path)], ["run", "--out", str(path)]):
-        mistake(capsys, main, ["bench", *command], f"results.jsonl:2: {words}")
+        mistake(capsys, main, ["bench", *command], f"results.jsonl:{words}")
     assert path.read_bytes() == before
-
-
-def test_a_picture_has_a_panel_per_set_and_temperature_and_a_line_per_drafter(tmp_path):
-    pytest.importorskip("matplotlib")
-    shared = {"head": None, "builder": "best-first", "whole_rounds": None}
-    systems = [
-        shared | {"drafter": drafter, "set": prompts, "temperature": temperature, "nodes": nodes, "tau": 2.0}
-        for drafter in ("EAGLE-3", "ngram")
-        for prompts in ("gsm8k", "code", "chat")
-        for temperature in (0.0, 0.7)
-        for nodes in (4, 8)
-    ]
-    plots.draw_trees([*systems, systems[0] | {"nodes": None}], tmp_path / "tau.svg")
-    picture = (tmp_path / "tau.svg").read_text()
-    panels = [panel for panel in picture.split('<g id="axes_')[1:] if 'id="legend_' in panel]
-    assert len(panels) == 6 and "<!-- gsm8k, T = 0.7 -->" in picture
-    for drafter in ("EAGLE-3", "ngram"):
-        assert all(panel.count(f"<!-- {drafter}, best-first -->") == 1 for panel in panels)

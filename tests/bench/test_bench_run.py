@@ -1,6 +1,6 @@
 """`bench run`: what is measured, how a run is resumed, and what is refused."""
 
-import shlex
+import subprocess
 import sys
 from collections import Counter
 from copy import copy, deepcopy
@@ -77,17 +77,14 @@ def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
     chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": SECOND}]
     again = tiny.generate([chat], **settings)[0]
     record = next(r for r in records if bench_records.record_key(r) == ("cows", "treeflash-8", 0.0, 0))
-    for key in ("ids", "accept_lengths", "texts", "cut", "finished"):
+    for key in ("ids", "accept_lengths", "texts", "cut"):
         assert record[key] == [getattr(turn, "text" if key == "texts" else key) for turn in (answer, again)]
     assert record["tokens"] == len(answer.ids) + len(again.ids)
-    sampled = dict.fromkeys(("branches", "trunk", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
-    assert record["settings"] == settings | sampled | {
-        "shortlist": 0, "depths": None, "head": "mlp", "block_size": 16, "draft_vocabulary": "all", "attention": None,
-        "builder": "best-first", "acceptance": "sample-and-match", "drafter_temperature_rule": "max(it, min(T, 1))",
-        "drafter_temperature": tiny.drafter.drafter_temperature, "temperature": 0.0, "seed": 0, "top_k": 0, "top_p": 1.0,
-        "format": "chat", "template": {"enable_thinking": False}, "dtype": "float32", "quantize": None, "batch_size": 1,
-        "verifier": "tiny", "drafter": "tiny", "drafter_source": None, "stop_ids": None, "expected_lengths": False,
-    }  # fmt: skip
+    about = {"head": "mlp", "block_size": 16, "builder": "best-first", "acceptance": "sample-and-match", "top_p": 1.0}
+    about |= {"drafter_temperature": tiny.drafter.drafter_temperature, "temperature": 0.0, "seed": 0, "format": "chat"}
+    about |= {"template": {"enable_thinking": False}, "dtype": "float32", "quantize": None, "batch_size": 1}
+    about |= {"verifier": "tiny", "drafter": "tiny", "drafter_source": "tiny", "stop_ids": None}
+    assert (settings | about).items() <= record["settings"].items()
     assert record["hardware"]["backend"] == "cpu" and set(record["versions"]) == {"jax", "treeflash_jax", "python"}
     plain = next(r for r in records if r["system"] == "ar")
     assert plain["settings"]["head"] is plain["settings"]["nodes"] is None and set(plain["accept_lengths"][0]) == {1}
@@ -102,7 +99,7 @@ def test_first_calls_and_calls_that_compile_are_made_again(fake, small, tmp_path
     fake.compiles = lambda call: call in (1, 9)  # the first turn of all, and the tree's call for the second prompt
     records = bench(tmp_path / "out.jsonl", *small, "--systems", "ar", "treeflash")
     assert [call.config.builder for call in fake.calls] == 4 * ["none"] + 6 * ["best-first"] + ["none"]
-    assert [(r["seconds"], r["compile_seconds"]) for r in records] == [(2.0, 9.0), (2.0, 0.0), (1.0, 9.0), (1.0, 0.0)]
+    assert [record["seconds"] for record in records] == [2.0, 2.0, 1.0, 1.0]
 
 
 def test_answers_that_differ_pass_at_a_near_tie_and_fail_elsewhere(fake, small, tmp_path, monkeypatch, capsys):
@@ -117,7 +114,7 @@ def test_answers_that_differ_pass_at_a_near_tie_and_fail_elsewhere(fake, small, 
         assert records[-1]["differences"]["treeflash-8"].items() >= apart.items()
         assert shown.err.count(f"{verdict}: prompt") == 2 and f"lossless: {verdict}" in shown.out
     assert "0 of 2 answers identical, 2 near-ties, one in 3 tokens" in " ".join(shown.out.split())
-    records = bench(tmp_path / "sampled", *small, "--systems", "ar", "treeflash+paths", "--temperature", "1")
+    records = bench(tmp_path / "sampled", *small, "--systems", "ar", "treeflash:builder=paths", "--temperature", "1")
     assert not any(record["differences"] for record in records), "other samples by design"
     assert "lossless" not in capsys.readouterr().out
 
@@ -181,7 +178,7 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
     capsys.readouterr()
     other = write_lines(tmp_path / "other.jsonl", [{"id": 7, "turns": ["Name a colour!"]}])
     for path, more, words in (
-        (out, ["--max-new-tokens", "9"], "got max_new_tokens 9, but 8 in the file"),
+        (out, ["--max-new-tokens", "9"], "got max_new_tokens 9, but 8 in earlier records"),
         (out, ["--template", '{"effort": "high"}'], "got template {'effort': 'high', 'enable_thinking': False}, but"),
         (out, ["--systems", "treeflash-0"], "nodes 0"),
         (out, ["--prompts", str(other)], "another text for prompt '7'"),
@@ -190,12 +187,11 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
         (fresh, ["--max-new-tokens", "1500"], "prompt 'cows': got 30"),
         (fresh, ["--format", "raw"], "prompt 'cows': got 2 turns, expected one turn alone"),
         (fresh, ["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
-        (out, ["--pair", "tiny", "tiny=other"], "got drafter_source 'other', but None in the file"),
-        (out, ["--stop-ids", "7"], "got stop_ids [7], but None in the file"),
-        (out, ["--expected-lengths"], "got expected_lengths True, but False in the file"),
+        (out, ["--pair", "tiny", "tiny=other"], "got drafter_source 'other', but 'tiny' in earlier records"),
+        (out, ["--stop-ids", "7"], "got stop_ids [7], but None in earlier records"),
         (fresh, ["--other", "ar=cat"], "got --other 'ar=cat', expected NAME=COMMAND with a name that no other system has"),
         (fresh, ["--other", "cat"], "got --other 'cat', expected NAME=COMMAND"),
-        (fresh, ["--phases", "0"], "got --phases 0, expected at least 1"),
+        (fresh, ["--phases", "0"], "phases '0', expected"),
         (fresh, ["--prompt-ids", " "], "got --prompt-ids and --prompts"),
     ):
         mistake(capsys, main, ["bench", "run", "--out", str(path), *small, *more], words)
@@ -204,24 +200,23 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
 
 @pytest.mark.parametrize("reply", ["[1]", '{"ids": [5]}', '{"ids": [5], "seconds": "1.0"}', '{"ids": 5, "seconds": 1.0}'])
 def test_other_programs_that_answer_something_else_are_refused(tiny, reply):
-    command = shlex.join([sys.executable, "-c", f"input(); print({reply!r})"])
-    with Peer(name="other", model=tiny, config=tf.GenerateConfig(), command=command) as peer:
+    command = [sys.executable, "-c", f"input(); print({reply!r})"]
+    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        peer = Peer(name="other", model=tiny, config=tf.GenerateConfig(), command="python", program=program)
         refused(lambda: peer.answer([[5, 6]], 0.0, [0]), "expected one JSON line per prompt")
 
 
-def test_a_file_has_one_writer_and_phases_reach_answers_that_were_there(fake, small, tmp_path, capsys, monkeypatch):
+def test_phases_reach_answers_that_were_there(fake, small, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out.jsonl"
     bench(out, *small)
     capsys.readouterr()
-    times = {"treeflash-8": {"context": 30, "ms": {"round": 2.0, "step": 1.0}}}
-    monkeypatch.setattr(run, "time_phases", lambda measured, context, temperature, known: times)
-    with bench_records.held(out):
-        mistake(capsys, main, ["bench", "run", "--out", str(out), *small], "another process writes to it")
+    times = {"context": 30, "ms": {"round": 2.0, "step": 1.0}}
+    monkeypatch.setattr(run, "time_phases", lambda system, context, temperature: times)
     asked = len(fake.calls)
     records = bench(out, *small, "--phases", "30")
     assert len(fake.calls) == asked and "ms by phase, after 30 tokens" in capsys.readouterr().out
-    assert {record["system"]: record["phases"] for record in records} == {"ar": None, "marginal-8": None} | times
-    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "prompts.jsonl"}, "no lock stays"
+    expected = {"ar": None, "marginal-8": times, "treeflash-8": times}
+    assert {record["system"]: record["phases"] for record in records} == expected
 
 
 def test_names_of_systems_hold_their_settings():
@@ -229,26 +224,24 @@ def test_names_of_systems_hold_their_settings():
     systems = {
         "ar": {"builder": "none"},
         "chain@0.7": sampled | {"builder": "chain"},
-        "marginal-4+paths+traversal@0.7": sampled | {"builder": "paths", "acceptance": "traversal", "nodes": 4},
+        "marginal-4@0.7:builder=paths:acceptance=block": sampled | {"builder": "paths", "acceptance": "block", "nodes": 4},
         "joined-4": {"ngrams": 8, "nodes": 4},
-        "treeflash-8+hybrid": {"ngrams": 0, "builder": "hybrid", "acceptance": None, "nodes": 8},
-        "treeflash-8+delayed:trunk=1:branches=3":
-            {"ngrams": 0, "builder": "delayed", "acceptance": None, "nodes": 8, "trunk": 1, "branches": 3},
-        "treeflash-4+one-path+block": {"ngrams": 0, "builder": "paths", "branches": 1, "acceptance": "block", "nodes": 4},
-    }  # fmt: skip
+        "treeflash-8:builder=delayed:trunk=1": {"ngrams": 0, "builder": "delayed", "trunk": 1, "nodes": 8},
+    }
     assert parse_systems(systems, [2]) == systems
-    names = "ar marginal@0.7 treeflash-64 treeflash+paths:trunk=1"
-    several = "ar marginal-4@0.7 marginal-16@0.7 treeflash-64 treeflash-4+paths:trunk=1 treeflash-16+paths:trunk=1"
+    names = "ar marginal@0.7 treeflash-64 treeflash:trunk=1"
+    several = "ar marginal-4@0.7 marginal-16@0.7 treeflash-64 treeflash-4:trunk=1 treeflash-16:trunk=1"
     assert list(parse_systems(names.split(), [4, 16])) == several.split()
     for name, words in {
-        **dict.fromkeys("medusa ar:trunk=1 chain+hybrid treeflash+heap treeflash+hybrid+luck".split(), "unknown system"),
+        **dict.fromkeys("medusa ar:trunk=1 chain-4 treeflash+hybrid".split(), "unknown system"),
         "treeflash:temperature=1": "got setting 'temperature' of a system, expected one of", "treeflash:trunk=-1": "trunk",
+        "treeflash:builder=heap": "builder",
     }.items():  # fmt: skip
         refused(lambda name=name: parse_systems([name], [4]), words)
 
 
 def test_trees_of_equal_settings_are_measured_once(tiny, monkeypatch):
-    names = ["marginal+hybrid+traversal", "treeflash+hybrid+traversal"]
+    names = ["marginal:builder=hybrid", "treeflash:builder=hybrid"]
     words = ["bench", "run", "--out", "out", "--nodes", "8", "--systems", *names]
     arguments = commands.parser().parse_args(words)
     for head, expected in (("marginal", 1), ("mlp", 2)):
@@ -270,15 +263,15 @@ def test_drafters_are_systems_with_one_baseline_and_their_own_options():
 
 @pytest.mark.slow
 def test_drafters_are_compared_in_turns_with_the_times_of_their_phases(short, small, tmp_path, capsys):
-    out, plot = tmp_path / "out.jsonl", tmp_path / "tau.png"
+    out = tmp_path / "out.jsonl"
     options = [*small, "--pair", str(short), f"itself={short}", "ngram", "--systems", "ar", "chain", "treeflash"]
     options += ["--nodes", "2", "4", "--phases", "30"]
     records = bench(out, *options)
-    assert main(["bench", "report", str(out), "--plot", str(plot)]) == 0
+    assert main(["bench", "report", str(out)]) == 0
     printed = capsys.readouterr().out
     names = [f"{name}, {drafter}" for drafter in ("itself", "ngram") for name in ("chain", "treeflash-2", "treeflash-4")]
     assert [record["system"] for record in records[:7]] == ["ar", *names] and len(records) == 14
-    assert plot.stat().st_size > 1000 and "ms by phase, after 30 tokens" in printed and "FAIL" not in printed
+    assert "ms by phase, after 30 tokens" in printed and "FAIL" not in printed
     phases = {record["system"]: record["phases"] for record in records}
     assert phases.pop("ar") is None
     assert {*phases["treeflash-4, itself"]["ms"]} == {*"draft tree verify accept commit round step prefill".split()}
@@ -318,16 +311,15 @@ def test_other_programs_are_systems(tmp_path, capsys):
     (tmp_path / "other.py").write_text(STAND_IN)
     command = f"{sys.executable} {tmp_path / 'other.py'}"
     others = ["--other", f"text={command}", "--other", f"ids={command} ids"]
-    records = bench(tmp_path / "out.jsonl", *GREEDY, *others, "--dtype", "float32", "bfloat16")
-    names = ["ar, float32", "treeflash-16, float32", "ar, bfloat16", "treeflash-16, bfloat16", "text", "ids"]
-    assert [record["system"] for record in records] == 2 * names
+    records = bench(tmp_path / "out.jsonl", *GREEDY, *others, "--dtype", "float32")
+    assert [record["system"] for record in records] == 2 * ["ar", "treeflash-16", "text", "ids"]
     answers = {record["system"]: record for record in records}
     assert answers["text"]["texts"] == ["an answer"] and answers["text"]["tokens"] == 4
     assert answers["ids"]["ids"] == [[3]] and answers["ids"]["seconds"] == 0.1
-    assert answers["treeflash-16, float32"]["ids"] == answers["ar, float32"]["ids"]
+    assert answers["treeflash-16"]["ids"] == answers["ar"]["ids"]
     shown = capsys.readouterr().out
     speeds = next(line.split() for line in shown.splitlines() if line.split()[1:2] == ["text"])
-    assert speeds[2:4] == ["40", "40"] and speeds[-3:] == ["0", "of", "2"]
+    assert speeds[2] == "40" and speeds[-3:] == ["0", "of", "2"]
 
 
 def test_a_later_turn_follows_the_ids_of_another_program(tmp_path):

@@ -1,6 +1,7 @@
 """Prompts of `bench run`: files in every form of a chat, the published wording and draw, and files that are refused."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from refusals import refused
@@ -44,7 +45,7 @@ def test_training_files_are_prompt_files_too(tiny, tmp_path):
     opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
     assert prompt_sets.make_chat(prompts[2], "chat", []) == prompt_sets.empty_chat(prompts[2], "chat") == opening
     words = "'mixed-3': got a system message, expected one turn alone with the format raw"
-    refused(lambda: run.check([plain_system(tiny)], prompts[2:], "raw", [], "out"), words)
+    refused(lambda: run.check([plain_system(tiny)], prompts[2:], SimpleNamespace(format="raw", out="out"), []), words)
 
 
 @pytest.mark.parametrize("turn, format, expected", [
@@ -64,4 +65,4 @@ def test_the_published_draw(tiny):
     chosen = sorted(random.Random(42).sample(range(len(every)), 5))
     assert prompt_sets.draw(every, 5) == [every[i] for i in chosen]
     assert prompt_sets.draw(every, None) == prompt_sets.draw(every, 99) == every
-    run.check([plain_system(tiny)], every, "chat", [], "out.jsonl")  # all fit
+    run.check([plain_system(tiny)], every, SimpleNamespace(format="chat", out="out"), [])  # all fit

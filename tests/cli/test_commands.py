@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import re
-import select
-import sys
 from functools import partial
 from unittest.mock import Mock
 
@@ -177,18 +174,6 @@ def test_answers_in_a_terminal_break_between_words():
         assert "def add(a, b):\n" in printed and "\n    \n" not in printed
         assert re.search(r"    return a \+ b  # ?\na comment that is ?\nlong\n", printed)
         assert printed.endswith("That is all there is\nto it.\n")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX systems")
-def test_what_is_typed_during_an_answer_is_no_message(monkeypatch):
-    keyboard, terminal = os.openpty()
-    with open(terminal) as typed, open(keyboard, "wb", buffering=0) as keys:
-        monkeypatch.setattr("sys.stdin", typed)
-        with chat.ignored_keyboard():
-            keys.write(b"too early\n")
-            assert select.select([typed], [], [], 60)[0]
-        keys.write(b"hello\n")
-        assert typed.readline() == "hello\n"
 
 
 def test_every_command_has_help(capsys):

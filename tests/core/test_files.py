@@ -89,17 +89,6 @@ def test_refused_benchmarks_leave_no_file(tmp_path, capsys, suite):
     assert not list(tmp_path.iterdir())
 
 
-def test_figures_replace_figures_alone(tmp_path):
-    from treeflash_jax.bench import plots
-
-    (tmp_path / "a.png").write_bytes(b"\x89PNG of a cat")
-    refused(lambda: plots.check(tmp_path / "a.png"), "holds something else")
-    pytest.importorskip("matplotlib")
-    for name in ("b.png", "b.svg", "b.pdf"):
-        plots.draw({}, tmp_path / name)
-        plots.check(tmp_path / name)
-
-
 def fill(target, **named):
     with files.filled(target, **named) as folder:
         files.write(folder / "config.json", "new")

@@ -11,9 +11,7 @@ from conftest import random_pair
 from refusals import refused
 
 from treeflash_jax import GenerateConfig, make_mesh, trees
-from treeflash_jax.bench import bench_records, report
 from treeflash_jax.bench.check import check
-from treeflash_jax.cli import commands
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops
 from treeflash_jax.trees.containers import DETERMINISTIC
@@ -81,24 +79,6 @@ def test_rules_that_suit_the_builder_are_the_default(model):
     ):  # fmt: skip
         config = GenerateConfig(nodes=8, builder=builder, branches=branches)
         assert model.plan(config).rule == rule
-
-
-@pytest.mark.slow
-def test_the_comparison_reports_whole_rounds(tmp_path, capsys):
-    systems = ["treeflash+best-first+sample-and-match", "treeflash+hybrid+traversal"]
-    words = "bench run --temperature 1 --batch-size 8 --expected-lengths --nodes 6 --candidates 4 --children 4".split()
-    words += ["--limit", "3", "--max-new-tokens", "12", "--systems", *systems, "--out", str(tmp_path / "rules.jsonl")]
-    assert commands.main(words) == 0
-    printed = capsys.readouterr().out
-    assert "whole rounds" in printed and "hybrid" in printed and "1.00 [1.00, 1.00]" in printed
-    plain, sampled = report.summarise(bench_records.read_records(tmp_path / "rules.jsonl")[0])["systems"]
-    assert (plain["builder"], plain["acceptance"]) == ("best-first", "sample-and-match")
-    assert (sampled["builder"], sampled["acceptance"], sampled["nodes"]) == ("hybrid", "traversal", 6)
-    assert plain["whole_rounds"]["tau_ratio"]["value"] == 1
-    for system in (plain, sampled):
-        whole = system["whole_rounds"]
-        assert whole["tau"]["low"] <= whole["tau"]["value"] <= whole["tau"]["high"] and system["rounds"] > 10
-        assert abs(whole["expected_tau"]["value"] - whole["tau"]["value"]) < 1
 
 
 def table_of_equal_nodes() -> trees.TransitionTable:

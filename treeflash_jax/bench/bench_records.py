@@ -2,80 +2,89 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import fields
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import parse_json, quoted, read_json
-from treeflash_jax.core.settings import field_names
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.trees import TreeShape
 
 Record = dict[str, Any]
 
-SCHEMA = 3
-# Settings that are equal in all records of a file, and in all of a system. Temperature and seed may vary.
-SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p stop_ids expected_lengths".split()
-SYSTEM = "dtype drafter drafter_source drafter_temperature drafter_temperature_rule builder acceptance nodes".split()
-SYSTEM += "attention command".split()
-SYSTEM += field_names(GenerateConfig, "drafting") + [field.name for field in fields(TreeShape)]
+SCHEMA = 4
+# Settings that are equal in all records of a file. Those of a system differ between systems; temperature and seed may vary.
+SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p stop_ids attention".split()
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
 
 
-def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list[tuple[int, Record]], int]:
-    """Reads the objects of a JSONL file with their line numbers, and the number of bytes that they take.
+def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[int, Record]]:
+    """Reads the objects of a JSONL file with their line numbers.
 
-    With `unfinished_tail`, a last line that was cut off in the middle is left out, with a warning. Raises ValueError for a
-    file that cannot be read, or a line that is no JSON object.
+    If `start`, with which all lines begin, is given, a last line that was cut off is left out, with a warning.
+
+    Raises FileNotFoundError, or ValueError for a file that cannot be read, or a line that is no JSON object.
     """
     try:
         lines = Path(path).read_bytes().splitlines(keepends=True)
     except OSError as error:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"cannot read {path}: {error.strerror}") from None
-    objects, size = [], 0
+    objects = []
     for number, line in enumerate(lines, start=1):
-        size += len(line)
         if not line.strip():
             continue
         try:
             value = parse_json(line)
         except ValueError as error:
-            if unfinished_tail and number == len(lines) and not line.endswith(b"\n"):
+            if start is not None and not line.endswith(b"\n") and start.startswith(line[: len(start)]):
                 warnings.warn(f"{path}:{number}: the last line is cut off and left out", stacklevel=2)
-                return objects, size - len(line)
+                break
             raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
         if not isinstance(value, dict):
             raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
         objects.append((number, value))
-    return objects, size
+    return objects
 
 
-def read_records(path: str | Path) -> tuple[list[Record], int]:
-    """Reads the records of one run, and the number of bytes that they take. A last record that was cut off is left out.
+def read_records(path: str | Path) -> list[Record]:
+    """Reads the records of one run. A last record that was cut off is left out.
 
-    Raises ValueError for malformed lines, another schema version, an answer given twice, records of several runs.
+    Raises ValueError for malformed lines, another schema version, or records of several runs.
     """
-    objects, size = read_jsonl(path, unfinished_tail=True)
-    seen, firsts = set(), dict[str, Record]()
+    objects = read_jsonl(path, start=RECORD_START)
     for number, record in objects:
         where = f"{path}:{number}"
         if (schema := record.get("schema")) != SCHEMA:
             raise ValueError(f"{where}: got schema {quoted(schema)}, expected {SCHEMA}; write to another file")
         if missing := {"settings", "versions", "hardware", "system", "prompt_id"} - record.keys():
             raise ValueError(f"{where}: got no {min(missing)}, expected a record of treeflash bench run")
-        if (key := record_key(record)) in seen:
-            raise ValueError(f"{where}: got a second answer to {quoted(key, 120)}, expected one")
-        seen.add(key)
-        firsts.setdefault(record["system"], record)
-        for first in (objects[0][1], firsts[record["system"]]):
-            if change := difference(record, first):
-                raise ValueError(f"{where}: {change} in earlier lines; results of several runs cannot be compared")
-    return [record for _, record in objects], size
+    records = [record for _, record in objects]
+    check_one_run(records, path)
+    return records
+
+
+def check_one_run(records: Sequence[Record], path: str | Path) -> None:
+    """Raises ValueError if records differ in settings, versions or hardware, so that they cannot be compared."""
+    firsts: dict[str, Record] = {}
+    for record in records:
+        first = firsts.setdefault(record["system"], record)
+        if change := difference(record, records[0]) or difference(record, first):
+            raise ValueError(f"{path}: {change} in earlier records; write to another file")
+
+
+def difference(record: Record, other: Record) -> str | None:
+    """Describes the first difference that two records of one run cannot have; None if there is none."""
+    for part in ("settings", "versions", "hardware"):
+        ours, theirs = record[part], other[part]
+        names = sorted({*ours, *theirs} - {"temperature", "seed"})
+        if part == "settings" and record["system"] != other["system"]:
+            names = SHARED
+        for name in names:
+            if ours.get(name) != theirs.get(name):
+                return f"got {name} {quoted(ours.get(name))}, but {quoted(theirs.get(name))}"
+    return None
 
 
 def record_key(record: Record) -> tuple[str, str, float, int]:
@@ -84,67 +93,17 @@ def record_key(record: Record) -> tuple[str, str, float, int]:
     return record["prompt_id"], record["system"], settings["temperature"], settings["seed"]
 
 
-def difference(record: Record, other: Record) -> str | None:
-    """Describes the first difference that two records of one run cannot have; None if there is none."""
-    names = SHARED + (SYSTEM if record["system"] == other["system"] else [])
-    for part in ("settings", "versions", "hardware"):
-        ours, theirs = record[part], other[part]
-        for name in names if part == "settings" else sorted({*ours, *theirs}):
-            if ours.get(name) != theirs.get(name):
-                return f"got {name} {quoted(ours.get(name))}, but {quoted(theirs.get(name))}"
-    return None
-
-
 def is_comparable(record: Record, other: Record) -> bool:
     """Returns whether one record is a one-token answer and the other is drafted, but must be equal up to near-ties."""
     ours, theirs = record["settings"], other["settings"]
     builders = {ours["builder"], theirs["builder"]}
-    rules = {settings.get("acceptance") for settings in (ours, theirs)} - {None, "sample-and-match"}
+    rules = {ours["acceptance"], theirs["acceptance"]} - {None, "sample-and-match"}
     is_exact = not (rules and ours["temperature"] > 0) and ours["dtype"] == theirs["dtype"]
     return is_exact and "none" in builders and len(builders - {"none", PEER}) == 1
 
 
-def read_results(path: str | Path) -> tuple[list[Record], int]:
-    """Like `read_records`, but the file may not exist yet. Also raises ValueError if it cannot be written."""
-    records, size = read_records(path) if Path(path).is_file() else ([], 0)
-    files.check_output(path, lambda content: RECORD_START.startswith(content[size:][: len(RECORD_START)]))
-    return records, size
-
-
-@contextmanager
-def held(path: str | Path) -> Iterator[None]:
-    """Holds a results file, so that no other process on this machine writes to it. Raises ValueError if one does."""
-    from filelock import FileLock, Timeout
-
-    path = Path(path)
-    files.check_output(path)
-    lock = path.with_name(f".{path.name}.lock")
-    try:
-        with FileLock(lock, timeout=0):
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-    except Timeout:
-        raise ValueError(f"{path}: another process writes to it; wait for it, or write to another file") from None
-
-
-def rewrite(path: str | Path, records: Sequence[Record]) -> int:
-    """Replaces a results file by these records; returns its number of bytes."""
-    content = "".join(json.dumps(record) + "\n" for record in records)
-    if records:
-        files.write(path, content)
-    return len(content.encode())
-
-
-def open_results(path: str | Path, size: int) -> BinaryIO:
-    """Opens a results file for appending after its first `size` bytes, which `read_results` returned."""
-    file = open(path, "a+b")
-    file.truncate(size)
-    file.seek(max(size - 1, 0))
-    if file.read(1) not in (b"", b"\n"):
-        file.write(b"\n")
-    return file
+def write_records(path: str | Path, records: Sequence[Record]) -> None:
+    files.write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_kept(path: str | Path | None, *keys: str, inside: bool = False) -> dict[str, Any]:

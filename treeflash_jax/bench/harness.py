@@ -8,29 +8,26 @@ they are repeated, and only the second answer counts.
 import json
 import os
 import platform
-import shlex
 import subprocess
-import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any, Self
+from typing import Any
 
 import jax
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bench_records import PEER, SCHEMA, SYSTEM, Record, is_comparable, record_key
+from treeflash_jax.bench.bench_records import PEER, SCHEMA, Record, is_comparable, record_key
 from treeflash_jax.bench.check import divergence, explanation
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
-from treeflash_jax.bench.timed import Notify
+from treeflash_jax.bench.timed import print_progress
 from treeflash_jax.core.checks import parse_json
 from treeflash_jax.engine.requests import Request, find_stops
-from treeflash_jax.trees import draws
 
-SAMPLING = ("max_new_tokens", "batch_size", "top_k", "top_p", "expected_lengths")
+SHOWN = "max_new_tokens batch_size top_k top_p stop_ids attention".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class System:
     Attributes:
       config: settings of `generate`; temperature and seed are replaced by those that are measured.
       pair: names of verifier and drafter, for the records.
-      drafter_source: what the drafter was loaded from, if its name in `pair` is a label.
+      drafter_source: what the drafter was loaded from.
 
     Example:
       >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))
@@ -69,20 +66,20 @@ class System:
     def settings(self) -> dict[str, Any]:
         """Returns the settings as they take effect; those of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
-        shape = asdict(plan.shape)
-        if not draws(plan.builder):
-            shape = dict.fromkeys(shape) | ({"lanes": plan.shape.lanes} if plan.builder == "best-first" else {})
-        settings = {name: getattr(config, name) for name in SAMPLING}
-        settings |= {"verifier": self.pair[0], "drafter": self.pair[1], "dtype": str(model.dtype)}
-        settings |= {"drafter_source": self.drafter_source, "stop_ids": config.stop_ids and list(config.stop_ids)}
-        settings |= {"quantize": model.quantize, **shape, **describe_tree(plan)}
+        settings = {"verifier": self.pair[0], "drafter": self.pair[1], "drafter_source": self.drafter_source}
+        settings |= {
+            "dtype": str(model.dtype),
+            "quantize": model.quantize,
+            "drafter_temperature": config.drafter_temperature,
+        }
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
-        settings |= {"attention": config.attention, "drafter_temperature": None, "drafter_temperature_rule": None}
+        settings |= asdict(plan.shape) | describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
+        settings["stop_ids"] = config.stop_ids and list(config.stop_ids)
         if not plan.drafts:
-            return settings | {"nodes": None, "acceptance": None, "drafter_source": None}
-        rule = "fixed" if (fixed := config.drafter_temperature) else "max(it, min(T, 1))"
-        drafter_temperature = fixed or model.drafter.drafter_temperature
-        return settings | {"drafter_temperature": drafter_temperature, "drafter_temperature_rule": rule}
+            settings |= {"nodes": None, "acceptance": None, "drafter_source": None}
+        elif config.drafter_temperature is None:
+            settings["drafter_temperature"] = model.drafter.drafter_temperature  # the least one
+        return settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,23 +92,13 @@ class Peer(System):
     `model` and `config`, with which it is compared, give prompt and stop ids.
 
     Example:
-      >>> with Peer(name="other", model=model, config=config, command="python other.py") as peer:
+      >>> with subprocess.Popen(["python", "other.py"], bufsize=0, stdin=PIPE, stdout=PIPE) as program:
+      ...     peer = Peer(name="other", model=model, config=config, command="python other.py", program=program)
       ...     records = list(measure([system, peer], prompts))
     """
 
     command: str
-    programs: list[subprocess.Popen] = field(default_factory=list, repr=False)
-
-    def __enter__(self) -> Self:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.programs.append(subprocess.Popen(shlex.split(self.command), **pipes))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        program = self.programs.pop()
-        with suppress(BrokenPipeError):  # it has ended
-            program.stdin.close()
-        program.wait()
+    program: subprocess.Popen
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
         model = self.model
@@ -130,14 +117,12 @@ class Peer(System):
         return results
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | dict.fromkeys(SYSTEM) | {"builder": PEER, "command": self.command}
+        return super().settings() | {"builder": PEER, "command": self.command}
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        program = self.programs[-1]
-        with suppress(BrokenPipeError):
-            program.stdin.write(json.dumps(question) + "\n")
-            program.stdin.flush()
-        line = program.stdout.readline()
+        with suppress(BrokenPipeError):  # it has ended
+            self.program.stdin.write(json.dumps(question).encode() + b"\n")
+        line = self.program.stdout.readline().decode()
         with suppress(ValueError, AttributeError):  # no JSON object
             answer = parse_json(line)
             seconds, ids = answer.get("seconds"), answer.get("ids", [])
@@ -145,10 +130,6 @@ class Peer(System):
                 return answer
         got = f"got {line.strip()!r} from" if line else "got no answer from"
         raise ValueError(f"{got} {self.command!r}, expected one JSON line per prompt, with seconds above 0")
-
-
-def print_progress(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def measure(
@@ -159,13 +140,13 @@ def measure(
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
     known: Sequence[Record] = (),
-    notify: Notify = print_progress,
+    notify: Callable[[str], None] = print_progress,
 ) -> Iterator[Record]:
     """Answers every prompt with every system at all combinations of temperature and seed.
 
     Every prompt draws from its own seed, made of the given one and its id: prompts are independent, and all systems use the
     same noise. Answers that drafting must not change are compared with those of one-token decoding, and every difference is
-    printed once on stderr.
+    printed on stderr.
 
     Args:
       format: a key of `prompt_sets.FORMATS`.
@@ -173,7 +154,7 @@ def measure(
       notify: receives a line after every call.
     """
     records = {record_key(record): record for record in known}
-    warm, printed = set(), set()
+    warm = set()
     size = systems[0].config.batch_size
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     for number, batch in enumerate(batches):
@@ -183,20 +164,19 @@ def measure(
             if not missing:
                 continue
             answers = converse(system, batch, format, temperature, seed)
-            compile_seconds = max(sum(result.compile_seconds for result in results) for results in answers)
-            if compile_seconds or system.name not in warm:
+            has_compiled = any(result.compile_seconds for results in answers for result in results)
+            if has_compiled or system.name not in warm:
                 answers = converse(system, batch, format, temperature, seed)
                 warm.add(system.name)
             for prompt, results in zip(batch, answers, strict=True):
                 if prompt not in missing:
                     continue
                 record = make_record(system, prompt, results, format, temperature, seed)
-                record["compile_seconds"] = compile_seconds
                 others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
                 requests = [
                     Request(ids=turn.prompt_ids, temperature=temperature, seed=prompt.seed(seed)) for turn in results
                 ]
-                record["differences"] = compare(system.model, record, filter(None, others), requests, printed)
+                record["differences"] = compare(system.model, record, filter(None, others), requests)
                 records[record_key(record)] = record
                 yield record
             notify(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
@@ -222,29 +202,26 @@ def make_record(
     """Makes the record of one answered prompt. Lists of lists are by turn.
 
     `accept_lengths` count what rounds added to the answers, and `cut` what the last round of a turn accepted after its end;
-    `tokens` includes the token of every turn's prefill. `expected` sums the tokens that rounds were expected to commit,
-    cut rounds in full.
+    `tokens` includes the token of every turn's prefill.
     """
     sampling = {"format": format, "temperature": temperature, "seed": seed}
     record = {"schema": SCHEMA, "prompt_id": prompt.id, "prompt_hash": prompt.hash, "prompt_set": prompt.set}
     record |= {"system": system.name, "settings": system.settings() | sampling}
-    for name in ("accept_lengths", "cut", "ids", "text", "finished"):
-        record["texts" if name == "text" else name] = [getattr(result, name) for result in results]
+    record["texts"] = [result.text for result in results]
+    for name in ("accept_lengths", "cut", "ids"):
+        record[name] = [getattr(result, name) for result in results]
     # Some programs give no ids.
     record["tokens"] = sum(len(result.ids) or round(result.tokens_per_second * result.seconds) for result in results)
-    record |= {"seconds": sum(result.seconds for result in results), **environment(system.model)}
-    if system.config.expected_lengths:
-        record["expected"] = float(sum(sum(result.expected_lengths or []) for result in results))
-    return record
+    return record | {"seconds": sum(result.seconds for result in results), **environment(system.model)}
 
 
 def compare(
-    model: tf.TreeFlash, record: Record, others: Iterable[Record], requests: Sequence[Request], printed: set[str]
+    model: tf.TreeFlash, record: Record, others: Iterable[Record], requests: Sequence[Request]
 ) -> dict[str, dict[str, Any]]:
     """Compares a drafted with a one-token answer to the same prompt, and prints how they differ.
 
-    `requests` has prompt and sampling settings of every turn; lines in `printed`, which is extended, are not printed again.
-    Returns {"turn", "near_tie"} and the fields of `check.Divergence` by system, without systems of the same answer.
+    `requests` has prompt and sampling settings of every turn. Returns {"turn", "near_tie"} and the fields of
+    `check.Divergence` by system, without systems of the same answer.
     """
     differing = {}
     for other in others:
@@ -256,10 +233,7 @@ def compare(
             differing[other["system"]] = {"turn": turn, "near_tie": is_tie, **asdict(difference)}
             names = " and ".join(sorted((record["system"], other["system"])))
             text = f"{names} from token {difference.index} on: {explanation(difference, model.dtype)}"
-            line = f"{'PASS' if is_tie else 'FAIL'}: prompt {record['prompt_id']}, {text}"
-            if line not in printed:
-                print_progress(line)
-            printed.add(line)
+            print_progress(f"{'PASS' if is_tie else 'FAIL'}: prompt {record['prompt_id']}, {text}")
     return differing
 
 

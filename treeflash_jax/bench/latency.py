@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,9 +23,9 @@ import treeflash_jax as tf
 from treeflash_jax.bench import harness, report, shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
-from treeflash_jax.bench.timed import Progress, measure_copies
+from treeflash_jax.bench.timed import measure_copies, print_progress
 from treeflash_jax.core import devices, files, sharding
-from treeflash_jax.core.settings import add_options, field_names, option_values
+from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.defaults import choose_dtype
@@ -34,29 +34,29 @@ from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.plan import resolve
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.trees import draws
 
 SCHEMA = 3
-LABELS = {"step": "one-token step", "prefill": "prefill, a token", "tree": "tree build"}
-LABELS |= {"verify": "tree verify", "round": "whole round"}
 SAME = ("settings", "versions", "hardware")  # of results that replace each other
 
 Result = dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions(shapes.Shapes):
+    """Pair and sizes to time; lists are measured in all combinations."""
+
+    pair: str | None = setting(None, "verifier and drafter to measure with their weights, instead of a shape", unit="model")
+    batch: int = setting(1, "sequences decoded together", least=1, unit="sequences")
+    context: int = setting(256, "tokens in the cache", least=1, unit="tokens")
+    repeats: int = setting(9, "timed samples of a phase", least=1, unit="samples")
+    out: str | None = setting(None, "JSON file; results of other settings in it are kept", unit="file")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model")
-    shapes.add_arguments(model)
-    model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
-    add_options(model, ModelOptions, ["dtype", "quantize", "mesh"])
-    sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
-    several = ["batch", "context", "nodes"]
-    add_options(sizes, shapes.MeasuredSizes, several, several=several, batch=[1], context=[256])
-    shapes.add_tree_arguments(sizes)
-    add_options(sizes, GenerateConfig, ["temperature"])
-    output = parser.add_argument_group("measurement and output")
-    add_options(output, shapes.MeasuredSizes, ["repeats"])
-    output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
+    several = ["pair", "batch", "context", "nodes"]
+    add_options(parser, LatencyOptions, several=several, batch=[1], context=[256])
+    add_options(parser, ModelOptions, ["dtype", "quantize", "mesh"])
+    add_options(parser, GenerateConfig, [*shapes.TREE_OPTIONS, "nodes", "temperature"], several=several)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     names = [arguments.shape or "tiny", arguments.drafter_shape]
     is_real = arguments.pair is not None or names == ["tiny", None]
     if arguments.pair:
-        if arguments.shape or arguments.drafter_shape:
-            raise ValueError("got --pair and a shape, expected one of them")
+        if arguments.shape or arguments.drafter_shape or len(arguments.pair) != 2:
+            raise ValueError("got --pair, expected a verifier and a drafter, and no shape")
         names = [str(locate(name, part)) for name, part in zip(arguments.pair, ("verifier", "drafter"), strict=True)]
     verifier, drafter = shapes.find_pair(*names)
     if not is_real and arguments.head and hasattr(drafter, "head"):
@@ -83,30 +83,27 @@ def run(arguments: argparse.Namespace) -> int:
         "mesh": None if mesh is None else dict(mesh.shape),
         "temperature": arguments.temperature,
         "nodes": [plan.num_nodes for plan in plans],
-        "drawn": asdict(plans[0].shape) if draws(plans[0].builder) else None,
-        "prefill_chunk": plans[0].prefill_chunk,
-        **({"quantize": arguments.quantize} if arguments.quantize else {}),
+        "drawn": asdict(plans[0].shape),
+        "quantize": arguments.quantize,
     }
     cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
-    with Progress(2 + 2 * len(cells)) as progress:
-        progress.step("measuring the machine's copy rate")
-        rate = measure_copies()
-        progress.step(f"{'loading' if is_real else 'drawing'} the weights of {settings['shape']}")
-        options = {"dtype": dtype, "mesh": mesh, "quantize": arguments.quantize}
-        make = partial(tf.load, names[0], drafter=names[1]) if is_real else partial(shapes.random_pair, verifier, drafter)
-        model = make(**options)
-        for batch, context in cells:
-            progress.step(f"compiling the phases at batch {batch}, context {context}")
-            sizes = {"batch": batch, "context": context}
-            bench = Bench(model, plans, notify=progress.detail, temperature=arguments.temperature, **sizes)
-            progress.step(f"timing them at batch {batch}, context {context}")
-            times = bench.measure(rate, arguments.repeats)
-            result = make_result(model, bench, settings | sizes | {"slots": slots_for(context, plans)[1]}, rate, times)
-            show(result)
-            results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
-            if arguments.out:
-                files.write(arguments.out, json.dumps({"schema": SCHEMA, "results": results}, indent=1) + "\n")
-            del bench
+    print_progress("measuring the machine's copy rate")
+    rate = measure_copies()
+    print_progress(f"{'loading' if is_real else 'drawing'} the weights of {settings['shape']}")
+    options = {"dtype": dtype, "mesh": mesh, "quantize": arguments.quantize}
+    make = partial(tf.load, names[0], drafter=names[1]) if is_real else partial(shapes.random_pair, verifier, drafter)
+    model = make(**options)
+    for batch, context in cells:
+        print_progress(f"compiling and timing the phases at batch {batch}, context {context}")
+        sizes = {"batch": batch, "context": context}
+        bench = Bench(model, plans, temperature=arguments.temperature, **sizes)
+        times = bench.measure(rate, arguments.repeats)
+        result = make_result(model, bench, settings | sizes | {"slots": slots_for(context, plans)[1]}, rate, times)
+        show(result)
+        results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
+        if arguments.out:
+            files.write(arguments.out, json.dumps({"schema": SCHEMA, "results": results}, indent=1) + "\n")
+        del bench
     return 0
 
 
@@ -132,14 +129,8 @@ def make_result(
     model: tf.TreeFlash, bench: Bench, settings: dict[str, Any], rate: float, times: Sequence[dict[str, Any]]
 ) -> Result:
     """Makes the result of one batch and context: times of its phases, and rounds over one-token steps by nodes."""
-    by_phase = {(time["phase"], time["nodes"]): time for time in times}
-    step, rounds = by_phase["step", None], []
-    for nodes in settings["nodes"]:
-        whole = by_phase["round", nodes]
-        parts = [t["ms"] for t in times if t["nodes"] in (None, nodes) and t["phase"] not in ("step", "prefill", "round")]
-        ratio, of_floors = whole["ms"] / step["ms"], whole["floor_ms"] / step["floor_ms"]
-        ratios = {"round_over_step": ratio, "floor_round_over_step": of_floors}
-        rounds.append({"nodes": nodes, **ratios, "sum_of_phases_ms": sum(parts)})
+    ms = {(time["phase"], time["nodes"]): time["ms"] for time in times}
+    rounds = [{"nodes": nodes, "round_over_step": ms["round", nodes] / ms["step", None]} for nodes in settings["nodes"]]
     result = {"settings": settings, **harness.environment(model), "copy_bytes_per_second": rate}
     result |= {"phases": list(times), "rounds": rounds, "compile_seconds": bench.compile_seconds}
     if bench.experts:
@@ -152,34 +143,27 @@ def make_result(
 
 def show(result: Result) -> None:
     settings, hardware = result["settings"], result["hardware"]
-    mesh = "" if settings["mesh"] is None else ", mesh " + " x ".join(map(str, settings["mesh"].values()))
-    quantized = f", {settings['quantize']} verifier" if settings.get("quantize") else ""
-    options = field_names(GenerateConfig, "drafting")
     table = report.make_table("", ["*phase", "nodes", "ms", "quartiles", "floor ms", "ms / floor"])
     for time in result["phases"]:
         ratio = time["ms"] / time["floor_ms"] if time["floor_ms"] else math.inf
         median, low, high, floor = (f"{time[name]:.4f}" for name in ("ms", "low_ms", "high_ms", "floor_ms"))
         cells = median, f"{low} - {high}", floor, f"{ratio:.2f}" if ratio < 1000 else "> 1000"
-        table.add_row(LABELS.get(time["phase"], time["phase"]), str(time["nodes"] or "-"), *cells)
-    lines = [
-        f"{settings['shape']}, {settings['weights']} weights, {settings['dtype']}{quantized}, batch {settings['batch']}, "
-        f"context {settings['context']} ({settings['slots']} slots){mesh}, {settings['builder']}, "
-        + "".join(f"{name} {settings[name]}, " for name in options if settings[name] is not None)
-        + f"T {settings['temperature']:g}",
+        table.add_row(time["phase"], str(time["nodes"] or "-"), *cells)
+    names = [name for name in settings if name not in ("shape", "weights", "nodes", "drawn")]
+    print(
+        f"{settings['shape']}, {settings['weights']} weights; "
+        + ", ".join(f"{name} {settings[name]}" for name in names if settings[name] is not None),
         f"{hardware['device']} ({hardware['backend']}): copy {result['copy_bytes_per_second'] / 1e9:.4g} GB/s a device; "
         + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
-    ]
-    ends = [
-        f"  round / step at {r['nodes']} nodes: {r['round_over_step']:.2f} "
-        f"(of the floors: {r['floor_round_over_step']:.2f}); its phases alone sum to {r['sum_of_phases_ms']:.4f} ms"
-        for r in result["rounds"]
-    ]
+        sep="\n",
+    )
+    report.table_console().print(table)
+    for entry in result["rounds"]:
+        print(f"  round / step at {entry['nodes']} nodes: {entry['round_over_step']:.2f}")
     for read in result.get("experts", ()):
         counts = read["by_layer"]
-        ends.append(
+        print(
             f"  experts that a layer reads in a pass over {read['tokens']} tokens a sequence: {np.mean(counts):.1f} of "
             f"{read['of']} (from {min(counts):.1f} to {max(counts):.1f} by layer; {read['at_random']:.1f} at random)"
         )
-    print(*lines, sep="\n")
-    report.table_console().print(table)
-    print(*ends, f"  compiled and warmed up before, in {result['compile_seconds']:.0f} s", sep="\n", flush=True)
+    print(f"  compiled and warmed up before, in {result['compile_seconds']:.0f} s", flush=True)

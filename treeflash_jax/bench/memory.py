@@ -11,8 +11,7 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -20,11 +19,11 @@ import jax.numpy as jnp
 
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
-from treeflash_jax.bench.timed import Notify, Progress, running
+from treeflash_jax.bench.timed import print_progress, running
 from treeflash_jax.core import files, parameters, programs, sharding
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_MEMORY, Device, here
-from treeflash_jax.core.settings import add_options, option_values
+from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.batching import capacity_bucket, make_batch
@@ -53,25 +52,37 @@ device_description_str: "{name}"
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions(shapes.Shapes):
+    """A request, and the devices that serve it."""
+
+    batch: int = setting(1, "sequences decoded together", least=1, unit="sequences")
+    context: int = setting(4096, "positions of the caches of a sequence", least=1, unit="tokens")
+    dtype: str = setting("bfloat16", "dtype of weights and caches", choices=lambda: ("float32", "bfloat16"))
+    mesh: str | None = setting(
+        None,
+        "split the batch D ways, weights M ways; with DxMxE, experts E ways",
+        unset="1 x all devices",
+        unit="DxM",
+    )
+    topology: str | None = setting(
+        None, "compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8", unit="name"
+    )
+    no_compile: bool = setting(False, "count weights and caches only, for a mesh of any size")
+    out: str | None = setting(None, "JSON file; results of other requests in it are kept", unit="file")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shapes.add_arguments(parser.add_argument_group("model"), required=True)
-    request = parser.add_argument_group("request")
-    add_options(request, shapes.MeasuredSizes, ["batch", "context", "nodes"], context=4096)
-    request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
-    add_options(request, ModelOptions, ["quantize"])
-    shapes.add_tree_arguments(request)
-    devices = parser.add_argument_group("devices")
-    help = "split the batch D ways, weights M ways; with DxMxE, experts E ways (default: 1 x all devices)"
-    devices.add_argument("--mesh", metavar="DxM", help=help)
-    devices.add_argument("--topology", help="compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8")
-    devices.add_argument("--no-compile", action="store_true", help="count weights and caches only, for a mesh of any size")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file; results of other requests in it are kept")
+    add_options(parser, MemoryOptions)
+    add_options(parser, ModelOptions, ["quantize"])
+    add_options(parser, GenerateConfig, [*shapes.TREE_OPTIONS, "nodes"])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the memory that the request needs; returns 1 if a device cannot hold it."""
     mesh, limit, device = _devices(arguments)
-    model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
+    shape = arguments.shape or "tiny"
+    model, drafter = shapes.find_pair(shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
     sizes, quantize = dict(mesh.shape), arguments.quantize
@@ -81,12 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
-    result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted, "topology": device.kind, "mesh": sizes}
+    result = {"shape": shapes.short_name(shape), "drafter": drafted, "topology": device.kind, "mesh": sizes}
     result |= {"batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        with Progress(2) as progress:
-            programs = compile_programs(plan, mesh, batch, capacity, dtype, quantize, progress.step)
+        programs = compile_programs(plan, mesh, batch, capacity, dtype, quantize)
         result |= {"bytes_per_device": _read_programs(*programs, needs), "jax": jax.__version__}
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
@@ -106,7 +116,7 @@ def request_name(result: dict[str, Any]) -> str:
 
 
 def compile_programs(
-    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, notify: Notify = print
+    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
@@ -122,12 +132,12 @@ def compile_programs(
         weights = weights.replace(drafter=parameters.abstract(plan.drafter.specs(), dtype, mesh))
     inputs = make_batch([], batch_size=batch, capacity=capacity, dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
-        notify("compiling the prefill")
+        print_progress("compiling the prefill")
         lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())
         prefill = programs.compile_lowered(lowered, mesh)
         place = prefill.output_shardings
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)
-        notify("compiling the rounds")
+        print_progress("compiling the rounds")
         lowered = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan)
         return prefill, programs.compile_lowered(lowered, mesh)
 
@@ -155,22 +165,18 @@ def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
     """Returns the mesh, the bytes of a device, and their kind, which is the name of a topology."""
-    topology, device, limit, count, devices = arguments.topology, here(), None, jax.device_count(), None
-    family, _, dims = (topology or "").partition(":")
-    is_tpu = family in TPU_MEMORY
+    topology, device, limit, count = arguments.topology, here(), None, jax.device_count()
     if topology:
-        limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("tpu" if is_tpu else "gpu", topology)
-        if limit is None or not re.fullmatch(r"\d+(x\d+)+" if is_tpu else r"\d*", dims):
+        family, _, sizes = topology.partition(":")
+        limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("tpu" if family in TPU_MEMORY else "gpu", topology)
+        if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", sizes):
             raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
-        count = math.prod(map(int, (dims or "1").split("x")))
-    if not arguments.no_compile:
-        devices = find_devices(topology)
-        count, chips = len(devices), len({tuple(d.coords) for d in devices}) if is_tpu else len(devices)
-        limit = limit and limit * chips // count  # a chip of v4 is two devices
-    sizes = sharding.parse_sizes(arguments.mesh or f"1x{count}")
-    if devices is None:
-        return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), limit or usable_memory(), device
-    mesh = sharding.make_mesh(**sizes, devices=devices)
+        count = math.prod(map(int, (sizes or "1").split("x")))
+    if arguments.no_compile:
+        ways = sharding.parse_sizes(arguments.mesh or f"1x{count}")
+        return jax.sharding.AbstractMesh(tuple(ways.values()), tuple(ways)), limit or usable_memory(), device
+    devices = find_devices(topology)
+    mesh = sharding.make_mesh(**sharding.parse_sizes(arguments.mesh or f"1x{len(devices)}"), devices=devices)
     return mesh, limit or usable_memory(mesh), device
 
 

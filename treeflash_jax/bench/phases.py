@@ -13,10 +13,8 @@ cached positions of the context, and results of the phase before. Of a mixture o
 Shape suffixes: b batch, n tree nodes, k experts of a token.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -24,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.bench.timed import Notify, Timed, running, sample_in_turns
+from treeflash_jax.bench.timed import Timed, running, sample_in_turns
 from treeflash_jax.core import parameters, programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
@@ -41,7 +39,6 @@ from treeflash_jax.models.experts import count_distinct, distinct_experts
 Prepare = Callable[[Callable[..., Any], int], Callable[[], Any]]
 MakeArgs = Callable[[DecodeState], tuple[Any, ...]]
 ROUNDS = 16  # maximal number of rounds in one dispatch of `decode`
-COMPILERS = 8  # maximal number of programs compiled in parallel
 
 VERIFY = jax.jit(verify_tree, static_argnames="plan")
 ACCEPT = jax.jit(accept_path, static_argnames="plan")
@@ -110,7 +107,7 @@ class Bench:
     """A batch of sequences that have read `context` random tokens, and every phase of every plan over them, warm.
 
     Attributes:
-      compile_seconds: time of compiling and warming up all phases; the times of single programs overlap.
+      compile_seconds: time of compiling and warming up all phases.
       experts: of a mixture of experts, by tokens per sequence (1, and the nodes of each plan): distinct experts that each
         layer reads on one device, and their number if routing were random.
     """
@@ -123,7 +120,6 @@ class Bench:
         batch: int,
         context: int,
         temperature: float = 0.0,
-        notify: Notify = lambda text: None,
     ):
         """Compiles and runs everything once.
 
@@ -132,7 +128,7 @@ class Bench:
 
         Raises ValueError for logits that are not finite, or too little memory on the devices.
         """
-        self.model, self.plans, self.weights, self.notify = model, list(plans), model.weights, notify
+        self.model, self.plans, self.weights = model, list(plans), model.weights
         self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
         self.experts: dict[int, tuple[list[float], float]] = {}
         self.batch, self.context = batch, context
@@ -143,8 +139,8 @@ class Bench:
         batched = make_batch(requests, batch_size=batch, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
         inputs = self.weights, *batched
         since = time.perf_counter()
-        with running(model.mesh, self.where), ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as self.pool:
-            prefill = self.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill()).result()
+        with running(model.mesh, self.where):
+            prefill = self.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill())
             self.slots, self.marks = divide(prefill(*inputs))
             self.build(prefill, inputs)
         self.compile_seconds = time.perf_counter() - since
@@ -196,30 +192,27 @@ class Bench:
     def sample(self, repeats: int) -> dict[tuple[str, int | None], float]:
         """Times all phases in turns; returns the median seconds of each, by phase and nodes."""
         with running(self.model.mesh, self.where):
-            sample_in_turns(self.timed, repeats, self.notify)
+            sample_in_turns(self.timed, repeats)
         return {(timed.phase, timed.nodes): float(np.median(timed.seconds)) for timed in self.timed}
 
     @property
     def state(self) -> DecodeState:
         return unite(self.slots, self.marks)
 
-    def compile(self, function: Any, *args: Any, **static: Any) -> Future:
-        """Lowers on this thread and compiles on another."""
-        return self.pool.submit(programs.compile_lowered, function.lower(*args, **static), self.model.mesh)
+    def compile(self, function: Any, *args: Any, **static: Any) -> Callable[..., Any]:
+        return programs.compile_lowered(function.lower(*args, **static), self.model.mesh)
 
     def build(self, prefill: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""
         first, weights = self.plans[0], self.weights
-        step = self.compile_rounds(first.one_token(), {"drafter": None})
-        rounds = [self.compile_rounds(plan, {}) for plan in self.plans]
-        self.add_rounds("step", None, step, {"drafter": None})
+        self.add_rounds("step", None, first.one_token(), {"drafter": None})
         prepare = partial(self.repeated, lambda state: inputs)
         reads = self.find_reads(prefill, inputs)
         self.add("prefill", None, prefill, prepare, reads, most=4, units=self.batch * self.context)
         computed = self.run("draft", None, DRAFT, lambda state: (weights, state), plan=first)
-        for plan, whole in zip(self.plans, rounds, strict=True):
+        for plan in self.plans:
             self.run_tree(plan, computed)
-            self.add_rounds("round", plan.num_nodes, whole, {})
+            self.add_rounds("round", plan.num_nodes, plan, {})
 
     def run_tree(self, plan: DecodePlan, computed: list[jax.Array]) -> None:
         """Adds the phases that depend on the number of nodes, given the arrays that DRAFT computed."""
@@ -242,7 +235,7 @@ class Bench:
             return enqueue
 
         arguments = weights, self.slots, self.marks, verified, accepted
-        program = self.compile(COMMIT, *arguments, plan=plan).result()
+        program = self.compile(COMMIT, *arguments, plan=plan)
         reads = self.find_reads(program, arguments, parts=(0, 2, 3, 4))  # slots are written, not read
         self.add("commit", plan.num_nodes, program, commit, reads)
 
@@ -257,7 +250,7 @@ class Bench:
     def run(self, phase: str, nodes: int | None, function: Any, make_args: MakeArgs, **static: Any) -> Any:
         """Compiles a phase without effect on the state, adds it, and returns its output."""
         arguments = make_args(self.state)
-        program = self.compile(function, *arguments, **static).result()
+        program = self.compile(function, *arguments, **static)
         return self.add(phase, nodes, program, partial(self.repeated, make_args), self.find_reads(program, arguments))
 
     def repeated(self, make_args: MakeArgs, run: Callable[..., Any], calls: int) -> Callable[[], Any]:
@@ -279,12 +272,8 @@ class Bench:
         self.timed.append(Timed(phase, nodes, partial(prepare, program), **reads, **sizes))
         return jax.block_until_ready(self.timed[-1].prepare(warm)())
 
-    def compile_rounds(self, plan: DecodePlan, fields: dict[str, Any]) -> Future:
-        """Compiles `decode` on the state with some fields replaced."""
-        return self.compile(loops.decode, self.weights, self.state.replace(**fields), jnp.int32(1), plan=plan)
-
-    def add_rounds(self, phase: str, nodes: int | None, program: Future, fields: dict[str, Any]) -> None:
-        """Adds a program of `compile_rounds`; its rounds are one dispatch and begin at the end of the prompts.
+    def add_rounds(self, phase: str, nodes: int | None, plan: DecodePlan, fields: dict[str, Any]) -> None:
+        """Adds rounds of `decode`, on the state with some fields replaced; they begin at the end of the prompts.
 
         Raises RuntimeError for a dispatch that ended before its last round, whose time would be that of fewer rounds.
         """
@@ -301,7 +290,8 @@ class Bench:
             return enqueue
 
         arguments = self.weights, self.state.replace(**fields), jnp.int32(1)
-        reads = self.find_reads(program.result(), arguments)
-        out = self.add(phase, nodes, program.result(), prepare, reads, warm=ROUNDS, least=4, most=ROUNDS)
+        program = self.compile(loops.decode, *arguments, plan=plan)
+        reads = self.find_reads(program, arguments)
+        out = self.add(phase, nodes, program, prepare, reads, warm=ROUNDS, least=4, most=ROUNDS)
         if (done := int(out.rounds_b.min())) != ROUNDS:
             raise RuntimeError(f"{self.where}: got {done} rounds of {phase}, expected {ROUNDS}")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.bench.bench_records import read_jsonl
-from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.prompts import Text, read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
@@ -23,17 +22,6 @@ FORMATS = {
     "humaneval": "Write a solution to the following problem and make sure that it passes the tests:\n"
     "```python\n{turn}\n```",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptSet:
-    """Options that choose and word the prompts."""
-
-    prompts: str | None = setting(None, unit="file", unset="a bundled set", help="JSONL files of prompts")
-    format: str = setting("chat", choices=lambda: tuple(FORMATS), help="how prompts are worded")
-    limit: int | None = setting(
-        None, least=1, unit="prompts", unset="all", help="prompts of each file, drawn as in the published benchmarks"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +50,9 @@ class BenchPrompt:
         return zlib.crc32(f"{seed} {self.id}".encode())
 
 
-def chosen_prompts(arguments: Any) -> list[BenchPrompt]:
-    """Reads the prompts that the options of `PromptSet` name; with several files, ids begin with the name of their file."""
-    paths = arguments.prompts or [BUNDLED]
-    sets = {Path(path).stem: draw(read_prompts(path), arguments.limit) for path in paths}
+def choose_prompts(paths: Sequence[str | Path], limit: int | None = None) -> list[BenchPrompt]:
+    """Reads up to `limit` prompts of each file; with several files, ids begin with the name of their file."""
+    sets = {Path(path).stem: draw(read_prompts(path), limit) for path in paths}
     if len(sets) < len(paths):
         raise ValueError(f"got --prompts {' '.join(paths)}, expected files of different names")
     if len(sets) == 1:
@@ -79,7 +66,7 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     A prompt without an id is named after the file and its line number. Raises ValueError for any other file, by line.
     """
     prompts: dict[str, BenchPrompt] = {}
-    for number, value in read_jsonl(path)[0]:
+    for number, value in read_jsonl(path):
         name = value.get("id", f"{Path(path).stem}-{number}")
         if not isinstance(name, str | int) or name == "" or str(name) in prompts:
             raise ValueError(f"{path}:{number}: got id {name!r}, expected one that no other prompt has")
@@ -108,7 +95,7 @@ def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
 
 def make_chat(prompt: BenchPrompt, format: str, answers: Sequence[str | None]) -> Any:
     """Makes the prompt of the turn after these answers, in a form that `generate` takes."""
-    if prompt.ids:
+    if prompt.ids is not None:
         return prompt.ids
     turns = [FORMATS[format].replace("{turn}", turn) for turn in prompt.turns]
     if format == "raw":

@@ -1,16 +1,15 @@
 """Prints the tables of a file that `treeflash bench run` wrote: `treeflash bench report FILE`.
 
-treeflash_jax/bench/README.md explains the tables. tau per response: mean of the tau of every response (a turn; those
-without a round are left out). speedup: tokens/s over that of the fastest one-token decoding. Ratios are over the answers
-that two systems have in common at one temperature; whole rounds are compared with the best-first tree of the same number of
-nodes. Intervals are 95 % percentile bootstraps over prompts; both systems and all seeds of a prompt are resampled together.
+treeflash_jax/bench/README.md explains the tables. speedup: tokens/s over that of one-token decoding. Ratios are over the
+answers that two systems have in common at one temperature. Intervals are 95 % percentile bootstraps over prompts; both
+systems and all seeds of a prompt are resampled together.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,33 +17,37 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from treeflash_jax.bench import plots
 from treeflash_jax.bench.bench_records import PEER, SHARED, Record, is_comparable, read_records, record_key
-from treeflash_jax.core.checks import fit
+from treeflash_jax.core.settings import add_options, setting
 
-RESAMPLES = 2000
+RESAMPLES = 2000  # of the bootstrap
 WIDTH = 140  # of tables that do not go to a terminal
 Answers = dict[tuple[str, int], Record]  # records of one system at one temperature, by (prompt, seed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of a report."""
+
+    against: str | None = setting(
+        None,
+        "system that tau ratios divide by",
+        unset="marginal, the tree without the head, of the same number of nodes",
+        unit="system",
+    )
+    json: bool = setting(False, "print one JSON object instead of tables")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", metavar="FILE", help="JSONL file that treeflash bench run wrote")
-    help = "system that tau ratios divide by (default: marginal, the tree without the head, of the same number of nodes)"
-    parser.add_argument("--against", metavar="SYSTEM", help=help)
-    parser.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
-    parser.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(parser, ReportOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    fit(int, arguments.resamples, "--resamples", least=1)
-    records, _ = read_records(arguments.results)
+    records = read_records(arguments.results)
     if not records:
         raise ValueError(f"{arguments.results}: got no records, expected at least one")
-    summary = summarise(records, against=arguments.against, resamples=arguments.resamples)
-    if arguments.plot:
-        plots.check(arguments.plot)
-        plots.draw_trees(summary["systems"], arguments.plot)
+    summary = summarise(records, against=arguments.against)
     if arguments.json:
         print(json.dumps(summary, indent=2))
     else:
@@ -52,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def summarise(records: Sequence[Record], *, against: str | None = None, resamples: int = RESAMPLES) -> dict[str, Any]:
+def summarise(records: Sequence[Record], *, against: str | None = None) -> dict[str, Any]:
     """Computes all that the tables show.
 
     Args:
@@ -71,59 +74,49 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
     for record in records:
         prompt, system, temperature, seed = record_key(record)
         lengths = sum(record["accept_lengths"], [])
-        sums = {"rounds": len(lengths), "committed": sum(lengths), "whole": sum(lengths) + sum(record["cut"])}
         group = record.get("prompt_set") or "", temperature
-        groups.setdefault(group, {}).setdefault(system, {})[prompt, seed] = record | sums
-    first, dtypes = records[0], dict.fromkeys(record["settings"]["dtype"] for record in records)
-    dtypes.pop(None, None)  # of other programs
+        answers = groups.setdefault(group, {}).setdefault(system, {})
+        answers[prompt, seed] = record | {"rounds": len(lengths), "committed": sum(lengths)}
+    first = records[0]
     return {
-        "settings": {name: first["settings"][name] for name in SHARED} | {"dtype": ", ".join(dtypes)},
+        "settings": {name: first["settings"][name] for name in (*SHARED, "dtype")},
         "versions": first["versions"],
         "hardware": first["hardware"],
         "systems": [
             {"set": prompts, "temperature": temperature, "system": name}
-            | _summarise_system(name, systems, against or "marginal", resamples)
+            | _summarise_system(name, systems, against or "marginal")
             for (prompts, temperature), systems in sorted(groups.items())
             for name in systems
         ],
     }
 
 
-def _summarise_system(name: str, systems: dict[str, Answers], against: str, resamples: int) -> dict[str, Any]:
+def _summarise_system(name: str, systems: dict[str, Answers], against: str) -> dict[str, Any]:
     mine = systems[name]
     settings, records = _settings(mine), list(mine.values())
     total = {key: sum(record[key] for record in records) for key in ("tokens", "seconds", "rounds", "committed")}
-    responses = [lengths for record in records for lengths in record["accept_lengths"]]
-    taus = [sum(lengths) / len(lengths) for lengths in responses if lengths]
-    plain = [answers for answers in systems.values() if _settings(answers)["builder"] == "none"]
-    fastest = max(plain, key=_speed, default={})
-    same_dtype = next((answers for answers in plain if _settings(answers)["dtype"] == settings["dtype"]), fastest)
+    plain = next((answers for answers in systems.values() if _settings(answers)["builder"] == "none"), {})
     wanted = {against, f"{against}-{settings['nodes']}"}
-    alike = [n for n in systems if all(_settings(systems[n])[key] == settings[key] for key in ("drafter", "dtype"))]
-    others = [*(n for n in systems if n == against), *(n for n in alike if wanted & {n, *_shorter(n)})]
-    other = next((other for other in others if other != name), None)
+    alike = [n for n in systems if _settings(systems[n])["drafter"] == settings["drafter"] and wanted & {*_shorter(n)}]
+    other = next((other for other in (*(n for n in systems if n == against), *alike) if other != name), None)
     return {
-        **{key: settings[key] for key in ("drafter", "nodes", "head", "acceptance")},
-        "builder": "one-path" if settings["branches"] == 1 and settings["builder"] == "paths" else settings["builder"],
+        **{key: settings[key] for key in ("drafter", "nodes", "head", "builder", "acceptance")},
         "prompts": len({prompt for prompt, _ in mine}),
-        "responses": len(responses),
+        "responses": sum(len(record["accept_lengths"]) for record in records),
         **total,
         "tau": total["committed"] / total["rounds"] if total["rounds"] else None,
-        "tau_per_response": sum(taus) / len(taus) if taus else None,
         "acceptance_by_depth": _acceptance_by_depth(records),
-        "tokens_per_second": _speed(mine),
-        "median_tokens_per_second": median(record["tokens"] / max(record["seconds"], 1e-9) for record in records),
-        "speedup": paired_ratio(mine, fastest, "tokens", "seconds", resamples),
-        **_compare_answers([(mine[key], same_dtype[key]) for key in mine.keys() & same_dtype.keys()]),
+        "tokens_per_second": total["tokens"] / max(total["seconds"], 1e-9),
+        "speedup": paired_ratio(mine, plain, "tokens", "seconds"),
+        **_compare_answers([(mine[key], plain[key]) for key in mine.keys() & plain.keys()]),
         "against": other,
-        "tau_ratio": paired_ratio(mine, systems.get(other, {}), "committed", "rounds", resamples),
-        "whole_rounds": _whole_rounds(mine, systems, resamples) if records[0].get("expected") else None,
+        "tau_ratio": paired_ratio(mine, systems.get(other, {}), "committed", "rounds"),
         "phases": next((record["phases"] for record in records if record.get("phases")), None),
     }
 
 
 def _shorter(name: str) -> tuple[str, str]:
-    """Returns a system's name without drafter and dtype, and without the drafter temperature too."""
+    """Returns a system's name without its drafter, and without the drafter temperature too."""
     name = name.partition(", ")[0]
     return name, name.partition("@")[0]
 
@@ -161,28 +154,11 @@ def _compare_answers(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
     return summary
 
 
-def _whole_rounds(mine: Answers, systems: dict[str, Answers], resamples: int) -> dict[str, Any]:
-    """Returns tau and expected tau over whole rounds, and their ratios over the best-first tree of the same size."""
-    same = "drafter", "dtype", "drafter_temperature", "ngrams", "head", "nodes"
-    wanted = {name: _settings(mine)[name] for name in same} | {"builder": "best-first"}
-    best_first = next((answers for answers in systems.values() if wanted.items() <= _settings(answers).items()), {})
-    single = dict.fromkeys(mine, {"whole": 1, "expected": 1, "rounds": 1})
-    ratios = {}
-    for top, name in (("whole", "tau"), ("expected", "expected_tau")):
-        ratios[name] = paired_ratio(mine, single, top, "rounds", resamples)
-        ratios[f"{name}_ratio"] = paired_ratio(mine, best_first, top, "rounds", resamples)
-    return ratios
-
-
-def _speed(answers: Answers) -> float:
-    return sum(r["tokens"] for r in answers.values()) / max(sum(r["seconds"] for r in answers.values()), 1e-9)
-
-
 def _settings(answers: Answers) -> dict[str, Any]:
     return next(iter(answers.values()))["settings"]
 
 
-def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str, resamples: int) -> dict[str, Any] | None:
+def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str) -> dict[str, Any] | None:
     """Computes (sum of top / sum of bottom) of one system over that of another, with a paired bootstrap interval.
 
     `top` and `bottom` are names in the records, of which only those of a (prompt, seed) of both systems count. Returns
@@ -202,7 +178,7 @@ def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str, resample
     ratio = {"value": float(divide(sums.sum(axis=1))), "low": None, "high": None, "answers": len(common)}
     if len(prompts) > 1:
         share = np.full(len(prompts), 1 / len(prompts))
-        counts = np.random.default_rng(0).multinomial(len(prompts), share, size=resamples)  # [resamples, prompts]
+        counts = np.random.default_rng(0).multinomial(len(prompts), share, size=RESAMPLES)  # [resamples, prompts]
         with np.errstate(invalid="ignore"):  # a resample of prompts without rounds has no ratio
             ratios = divide(sums @ counts.T)
         ratio["low"], ratio["high"] = (float(x) for x in np.nanpercentile(ratios, (2.5, 97.5)))
@@ -215,28 +191,21 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
     title = f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}"
     several = any(system["set"] for system in systems)
     keys = ["*prompts", "T", "*system"] if several else ["T", "*system"]
-    columns = ["responses", "tau", "per\nresponse", "tau ratio", "*over"]
-    tokens = make_table(f"{title}: tokens per round", [*keys, *columns])
-    speed = make_table(f"{title}: speed", [*keys, "tokens/s", "median", "speedup", "identical"])
-    columns = [*keys, "tau", "ratio", "expected ratio"]
-    whole = make_table("whole rounds: ratios over the best-first tree of the same number of nodes", columns)
+    tokens = make_table(f"{title}: tokens per round", [*keys, "responses", "tau", "tau ratio", "*over"])
+    speed = make_table(f"{title}: speed", [*keys, "tokens/s", "speedup", "identical"])
     depth = max(len(system["acceptance_by_depth"]) for system in systems)
     depths = make_table("% of rounds that accept at least n draft tokens", [*keys, *map(str, range(1, depth + 1))])
     for system in systems:
         key = [*([system["set"]] if several else []), f"{system['temperature']:g}", system["system"]]
         if system["builder"] != PEER:
-            numbers = str(system["responses"]), _number(system["tau"]), _number(system["tau_per_response"])
             ratio = system["tau_ratio"]
-            tokens.add_row(*key, *numbers, format_interval(ratio), system["against"] if ratio else "-")
-        speeds = (f"{system[name]:.0f}" for name in ("tokens_per_second", "median_tokens_per_second"))
+            numbers = str(system["responses"]), _number(system["tau"]), format_interval(ratio)
+            tokens.add_row(*key, *numbers, system["against"] if ratio else "-")
         same = f"{system['identical']} of {system['compared']}" if system["compared"] else "-"
-        speed.add_row(*key, *speeds, format_interval(system["speedup"]), same)
-        if ratios := system["whole_rounds"]:
-            intervals = (format_interval(ratios[name]) for name in ("tau_ratio", "expected_tau_ratio"))
-            whole.add_row(*key, _number(ratios["tau"] and ratios["tau"]["value"]), *intervals)
+        speed.add_row(*key, f"{system['tokens_per_second']:.0f}", format_interval(system["speedup"]), same)
         if shares := system["acceptance_by_depth"]:
             depths.add_row(*key, *(f"{100 * share:.0f}" for share in shares + [0.0] * (depth - len(shares))))
-    tables = (table for table in (tokens, speed, whole, depths, _phases(systems)) if table.row_count)
+    tables = (table for table in (tokens, speed, depths, _phases(systems)) if table.row_count)
     (console or table_console()).print(*tables, _describe(summary))
 
 

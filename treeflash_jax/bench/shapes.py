@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.parameters import Spec, is_spec
-from treeflash_jax.core.settings import add_options, field_names, setting
+from treeflash_jax.core.settings import field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
@@ -31,8 +31,6 @@ _QWEN3 = dict(
 )
 _QWEN3_MOE = _QWEN3 | dict(num_kv_heads=4, num_experts=128, experts_per_token=8, expert_size=768)
 _QWEN3_MOE |= dict(normalize_experts=True, model_type="qwen3_moe")
-_QWEN25 = dict(rope=Rope(theta=1e6), max_positions=32_768, qk_norm=False, qkv_bias=True, eos_token_ids=(151_645,))
-_QWEN25 |= dict(vocab_size=151_936, head_dim=128, num_kv_heads=2, model_type="qwen2")
 _LLAMA = dict(rms_norm_eps=1e-5, qk_norm=False, model_type="llama")
 
 
@@ -47,11 +45,6 @@ VERIFIERS: dict[str, ModelConfig] = {
     "qwen3-4b": _config(2560, 9728, 36, 32, tie_embeddings=True, **_QWEN3),
     "qwen3-8b": _config(4096, 12_288, 36, 32, **_QWEN3),
     "qwen3-30b-a3b": _config(2048, 6144, 48, 32, **_QWEN3_MOE),
-    "qwen3-coder-30b-a3b": _config(2048, 6144, 48, 32, **_QWEN3_MOE | {"rope": Rope(theta=1e7), "max_positions": 262_144}),
-    "qwen2.5-0.5b": _config(896, 4864, 24, 14, tie_embeddings=True, **_QWEN25 | {"head_dim": 64}),
-    "qwen2.5-1.5b": _config(1536, 8960, 28, 12, tie_embeddings=True, **_QWEN25),
-    "qwen2.5-3b": _config(2048, 11_008, 36, 16, tie_embeddings=True, **_QWEN25),
-    "qwen2.5-7b": _config(3584, 18_944, 28, 28, **_QWEN25 | {"vocab_size": 152_064, "num_kv_heads": 4}),
     "llama-3.1-8b": _config(
         4096, 14_336, 32, 32, vocab_size=128_256, num_kv_heads=8, head_dim=128, max_positions=131_072,
         rope=Rope(theta=5e5, kind="llama3", factor=8.0), **_LLAMA,
@@ -64,35 +57,19 @@ VERIFIERS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
+TREE_OPTIONS = sorted({"attention", *field_names(GenerateConfig, "drafting", "tree")} - {"nodes", "drafter_temperature"})
+
+
 @dataclass(frozen=True, kw_only=True)
-class MeasuredSizes:
-    """Sizes for which phases and rounds are timed or compiled, and the number of samples."""
+class Shapes:
+    """A pair by its sizes."""
 
-    batch: int = setting(1, "sequences decoded together", least=1, unit="sequences")
-    context: int = setting(256, "tokens in the cache", least=1, unit="tokens")
-    nodes: int | None = setting(
-        None,
-        "tree nodes verified per round, root included",
-        unset="the drafter's",
-        least=1,
-        unit="nodes",
+    shape: str | None = setting(
+        None, f"one of {', '.join(VERIFIERS)}, or a verifier's config.json or its folder", unset="tiny", unit="shape"
     )
-    repeats: int = setting(9, "timed samples of a phase", least=1, unit="samples")
-
-
-def add_arguments(parser: Any, *, required: bool = False) -> None:
-    """Adds the options that name a pair by its sizes."""
-    default = "" if required else " (default: tiny)"
-    known = f"one of {', '.join(VERIFIERS)}, or a verifier's config.json or its folder{default}"
-    parser.add_argument("--shape", required=required, help=known)
-    known = "a drafter's config.json, the name of a language model, or ngram (default: the published sizes)"
-    parser.add_argument("--drafter-shape", metavar="FILE", help=known)
-
-
-def add_tree_arguments(parser: Any) -> None:
-    """Adds the options that say what a round drafts and verifies."""
-    chosen = {"attention", *field_names(GenerateConfig, "drafting", "tree")} - {"nodes", "drafter_temperature"}
-    add_options(parser, GenerateConfig, chosen)
+    drafter_shape: str | None = setting(
+        None, "a drafter's config.json, the name of a language model, or ngram", unset="the published sizes", unit="file"
+    )
 
 
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
@@ -118,11 +95,6 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
     if drafter_shape in VERIFIERS:
         return model, LanguageModelConfig(layers=VERIFIERS[drafter_shape]).fitted(model)
     path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
-    if not path.exists():
-        known = ", ".join(dict.fromkeys((*DRAFTERS, *VERIFIERS)))
-        raise FileNotFoundError(
-            f"{drafter_shape} not found, expected a drafter's config.json or its folder, or one of {known}"
-        )
     return model, draft_vocabulary.limit(model_files.read_drafter_config(path).fitted(model), path, model.vocab_size)
 
 

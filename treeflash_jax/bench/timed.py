@@ -1,4 +1,4 @@
-"""Compiled programs, timed in samples of many calls, and the progress of a measurement."""
+"""Compiled programs, timed in samples of many calls."""
 
 import math
 import sys
@@ -11,10 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.text import Text
 
 from treeflash_jax.core import programs, sharding
 
@@ -22,7 +18,9 @@ CALLS = 64  # maximal number of calls in a sample
 SAMPLE_SECONDS = 0.02
 PHASE_SECONDS = 6.0  # slow phases get fewer samples, at least two
 
-Notify = Callable[[str], None]
+
+def print_progress(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 @dataclass
@@ -85,13 +83,11 @@ def measure_copies() -> float:
     return 2 * size / float(np.median(seconds[1:]))  # the first sample compiles
 
 
-def sample_in_turns(phases: Sequence[Timed], repeats: int, notify: Notify) -> None:
+def sample_in_turns(phases: Sequence[Timed], repeats: int) -> None:
     """Takes up to `repeats` samples of every phase, in turns whose order rotates."""
     for timed in phases:
-        notify(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
         timed.choose_counts(repeats)
     for turn in range(repeats):
-        notify(f"sample {turn + 1} of {repeats}")
         first = turn % len(phases)
         for timed in [*phases[first:], *phases[:first]]:
             if len(timed.seconds) < timed.samples:
@@ -108,30 +104,3 @@ def running(mesh: Any, where: str) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(f"{where}: the devices have too little memory for it") from None
-
-
-class Progress(Live):
-    """Progress on stderr, a live line in a terminal and a line per step elsewhere.
-
-    Example:
-      >>> with Progress(2) as progress:
-      ...     progress.step("compiling")
-      ...     progress.step("timing")
-      ...     progress.detail("sample 3 of 9")
-    """
-
-    def __init__(self, steps: int, console: Console | None = None):
-        self.steps, self.number, self.text, self.spinner = steps, 0, "", Spinner("dots")
-        console = console or Console(stderr=True, highlight=False)
-        # Results that are printed meanwhile stay on stdout if that is a file.
-        super().__init__(self.spinner, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
-
-    def step(self, text: str) -> None:
-        self.number, self.text = self.number + 1, f"[{self.number + 1}/{self.steps}] {text}"
-        self.spinner.update(text=Text(self.text))
-        if not self.console.is_interactive:
-            self.console.print(self.text, markup=False, soft_wrap=True)
-
-    def detail(self, text: str) -> None:
-        """Shows the state of the current step, in a terminal only."""
-        self.spinner.update(text=Text(f"{self.text}: {text}"))

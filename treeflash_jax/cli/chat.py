@@ -1,8 +1,5 @@
 """A conversation in the terminal: answers are streamed, with statistics after each turn."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -78,7 +75,7 @@ def _turn(
     """Streams one answer and prints its statistics; returns its text and Result, None after Ctrl-C."""
     text = ""
     try:
-        with ignored_keyboard(), Lines(console) as lines:
+        with Lines(console) as lines:
             for piece in model.stream(messages, config=config, session=session):
                 if isinstance(piece, Chunk):
                     lines.write(piece.text)
@@ -113,20 +110,3 @@ class Lines(Live):
 
     def _print(self, line: str) -> None:
         self.console.print(line, markup=False, soft_wrap=not self.console.is_terminal)
-
-
-@contextmanager
-def ignored_keyboard() -> Iterator[None]:
-    """Discards keyboard input without echo; Ctrl-C still interrupts."""
-    if not sys.stdin.isatty() or sys.platform == "win32":
-        yield
-        return
-    import termios
-
-    silent = [*(before := termios.tcgetattr(sys.stdin))]
-    silent[3] &= ~termios.ECHO
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)  # FLUSH discards the input

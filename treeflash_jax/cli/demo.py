@@ -3,7 +3,6 @@
 import argparse
 import io
 import logging
-import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,9 +22,8 @@ from treeflash_jax.bench import harness, report
 from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
-from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.core import files
-from treeflash_jax.core.settings import add_options
+from treeflash_jax.core.settings import add_options, setting
 from treeflash_jax.engine import pairs
 
 PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # ways of decoding
@@ -66,22 +64,31 @@ DEMOS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Options of the demo."""
+
+    pair: str | None = setting(
+        None,
+        "smollm2: SmolLM2-135M-Instruct; tiny: a toy model that ships with the package",
+        unset="smollm2 if its weights are on this machine, else tiny",
+        choices=lambda: tuple(DEMOS),
+    )
+    repeats: int = setting(2, "timed answers to every prompt", least=1, unit="answers")
+    svg: str | None = setting(None, "write a picture of the demo", unit="file")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Answers three prompts one token at a time and with drafting, side by side, draws a draft tree, and compares times."""
-    help = "smollm2: SmolLM2-135M-Instruct; tiny: a toy model that ships with the package (default: smollm2 if its weights "
-    help += "are on this machine, else tiny)"
-    parser.add_argument("--pair", choices=("smollm2", "tiny"), help=help)
+    add_options(parser, DemoOptions)
     add_options(parser, tf.GenerateConfig, ["max_new_tokens"], max_new_tokens=160)
-    add_options(parser, MeasuredSizes, ["repeats"], repeats=2)
-    parser.add_argument("--svg", metavar="FILE", help="write a picture of the demo")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Streams answers side by side, and prints a draft tree and a table.
 
-    Speeds are medians over interleaved runs at batch 1, greedy, made after all programs are compiled. An answer of the
-    greatest length is shown up to its last whole sentence. The picture has the streams of the last prompt when the first of
-    them ended, the tree and the table.
+    Speeds are medians over interleaved runs at batch 1, greedy, made after all programs are compiled. The picture has
+    the streams of the last prompt when the first of them ended, the tree and the table.
     """
     if arguments.svg is not None:
         files.check_output(arguments.svg)
@@ -131,8 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Text, tf.Result, Columns]:
     """Shows streams side by side; the one that has used least time goes on.
 
-    Returns the answer of the last system, coloured, its result, and both streams when the first of them ended. An answer
-    that was cut ends with its last whole sentence.
+    Returns the answer of the last system, coloured, its result, and both streams when the first of them ended.
     """
     streams = {s.name: s.model.stream(prompt, s.config, rounds_per_dispatch=1) for s in systems}
     texts, clocks, passes = {name: Text() for name in streams}, dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
@@ -163,9 +169,6 @@ def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Tex
             first_end = first_end or panels()
             if name == systems[-1].name:
                 result = piece
-            sentences = re.match(r".*[.!?](?=\s|$)|.*(?=\s)", texts[name].plain, re.DOTALL)
-            if piece.finished == "length" and sentences:
-                texts[name] = texts[name][: sentences.end()]
     return texts[systems[-1].name], result, first_end
 
 
@@ -180,16 +183,12 @@ def _table(pair: str, records: Sequence[Record]) -> Table:
     columns = ["*prompt", "*decoded", "passes", "tau", "tokens/s", "speedup", "identical"]
     table = report.make_table(f"{pair}: greedy, batch 1", columns)
     for prompt in dict.fromkeys(record["prompt_id"] for record in records):
-        entries = report.summarise([r for r in records if r["prompt_id"] == prompt], resamples=1)["systems"]
+        entries = report.summarise([r for r in records if r["prompt_id"] == prompt])["systems"]
         for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):  # the order of the turns changes
-            is_tie = entry["verdict"] == "PASS" and entry["identical"] < entry["compared"]
-            same = "near-tie" if is_tie else "yes" if entry["identical"] == entry["compared"] else "no"
-            if same == "no":
-                table.caption = "no: an error; run treeflash check"
-            elif is_tie and table.caption is None:
-                table.caption = "near-tie: rounding chose between two nearly equal logits; no error"
+            same = "yes" if entry["identical"] == entry["compared"] else "near-tie" if entry["verdict"] == "PASS" else "no"
             passes = str(entry["rounds"] // entry["responses"] + 1)
             speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"
             name = prompt if entry["system"] == PLAIN else ""
             table.add_row(name, entry["system"], passes, f"{entry['tau'] or 1:.2f}", *speeds, same)
+    table.caption = "near-tie: rounding chose between two nearly equal logits; no: an error, see treeflash check"
     return table

@@ -141,7 +141,7 @@ def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
     kind = kinds(cls)[field.name]
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
     parts = [part for part in parts if part is not NoneType]
-    usual = default_text(field) if default is field.default else str(default).strip("[]").replace(",", "")
+    usual = default_text(field) if default is field.default else re.sub(r"[\[\],']", "", str(default))
     text = (field.metadata["help"] + (f" (default: {usual})" if usual else "")).replace("%", "%%")
     if parts == [bool]:
         return {"action": "store_true", "help": text}
