@@ -152,46 +152,45 @@ def train_batches() -> str:
     return table("topology | trains | attention | memory of a sequence | largest batch", rows)
 
 
-def _phase_times(result: dict[str, Any]) -> Iterable[tuple[int, list[str]]]:
-    """Yields each number of nodes of a result of `bench latency` with the cells of PHASES."""
-    time = {(row["phase"], row["nodes"]): row["ms"] for row in result["phases"]}
-    for nodes in result["settings"]["nodes"]:
-        parts = [time["draft", None] + time.get(("expand", None), 0.0)]  # in older results a phase of its own
-        parts += [time[phase, nodes] for phase in ("tree", "verify", "accept", "commit", "round")]
-        parts += [time["step", None], time["round", nodes] / time["step", None]]
-        yield nodes, [f"{part:.2f}" for part in parts]
-
-
 PHASES = "nodes | draft | tree | verify | accept | commit | round | one-token step | round / step"
 
 
+def _phase_rows(runs: Iterable[dict[str, Any]], *keys: str) -> list[list[Any]]:
+    """Returns a row for every result of `bench latency` and number of nodes: settings, then the cells of PHASES."""
+    rows = []
+    for run in runs:
+        settings = run["settings"] | run["versions"]
+        time = {(row["phase"], row["nodes"]): row["ms"] for row in run["phases"]}
+        for nodes in settings["nodes"]:
+            parts = [time["draft", None] + time.get(("expand", None), 0.0)]  # two phases in older results
+            parts += [time[phase, nodes] for phase in ("tree", "verify", "accept", "commit", "round")]
+            parts += [time["step", None], time["round", nodes] / time["step", None]]
+            rows.append([*(settings[key] for key in keys), nodes, *(f"{part:.2f}" for part in parts)])
+    return rows
+
+
 def latency() -> str:
-    rows, commands = [], []
-    for result in read("latency_tiny.json")["results"]:
+    results, commands = read("latency_tiny.json")["results"], []
+    for result in results:
         settings = result["settings"]
-        rows += [[settings["candidates"], nodes, *cells] for nodes, cells in _phase_times(result)]
         sizes = {name: settings[name] for name in ("batch", "context", "candidates", "children", "dtype")}
         options = " ".join(f"--{name} {value}" for name, value in sizes.items())
         nodes = " ".join(map(str, settings["nodes"]))
         commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
     where = f"{result['hardware']['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}"
-    return section(f"candidates, children | {PHASES}", rows, f"{where}, jax {result['versions']['jax']}:", commands)
+    note = f"{where}, jax {result['versions']['jax']}:"
+    return section(f"candidates, children | {PHASES}", _phase_rows(results, "candidates"), note, commands)
 
 
 def latency_smollm2() -> str:
     runs = read("latency_smollm2.json")
-    rows = []
-    for run in runs["results"]:
-        where = run["versions"]["jax"], run["settings"]["dtype"]
-        rows += [[*where, nodes, *cells] for nodes, cells in _phase_times(run)]
+    rows = _phase_rows(runs["results"], "jax", "dtype")
     return section(f"jax | dtype | {PHASES}", rows, runs["note"], [runs["command"]])
 
 
 def latency_h200() -> str:
-    runs, rows = read("latency_h200.json"), []
-    for run in runs["results"]:
-        settings = run["settings"]
-        rows += [[settings["context"], settings["attention"], nodes, *cells] for nodes, cells in _phase_times(run)]
+    runs = read("latency_h200.json")
+    rows = _phase_rows(runs["results"], "context", "attention")
     commands = [f"{runs['command']} --attention {name}" for name in ("xla", "pallas-gpu")]
     return section(f"tokens in the cache | attention | {PHASES}", rows, runs["note"], commands)
 
@@ -243,11 +242,10 @@ def round_times() -> str:
     """Formats rounds beside one-token steps, on a CPU and on an H200, each with the default attention of the device."""
     smollm2, qwen3, rows = read("latency_smollm2.json"), read("latency_h200.json"), []
     on_cpu = next(run for run in smollm2["results"] if run["settings"]["dtype"] == "bfloat16")
-    runs = [("SmolLM2, two Zen 5 cores", on_cpu)]
-    runs += [("Qwen3-4B, one H200", run) for run in qwen3["results"] if run["settings"]["attention"] == "pallas-gpu"]
-    for name, run in runs:
-        jax, context = run["versions"]["jax"], run["settings"]["context"]
-        rows += [[name, jax, context, nodes, *cells[-3:]] for nodes, cells in _phase_times(run)]
+    on_gpu = [run for run in qwen3["results"] if run["settings"]["attention"] == "pallas-gpu"]
+    for name, runs in (("SmolLM2, two Zen 5 cores", [on_cpu]), ("Qwen3-4B, one H200", on_gpu)):
+        for jax, context, nodes, *cells in _phase_rows(runs, "jax", "context"):
+            rows.append([name, jax, context, nodes, *cells[-3:]])
     note = (
         "Milliseconds; bfloat16, batch 1, greedy. SmolLM2 with its drafter and n-grams; Qwen3-4B with random weights, "
         "16 candidates with 16 children each:"

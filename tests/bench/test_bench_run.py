@@ -1,10 +1,10 @@
 """`bench run`: what is measured, how a run is resumed, and what is refused."""
 
-import subprocess
 import sys
 from collections import Counter
 from copy import copy, deepcopy
 from dataclasses import replace
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 
 import pytest
@@ -198,12 +198,14 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
         assert fake.calls == [] and out.read_bytes() == before and not fresh.exists()
 
 
-@pytest.mark.parametrize("reply", ["[1]", '{"ids": [5]}', '{"ids": [5], "seconds": "1.0"}', '{"ids": 5, "seconds": 1.0}'])
-def test_other_programs_that_answer_something_else_are_refused(tiny, reply):
-    command = [sys.executable, "-c", f"input(); print({reply!r})"]
-    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+@pytest.mark.parametrize("code", [
+    "pass", "input(); print('[1]')", "input(); print('{\"ids\": [5]}')",
+    "input(); print('{\"ids\": [5], \"seconds\": \"1.0\"}')", "input(); print('{\"ids\": 5, \"seconds\": 1.0}')",
+])  # fmt: skip
+def test_other_programs_without_an_answer_are_refused(tiny, code):
+    with Popen([sys.executable, "-c", code], bufsize=0, stdin=PIPE, stdout=PIPE) as program:
         peer = Peer(name="other", model=tiny, config=tf.GenerateConfig(), command="python", program=program)
-        refused(lambda: peer.answer([[5, 6]], 0.0, [0]), "expected one JSON line per prompt")
+        refused(lambda: peer.answer([[5, 6]], 0.0, [0]), "got ", "expected one JSON line per prompt")
 
 
 def test_phases_reach_answers_that_were_there(fake, small, tmp_path, capsys, monkeypatch):
@@ -331,11 +333,3 @@ def test_a_later_turn_follows_the_ids_of_another_program(tmp_path):
     decode = Tokenizer.load(locate("tiny")).decode
     [record] = [record for record in records if record["system"] == "ids"]
     assert len(record["ids"]) == 2 and record["texts"] == [decode(ids) for ids in record["ids"]]
-
-
-@pytest.mark.parametrize("code", ["pass", "print('hello')"])
-def test_a_program_without_answers_is_one_line(tmp_path, capsys, code):
-    other = ["--other", f'gone={sys.executable} -c "{code}"']
-    assert main(["bench", "run", *GREEDY, *other, "--out", str(tmp_path / "out.jsonl")]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "expected one JSON line per prompt" in error and "got " in error

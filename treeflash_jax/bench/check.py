@@ -1,7 +1,7 @@
 """Check of losslessness on the user's prompts: drafted against one-token decoding with the same seed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -43,13 +43,9 @@ class Divergence:
     gap: float | None
     rounding: float
 
-    def is_near_tie(self, limit: float | None = None) -> bool:
-        """True if rounding explains the difference: matrix products over one and over many tokens round differently.
-
-        The largest gap is `limit` or, if it is None, ROUNDINGS units of rounding, at least NEAR_TIE.
-        """
-        limit = max(NEAR_TIE, ROUNDINGS * self.rounding) if limit is None else limit
-        return self.gap is not None and self.gap <= limit
+    def is_near_tie(self) -> bool:
+        """True if rounding explains the difference: matrix products over one and over many tokens round differently."""
+        return self.gap is not None and self.gap <= max(NEAR_TIE, ROUNDINGS * self.rounding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +56,25 @@ class Check:
     plain: Result
     divergence: Divergence | None
 
-    def passed(self, near_tie: float | None = None) -> bool:
-        """True if the answers are equal up to near-ties; see `Divergence.is_near_tie`."""
-        return self.divergence is None or self.divergence.is_near_tie(near_tie)
+    @property
+    def verdict(self) -> str:
+        """PASS if the answers are equal up to near-ties, FAIL otherwise."""
+        return "PASS" if self.divergence is None or self.divergence.is_near_tie() else "FAIL"
+
+    def record(self, model: TreeFlash) -> dict[str, Any]:
+        record = {"verdict": self.verdict, "identical": self.divergence is None, "tokens": len(self.plain.ids)}
+        record |= {"tau": self.drafted.tau, "quantize": model.quantize, "meaning": meaning(model.quantize)}
+        if self.divergence is None:
+            return record | {"divergence": None}
+        return record | {"divergence": asdict(self.divergence) | {"meaning": explanation(self.divergence, model.dtype)}}
+
+    def describe(self, model: TreeFlash) -> str:
+        """Returns one line that says how the answers differ."""
+        if self.divergence is None:
+            return f"{self.verdict}, identical, {len(self.plain.ids)} tokens, tau {self.drafted.tau:.2f}"
+        tokens = f"drafted {self.divergence.drafted}, one by one {self.divergence.plain}"
+        why = explanation(self.divergence, model.dtype)
+        return f"{self.verdict}, differs from token {self.divergence.index} on ({tokens}); {why}"
 
 
 def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Check]:
@@ -97,10 +109,10 @@ def meaning(quantize: str | None) -> str:
     return f"exact with respect to the {quantize} verifier, not to the one in the files: its own answers may differ"
 
 
-def explanation(divergence: Divergence, dtype: Any, near_tie: float | None = None) -> str:
+def explanation(divergence: Divergence, dtype: Any) -> str:
     if divergence.gap is None:
         return "one answer ended before the other"
-    if divergence.is_near_tie(near_tie):
+    if divergence.is_near_tie():
         return f"near-tie: {dtype} rounding decides between the two candidates; not an error"
     return f"the two candidates' logits are {divergence.gap:.2g} apart, more than {dtype} rounding explains"
 

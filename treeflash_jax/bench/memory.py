@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     result |= {"batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        programs = compile_programs(plan, mesh, batch, capacity, dtype, quantize)
-        result |= {"bytes_per_device": _read_programs(*programs, needs), "jax": jax.__version__}
+        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize)
+        result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit

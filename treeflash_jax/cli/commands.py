@@ -5,7 +5,6 @@ import inspect
 import json
 import os
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -13,12 +12,12 @@ from rich.console import Console
 
 from treeflash_jax import __version__
 from treeflash_jax.bench import latency, memory, report, run
-from treeflash_jax.bench.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
+from treeflash_jax.bench.check import check, meaning
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import LINE, LONGEST_PATH, UnknownSetting, clipped, fit
+from treeflash_jax.core.checks import LINE, LONGEST_PATH, UnknownSetting, clipped
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, model_files
 
@@ -85,9 +84,6 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     """
     add_prompts(parser)
     output = add_settings(parser, without=("samples", "log_probs", "expected_lengths"))
-    usual = f"{NEAR_TIE:g} or {ROUNDINGS} units of rounding in the compute dtype, whichever is larger"
-    help = f"largest gap between the two logits of a near-tie (default: {usual})"
-    output.add_argument("--near-tie", type=float, metavar="GAP", help=help)
     output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
 
@@ -142,23 +138,11 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     settings, prompts = given_settings(arguments), parse_prompts(arguments)
-    limit = fit(float | None, arguments.near_tie, "--near-tie", least=0)
     model = load_model(arguments)
     cases = check(model, prompts, **settings)
     for index, case in enumerate(cases):
-        difference, verdict = case.divergence, "PASS" if case.passed(limit) else "FAIL"
-        means = explanation(difference, model.dtype, limit) if difference else None
-        if arguments.json:
-            record = {"verdict": verdict, "identical": difference is None, "tokens": len(case.plain.ids)}
-            record |= {"tau": case.drafted.tau, "quantize": model.quantize, "meaning": meaning(model.quantize)}
-            described = asdict(difference) | {"meaning": means} if difference else None
-            print(json.dumps(record | {"divergence": described}))
-        elif difference is None:
-            print(f"prompt {index}: {verdict}, identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
-        else:
-            tokens = f"drafted {difference.drafted}, one by one {difference.plain}"
-            print(f"prompt {index}: {verdict}, differs from token {difference.index} on ({tokens}); {means}")
-    failed = sum(not case.passed(limit) for case in cases)
+        print(json.dumps(case.record(model)) if arguments.json else f"prompt {index}: {case.describe(model)}")
+    failed = sum(case.verdict == "FAIL" for case in cases)
     if not arguments.json:
         identical = sum(case.divergence is None for case in cases)
         counts = f"{identical} identical, {len(cases) - identical - failed} near-ties, {failed} other differences"

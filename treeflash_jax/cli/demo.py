@@ -5,10 +5,10 @@ import io
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 from rich.columns import Columns
 from rich.console import Console
@@ -30,38 +30,26 @@ PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # ways of decoding
 SEVERAL = "bold green"  # text of rounds that committed several tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demo:
-    """A pair, prompts by name, and a way of drafting."""
-
-    text: str
-    prompts: Mapping[str, str]
-    settings: Mapping[str, Any]
-
-
-DEMOS = {
-    "smollm2": Demo(
-        text="SmolLM2-135M-Instruct. The prompts were chosen because a model of 135M parameters answers them well; "
-        "measured speeds are in notebooks/results/README.md. To talk to the model: treeflash chat",
-        prompts={
-            "rewrite": "Rewrite this sentence in the past tense: The children walk to the lake, feed the ducks and go home "
-            "before the rain begins.",
-            "code": "Write a Python function that checks whether a word is a palindrome.",
-            "explain": "What is photosynthesis?",
-        },
-        settings={"builder": "best-first"},
-    ),
-    "tiny": Demo(
-        text="A toy pair, trained for form only: its arithmetic is usually wrong. Drafting pays if verifying many tokens "
-        "takes little longer than verifying one, as on accelerators.",
-        prompts={
-            "pens": "A box holds 6 red pens and 9 blue pens. Ada takes 4 pens. How many pens are left?",
-            "apples": "Tom has 3 apples and buys 4 more. How many apples does he have?",
-            "seats": "A train has 5 cars with 10 seats in each car. How many seats are there?",
-        },
-        settings={"builder": "best-first", "block_size": 8, "candidates": 4, "nodes": 8},
-    ),
+TEXTS = {
+    "smollm2": "SmolLM2-135M-Instruct. The prompts were chosen because a model of 135M parameters answers them well; "
+    "measured speeds are in notebooks/results/README.md. To talk to the model: treeflash chat",
+    "tiny": "A toy pair, trained for form only: its arithmetic is usually wrong. Drafting pays if verifying many tokens "
+    "takes little longer than verifying one, as on accelerators.",
 }
+PROMPTS = {
+    "smollm2": {
+        "rewrite": "Rewrite this sentence in the past tense: The children walk to the lake, feed the ducks and go home "
+        "before the rain begins.",
+        "code": "Write a Python function that checks whether a word is a palindrome.",
+        "explain": "What is photosynthesis?",
+    },
+    "tiny": {
+        "pens": "A box holds 6 red pens and 9 blue pens. Ada takes 4 pens. How many pens are left?",
+        "apples": "Tom has 3 apples and buys 4 more. How many apples does he have?",
+        "seats": "A train has 5 cars with 10 seats in each car. How many seats are there?",
+    },
+}
+DRAFTING = {"smollm2": {}, "tiny": {"block_size": 8, "candidates": 4, "nodes": 8}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +60,7 @@ class DemoOptions:
         None,
         "smollm2: SmolLM2-135M-Instruct; tiny: a toy model that ships with the package",
         unset="smollm2 if its weights are on this machine, else tiny",
-        choices=lambda: tuple(DEMOS),
+        choices=lambda: tuple(PROMPTS),
     )
     repeats: int = setting(2, "timed answers to every prompt", least=1, unit="answers")
     svg: str | None = setting(None, "write a picture of the demo", unit="file")
@@ -92,34 +80,32 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.svg is not None:
         files.check_output(arguments.svg)
-    pair = arguments.pair
-    console, logger = Console(highlight=False, emoji=False), logging.getLogger("treeflash_jax")
+    pair, console = arguments.pair, Console(highlight=False, emoji=False)
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
         console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
-    demo = DEMOS[pair]
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="tau is")  # of an answer of which little can be drafted
+        logger = logging.getLogger("treeflash_jax")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # the status says that programs are compiled
         with console.status(f"loading {pair}"):
             model = tf.load(pair)
-        console.print(demo.text + "\n")
+        console.print(TEXTS[pair] + "\n")
+        ways = {PLAIN: {"builder": "none"}, DRAFTED: {"builder": "best-first"} | DRAFTING[pair]}
         shared = {"max_new_tokens": arguments.max_new_tokens, "batch_size": 1}
-        ways = {PLAIN: {"builder": "none"}, DRAFTED: demo.settings}
         configs = {name: tf.GenerateConfig(**shared, **settings) for name, settings in ways.items()}
         systems = [System(name=name, model=model, config=config) for name, config in configs.items()]
         with console.status("compiling"):
-            for system in systems:
-                for prompt in demo.prompts.values():
-                    model.warmup(len(model.encode(prompt)), config=system.config)
+            for system, prompt in product(systems, PROMPTS[pair].values()):
+                model.warmup(len(model.encode(prompt)), config=system.config)
         results = []  # of the drafted answers
-        for prompt in demo.prompts.values():
+        for prompt in PROMPTS[pair].values():
             console.print(f"[bold]{prompt}[/bold]")
             text, result, streams = _race(console, systems, prompt)
             console.print(text, "\n")
             results.append(result)
-        prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in demo.prompts.items()]
+        prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in PROMPTS[pair].items()]
         with console.status("measuring") as status:
             records = list(harness.measure(systems, prompts, seeds=range(arguments.repeats), notify=status.update))
             status.update("drawing a tree")  # its round is drafted again, by a program of its own
