@@ -6,7 +6,6 @@ An `Entry` locates a weight on disk; specs, entries and weights are trees of one
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -183,57 +182,44 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
     for (spec, entry), leaf in zip(_pairs(specs, entries), jax.tree.leaves(params), strict=True):
         if leaf.shape != spec.shape:
             raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
-        kind = spec.dtype_in(dtype)
         for i in range(spec.shape[0]) if entry.is_apart else (None,):
-            part = _Part(entry, spec, kind, leaf) if i is None else _Part(entry.at(i), inside(spec), kind, leaf, i)
+            part = _Part(entry, spec, leaf) if i is None else _Part(entry.at(i), inside(spec), leaf, i)
             tensors.setdefault(part.entry.name, []).append(part)
-    for parts in tensors.values():
-        parts.sort(key=lambda part: part.entry.part)
-    names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))  # so that all numbers are aligned
+    kinds = {name: parts[0].spec.dtype_in(dtype) for name, parts in tensors.items()}
+    names = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # so that all numbers are aligned
     header, end = {"__metadata__": METADATA}, 0
     for name in names:
-        first, begin = tensors[name][0], end
-        shape = list(first.shape)
-        shape[first.axis] = sum(part.shape[first.axis] for part in tensors[name])
-        end += math.prod(shape) * first.dtype.itemsize
-        header[name] = {"dtype": _DTYPES[first.dtype.name], "shape": shape, "data_offsets": [begin, end]}
+        shape, begin = tensors[name][0].entry.disk_shape(tensors[name][0].spec), end
+        end += math.prod(shape) * kinds[name].itemsize
+        header[name] = {"dtype": _DTYPES[kinds[name].name], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
 
     def content() -> Iterator[Any]:
         yield len(text).to_bytes(8, "little") + text
         for name in names:
-            blocks = [part.block() for part in tensors[name]]
-            joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=tensors[name][0].axis)
+            parts = sorted(tensors[name], key=lambda part: part.entry.part)
+            blocks = [part.block(kinds[name]) for part in parts]
+            joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=parts[0].entry.part_axis)
             yield np.ascontiguousarray(joined).view(np.uint8).data
 
     files.write(path, content())
 
 
 class _Part(NamedTuple):
-    """A weight, or one index of its first axis, as a part of a tensor on disk."""
+    """A weight, or one index of its first axis, as a tensor on disk or one block of it."""
 
     entry: Entry
     spec: Spec
-    dtype: np.dtype
     leaf: Any
     index: int | None = None
 
-    @property
-    def axis(self) -> int:
-        """Axis of the tensor along which its parts follow each other."""
-        return self.entry.part_axis - 2
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return replace(self.entry, part=(0, 1)).disk_shape(self.spec)
-
-    def block(self) -> np.ndarray:
-        order = self.entry.order
-        if self.entry.is_stacked:
-            order = (0, *(axis + 1 for axis in order))
+    def block(self, dtype: Any) -> np.ndarray:
         weight = self.leaf if self.index is None else self.leaf[self.index]
-        return np.asarray(weight).astype(self.dtype).transpose(order).reshape(self.shape)
+        weight = np.asarray(weight).astype(dtype).transpose(self.entry.order)
+        if self.entry.row_axes == weight.ndim:
+            return weight.ravel()
+        return weight.reshape(math.prod(weight.shape[: self.entry.row_axes]), -1)
 
 
 def is_own(path: Any) -> bool:
