@@ -1,8 +1,9 @@
 """Acceptance rules: they choose the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-A rule is a `Rule` in a file of its own, and one line in RULES. Rules that test draws are a `draws.DrawsRule`; those that
-also go from the root to a child that its test accepts are a `draws.TopDownRule`. They read p on the support of all
-children and its mass off it, and form one vector over the vocabulary, for the last accepted node.
+A rule is a `Rule` in a file of its own, and one line in RULES. Rules that test sampled nodes (draws) are subclasses of
+`draws.DrawsRule`; of these, rules that go from the root to an accepted child, level by level, are a `draws.TopDownRule`. At
+each node, they read the verifier's probabilities of the tokens that may be drafted there, and the sum of all others. Only
+the last accepted node needs a vector over the whole vocabulary, for the bonus token.
 """
 
 from treeflash_jax.acceptance.block import Block

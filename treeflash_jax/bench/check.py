@@ -44,7 +44,7 @@ class Divergence:
     rounding: float
 
     def is_near_tie(self) -> bool:
-        """True if rounding explains the difference: matrix products over one and over many tokens round differently."""
+        """Returns True if rounding explains the difference: products over one and over many tokens round differently."""
         return self.gap is not None and self.gap <= max(NEAR_TIE, ROUNDINGS * self.rounding)
 
 

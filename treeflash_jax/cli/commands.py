@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands; `parse_args(words).run` is the function that runs the chosen one."""
+    """Returns the parser of all commands; `parse_args(words).run` is the function that runs the chosen one."""
     top = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
     suites = _add_commands(top, "command", COMMANDS).add_parser("bench", help="run benchmarks, and report their results")
@@ -64,7 +64,7 @@ def _add_commands(parser: argparse.ArgumentParser, metavar: str, commands: dict[
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    """Answers prompts, by default with smollm2 if its weights are on this machine, otherwise with the toy pair tiny."""
+    """Answers prompts, by default with smollm2 if present, otherwise with tiny."""
     add_prompts(parser)
     output = add_settings(parser)
     help = "print one JSON object per answer, with all results; only it shows those of --log-probs and --expected-lengths"
@@ -79,8 +79,9 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
 def _check_options(parser: argparse.ArgumentParser) -> None:
     """Decodes every prompt with and without drafting and compares the outputs.
 
-    A prompt passes if the answers are equal, or first differ at a near-tie: two tokens with logits so nearly equal that
-    rounding decides between them. The exit status is 1 if a prompt fails.
+    A prompt passes if the answers are equal, or first differ at a near-tie: two
+    tokens with logits so nearly equal that rounding decides between them. The
+    exit status is 1 if a prompt fails.
     """
     add_prompts(parser)
     output = add_settings(parser, without=("samples", "log_probs", "expected_lengths"))

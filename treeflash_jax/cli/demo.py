@@ -159,7 +159,7 @@ def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Tex
 
 
 def _draw(results: Sequence[tf.Result]) -> str:
-    """Draws, of the rounds that kept most tokens, the one with most branches."""
+    """Draws the tree with most branches of the rounds that kept most tokens."""
     rounds = sorted((-kept, i, j) for i, result in enumerate(results) for j, kept in enumerate(result.accept_lengths))
     pictures = (str(results[i].tree(j)) for _, i, j in rounds[:12])
     return max(pictures, key=lambda picture: picture.count("├"), default="none")

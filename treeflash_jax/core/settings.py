@@ -102,7 +102,7 @@ def describe(cls: type, basic: bool | None = None) -> str:
         elif default:
             notes.append(f"default: {default}")
         text = f"{name}: {field.metadata.get('help', '')}" + (f" ({'; '.join(notes)})." if notes else ".")
-        lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
+        lines += textwrap.wrap(text, 76, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
 
 

@@ -123,7 +123,7 @@ class DecodeState:
       tokens_bs: prompt and generated ids.
       end_b: number of ids of each sequence. The verifier's cache has `end_b - 1` positions.
       done_b: whether a sequence needs no more tokens.
-      drafter: the drafter's state; None for plain decoding.
+      drafter: the drafter's state; None for one-token decoding.
       accepted_bs: number of tokens accepted by each round, bonus included, before any cut at a stop id or limit.
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
       expected_bs: number of tokens that each round was expected to commit, given its tree; None unless planned.

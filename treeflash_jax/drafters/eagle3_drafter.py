@@ -1,7 +1,6 @@
 """EAGLE-3 drafters: one decoder layer, run once per level of the tree on the verifier's features and the drafted tokens.
 
-Position t pairs the verifier's features at t (or, while drafting, the layer's
-output at t - 1) with the token at t + 1:
+Position t pairs the verifier's features at t (or, while drafting, the layer's output at t - 1) with the token at t + 1:
 
     carried_t = fc(features_t)                       or the fed-back output at t - 1
     read_t    = [norm(embed(token_{t+1})), norm(carried_t)]
@@ -92,7 +91,7 @@ class Eagle3Config(LaneDrafterConfig):
         return replace(self, taps=taps)
 
     def specs(self) -> Params:
-        """Weights. Without `embed` the verifier's table is read; draft token i is the verifier's i + offsets[i]."""
+        """Returns the specs. Without `embed` the verifier's is read; draft token i is the verifier's i + offsets[i]."""
         width = self.layers.hidden_size
         joined = self.num_taps * self.target_hidden_size
         layer = layers.layer_specs(self.layers) | {"hidden_norm": Spec((width,), (None,), "ones")}

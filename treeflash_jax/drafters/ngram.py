@@ -8,8 +8,7 @@ that reaches the end of the text repeats from its first token. Without any match
 
 `join` adds these continuations to the expander of another drafter.
 
-Shape suffixes: b batch, s token slots, m matches, i draft depth, w lanes, c children (one for each match,
-at most).
+Shape suffixes: b batch, s token slots, m matches, i draft depth, w lanes, c children (at most one per match).
 
 Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree and its weights are this library's own.
 """

@@ -33,7 +33,7 @@ class State(ABC):
 
     @abstractmethod
     def cut(self, length_b: jax.Array) -> Self:
-        """Returns the state after only the first `length_b` positions; other positions are added afterwards."""
+        """Returns the state after only the first `length_b` positions; `extend` then adds others."""
 
 
 @struct.dataclass

@@ -68,7 +68,7 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def specs(config: SteeringConfig) -> dict[str, Spec]:
-    """Weights; fresh ones give shifts of zero."""
+    """Returns the specs of the weights; fresh weights give shifts of zero."""
     d, y, f, r = config.width, config.num_layers, config.ffn, config.rank
     whole = {"project": Spec((d, y, f), ("embed", None, "ffn"), "zeros", inputs=(0,))}
     factors = {

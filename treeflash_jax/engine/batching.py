@@ -65,8 +65,8 @@ def make_batch(requests: Sequence[Request], *, batch_size: int, capacity: int, d
 
     Args:
       requests: prompts with their sampling settings; at most `batch_size`.
-      batch_size: number of sequences; rounded up to a multiple of the mesh's data axis. Unused slots get a one-token
-        prompt that finishes immediately.
+      batch_size: number of sequences; rounded up to a multiple of the mesh's data-parallel groups. Unused slots get a
+        one-token prompt that finishes immediately.
       capacity: KV-cache capacity per sequence, in tokens.
       dtype: dtype of the model; settings are at least float32.
       mesh: mesh that shards the batch; None for one device.

@@ -40,19 +40,19 @@ def choose_dtype(device: Device) -> Any:
 
 
 def pays_per_token(device: Device, dtype: Any) -> bool:
-    """Returns whether a pass takes longer for every further token: on CPUs whose products use no matrix instructions."""
+    """Returns True if every further token makes a pass longer: on CPUs whose products use no matrix instructions."""
     return device.is_cpu and not (device.features & MATRIX_INSTRUCTIONS and jnp.dtype(dtype) == jnp.bfloat16)
 
 
 def drafting_pays(device: Device, dtype: Any, tau: float | None = None, sequences: int = 1) -> bool:
-    """Returns whether drafting a small tree is expected to be faster than one-token decoding.
+    """Returns True if drafting a small tree is expected to be faster than one-token decoding.
 
     An accelerator takes as long for a tree as for a token if both are within its ridge. On a CPU that pays per token, tau
     must exceed BREAK_EVEN_TAU, for `sequences` rounded up to a number in it; more sequences never pay.
 
     Args:
       tau: mean number of tokens that a round adds (`DrafterConfig.tau`); None: USUAL_TAU.
-      sequences: number of sequences decoded together, on a mesh per index of its data axis.
+      sequences: number of sequences decoded together; on a mesh, by each data-parallel group (`sharding.per_shard`).
     """
     if not pays_per_token(device, dtype):
         return nodes_within_ridge(device, 2, sequences) == 2

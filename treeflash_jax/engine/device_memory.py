@@ -46,7 +46,7 @@ def footprint(
     """Counts the bytes of a pair and of the caches of a batch on each device.
 
     Args:
-      drafter: sizes of the drafter; None for plain decoding.
+      drafter: the drafter; None for one-token decoding.
       mesh: concrete or abstract mesh; None for one device.
       batch: number of sequences decoded together on all devices.
       drafts: whether the batch has caches of the drafter.

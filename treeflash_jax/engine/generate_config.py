@@ -53,7 +53,7 @@ class GenerateConfig:
     """
 
     max_new_tokens: int = sampling(
-        128, "most tokens of an answer, the stop token included", least=1, unit="tokens", basic=True
+        128, "largest number of tokens in an answer, the stop token included", least=1, unit="tokens", basic=True
     )
     temperature: float | Sequence[float] = sampling(
         0.0, "sampling temperature of the verifier; 0 is greedy", least=0, basic=True
@@ -82,7 +82,7 @@ class GenerateConfig:
 
     head: str | None = drafting(
         None,
-        "second stage of a block drafter, which conditions a token on those before it; marginal turns it off",
+        "head of a block drafter, which conditions a token on the one before it; marginal turns it off",
         unset="the drafter's own",
         choices=lambda: tuple(HEADS),
     )
@@ -104,18 +104,17 @@ class GenerateConfig:
     )
     candidates: int | None = drafting(
         None,
-        "most likely tokens per depth of a block drafter: the candidates that trees are built from (M in the paper)",
+        "most likely tokens per depth of a block drafter, from which trees are built (M in the TreeFlash paper)",
         unset="16; on a CPU not using amx_bf16 8",
         least=1,
         unit="tokens",
     )
     children: int = drafting(
-        16, "most likely next tokens kept for every candidate (K in the paper)", least=1, unit="tokens"
+        16, "most likely next tokens kept for every candidate (K in the TreeFlash paper)", least=1, unit="tokens"
     )
     shortlist: int | None = drafting(
         None,
-        "tokens per depth that the second stage of a conditional head scores, chosen over all depths together; 0 "
-        "scores the whole vocabulary",
+        "most likely tokens per depth that a head scores, at every depth those of all depths; 0: the whole vocabulary",
         unset="0; on a CPU 32 if the vocabulary has 16,384 tokens or more",
         least=0,
         unit="tokens",
@@ -128,7 +127,7 @@ class GenerateConfig:
     )
     ngrams: int | None = drafting(
         None,
-        "earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup); 0: none",
+        "number of earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup)",
         unset="0; for trees on a CPU 8",
         least=0,
         unit="matches",
@@ -136,18 +135,18 @@ class GenerateConfig:
 
     builder: str | None = tree(
         None,
-        "kind of draft: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
-        "sampled), one path (the greedy walk, or chain, that of the DFlash paper), or none",
-        unset="none without a drafter or if drafting does not pay, unless another drafting setting is given; otherwise "
-        "best-first",
+        "kind of draft: a tree of the most likely nodes (best-first) or of sampled nodes (paths, delayed, "
+        "without-replacement, hybrid); one path (walk: the most likely token after each token; chain: DFlash's, the most "
+        "likely token of each depth); or none, one token at a time",
+        unset="best-first; none without a drafter, or if drafting is not expected to pay and no drafting setting is given",
         choices=lambda: ("none", *BUILDERS),
         basic=True,
     )
     nodes: int | None = tree(
         None,
         "tree nodes verified per round, the root (the last token of the text) included",
-        unset="for a tree the drafter's, but at most 8 on a CPU not using amx_bf16; for a chain the whole block; fewer for "
-        "large batches on known accelerators",
+        unset="the drafter's, usually 16, or for one path its full length; at most 8 on a CPU not using amx_bf16; fewer "
+        "for large batches on known accelerators",
         least=1,
         most=MAX_NODES,
         unit="nodes",
@@ -160,7 +159,7 @@ class GenerateConfig:
         choices=lambda: tuple(RULES),
     )
     branches: int = tree(
-        2, "number of sampled paths, or most sampled children of a node", least=1, most=MAX_NODES, unit="nodes"
+        2, "number of sampled paths, or largest number of sampled children of a node", least=1, most=MAX_NODES, unit="nodes"
     )
     trunk: int = tree(2, "nodes before the first branching of a delayed tree", least=0, most=MAX_NODES, unit="nodes")
     skeleton: float = tree(
@@ -175,9 +174,9 @@ class GenerateConfig:
     )
     lanes: int | None = tree(
         None,
-        "nodes per level that a best-first tree may expand; the number of children gives EAGLE-2's tree",
-        unset="the drafter's (2 for the default tree on a CPU not using amx_bf16); all nodes if it drafts every "
-        "level in one pass",
+        "nodes per level that a best-first tree may expand; equal to the number of children: EAGLE-2's tree",
+        unset="all if the drafter drafts all levels in one pass; otherwise the drafter's, but 2 for the default tree on a "
+        "CPU not using amx_bf16",
         least=1,
         most=MAX_NODES,
         unit="nodes",

@@ -1,7 +1,7 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
-A call passes five files: its settings and prompts become requests (requests.py) and a plan (plan.py), batches of them are
-decoded (batching.py, decoding/), and results are read from the state of a batch (results.py).
+A call becomes requests (requests.py) and the plan of its programs (plan.py). Batches of requests are decoded (batching.py,
+decoding/), and results are read from the state of a batch (results.py).
 """
 
 import logging
@@ -37,7 +37,7 @@ logger = logging.getLogger("treeflash_jax")
 
 @dataclass(frozen=True)
 class Call:
-    """A validated call.
+    """A validated `generate` call.
 
     Attributes:
       requests: one per prompt and sample.
@@ -53,6 +53,8 @@ class Call:
 
 class TreeFlash:
     """A verifier and its drafter, ready to generate.
+
+    Users call `generate`, `generate_each`, `stream` and `warmup`; other methods serve commands, benchmarks and training.
 
     Example:
       >>> import treeflash_jax as tf
@@ -105,7 +107,7 @@ class TreeFlash:
 
     @property
     def quantize(self) -> str | None:
-        """Scheme in which the verifier's matrices are quantized."""
+        """Quantization scheme of the verifier's matrices; None for none."""
         return quantized.quantization_scheme(self.weights.verifier)
 
     def generate(

@@ -1,6 +1,6 @@
-"""`resolve`: from the settings of a call, a pair and a device to the plan of the compiled programs.
+"""Plans of the compiled programs, made from the settings of a call, a pair and a device.
 
-The only place where settings, models and devices meet. What is compiled below knows none of them.
+The only module in which settings, models and devices meet: compiled code sees only the plan.
 """
 
 from dataclasses import fields, replace
@@ -40,7 +40,7 @@ def resolve(
       drafter: the drafter that is loaded; None decodes one token at a time.
       dtype: dtype of weights and caches.
       device: device that runs the programs, which need not be present.
-      sequences: number of sequences decoded together, on a mesh per index of its data axis.
+      sequences: number of sequences decoded together; on a mesh, by each data-parallel group (`sharding.per_shard`).
 
     Raises ValueError for a setting that the pair, the tree builder or the device does not support.
     """

@@ -99,13 +99,13 @@ class Result:
     def tree(self, round_index: int | None = None) -> "DrawnTree":
         """Drafts the tree of a round again, by default of the one that accepted most; `print` draws it.
 
+        With steering, trees also depend on earlier rounds, which are not repeated: from the second round on, the tree may
+        then differ from the one that was verified.
+
         Args:
           round_index: number of the round, from 0.
 
         Raises ValueError if there is none.
-
-        With steering, trees also depend on earlier rounds, which are not repeated: from the
-        second round on, the tree may then differ from the one that was verified.
         """
         if self.draft_again is None:
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")

@@ -21,7 +21,7 @@ Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
 
 
 def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
-    """Weights of one decoder layer, dense or a mixture of experts. Linear maps are stored as on disk, [out, in]."""
+    """Returns the specs of one decoder layer, dense or with experts. Linear maps are stored as on disk, [out, in]."""
     d, h, k, e, f = (
         config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
     )  # fmt: skip

@@ -40,7 +40,7 @@ class Output:
 
 
 def specs(config: ModelConfig, quantize: str | None = None) -> dict[str, Any]:
-    """Every weight of the model, its matrices quantised by the scheme. Tied models have no `unembed`."""
+    """Returns the spec of every weight, matrices quantised by the scheme. Tied models have no `unembed`."""
     table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
     tree = {
         "embed": table,

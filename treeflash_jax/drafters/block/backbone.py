@@ -17,7 +17,7 @@ from treeflash_jax.models.config import ModelConfig
 
 
 def specs(sizes: ModelConfig, num_taps: int) -> dict[str, Any]:
-    """Weights of the backbone; it reads `num_taps` layers of the verifier."""
+    """Returns the specs of a backbone that reads `num_taps` layers of the verifier."""
     d = sizes.hidden_size
     return {
         "fc": Spec((num_taps * d, d), ("embed", None), inputs=(0,), outputs=(1,)),

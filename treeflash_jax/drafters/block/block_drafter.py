@@ -112,7 +112,7 @@ class BlockConfig(DrafterConfig):
         return replace(self, draft_vocab_size=draft_vocab_size)
 
     def configured(self, *, draft_vocabulary: str | None = None, **settings: Any) -> Self:
-        """See `DrafterConfig.configured`. The drafter must have the head and the block, the vocabulary all tokens."""
+        """Returns the drafter with these settings. Raises ValueError for another head, a longer block, too many tokens."""
         has_list, heads = self.draft_vocab_size > 0, (MARGINAL, self.head)
         expect(
             draft_vocabulary != FREQUENT or has_list, "draft_vocabulary", draft_vocabulary, "all: it has no list of tokens"
@@ -133,7 +133,7 @@ class BlockConfig(DrafterConfig):
         return drafter
 
     def specs(self) -> dict[str, Any]:
-        """Weights of backbone and head, and of a draft vocabulary. Embedding and vocabulary table are the verifier's."""
+        """Returns the specs of backbone, head and draft vocabulary. Embedding and vocabulary table are the verifier's."""
         listed = listed_specs(self.draft_vocab_size, self.layers.hidden_size)
         return {"backbone": backbone.specs(self.layers, len(self.taps)), "head": HEADS[self.head].specs(self)} | listed
 
