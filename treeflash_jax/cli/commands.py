@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 from typing import Any
 
 import jax
@@ -55,8 +56,9 @@ def _add_commands(parser: argparse.ArgumentParser, metavar: str, commands: dict[
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     group = parser.add_subparsers(metavar=metavar, parser_class=Parser)
     for name, (help, add_options, run_command) in commands.items():
-        described = add_options.__doc__ or inspect.getmodule(add_options).__doc__
-        text = {"help": help, "description": inspect.cleandoc(described)}
+        described = inspect.cleandoc(add_options.__doc__ or inspect.getmodule(add_options).__doc__)
+        paragraphs = [text if text.startswith(" ") else textwrap.fill(text, 79) for text in described.split("\n\n")]
+        text = {"help": help, "description": "\n\n".join(paragraphs)}
         command = group.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **text)
         add_options(command)
         command.set_defaults(run=run_command)
@@ -79,9 +81,8 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
 def _check_options(parser: argparse.ArgumentParser) -> None:
     """Decodes every prompt with and without drafting and compares the outputs.
 
-    A prompt passes if the answers are equal, or first differ at a near-tie: two
-    tokens with logits so nearly equal that rounding decides between them. The
-    exit status is 1 if a prompt fails.
+    A prompt passes if the answers are equal, or first differ at a near-tie: two tokens with logits so nearly equal that
+    rounding decides between them. The exit status is 1 if a prompt fails.
     """
     add_prompts(parser)
     output = add_settings(parser, without=("samples", "log_probs", "expected_lengths"))
@@ -89,7 +90,10 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
-    """Writes a GGUF file as a Hugging Face folder, or a drafter in another layout with unchanged weights."""
+    """Writes a GGUF file as a Hugging Face folder, or a drafter in another layout.
+
+    Weights stay unchanged, unless --dtype rounds those of a GGUF file.
+    """
     parser.add_argument("source", help="GGUF file, or folder of a DFlash or TreeFlash drafter")
     parser.add_argument("target", help="folder to write; it must not exist")
     help = "dtype of the weights of a GGUF file (default: float32, which is exact)"

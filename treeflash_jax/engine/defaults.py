@@ -71,7 +71,7 @@ def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
 
 def choose_nodes(drafter: DrafterConfig, usual: int, device: Device, dtype: Any, sequences: int) -> int:
     """Returns the number of tree nodes, given the usual one: of the drafter, or of the whole block for a chain."""
-    # Larger trees of a drafter that may offer nothing cost a CPU no more: it fills only the nodes that it has tokens for.
+    # A drafter that may offer nothing (n-grams) keeps its trees: without a match, a round verifies only the root.
     if pays_per_token(device, dtype) and not drafter.may_offer_nothing:
         usual = min(usual, SMALL_NODES)
     return max(2, nodes_within_ridge(device, usual, sequences))

@@ -1,4 +1,4 @@
-"""Arguments of `tf.load` as options of commands."""
+"""`ModelOptions`: the arguments of `tf.load` as options of commands."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +11,6 @@ from treeflash_jax.models.quantized import SCHEMES
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of `tf.load`."""
-
     verifier: str | None = setting(
         None,
         f"language model to serve: a name ({', '.join(pairs.VERIFIERS)}), or the folder, GGUF file or Hub id of a Qwen3, "
