@@ -81,7 +81,8 @@ def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
         assert record[key] == [getattr(turn, "text" if key == "texts" else key) for turn in (answer, again)]
     assert record["tokens"] == len(answer.ids) + len(again.ids)
     about = {"head": "mlp", "block_size": 16, "builder": "best-first", "acceptance": "sample-and-match", "top_p": 1.0}
-    about |= {"drafter_temperature": tiny.drafter.drafter_temperature, "temperature": 0.0, "seed": 0, "format": "chat"}
+    about |= {"drafter_temperature": f"max({tiny.drafter.drafter_temperature:g}, min(T, 1))", "temperature": 0.0}
+    about |= {"seed": 0, "format": "chat"}
     about |= {"template": {"enable_thinking": False}, "dtype": "float32", "quantize": None, "batch_size": 1}
     about |= {"verifier": "tiny", "drafter": "tiny", "drafter_source": "tiny", "stop_ids": None}
     assert (settings | about).items() <= record["settings"].items()
@@ -244,9 +245,10 @@ def test_names_of_systems_hold_their_settings():
 
 def test_trees_of_equal_settings_are_measured_once(tiny, monkeypatch):
     names = ["marginal:builder=hybrid", "treeflash:builder=hybrid"]
+    names.append(f"treeflash@{tiny.drafter.drafter_temperature:g}:builder=hybrid")  # fixed, also at T = 1
     words = ["bench", "run", "--out", "out", "--nodes", "8", "--systems", *names]
     arguments = commands.parser().parse_args(words)
-    for head, expected in (("marginal", 1), ("mlp", 2)):
+    for head, expected in (("marginal", 2), ("mlp", 3)):
         model = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head=head))
         monkeypatch.setattr(run.tf, "load", lambda *_, model=model, **__: model)
         assert len(run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))) == expected

@@ -66,20 +66,16 @@ class System:
     def settings(self) -> dict[str, Any]:
         """Returns the settings as they take effect; those of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
-        settings = {"verifier": self.pair[0], "drafter": self.pair[1], "drafter_source": self.drafter_source}
-        settings |= {
-            "dtype": str(model.dtype),
-            "quantize": model.quantize,
-            "drafter_temperature": config.drafter_temperature,
-        }
+        settings = {"verifier": self.pair[0], "dtype": str(model.dtype), "quantize": model.quantize}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
         settings |= asdict(plan.shape) | describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
         settings["stop_ids"] = config.stop_ids and list(config.stop_ids)
         if not plan.drafts:
-            settings |= {"nodes": None, "acceptance": None, "drafter_source": None}
-        elif config.drafter_temperature is None:
-            settings["drafter_temperature"] = model.drafter.drafter_temperature  # the least one
-        return settings
+            unset = "drafter", "drafter_source", "drafter_temperature", "nodes", "acceptance"
+            return settings | dict.fromkeys(unset)
+        least = f"max({model.drafter.drafter_temperature:g}, min(T, 1))"
+        settings |= {"drafter": self.pair[1], "drafter_source": self.drafter_source}
+        return settings | {"drafter_temperature": config.drafter_temperature or least}
 
 
 @dataclass(frozen=True, kw_only=True)

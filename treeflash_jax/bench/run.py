@@ -191,8 +191,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
             ending = f", {label}" if len(labels) > 1 and config.builder != "none" else ""
             pair = verifier, label
             new = System(name=name + ending, model=model, config=config, pair=pair, drafter_source=drafter)
-            of_drafter = {"drafter": None} if config.builder == "none" else {}
-            systems.setdefault(json.dumps(new.settings() | of_drafter), new)  # settings of no effect are refused
+            systems.setdefault(json.dumps(new.settings()), new)  # settings of no effect are refused
     return list(systems.values())
 
 
