@@ -92,17 +92,7 @@ BUILDERS: dict[str, Builder] = {
 }
 
 
-def draws(name: str) -> bool:
-    """Returns True for builders that draw nodes at random; False for "none"."""
-    return name in BUILDERS and BUILDERS[name].draws
-
-
-def branching() -> list[str]:
-    """Returns the names of the builders whose trees may branch."""
-    return [name for name, builder in BUILDERS.items() if not builder.is_chain]
-
-
 __all__ = [
     "BUILDERS", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape", "ancestor_mask",
-    "best_first", "branching", "draw_noise", "draws", "first", "pick", "rank_0_chain", "root_only",
+    "best_first", "draw_noise", "first", "pick", "rank_0_chain", "root_only",
 ]  # fmt: skip
