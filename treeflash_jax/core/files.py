@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,10 @@ def fetch(url: str) -> Path:
     return target
 
 
-def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] | None = None) -> None:
+def check_output(path: str | os.PathLike) -> None:
     """Checks that an output file can be written, before anything is computed. Writes nothing.
 
-    Raises FileNotFoundError for no folder to write in, and ValueError for no regular file, or a file with content for which
-    `may_replace` is false.
+    Raises FileNotFoundError for no folder to write in, and ValueError for no regular file.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -71,9 +70,6 @@ def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] |
         raise FileNotFoundError(f"cannot write {path}: No such file or directory")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"cannot write {path}: Permission denied")
-    content = path.read_bytes() if may_replace is not None and path.exists() else b""
-    if content and not may_replace(content):
-        raise ValueError(f"{path} holds something else than results of this command; write to another file")
 
 
 def write(path: str | os.PathLike, content: str | bytes | Iterable[Any]) -> None:
