@@ -29,7 +29,7 @@ from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
-TIMES = ("tokens_per_second", "mfu", "seconds", "goodput")
+TIMES = ("tokens_per_second", "mfu", "seconds")
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
 DRAFTER = BlockConfig(

@@ -13,7 +13,6 @@ Source: Magpie (arXiv 2406.08464).
 """
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,21 +52,17 @@ def main(settings: AskConfig) -> None:
     if jax.process_count() > 1:
         raise ValueError(f"got {jax.process_count()} processes, expected one: questions are short")
     out = folders.absolute(settings.out)
-    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as check_owner:
+    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
         answers.check_settings(settings, out, FREE)
         model = load(verifier=locate(settings.verifier, "verifier"))
         known, first = read(out)
         answers.save_settings(settings, out)
-        began, before = time.perf_counter(), len(known)
-        with watch.Bar("questions", settings.count, before) as bar:
+        with watch.Bar("questions", settings.count, len(known)) as bar:
             for lines in ask(model, settings, known, first):
-                check_owner()
                 folders.append(out, "".join(lines))
                 bar.show(len(known))
                 hosts.say(f"{len(known):,} of {settings.count:,} questions")
-    new = len(known) - before
-    values = {"new": f"{new:,}", "time": watch.duration(time.perf_counter() - began)}
-    watch.table(f"{len(known):,} questions in {out}", values if new else {})
+    hosts.say(f"{len(known):,} questions in {out}")
 
 
 def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:

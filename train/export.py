@@ -10,6 +10,7 @@ import dataclasses
 import json
 import shlex
 import statistics
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -104,7 +105,7 @@ def read_params(settings: ExportStage, trained: DraftingStage, task: TrainTask) 
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     transform = make_optimizer(trained.optimizer, 1, task.specs)
     batch = abstract_batch(trained.loop.batch, trained.data.sequence_length)
-    with Checkpoints(settings.run, trained.loop) as checkpoints:
+    with closing(Checkpoints(settings.run, trained.loop)) as checkpoints:
         step = choose_step(checkpoints.metrics(), settings.step, trained.loop)
         return step, checkpoints.load(step, abstract_state(task, transform, batch, mesh)).params
 

@@ -124,7 +124,7 @@ def main(settings: FromScratchStage) -> None:
         with folders.filled(target, overwrite=True) as folder:
             model_files.save_verifier(folder, model, params)
             tokenizer.inner.save_pretrained(folder)
-        watch.table("Trained model", watch.summary(settings.run) | {"model": str(target)})
+        hosts.say(f"model in {target}: {watch.summary(settings.run)}")
     hosts.wait("model")
 
 

@@ -25,7 +25,7 @@ on() { # WORKERS COMMAND
 case $action in
   install)
     folder=$(mktemp -d)
-    git clone --quiet --depth 1 "file://$(cd "$(dirname "$0")/.." && pwd)" "$folder/treeflash" # runs record their commit
+    git clone --quiet --depth 1 "file://$(cd "$(dirname "$0")/.." && pwd)" "$folder/treeflash"
     tar -czf "$folder/treeflash.tar.gz" -C "$folder" treeflash
     gcloud compute tpus tpu-vm scp "$folder/treeflash.tar.gz" "$name:" --worker=all
     on all "rm -rf treeflash && tar -xzf treeflash.tar.gz && curl -LsSf https://astral.sh/uv/install.sh | sh &&

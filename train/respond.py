@@ -17,22 +17,20 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 from train.data import answers
-from train.data.records import Malformed, Source, read
+from train.data.records import Source, read
 from train.runtime import folders, hosts, lock, run_config, watch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.bench.prompt_sets import read_prompts
-from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
@@ -77,10 +75,6 @@ class RespondConfig:
     mesh: MeshConfig = MeshConfig()  # devices of a replica; `fsdp` stays 1
     replicas: Literal["host", "all"] = setting("host", "one verifier per host, or one over all hosts")
 
-    def __post_init__(self) -> None:
-        if epath.Path(self.out).suffix == ".toml":
-            raise ValueError(f"got out {quoted(self.out)}, expected the name of a JSONL file: TOML files hold settings")
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -93,10 +87,10 @@ class Prompt:
 def main(settings: RespondConfig) -> None:
     hosts.connect()
     out = folders.absolute(settings.out)
-    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as check_owner:
+    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
         answers.check_settings(settings, out, FREE)
         model = load_model(settings)
-        answer(settings, model, collect_prompts(settings, model), out, check_owner)
+        answer(settings, model, collect_prompts(settings, model), out)
 
 
 def load_model(settings: RespondConfig) -> TreeFlash:
@@ -126,20 +120,18 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     evaluated = [" ".join(prompt.turns) for path in settings.exclude for prompt in read_prompts(path)]
     excluded = {words for text in evaluated for words in runs(text)}
 
-    def malformed(error: Malformed) -> None:
-        if settings.malformed == "error":
-            raise error
-        left_out["malformed"] += 1
-
+    skipped = left_out if settings.malformed == "skip" else None
     for source in settings.sources:
-        for record in read(source, settings.seed, malformed):
+        for record in read(source, settings.seed, skipped):
             if source.holds_out(record.number) != held_out:
                 left_out["to be answered" if held_out else "held out"] += 1
                 continue
             try:
                 ids = model.encode(question(record.content))
             except ValueError as error:
-                malformed(Malformed(f"{record.where}: {error}"))
+                if skipped is None:
+                    raise ValueError(f"{record.where}: {error}") from None
+                skipped["malformed"] += 1
                 continue
             if len(ids) > settings.max_prompt_tokens:
                 left_out["too long"] += 1
@@ -179,9 +171,7 @@ def question(content: Any) -> Any:
     return content[: roles.index("assistant")] if "assistant" in roles else content
 
 
-def answer(
-    settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path, check_owner: Callable[[], None]
-) -> None:
+def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path) -> None:
     """Answers the prompts missing in `out`, and merges the answers of all hosts in order."""
     by_host = settings.replicas == "host" and jax.process_count() > 1
     path = answers.part_path(out, jax.process_index()) if by_host else out
@@ -190,28 +180,25 @@ def answer(
         answers.drop_unfinished_line(path)
     hosts.wait("read")  # no host writes while another reads
     prompts, done = answers.match(out, prompts)
-    if jax.process_count() > 1:  # hosts that see different answers would wait for each other forever
-        counts = {*multihost_utils.process_allgather(np.int32(len(done))).tolist()}
-        if len(counts) > 1:
-            raise ValueError(f"{out}: hosts see {sorted(counts)} answers, expected a folder that all of them share")
     if hosts.is_first():
         answers.save_settings(settings, out)
     missing = [index for index in range(len(prompts)) if index not in done]
     share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
     began, tokens = time.perf_counter(), 0
-    adding = answers.adding(path, out, check_owner) if writes else nullcontext(lambda *_: None)
+    adding = answers.adding(path, out) if writes else nullcontext(lambda *_: None)
     with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
         for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
-            add(index, answer_line(index, prompts[index], settings, result))
+            prompt = prompts[index]
+            record = {"index": index, "source": prompt.source, "temperature": _temperature(index, settings)}
+            record |= {"finished": result.finished, "prompt": prompt.ids, "response": result.ids}
+            add(index, json.dumps(record) + "\n")
             tokens += len(result.ids)
             bar.show(len(done) + number)
     seconds = time.perf_counter() - began
     hosts.wait("merge")
     if hosts.is_first():
-        check_owner()
         answers.merge(out, len(prompts))
-        speed = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": watch.duration(seconds)}
-        watch.table(f"{len(prompts):,} answers in {out}", speed if tokens else {})
+        hosts.say(f"{len(prompts):,} answers in {out}; {tokens:,} new tokens in {watch.duration(seconds)}")
     hosts.wait("merged")
 
 
@@ -239,16 +226,8 @@ def respond(
         tokens += len(result.ids)
         if time.perf_counter() - printed > SECONDS_BETWEEN_LINES or number == len(indices):
             printed = time.perf_counter()
-            left = result.seconds / number * (len(indices) - number)
-            shown = f", {left:,.0f} s left" if number >= settings.batch else ""  # earlier estimates are too high
             speed = tokens / max(result.seconds, 1e-9)
-            hosts.say(f"{number:,} of {len(indices):,} answers, {speed:,.0f} tokens/s{shown}")
-
-
-def answer_line(index: int, prompt: Prompt, settings: RespondConfig, result: Result) -> str:
-    record = {"index": index, "source": prompt.source, "temperature": _temperature(index, settings)}
-    record |= {"finished": result.finished, "prompt": prompt.ids, "response": result.ids}
-    return json.dumps(record) + "\n"
+            hosts.say(f"{number:,} of {len(indices):,} answers, {speed:,.0f} tokens/s")
 
 
 def _temperature(index: int, settings: RespondConfig) -> float:

@@ -66,6 +66,10 @@ def load(path, tokenizer=None, *, data=(), seed=0, **source) -> Corpus:
     return load_corpus([Source(path=str(path), **source)], DataConfig(**dict(data)), tokenizer, seed, vocab_size=2048)
 
 
+def recorded(*chats) -> list[records.Record]:
+    return [records.Record(number, "", chat) for number, chat in enumerate(chats)]
+
+
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<|>", exclude_categories=("Cs",)), max_size=30)
 
 
@@ -76,7 +80,7 @@ def test_the_assistants_words_weigh_one(tokenizer, turns):
         {"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)
     ]
     messages = records.parse_chat({"messages": raw})
-    [document] = chat_documents(tokenizer, [messages], 0.25)
+    [document] = chat_documents(tokenizer, recorded(messages), 0.25)
     pieces, weights = [], []
     for message in messages:
         texts = (f"<|im_start|>{message['role']}\n", message["content"] + "<|im_end|>", "\n")
@@ -99,7 +103,7 @@ TWO_TURNS = [*CHAT, {"role": "user", "content": "And twice that?"}, {"role": "as
 @pytest.mark.parametrize("template", [THINKING, FORGETFUL, HEADERS])
 def test_a_template_that_rewrites_earlier_turns_teaches_the_last(templated, template):
     tokenizer = templated(template)
-    [document] = chat_documents(tokenizer, [TWO_TURNS])
+    [document] = chat_documents(tokenizer, recorded(TWO_TURNS))
     learnt = ["2 + 3 = 5<|im_end|>", "10<|im_end|>"]
     assert supervised(tokenizer, document) == (learnt if template == HEADERS else learnt[1:])
     if template != HEADERS:
@@ -110,7 +114,7 @@ def test_a_template_that_rewrites_earlier_turns_teaches_the_last(templated, temp
 def test_turns_after_the_last_answer_and_answers_that_open_a_chat_are_left_out(tokenizer):
     asked_again = [*CHAT, {"role": "user", "content": "Thanks"}]
     greeting = [{"role": "assistant", "content": "Hello"}, *CHAT]
-    documents = chat_documents(tokenizer, [CHAT, asked_again, greeting])
+    documents = chat_documents(tokenizer, recorded(CHAT, asked_again, greeting))
     assert documents[0].tokens_n.tolist() == documents[1].tokens_n.tolist()
     assert supervised(tokenizer, documents[2]) == ["2 + 3 = 5<|im_end|>"]
 
@@ -168,18 +172,13 @@ def test_responses_weigh_one_and_those_that_reached_their_limit_may_be_left_out(
     assert dropped.train["r"].tokens[2::4].tolist() == [7, 9] and dropped.skipped["r"] == {"unfinished": 2}
 
 
-def test_digests_change_with_the_documents_of_their_source_alone(tmp_path):
+def test_the_digest_changes_with_the_documents(tmp_path):
     answers = [{"prompt": [1, 2], "response": [10 + i, 3]} for i in range(8)]
-    same = write_lines(tmp_path / "same.jsonl", answers)
 
-    def digest(changed: list) -> tuple[str, str]:
+    def digest(changed: list) -> str:
         path = write_lines(tmp_path / "answers.jsonl", changed)
-        sources = [Source(path=str(path), format="responses", hold_out=4) for path in (same, path)]
-        digests = load_corpus(sources, DataConfig(sequence_length=8), None, 0).digests()
-        return digests["same"], digests["answers"]
+        return load(path, format="responses", hold_out=4, data={"sequence_length": 8}).digest()
 
-    unchanged, first = digest(answers)
-    assert digest(answers) == (unchanged, first)
     others = {
         "a token": [*answers[:2], {"prompt": [1, 2], "response": [12, 4]}, *answers[3:]],
         "a weight": [{"prompt": [1], "response": [2, 10, 3]}, *answers[1:]],
@@ -188,9 +187,8 @@ def test_digests_change_with_the_documents_of_their_source_alone(tmp_path):
         "one more": [*answers, answers[0]],
         "one less": answers[:-1],
     }
-    digests = {name: digest(changed) for name, changed in others.items()}
-    assert {same for same, _ in digests.values()} == {unchanged}
-    assert len({first, *(changed for _, changed in digests.values())}) == 7
+    assert digest(answers) == digest(answers)
+    assert len({digest(answers), *map(digest, others.values())}) == 7
 
 
 def test_files_folders_globs_and_repeated_names(tmp_path, tokenizer):
@@ -241,17 +239,6 @@ def test_a_hub_set(monkeypatch, tokenizer):
     refused(lambda: load("hub:owner/chats", tokenizer), "hub:owner/chats: Couldn't reach", "give the path of a JSONL file")
 
 
-def test_evaluation_sets_are_refused(tmp_path):
-    def read(name):
-        path = name if ":" in name else write_lines(tmp_path / name, [{"messages": CHAT}])
-        return list(records.read(Source(path=str(path)), 0))
-
-    names = "gsm8k_TESTS.jsonl humaneval.jsonl mt_bench_dev.jsonl x-validations.jsonl hub:x/gsm8k:main:test"
-    for name in names.split():
-        refused(partial(read, name), "expected training data")
-    assert read("test_as_train.jsonl") and read("latest_devices.jsonl")
-
-
 GOOD = {"messages": CHAT}
 LONG = {"messages": [{"role": "user", "content": "one " * 90}, {"role": "assistant", "content": "two"}]}
 
@@ -268,13 +255,10 @@ LONG = {"messages": [{"role": "user", "content": "one " * 90}, {"role": "assista
     ("responses", {"prompt": [1], "response": [2048]}, "line 2: got token id 2048, expected 0 to 2047"),
     ("responses", {"prompt": [-1], "response": [2]}, "line 2: got no 'prompt'"),
 ])  # fmt: skip
-def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, line, message):
+def test_malformed_records_are_named(tmp_path, tokenizer, format, line, message):
     good = {"chat": GOOD, "text": {"text": "words of a text"}, "responses": {"prompt": [1], "response": [2]}}[format]
     path = write_lines(tmp_path / "set.jsonl", [good, line, good])
     refused(lambda: load(path, tokenizer, format=format), str(path), *message.split(".*"))
-    opened = load(path, tokenizer, format=format, hold_out=0, data={"malformed": "skip"})
-    assert opened.skipped == {"set": {"malformed": 1}} and opened.train["set"].num_documents == 2
-    assert "1 malformed" in opened.summary()
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -290,18 +274,10 @@ def test_bad_places(tmp_path, tokenizer, name, content, message):
     refused(lambda: load(tmp_path / name, tokenizer, data={"sequence_length": 64}), *message.split(".*"))
 
 
-def test_records_that_are_too_long(tmp_path, tokenizer):
-    longer_answer = {"messages": [CHAT[0], {"role": "assistant", "content": "one " * 90}]}
-    path = write_lines(tmp_path / "set.jsonl", [GOOD, LONG, longer_answer, GOOD])
-
-    def opened(too_long: str) -> Corpus:
-        return load(path, tokenizer, data={"sequence_length": 64, "too_long": too_long})
-
-    drop, cut = opened("drop"), opened("cut")
-    assert drop.skipped == {"set": {"too long": 2}} and drop.train["set"].num_documents == 2
-    assert cut.skipped == {"set": {"too long": 1, "cut": 1}}, "a chat whose answer is cut away teaches nothing"
-    assert sorted(np.diff(cut.train["set"].offsets))[-1] == 64
-    refused(lambda: opened("error"), "set.jsonl, line 2: got ", " tokens, expected at most 64 (sequence_length)")
+def test_records_that_are_too_long_are_left_out(tmp_path, tokenizer):
+    opened = load(write_lines(tmp_path / "set.jsonl", [GOOD, LONG, GOOD]), tokenizer, data={"sequence_length": 64})
+    assert opened.skipped == {"set": {"too long": 1}} and opened.train["set"].num_documents == 2
+    assert "1 too long" in opened.summary()
 
 
 def test_bad_settings_and_tokenizers(tmp_path, templated):

@@ -43,6 +43,7 @@ def untrained(monkeypatch):
 
     def fit(stage, *, params, config, **_):
         claim(folders.absolute(config.run), config)
+        folders.write(folders.absolute(config.run) / "log.jsonl", '{"step": 2, "seconds": 1.0}\n')
         return params
 
     monkeypatch.setattr(loop, "fit", fit)
@@ -58,7 +59,7 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untra
     head.main(settings)
     printed = capsys.readouterr().out
     assert "process 1 of 1: 8 of 8 devices (cpu), mesh data=1 model=1, run=gs://bucket/run\n" in printed
-    assert "  model: gs://bucket/run/model\n" in printed
+    assert "gs://bucket/run/model: " in printed
     shown = watch.Watch(folder, steps=4, resumed_at=0)
     for step, tau in ((2, 3.5), (4, 4.5)):
         shown.write(step, {"held_out/tau_64": tau})

@@ -38,27 +38,17 @@ def run(tmp_path):
     return tmp_path
 
 
+TAUS = "held-out loss 2.750, tau 2.50 at 16 nodes, tau 3.00 at 64 nodes (marginal 2.25)"
+
+
 def test_lines_are_short_and_say_what_matters():
-    trained, measured = watch.describe(LOG[0] | LOG[2])
-    assert trained == "loss 3.250, 900 tokens/s, MFU 25%"
-    assert measured == "held-out loss 2.750, tau 2.50 at 16 nodes, 3.00 at 64 nodes (marginal 2.25)"
-    assert watch.describe(LOG[2]) == [measured] and watch.describe(LOG[0] | {"mfu": None}) == ["loss 3.250, 900 tokens/s"]
+    assert watch.describe(LOG[0]) == "loss 3.250, 900 tokens/s, MFU 25%"
+    assert watch.describe(LOG[2]) == TAUS and watch.describe(LOG[0] | {"mfu": None}) == "loss 3.250, 900 tokens/s"
 
 
-def test_a_run_ends_with_a_table(run, tmp_path, capsys):
-    values = watch.summary(run)
-    assert values == {
-        "steps": "40",
-        "loss": "2.500",
-        "held-out loss": "2.750",
-        "estimated tau": "1.750",
-        "tau": "2.50 at 16 nodes, 3.00 at 64 nodes (marginal 2.25)",
-        "tokens/s": "1,000 (median)",
-        "time": "2 min 5 s",
-    }
-    assert watch.summary(tmp_path / "none") == {}
-    watch.table("Trained head", {"steps": "40", "model": "runs/model"})
-    assert capsys.readouterr().out == "Trained head\n  steps: 40\n  model: runs/model\n"
+def test_a_run_ends_with_a_summary(run):
+    measured = f"loss 2.500, estimated tau 1.750, 1,100 tokens/s, MFU 25%, {TAUS}"
+    assert watch.summary(run) == f"40 steps in 2 min 5 s: {measured}"
     assert [watch.duration(seconds) for seconds in (41.4, 60, 12004)] == ["41 s", "1 min 0 s", "3 h 20 min"]
 
 
@@ -69,9 +59,6 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
         print("step 20 of 40")
     shown = terminal.getvalue()
     assert "3/8" in shown and "evaluating 3 of 16 [prompts]" in shown and "step 20 of 40\n" in shown
-    title = "A title that is wider than its table " + "x" * 20
-    watch.table(title, {"tau": "2.50 at 16 nodes"})
-    assert f"{title}\n" in terminal.getvalue() and "│ tau │ 2.50 at 16 nodes │" in terminal.getvalue()
 
 
 def test_commands_keep_programs_and_their_warnings_do_not_tear_bars(monkeypatch):
@@ -97,15 +84,12 @@ def test_without_a_terminal_there_are_plain_lines_only(capsys):
 
 
 def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
-    """Steps 41 to 50 of an earlier start are lost: their time counts, but not as time in steps."""
+    """Also those of steps 41 to 50 of an earlier start, which are lost."""
     with (run / "log.jsonl").open("a") as file:
-        file.write('{"step": 40, "goodput": 0.4, "seconds": 125.0}\n{"step": 50, "goodput": 0.5, "seconds": 140.0}\n')
+        file.write('{"step": 50, "seconds": 140.0}\n')
     monkeypatch.setattr(watch.time, "perf_counter", lambda: 107.5)
     shown = watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, began=100.0)
-    shown.step_seconds += 5.0
     shown.write(60, {"loss": 2.0})
     shown.close()
-    goodput = round((0.4 * 125 + 5) / 147.5, 4)
-    assert watch.read_log(run)[-1] == {"step": 60, "loss": 2.0, "goodput": goodput, "seconds": 147.5}
+    assert watch.read_log(run) == [*LOG, {"step": 60, "loss": 2.0, "seconds": 147.5}]
     assert capsys.readouterr().out == "continuing at step 40 of 60\nstep 60 of 60: loss 2.000\n"
-    assert watch.summary(run)["goodput"] == "37% of the time in steps"

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from etils import epath
 from refusals import refused
 from toy_training import run_job, write_lines
 
@@ -118,15 +117,15 @@ def test_a_run_cut_at_any_byte_ends_with_the_same_file(model, settings, whole):
         assert sum(model.calls, []) == list(range(lines, 11)), "only unanswered prompts are asked"
 
 
+def interrupted(generate_each, prompts, **named):
+    """Four answers, then an interrupt."""
+    for number, (at, result) in enumerate(generate_each(prompts, **named)):
+        yield at, replace(result, finished="interrupted") if number >= 4 else result
+
+
 def test_answers_before_an_interrupt_are_kept(model, settings, whole, monkeypatch):
-    generate_each = model.generate_each
-
-    def interrupted(prompts, **named):
-        for number, (at, result) in enumerate(generate_each(prompts, **named)):
-            yield at, replace(result, finished="interrupted") if number >= 4 else result
-
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="the same command continues"):
-        patch.setattr(model, "generate_each", interrupted)
+        patch.setattr(model, "generate_each", partial(interrupted, model.generate_each))
         respond.main(settings)
     assert len(lines_of(Path(settings.out).read_bytes())) == 4
     respond.main(settings)
@@ -149,25 +148,17 @@ def test_parts_of_other_hosts_are_merged(model, settings, whole):
 
 
 def test_answers_behind_a_url_are_parts_until_they_are_merged(bucket, model, settings, whole, monkeypatch):
-    """Files cannot grow there. A lock that was lost ends the command before its next part."""
+    """Files cannot grow there."""
     out, settings = "/bucket/answers.jsonl", replace(settings, out="gs://bucket/answers.jsonl")
     monkeypatch.setattr(answers, "SECONDS_PER_PART", 0)
-    generate_each = model.generate_each
-
-    def taken_over(prompts, **named):
-        for number, (at, result) in enumerate(generate_each(prompts, **named)):
-            if number == 4:
-                epath.Path(f"{settings.out}.lock").write_text("of another process")
-            yield at, result
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="another process was started on it"):
-        patch.setattr(model, "generate_each", taken_over)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(model, "generate_each", partial(interrupted, model.generate_each))
         respond.main(settings)
     parts = [name for name in bucket if ".part-" in name]
     assert len(parts) == 4 and all(name.startswith(f"{out}.part-") for name in parts)
     respond.main(settings)
     assert bucket[out].getvalue() == whole and len(model.calls[1]) == 7
-    assert {*bucket} - {f"{out}.lock"} == {out, f"{out}.settings.toml"}
+    assert {*bucket} == {out, f"{out}.settings.toml"}
 
 
 def test_settings_may_change_only_where_no_answer_depends_on_them(model, settings, whole):
@@ -259,7 +250,7 @@ def test_bad_input_is_one_line(model, settings, tmp_path):
     for changed, message in cases:
         refused(partial(respond.main, replace(settings, **changed)), *message.split(".*"))
     assert not Path(settings.out).exists()
-    for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}, {"out": "mine.toml"}):
+    for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}):
         refused(partial(run_config.replaced, settings, changed), "got ", next(iter(changed)))
 
 

@@ -1,4 +1,4 @@
-"""A run may be damaged or moved to other hosts: the same command ends where it would have ended.
+"""A run may be extended, damaged, or moved to other hosts, where it ends as it would have ended.
 
 It may also be killed: see test_train_faults.py.
 """
@@ -9,8 +9,9 @@ import os
 import re
 import shutil
 import sys
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -24,7 +25,6 @@ from train import head
 from train.data import packing
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
-from treeflash_jax.formats import model_files
 
 STEPS = ("loop.steps=24", "loop.save_every=3", "loop.evaluate_every=12", "loop.batch=4")
 
@@ -35,11 +35,7 @@ def here(toml, run, *overrides):
 
 
 ARRAYS = {"large": np.random.default_rng(0).normal(size=50_000).astype(np.float32), "layers": [{"small": np.int32([1, 2])}]}
-DAMAGES = {
-    "empty": lambda content: b"",
-    "cut off": lambda content: content[: len(content) // 2],
-    "changed": lambda content: bytes(byte ^ 90 if k % 999 == 99 else byte for k, byte in enumerate(content)),
-}
+DAMAGES = {"empty": lambda content: b"", "cut off": lambda content: content[: len(content) // 2]}
 
 
 def times(step):
@@ -63,106 +59,57 @@ def copied(two_checkpoints, tmp_path):
     return Path(shutil.copytree(two_checkpoints[0], tmp_path / "run")), two_checkpoints[1]
 
 
-def opened(run, config, documents=None):
+def opened(run, config, documents="a"):
     claim(epath.Path(run), config)
-    return Checkpoints(str(run), config.loop, documents or {"a": "1", "b": "2"})
+    return closing(Checkpoints(str(run), config.loop, documents))
 
 
-def restored(run, config, arrays=ARRAYS, **documents):
+def restored(run, config, arrays=ARRAYS, documents="a"):
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with opened(run, config, documents) as saved:
         return saved.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays))
 
 
-def test_a_run_that_is_extended_may_have_more_documents(copied, capsys):
+def test_a_run_that_is_extended_may_have_other_documents(copied, capsys):
     """With other steps the settings are noted anew; from its next checkpoint on the run is bound to these documents."""
     copy, config = copied
+    refused(lambda: restored(copy, config, documents="b"), "the training documents changed after step 2", "another run=")
     more = dataclasses.replace(config, loop=dataclasses.replace(config.loop, steps=config.loop.steps + 3))
-    restored(copy, more, a="3")
+    restored(copy, more, documents="b")
     assert f"now {more.loop.steps}: the learning rate follows" in capsys.readouterr().out
     assert f"steps = {more.loop.steps}\n" in (copy / "settings.toml").read_text()
-    restored(copy, more, a="3")
-    with opened(copy, more, {"a": "3"}) as saved:
+    restored(copy, more, documents="b")
+    with opened(copy, more, "b") as saved:
         saved.save(3, times(3), wait=True)
-    refused(lambda: restored(copy, more, a="4"), "of a changed after step 3 was trained", "more loop.steps")
+    refused(lambda: restored(copy, more, documents="c"), "changed after step 3", "more loop.steps")
 
 
 @pytest.mark.parametrize("damage", ["missing", *DAMAGES])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_damaged_checkpoints_are_passed_over_with_one_line(two_checkpoints, tmp_path, capfd, damage):
-    """Any file of the newest may be damaged: what is restored is whole, the newest state or the one before it."""
-    run, config = two_checkpoints
-    passed_over = set()
-    files = [path.relative_to(run) for path in (run / "checkpoints" / "2").rglob("*") if path.is_file()]
-    for number, file in enumerate(files):
-        copy = Path(shutil.copytree(run, tmp_path / str(number)))
-        content = (copy / file).read_bytes()
-        (copy / file).unlink()
-        if damage != "missing":
-            (copy / file).write_bytes(DAMAGES[damage](content))
-        state = restored(copy, config)
-        out, err = capfd.readouterr()
-        assert len(out.splitlines()) <= 1 and "Traceback" not in err
-        assert not out or f"{copy}: checkpoint of step 2 is damaged (" in out
-        jax.tree.map(np.testing.assert_array_equal, state, times(1 if out else 2))
-        passed_over |= {file.name} if out else set()
-    assert {"_METADATA", "manifest.ocdbt", *(file.name for file in files if file.parent.name == "d")} <= passed_over
-
-
-def test_values_that_changed_are_noticed(copied, capsys):
-    """Neither Orbax nor TensorStore notices one bit of an array."""
-    largest = max((copied[0] / "checkpoints" / "2").rglob("*"), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 4
-    largest.write_bytes(content)
-    jax.tree.map(np.testing.assert_array_equal, restored(*copied), times(1))
-    assert "step 2 is damaged (its values are not those that were saved)" in capsys.readouterr().out
-
-
-def test_all_checkpoints_damaged_is_an_error(copied, capsys):
-    for path in copied[0].rglob("d/*"):
-        path.unlink()
-    refused(lambda: restored(*copied), "all of its checkpoints are damaged; move it away or give another run=")
-    assert len(capsys.readouterr().out.splitlines()) == 2
+def test_damaged_checkpoints_are_refused_in_one_line(copied, damage):
+    """Without that of step 2, the run continues from step 1."""
+    run, config = copied
+    newest = run / "checkpoints" / "2"
+    largest = max(newest.rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    largest.unlink()
+    if damage != "missing":
+        largest.write_bytes(DAMAGES[damage](content))
+    refused(
+        lambda: restored(run, config), f"{newest} cannot be read (", "delete it to continue from the checkpoint before it"
+    )
+    shutil.rmtree(newest)
+    jax.tree.map(np.testing.assert_array_equal, restored(run, config), times(1))
 
 
 @pytest.mark.parametrize("arrays, words", [
-    (ARRAYS | {"large": np.zeros(7, "f")}, "1 differ, such as large float32[50000]; expected large float32[7]"),
-    (ARRAYS | {"new": np.zeros(7, "f")}, "new absent; expected new float32[7]"),
-    ({"large": ARRAYS["large"]}, "layers.0.small int32[2]; expected layers.0.small absent"),
+    (ARRAYS | {"large": np.zeros(7, "f")}, "shape: (7,) is not compatible with the stored shape"),
+    (ARRAYS | {"new": np.zeros(7, "f")}, "tree structures do not match"),
+    ({"large": ARRAYS["large"]}, "tree structures do not match"),
 ])  # fmt: skip
-def test_other_arrays_are_no_damage(two_checkpoints, capsys, arrays, words):
-    said = "checkpoint of step 2 holds other arrays: ", words, "another run="
-    refused(lambda: restored(*two_checkpoints, arrays), *said)
-    assert not capsys.readouterr().out
-
-
-def test_a_failure_of_code_is_no_damage(two_checkpoints, monkeypatch, capsys):
-    monkeypatch.setattr("orbax.checkpoint.v1.load", Mock(side_effect=TypeError("got an unexpected keyword")))
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        restored(*two_checkpoints)
-    assert not capsys.readouterr().out
-
-
-@pytest.mark.parametrize("documents, names", [({"a": "1", "b": "3"}, "b"), ({"c": "1"}, "a, b, c")])
-def test_other_documents_are_refused(two_checkpoints, documents, names):
-    refused(lambda: restored(*two_checkpoints, **documents), f"documents of {names} changed after step 2")
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_and_a_cut_log_change_nothing(toy, tmp_path, capsys):
-    here(toy, tmp_path / "whole")
-    whole, run = tmp_path / "whole", Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
-    shutil.rmtree(run / "model")
-    for path in (run / "checkpoints" / "24").rglob("*"):
-        if path.is_file() and path.stat().st_size > 500:
-            path.write_bytes(path.read_bytes()[:100])
-    (run / "log.jsonl").write_text((run / "log.jsonl").read_text()[:-20])
-    here(toy, run)
-    assert "checkpoint of step 24 is damaged" in capsys.readouterr().out
-    assert read_log(run) == read_log(whole)
-    trained, expected = (model_files.load_drafter(path / "model")[1] for path in (run, whole))
-    jax.tree.map(np.testing.assert_array_equal, trained, expected)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_other_arrays_are_refused(two_checkpoints, arrays, words):
+    refused(lambda: restored(*two_checkpoints, arrays), "cannot be read (", words, "use the code and drafter")
 
 
 def several_processes(toy, run, count, *overrides, terminated_after=0):
@@ -186,11 +133,16 @@ def consumed(run):
     return [ids for _, topologies in sorted(steps.items()) for sequences in topologies.values() for ids in sequences]
 
 
-def checksums(run):
+def states(run, count):
+    """The states of the first checkpoints of a run, on one device."""
     from orbax.checkpoint import v1 as ocp
 
-    paths = sorted((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    return [ocp.metadata(path, checkpointable_name="state").custom_metadata["checksum"] for path in paths]
+    place, loaded = jax.sharding.SingleDeviceSharding(jax.devices()[0]), []
+    for path in sorted((run / "checkpoints").iterdir(), key=lambda path: int(path.name))[:count]:
+        shapes = ocp.metadata(path, checkpointable_name="state").metadata
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        loaded.append(ocp.load(path, abstract, checkpointable_name="state"))
+    return loaded
 
 
 @pytest.mark.slow
@@ -211,7 +163,8 @@ def test_a_run_moves_from_four_processes_to_two_to_one(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "batches", packing.batches)
     toy_training.record_batches(Path(f"{run}.1-0"))
     here(toy, run, *overrides)
-    assert checksums(run)[: saved[1]] == checksums(whole)[: saved[1]], "bit for bit on as many processes"
+    equal = partial(np.testing.assert_array_equal, err_msg="bit for bit on as many processes")
+    jax.tree.map(equal, states(run, saved[1]), states(whole, saved[1]))
     losses, expected = ([line["loss"] for line in read_log(path)] for path in (run, whole))
     assert losses[: saved[1]] == expected[: saved[1]]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -237,7 +190,7 @@ def test_best_checkpoint_is_kept_beside_the_newest(tmp_path, mode):
     """Saves between evaluations have no metric and are never the best; what is restored is the newest."""
     loop = LoopConfig(batch=1, keep=2, best="loss", best_mode=mode)
     sign = 1.0 if mode == "min" else -1.0
-    with Checkpoints(f"{tmp_path}/run", loop, {}) as saved:
+    with closing(Checkpoints(f"{tmp_path}/run", loop, "")) as saved:
         for step, value in ((1, 3.0), (2, 1.0), (3, None), (4, 2.5), (5, None)):
             state = {"x": jax.numpy.arange(3.0) + step}
             saved.save(step, state, {"other": 0.0} | ({} if value is None else {"loss": sign * value}), wait=True)
@@ -249,7 +202,7 @@ def test_best_checkpoint_is_kept_beside_the_newest(tmp_path, mode):
 def test_checkpoints_do_not_ask_whether_a_host_was_terminated(tmp_path, monkeypatch):
     """JAX expects the numbers of steps in order, on all hosts alike; Orbax would ask about an earlier one from a thread."""
     monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", None)
-    with Checkpoints(f"{tmp_path}/run", LoopConfig(batch=1), {}) as saved:
+    with closing(Checkpoints(f"{tmp_path}/run", LoopConfig(batch=1), "")) as saved:
         saved.save(1, {"x": jax.numpy.arange(3.0)}, wait=True)
 
 
@@ -261,7 +214,7 @@ def test_full_disk_is_one_clear_error(toy, tmp_path):
         f"sys.argv = {['x', str(toy), f'run={tmp_path}/run', *STEPS]!r};"
         "runpy.run_module('train.head', run_name='__main__')"
     )
-    output = toy_training.finish(start([sys.executable, "-c", script]), 1)
+    output = toy_training.finish(start([sys.executable, "-c", script]), 2)
     assert "Traceback" not in output and output.count("ERROR") == 0, output[-3000:]
     last = output.splitlines()[-1]
     assert last.startswith("error: ") and "could not be written" in last and "free some space" in last, output[-3000:]

@@ -46,9 +46,6 @@ def read_thinking(source: str) -> bool | None:
 
 def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> None:
     """Raises ValueError if a file of answers or questions was begun with other settings, except for those in `free`."""
-    for path in (out, *_parts(out)):
-        if not folders.is_remote(path) and path.is_dir():
-            raise ValueError(f"{path} is a folder, expected a file: give another out")
     path = settings_path(out)
     if not path.exists():
         if any(path.exists() for path in (out, *_parts(out))):
@@ -99,17 +96,13 @@ def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:
 
 
 @contextmanager
-def adding(path: epath.Path, out: epath.Path, check: Callable[[], None]) -> Iterator[Callable[[int, str], None]]:
-    """Yields a function that adds the answer of an index to the file at `path`, or behind a URL to parts of `out`.
-
-    `check` is called before every write.
-    """
+def adding(path: epath.Path, out: epath.Path) -> Iterator[Callable[[int, str], None]]:
+    """Yields a function that adds the answer of an index to the file at `path`, or behind a URL to parts of `out`."""
     lines: dict[int, str] = {}
     sent = time.monotonic()
 
     def send() -> None:
         if lines:
-            check()
             folders.append(part_path(out, min(lines)) if folders.is_remote(out) else path, "".join(lines.values()))
             lines.clear()
 

@@ -1,14 +1,15 @@
 """Documents: records of a source as token ids, each with its loss weight."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from train.data.records import Malformed, Messages, Record, Source, read
+from train.data.records import Messages, Record, Source, read
 from treeflash_jax.core.settings import setting
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -19,7 +20,9 @@ CHATS_AT_ONCE = 256  # tokenised together, by all cores
 class DataConfig:
     """Settings that turn records into training sequences."""
 
-    sequence_length: int = setting(384, "tokens of a packed sequence", least=2)
+    sequence_length: int = setting(
+        384, "tokens of a packed sequence; longer chats and responses are left out, plain text is cut into pieces", least=2
+    )
     thinking: bool | None = setting(
         None,
         "render chats with thinking; drafters record it",
@@ -27,14 +30,6 @@ class DataConfig:
     )
     prompt_weight: float = setting(
         0.0, "loss weight of chat tokens outside of the assistant's turns, whose tokens weigh 1", least=0, most=1
-    )
-    malformed: Literal["error", "skip"] = setting(
-        "error", "handling of records that cannot be used: stop the run, or skip and count them"
-    )
-    too_long: Literal["drop", "cut", "error"] = setting(
-        "drop",
-        'handling of chats and responses longer than `sequence_length`; "cut" drops their end. Plain text is always cut '
-        "into pieces",
     )
     unfinished: Literal["keep", "drop"] = setting(
         "keep", 'handling of unfinished responses: "drop" leaves out those that reached the length limit of `train.respond`'
@@ -71,58 +66,42 @@ def read_documents(
       tokenizer: may be None for responses.
       seed: seed of the order to which the source's limit applies.
       vocab_size: upper bound of ids.
-      skipped: updated with the number of records left out ("malformed", "too long", "unfinished") or shortened ("cut").
+      skipped: updated with the number of records left out ("too long", "unfinished").
 
     Raises ValueError for a record that cannot be used, with its file and line; an unreadable source; no tokenizer.
     """
-
-    def malformed(error: Malformed) -> None:
-        if config.malformed == "error":
-            raise error
-        skipped["malformed"] += 1
-
-    length = config.sequence_length
-    for number, where, document in _tokenise(source, config, tokenizer, read(source, seed, malformed), skipped):
-        if isinstance(document, ValueError):
-            malformed(Malformed(f"{where}: {document}"))
-            continue
-        size, largest = len(document.tokens_n), int(document.tokens_n.max())
+    for number, where, document in _tokenise(source, config, tokenizer, read(source, seed), skipped):
+        largest = int(document.tokens_n.max())
         if vocab_size is not None and largest >= vocab_size:
-            malformed(Malformed(f"{where}: got token id {largest}, expected 0 to {vocab_size - 1} (the vocabulary)"))
-            continue
-        if size > length:
-            if config.too_long == "error":
-                raise ValueError(
-                    f"{where}: got {size} tokens, expected at most {length} (sequence_length); too_long = 'drop' or 'cut' "
-                    "continues without them"
-                )
-            document = Document(document.tokens_n[:length], document.weights_n[:length])
-            is_cut = config.too_long == "cut" and document.weights_n[1:].any()
-            skipped["cut" if is_cut else "too long"] += 1
-            if not is_cut:
-                continue
-        yield number, document
+            raise ValueError(f"{where}: got token id {largest}, expected 0 to {vocab_size - 1} (the vocabulary)")
+        if len(document.tokens_n) > config.sequence_length:
+            skipped["too long"] += 1
+        else:
+            yield number, document
 
 
-def chat_documents(
-    tokenizer: Tokenizer, chats: Sequence[Messages], prompt_weight: float = 0.0
-) -> list[Document | ValueError]:
+def chat_documents(tokenizer: Tokenizer, records: Sequence[Record], prompt_weight: float = 0.0) -> list[Document]:
     """Renders chats with the tokenizer's template; the assistant's tokens weigh 1, its stop token included.
 
     An assistant turn is the text that the template adds to its generation prompt: the chat before the turn, with the
     generation prompt, must be a token prefix of the chat that includes the turn, and that a prefix of the whole chat. So a
     drafter is trained on the contexts that it drafts in. Earlier turns that a template rewrites (Qwen3 drops their
-    thinking) fail this test and are not learnt. Messages after the last assistant turn are left out. If a chat has no
-    Document, the result has the ValueError that explains why.
+    thinking) fail this test and are not learnt. Messages after the last assistant turn are left out.
+
+    Raises ValueError for a chat without such a turn, with its place.
     """
-    rendered = [_catch(_render, tokenizer, chat) for chat in chats]
-    texts = [text for group in rendered if isinstance(group, list) for text in group]
-    encoded = iter(tokenizer.encode_texts(texts, add_special_tokens=False) if texts else ())
+    rendered = []
+    for record in records:
+        with _placed(record):
+            rendered.append(_render(tokenizer, record.content))
+    texts = [text for group in rendered for text in group]
+    encoded = iter(tokenizer.encode_texts(texts, add_special_tokens=False))
     ends = {*tokenizer.stop_ids, *tokenizer.inner.all_special_ids}
-    return [
-        group if isinstance(group, ValueError) else _catch(_weigh, list(islice(encoded, len(group))), ends, prompt_weight)
-        for group in rendered
-    ]
+    documents = []
+    for record, group in zip(records, rendered, strict=True):
+        with _placed(record):
+            documents.append(_weigh(list(islice(encoded, len(group))), ends, prompt_weight))
+    return documents
 
 
 def text_documents(tokenizer: Tokenizer, text: str, length: int) -> list[Document]:
@@ -132,10 +111,19 @@ def text_documents(tokenizer: Tokenizer, text: str, length: int) -> list[Documen
     return [Document(piece_n, np.ones(len(piece_n), np.float32)) for piece_n in pieces if len(piece_n) > 1]
 
 
+@contextmanager
+def _placed(record: Record) -> Iterator[None]:
+    """Adds the place of a record to a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from None
+
+
 def _tokenise(
     source: Source, config: DataConfig, tokenizer: Tokenizer | None, records: Iterator[Record], skipped: Counter[str]
-) -> Iterator[tuple[int, str, Document | ValueError]]:
-    """Yields number, place, and document of each record, or the ValueError that explains why there is none."""
+) -> Iterator[tuple[int, str, Document]]:
+    """Yields number, place, and document of each record, or of each piece of a text."""
     if source.format == "responses":
         for record in records:
             prompt, response = record.content.prompt, record.content.response
@@ -152,17 +140,15 @@ def _tokenise(
     if source.format == "text":
         numbers = count()
         for record in records:
-            pieces = _catch(text_documents, tokenizer, record.content, config.sequence_length)
-            if isinstance(pieces, ValueError):
-                yield 0, record.where, pieces
-            else:
-                yield from ((next(numbers), record.where, piece) for piece in pieces)
+            with _placed(record):
+                pieces = text_documents(tokenizer, record.content, config.sequence_length)
+            yield from ((next(numbers), record.where, piece) for piece in pieces)
         return
     if not tokenizer.has_chat_template:
         raise ValueError(f"{source.path}: got chats, but the tokenizer has no chat template; give responses or text")
     while chunk := list(islice(records, CHATS_AT_ONCE)):
-        chats = chat_documents(tokenizer, [record.content for record in chunk], config.prompt_weight)
-        yield from ((record.number, record.where, chat) for record, chat in zip(chunk, chats, strict=True))
+        for record, document in zip(chunk, chat_documents(tokenizer, chunk, config.prompt_weight), strict=True):
+            yield record.number, record.where, document
 
 
 def _render(tokenizer: Tokenizer, messages: Messages) -> list[str]:
@@ -189,11 +175,3 @@ def _weigh(prefixes: list[list[int]], ends: set[int], prompt_weight: float) -> D
     if start is None:
         raise ValueError("got a chat template whose generation prompt does not begin its answers, expected one that does")
     return Document(np.array(whole, np.int32), weights_n)
-
-
-def _catch(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result of a function, or the ValueError that it raised."""
-    try:
-        return function(*args)
-    except ValueError as error:
-        return error

@@ -136,13 +136,14 @@ class Corpus:
         answers = [packed.tokens[packed.weights > 0] for packed in self.train.values()]
         return np.bincount(np.concatenate(answers), minlength=vocab_size)
 
-    def digests(self) -> dict[str, str]:
-        """Returns the SHA-256 of the documents of each source, held-out ones included: offsets, tokens and weights."""
-        digests = {name: hashlib.sha256() for name in self.train | self.held_out}
+    def digest(self) -> str:
+        """Returns the SHA-256 of all documents by source, held-out ones included: offsets, tokens and weights."""
+        digest = hashlib.sha256()
         for name, packed in (*self.train.items(), *self.held_out.items()):
+            digest.update(name.encode())
             for flat in (packed.offsets, packed.tokens, packed.weights):
-                digests[name].update(flat)
-        return {name: digest.hexdigest() for name, digest in digests.items()}
+                digest.update(flat)
+        return digest.hexdigest()
 
     def summary(self) -> str:
         """Returns one line per source."""

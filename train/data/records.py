@@ -5,8 +5,8 @@ held out for validation in one stage is held out in all stages.
 """
 
 import glob
-import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,17 +25,12 @@ Messages = list[dict[str, str]]
 STDLIB = "python:stdlib"
 HUB = "hub:"
 EXPECTED = f'expected a JSONL file, a text file, a folder of either, a glob of files, "{HUB}owner/name" or "{STDLIB}"'
-EVALUATION = {"test", "dev", "eval", "evaluation", "val", "valid", "validation", "bench", "benchmark", "humaneval"}
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__", "pydoc_data"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of training text: a [[sources]] table of a stage's TOML.
-
-    Files, and Hub sets and splits, with test, dev, validation, ... in their name and not train are refused, so that no
-    evaluation prompts are trained on.
-    """
+    """A source of training text: a [[sources]] table of a stage's TOML."""
 
     path: str = setting(
         help='a JSONL file, a text file, a folder of either (globs too; all but globs also at gs://), "python:stdlib", the '
@@ -81,21 +76,16 @@ class Record:
     content: Messages | Answer | str
 
 
-class Malformed(ValueError):
-    """A record that cannot be used; the message names its place."""
-
-
-def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = None) -> Iterator[Record]:
+def read(source: Source, seed: int, skipped: Counter[str] | None = None) -> Iterator[Record]:
     """Yields the records of a source within its limit, in the order of the source.
 
     Args:
       seed: seed of the order to which the limit applies.
-      skip: called with the error of every record that cannot be used; None raises it.
+      skipped: its "malformed" counts records that are not in the source's format; None refuses them.
 
     Raises:
-      Malformed: a record that is not in the source's format, if `skip` is None.
       FileNotFoundError: a source that does not exist.
-      ValueError: a source that is empty, or is an evaluation set.
+      ValueError: a malformed record, with its place, or an empty source.
     """
     places, describe, load = _open(source)
     if not places:
@@ -107,12 +97,13 @@ def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = N
     for number in numbers:
         where = describe(places[number])
         try:
-            yield Record(number, where, parse(load(places[number])))
+            record = Record(number, where, parse(load(places[number])))
         except ValueError as error:
-            malformed = Malformed(f"{where}: {error}")
-            if skip is None:
-                raise malformed from None
-            skip(malformed)
+            if skipped is None:
+                raise ValueError(f"{where}: {error}") from None
+            skipped["malformed"] += 1
+        else:
+            yield record
 
 
 def parse_chat(raw: Any) -> Messages:
@@ -154,7 +145,6 @@ def _open(source: Source) -> tuple[Sequence[Any], Callable[[Any], str], Callable
         files = [p for p in sorted(root.rglob("*.py")) if not STDLIB_LEFT_OUT & set(p.relative_to(root).parts)]
         return files, str, load_text
     if source.path.startswith(HUB):
-        _refuse_evaluation(source.path, "/".join(source.path.removeprefix(HUB).split("/")[1:]))
         records = _load_hub(source.path)
         return range(len(records)), lambda number: f"{source.path}, record {number}", records.__getitem__
     named = fetch(source.path) if "://" in source.path else Path(source.path).expanduser()
@@ -169,8 +159,6 @@ def _open(source: Source) -> tuple[Sequence[Any], Callable[[Any], str], Callable
     if not files:
         raise FileNotFoundError(f"{source.path}: no such file; {EXPECTED}")
     is_lines = not is_text or all(path.suffix == ".jsonl" for path in files)
-    for path in files if is_lines or named.is_file() else ():  # a folder of texts may well hold files named test
-        _refuse_evaluation(source.path, path.stem)
     if is_lines:
         return _find_lines(files), lambda place: f"{place[0]}, line {place[1]}", _load_line
     return files, str, load_text
@@ -209,10 +197,3 @@ def _load_hub(path: str) -> Any:
             f"{path}: {reason}; without a way to the Hub, give the path of a JSONL file that "
             "datasets.load_dataset(...).to_json(...) wrote elsewhere"
         ) from None
-
-
-def _refuse_evaluation(path: str, name: str) -> None:
-    words = {word.removesuffix("s") for word in re.split(r"[^a-z]+", name.lower())}
-    if words & EVALUATION and "train" not in words:
-        word = sorted(words & EVALUATION)[0]
-        raise ValueError(f"{path}: {name!r} says {word!r}, expected training data (rename it with 'train' if it is)")

@@ -1,6 +1,7 @@
 """Settings of the stages of `train.pair`: composed by rule, then replaced by those that were given."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,12 +115,12 @@ class Composer:
 
     def respond(self) -> Composed:
         settings, context, limit = self.settings, self.model.max_positions, self.settings.num_prompts
-        skip = (lambda _: None) if settings.respond.get("malformed") == "skip" else None
-        count = sum(1 for _ in read(Source(path=settings.prompts, limit=limit, hold_out=0), settings.seed, skip))
+        skipped = Counter() if settings.respond.get("malformed") == "skip" else None
+        count = sum(1 for _ in read(Source(path=settings.prompts, limit=limit, hold_out=0), settings.seed, skipped))
         if count < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
         sample = Source(path=settings.prompts, limit=min(count, MEASURED_LENGTHS), hold_out=0)
-        lengths = {record.number: self._length(record.content) for record in read(sample, settings.seed, skip)}
+        lengths = {record.number: self._length(record.content) for record in read(sample, settings.seed, skipped)}
         typical = np.percentile([*lengths.values()], 95)
         longest = min(context // 2, math.ceil(typical / 32) * 32)
         on_cpu = devices.here().is_cpu

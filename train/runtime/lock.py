@@ -1,11 +1,6 @@
-"""Locks on outputs that only one command may write at a time: a run, a file of answers, a pair.
+"""Locks on outputs that only one command may write at a time: a run, a file of answers, a pair."""
 
-A local lock is the operating system's, which releases it when the process ends. Object stores have no locks: the newest
-process owns an output through a file with its token, and an older one stops before its next write.
-"""
-
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
@@ -18,27 +13,19 @@ from train.runtime import folders, hosts
 
 
 @contextmanager
-def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
+def held(path: epath.Path, what: str) -> Iterator[None]:
     """Holds the lock file `path`, in a folder created if missing, for all hosts of this job while the block runs.
 
-    Yields a function to be called before every write: it raises ValueError if a newer process owns the output, which
-    messages call `what`. Raises ValueError on every host if another process holds the lock or the file cannot be written.
+    The operating system releases the lock when the process ends. Object stores have no locks: there nothing is held.
+    Raises ValueError on every host if another process holds the lock, which messages call `what`, or for a folder that
+    cannot be written.
     """
-    path, token = epath.Path(path), uuid.uuid4().hex
-    local = FileLock(path, timeout=0) if hosts.is_first() and not folders.is_remote(path) else None
-    error = ""
-
-    def is_owned() -> bool:
-        return local is not None or (path.exists() and path.read_text() == token)
-
-    def check_owner() -> None:
-        if hosts.is_first() and not is_owned():
-            raise ValueError(f"{what}: another process was started on it; this one stops and writes nothing more")
-
-    if hosts.is_first():
+    lock, error = None, ""
+    if hosts.is_first() and not folders.is_remote(path):
+        lock = FileLock(path, timeout=0)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(token) if local is None else local.acquire()
+            epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
         except Timeout:
             error = f"{what}: another process works on it (it holds {path}); wait until it has ended, or stop it"
         except OSError as refused:
@@ -48,9 +35,8 @@ def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
     if error:
         raise ValueError(error)
     try:
-        yield check_owner
+        yield
     finally:
-        if hosts.is_first() and is_owned():
-            path.unlink(missing_ok=True)  # before the release, after which it may be another process's
-        if local is not None:
-            local.release()
+        if lock is not None:
+            epath.Path(path).unlink(missing_ok=True)  # before the release, after which it may be another process's
+            lock.release()

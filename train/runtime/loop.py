@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any, Self
@@ -80,17 +80,15 @@ def fit(
     loop: LoopConfig = config.loop
     hosts.check_batch(loop.batch, loop.accumulate, mesh)
     steps, folder = resolve_steps(loop, corpus.num_sequences), folders.absolute(config.run)
-    with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}") as check_owner:
+    with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}"):
         claim(folder, config)
-        with Checkpoints(config.run, loop, corpus.digests()) as checkpoints, Signals() as signals:
-            run = _Run(task, config, steps, mesh, params, check_owner, checkpoints, signals, began)
+        with closing(Checkpoints(config.run, loop, corpus.digest())) as checkpoints, Signals() as signals:
+            run = _Run(task, config, steps, mesh, params, checkpoints, signals, began)
             with closing(run.watch), closing(run.trace.running):
-                held_out = partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)
-                return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])], on_timed)
-
-
-class _Cut(Exception):
-    """A signal was received during an evaluation."""
+                run.measures = [partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)]
+                if evaluate is not None:
+                    run.measures.append(evaluate)
+                return run.train(frozen, corpus, on_timed)
 
 
 class _Run:
@@ -103,14 +101,13 @@ class _Run:
         steps: int,
         mesh: jax.sharding.Mesh,
         params: Any,
-        check_owner: Callable[[], None],
         checkpoints: Checkpoints,
         signals: "Signals",
         began: float | None,
     ):
         loop: LoopConfig = config.loop
         self.task, self.loop, self.steps, self.mesh = task, loop, steps, mesh
-        self.check_owner, self.checkpoints, self.signals = check_owner, checkpoints, signals
+        self.checkpoints, self.signals = checkpoints, signals
         self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
         transform = training_state.make_optimizer(config.optimizer, steps, task.specs)
         example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
@@ -129,23 +126,14 @@ class _Run:
                 f"run={config.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
             )
         folder = folders.absolute(config.run)
-        opened = sinks.open_sinks(folder, config, mesh, self.start) if self.start < steps else []
+        opened = sinks.open_sinks(folder, config, self.start) if self.start < steps else []
         self.watch = watch.Watch(folder, steps=steps, resumed_at=self.start, sinks=opened, began=began)
         self.trace = sinks.Trace(folder, loop.profile)
+        self.measures: list[Callable[..., dict[str, Any]]] = []
 
-    def train(
-        self,
-        frozen: Any,
-        corpus: packing.Corpus,
-        measures: Sequence[Callable[..., dict[str, Any]]],
-        on_timed: Callable[[int, float], None] | None,
-    ) -> Any:
+    def train(self, frozen: Any, corpus: packing.Corpus, on_timed: Callable[[int, float], None] | None) -> Any:
         """Returns the weights after the last step."""
         loop, start, steps = self.loop, self.start, self.steps
-        self.measures = measures
-        was_cut = self.is_evaluated_at(start) and start not in self.watch.evaluated  # by a signal during the evaluation
-        if start and self.signals.alone and was_cut:
-            self.finish(start, {})
         peak = flops.peak_flops(self.mesh.size) if hosts.is_first() else None
         members = hosts.local_members(loop.batch, self.mesh)
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
@@ -164,7 +152,8 @@ class _Run:
                 on_timed(step, (time.perf_counter() - began) / max(1, step - timed))
             ends = step == steps or self.signals.requested(step)
             logs = step == steps or _is_due(step, loop.log_every or steps)
-            pauses = ends or self.is_evaluated_at(step) or _is_due(step, loop.save_every)
+            evaluates = step == steps or _is_due(step, loop.evaluate_every)
+            pauses = ends or evaluates or _is_due(step, loop.save_every)
             line: dict[str, Any] = means(sharding.to_host(self.state.window)) if logs else {}
             if logs or pauses:
                 if (bad := int(sharding.to_host(self.state.bad_step))) >= 0:
@@ -174,51 +163,31 @@ class _Run:
                     )
                 now = time.perf_counter()
                 seconds, count, began, timed = now - began, step - timed, now, step
-                self.watch.step_seconds += seconds
             if logs:
                 line |= {"learning_rate": float(self.rate(step - 1))}
             if logs and count:
                 line |= {"tokens_per_second": count * loop.batch * batch.tokens_bt.shape[1] / seconds}
                 line |= {"mfu": count * self.task.flops / seconds / peak} if peak else {}
-            self.finish(step, line, ends)
+            self.finish(step, line, evaluates=evaluates, ends=ends)
             if pauses:
                 began = time.perf_counter()  # evaluations and checkpoints are not step time
         return self.state.params
 
-    def is_evaluated_at(self, step: int) -> bool:
-        return step == self.steps or _is_due(step, self.loop.evaluate_every)
-
-    def measure(self) -> dict[str, Any] | None:
-        """Returns the metrics of an evaluation; None if a signal cut it short. Several hosts, which must agree, finish."""
-
-        def report(done: int, total: int, what: str) -> None:
-            self.watch.evaluating(done, total, what)
-            if self.signals.alone and self.signals.received:
-                raise _Cut
-
-        metrics: dict[str, Any] = {}
-        try:
-            for measure in self.measures:
-                metrics |= measure(self.state.params, report=report)
-        except _Cut:
-            return None
-        return metrics
-
-    def finish(self, step: int, line: dict[str, Any], ends: bool = False) -> None:
+    def finish(self, step: int, line: dict[str, Any], *, evaluates: bool, ends: bool) -> None:
         """Evaluates, logs and saves a step, and exits after a signal."""
-        metrics = self.measure() if self.is_evaluated_at(step) else {}
-        is_cut, line = metrics is None, line | (metrics or {})
+        metrics: dict[str, Any] = {}
+        if evaluates:
+            for measure in self.measures:
+                metrics |= measure(self.state.params, report=self.watch.evaluating)
         if metrics and self.loop.best and self.loop.best not in metrics:
             hosts.say(f"no checkpoint is kept as the best: loop.best {self.loop.best} is not among {', '.join(metrics)}")
-        saves = ends or is_cut or bool(metrics and self.loop.best) or _is_due(step, self.loop.save_every)
-        if line or saves:
-            self.check_owner()
+        line = line | metrics
         if line:
             self.watch.write(step, line)
-        if saves:
+        if ends or bool(metrics and self.loop.best) or _is_due(step, self.loop.save_every):
             floats = {name: value for name, value in line.items() if isinstance(value, float)}
-            self.checkpoints.save(step, self.state, floats, wait=ends or is_cut)
-        if is_cut or (ends and step < self.steps):
+            self.checkpoints.save(step, self.state, floats, wait=ends)
+        if ends and step < self.steps:
             received = self.signals.received or signal.SIGTERM
             word = "interrupted" if received == signal.SIGINT else "terminated"
             hosts.say(f"{word}: saved step {step} of {self.steps}; the same command goes on from there")
@@ -294,9 +263,8 @@ class Signals:
         self.received = self.received or number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.write(
-                2, b"interrupted: saving after this step; Ctrl-C again ends at once\n"
-            )  # unlike print, it may interrupt a print
+            # Unlike print, it may interrupt a print.
+            os.write(2, b"interrupted: saving after this step; Ctrl-C again ends at once\n")
             if not self.alone:
                 os.kill(os.getpid(), signal.SIGTERM)
 

@@ -94,6 +94,8 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
         programs.keep_on_disk()
         # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
         logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
+        for name in ("absl", "asyncio"):  # Orbax logs a traceback here of every error that it also raises
+            logging.getLogger(name).disabled = True
         main(config)
     except (ValueError, UnknownSetting, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

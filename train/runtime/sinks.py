@@ -1,25 +1,13 @@
-"""Metrics and profiles of a run for other programs, and the record of its starts; all of it on the first host only.
+"""Metrics and profiles of a run for other programs, on the first host only."""
 
-RUN/starts.jsonl has a line per start of the run: git commit, versions, devices and mesh; settings are in RUN/settings.toml.
-"""
-
-import json
-import subprocess
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 
 from train.runtime import folders, hosts, run_config
-from treeflash_jax.core.devices import here
-
-PACKAGES = ("treeflash-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class Sink(NamedTuple):
@@ -29,39 +17,14 @@ class Sink(NamedTuple):
     close: Callable[[], None]
 
 
-def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: int) -> list[Sink]:
-    """Records that the run starts at `step`, and opens the sinks that its settings name."""
-    if not hosts.is_first():
-        return []
-    path = folder / "starts.jsonl"
-    known = [start["wandb"] for start in map(json.loads, folders.whole_lines(path)) if start["wandb"]]
-    name = uuid.uuid4().hex[:8] if config.loop.wandb else None
-    installed = {package.name: package.version for package in metadata.distributions()}
-    commit = _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-    start = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
-        "versions": {name: installed[name] for name in PACKAGES if name in installed},
-        "processes": jax.process_count(),
-        "devices": f"{jax.device_count()} {here().kind}",
-        "mesh": dict(mesh.shape),
-        "step": step,
-        "wandb": name,
-    }
-    sinks = [_tensorboard(folder, step)] if config.loop.tensorboard else []
-    if name:
-        sinks.append(_wandb(config, name, known[0] if known else name))
-    folders.append(path, json.dumps(start) + "\n")
+def open_sinks(folder: epath.Path, config: Any, step: int) -> list[Sink]:
+    """Opens the sinks that the settings of a run name, for the steps after `step`."""
+    sinks = []
+    if config.loop.tensorboard and hosts.is_first():
+        sinks.append(_tensorboard(folder, step))
+    if config.loop.wandb and hosts.is_first():
+        sinks.append(_wandb(config))
     return sinks
-
-
-def _git(*words: str) -> str:
-    """Returns what git prints about this code without writing to its repository; "" without git or a repository."""
-    command = ["git", "--no-optional-locks", *words]
-    try:
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
 
 
 def _tensorboard(folder: epath.Path, step: int) -> Sink:
@@ -79,12 +42,12 @@ def _tensorboard(folder: epath.Path, step: int) -> Sink:
     return Sink(write, writer.close)
 
 
-def _wandb(config: Any, name: str, group: str) -> Sink:
+def _wandb(config: Any) -> Sink:
     try:
         import wandb
     except ImportError:
         raise ValueError("loop.wandb needs wandb; install treeflash-jax[wandb]") from None
-    run = wandb.init(project=config.loop.wandb, id=name, group=group, config=run_config.to_dict(config))
+    run = wandb.init(project=config.loop.wandb, group=config.run, config=run_config.to_dict(config))
     return Sink(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 

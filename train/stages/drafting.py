@@ -247,5 +247,5 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
             model_files.save_drafter(folder, drafter, whole)
             if settings.lists_tokens:
                 draft_vocabulary.write(folder, corpus.answer_counts(model.vocab_size))
-        watch.table(f"Trained {kind}", watch.summary(settings.run) | {"model": str(target)})
+        hosts.say(f"{kind} in {target}: {watch.summary(settings.run)}")
     hosts.wait("model")

@@ -74,7 +74,7 @@ def record(
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
     dtype, packed_sets = np.dtype(weights["embed"].dtype), [*corpus.train.values(), *corpus.held_out.values()]
     shape = (packed_sets[0].sequence_length, model.hidden_size)
-    key = hashlib.sha256(repr((model, dtype.name, shape, corpus.digests())).encode())
+    key = hashlib.sha256(repr((model, dtype.name, shape, corpus.digest())).encode())
     for x in jax.tree.leaves(weights):
         key.update(sharding.to_host(x[tuple(slice(None, None, max(n // SAMPLES, 1)) for n in x.shape)]).tobytes())
     place = Path(folder) / key.hexdigest()[:16]
