@@ -26,7 +26,7 @@ from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_MEMORY, Devic
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.engine.batching import capacity_bucket, make_batch
+from treeflash_jax.engine.batching import make_batch, round_capacity
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     shape = arguments.shape or "tiny"
     model, drafter = shapes.find_pair(shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
-    dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
+    dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, round_capacity(arguments.context)
     sizes, quantize = dict(mesh.shape), arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")

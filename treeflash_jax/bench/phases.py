@@ -27,7 +27,7 @@ from treeflash_jax.core import parameters, programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
-from treeflash_jax.engine.batching import capacity_bucket, make_batch
+from treeflash_jax.engine.batching import make_batch, round_capacity
 from treeflash_jax.engine.device_memory import device_bytes
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
@@ -88,7 +88,7 @@ def unite(slots: DecodeState, marks: DecodeState) -> DecodeState:
 def slots_for(context: int, plans: Sequence[DecodePlan]) -> tuple[int, int]:
     """Returns the largest number of positions that timing at this context fills, and the slots `generate` allocates."""
     positions = context + 1 + (ROUNDS + 1) * max(plan.path_length for plan in plans)
-    return positions, capacity_bucket(positions)
+    return positions, round_capacity(positions)
 
 
 def check_sizes(plans: Sequence[DecodePlan], batches: list[int], contexts: list[int], mesh: Any) -> None:

@@ -28,7 +28,7 @@ UNUSED = Request(ids=[0])  # fills unused slots
 Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
 
 
-def capacity_bucket(positions: int) -> int:
+def round_capacity(positions: int) -> int:
     """Returns the smallest cache capacity of 256, 384, 512, 768, 1024, 1536, ... that holds `positions`."""
     sizes = (size for n in count(7) for size in (2 * 2**n, 3 * 2**n))
     return next(size for size in sizes if size >= positions)
@@ -44,7 +44,7 @@ def _capacity(plan: DecodePlan, prompt: int, new: int) -> int:
     if plan.drafts and plan.drafter.reads_prompt:
         # Such a drafter has read one token more than the prompt when longer prompts of the batch are still read.
         room = max(room, 1 + plan.prefill_chunk)
-    return capacity_bucket(prompt + room)
+    return round_capacity(prompt + room)
 
 
 def largest_capacity(plan: DecodePlan, prompt: int, new: int) -> int:
@@ -160,7 +160,7 @@ class BatchDecoder:
         capacity = first_capacity(runner.plan, longest, max(request.max_new_tokens for request in requests))
         kept = session.take(runner, requests[0].ids) if session else None
         if kept is not None:  # prefill continues at any position, so its last chunk may extend beyond the prompt
-            capacity = max(capacity, kept[0].capacity, capacity_bucket(longest + runner.plan.prefill_chunk))
+            capacity = max(capacity, kept[0].capacity, round_capacity(longest + runner.plan.prefill_chunk))
         self._start(capacity, kept)
         if session:
             session.batch = self
@@ -221,7 +221,7 @@ class BatchDecoder:
         path = self.runner.plan.path_length
         if np.max(end_b) + path > state.capacity:
             longest = max(np.max(limit_b), np.max(end_b)) + 1 + path
-            self.state = self.runner.grow(self.state, capacity_bucket(min(2 * state.capacity, longest)))
+            self.state = self.runner.grow(self.state, round_capacity(min(2 * state.capacity, longest)))
 
     def _start(self, capacity: int, kept: Kept | None = None) -> None:
         """Prefills requests into all slots of an empty batch."""

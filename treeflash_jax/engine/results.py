@@ -15,7 +15,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import whole
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.engine.batching import BatchDecoder, capacity_bucket, make_batch
+from treeflash_jax.engine.batching import BatchDecoder, make_batch, round_capacity
 from treeflash_jax.engine.requests import Request
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -244,7 +244,7 @@ def draw_tree(
     start = 1 + sum(accepted[:round_index])
     *before, anchor = request.ids + ids[:start]
     runner = replace(runner, clock=Clock())
-    sizes = {"batch_size": 1, "capacity": capacity_bucket(len(before) + runner.plan.path_length + 1)}
+    sizes = {"batch_size": 1, "capacity": round_capacity(len(before) + runner.plan.path_length + 1)}
     batch = make_batch([replace(request, ids=before)], **sizes, dtype=runner.weights.dtype, mesh=runner.mesh)
     tree = runner.draft(batch, len(before), anchor)
     tokens, parents, log_probs, valid = (
