@@ -46,9 +46,9 @@ def test_lines_are_short_and_say_what_matters():
     assert watch.describe(LOG[2]) == TAUS and watch.describe(LOG[0] | {"mfu": None}) == "loss 3.250, 900 tokens/s"
 
 
-def test_a_run_ends_with_a_summary(run):
+def test_a_run_ends_with_a_summary(run, tmp_path):
     measured = f"loss 2.500, estimated tau 1.750, 1,100 tokens/s, MFU 25%, {TAUS}"
-    assert watch.summary(run) == f"40 steps in 2 min 5 s: {measured}"
+    assert watch.summary(run) == f"40 steps in 2 min 5 s: {measured}" and watch.summary(tmp_path / "none") == ""
     assert [watch.duration(seconds) for seconds in (41.4, 60, 12004)] == ["41 s", "1 min 0 s", "3 h 20 min"]
 
 

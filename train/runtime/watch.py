@@ -130,6 +130,6 @@ def describe(metrics: Metrics) -> str:
 
 
 def summary(folder: Any) -> str:
-    """Returns steps, time and last metrics of a run in words."""
+    """Returns steps, time and last metrics of a run in words; "" if its log is gone."""
     last = {name: value for line in read_log(folder) for name, value in line.items() if value is not None}
-    return f"{last['step']} steps in {duration(last['seconds'])}: {describe(last)}"
+    return f"{last['step']} steps in {duration(last['seconds'])}: {describe(last)}" if last else ""
