@@ -10,8 +10,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 
 class Bucket(MemoryFileSystem):
-    """Google Cloud Storage in memory."""
-
     protocol = ("gs", "gcs")
     store, pseudo_dirs = {}, [""]
 

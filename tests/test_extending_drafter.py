@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from answers import drafted_as_plain, prefilled
+from answers import drafted_as_plain
 from extending import CHAT, goes_through_everything
 from flax import struct
 from refusals import refused
@@ -18,7 +18,6 @@ from train.stages import drafting, registry
 from treeflash_jax import drafters, trees
 from treeflash_jax.core import parameters
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.dialects import DIALECTS, dialect
@@ -28,14 +27,10 @@ from treeflash_jax.formats.dialects import DIALECTS, dialect
 
 @struct.dataclass
 class LastToken(drafters.State):
-    """The last token that was shown, how many were, and their sum, each token counted with its place."""
-
     token_b: jax.Array
-    number_b: jax.Array
-    sum_b: jax.Array
 
     def axes(self):
-        return LastToken(("batch",), ("batch",), ("batch",))
+        return LastToken(("batch",))
 
     def grow(self, capacity):
         return self
@@ -66,17 +61,11 @@ class BigramConfig(drafters.DrafterConfig):
         return {"next": Spec((self.vocab_size,), (None,))}
 
     def init(self, batch, capacity, dtype):
-        return LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0)))
+        return LastToken(jnp.full(batch, -1, jnp.int32))
 
     def extend(self, params, tables, state, features_btj, tokens_bt, count_b, *, attention):
         last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
-        place_t = jnp.arange(tokens_bt.shape[1])
-        weighted_bt = jnp.where(place_t < count_b[:, None], (state.number_b[:, None] + place_t + 1) * tokens_bt, 0)
-        return LastToken(
-            token_b=jnp.where(count_b > 0, last_b, state.token_b),
-            number_b=state.number_b + count_b.astype(jnp.int32),
-            sum_b=state.sum_b + jnp.sum(weighted_bt, axis=1, dtype=jnp.int32),
-        )
+        return LastToken(jnp.where(count_b > 0, last_b, state.token_b))
 
     def draft(self, inputs):
         """A path along the table; nothing at all where the state does not hold the anchor."""
@@ -134,24 +123,6 @@ def test_a_drafter(bigram, trained, prompts):
         expected = trained.generate(texts, max_new_tokens=24, **how | {"builder": "none"})
         results = drafted_as_plain(model, texts, {"nodes": 4} | how, plain=expected, max_new_tokens=24)
         assert how or results[0].tau > 1.2
-
-
-def test_a_drafter_is_shown_every_token_once(bigram, trained):
-    """By the prefill and by rounds: the token after each position whose features it sees, in order."""
-    verifier = trained.verifier
-    weights = Weights(trained.weights.verifier, bigram_of(TEXTS[0], verifier.vocab_size))
-    model = tf.TreeFlash(verifier, weights, drafter=BigramConfig(vocab_size=verifier.vocab_size))
-    plan, state = prefilled(model, TEXTS, nodes=4)
-
-    def check(state):
-        tokens_bs, end_b, shown = np.asarray(state.tokens_bs), np.asarray(state.end_b), state.drafter
-        for b, end in enumerate(end_b):
-            after = tokens_bs[b, 1:end]
-            assert (int(shown.number_b[b]), int(shown.token_b[b])) == (len(after), after[-1])
-            assert int(shown.sum_b[b]) == int(np.sum(np.arange(1, len(after) + 1) * after))
-
-    check(state)
-    check(loops.decode(model.weights, state, jnp.int32(5), plan=plan))
 
 
 @pytest.mark.slow

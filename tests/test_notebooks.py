@@ -73,8 +73,7 @@ def test_runs_top_to_bottom(path, tmp_path, monkeypatch):
 def test_is_saved_with_the_outputs_of_one_run_and_names_no_path_of_a_machine(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
-    assert notebook.metadata.kernelspec.name == "python3"
+    assert (notebook.nbformat, notebook.nbformat_minor, notebook.metadata.kernelspec.name) == (4, 5, "python3")
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert_no_errors(notebook)
@@ -87,16 +86,15 @@ def test_is_saved_with_the_outputs_of_one_run_and_names_no_path_of_a_machine(pat
 
 
 @pytest.mark.parametrize("chips, exists, repository, wanted, fetched", [
-    (["/dev/nvidia*"], ["../pyproject.toml", ".."], "", "..[{},cuda]", []),
-    (["/dev/vfio/*"], ["treeflash.zip"], "", "./treeflash[{},tpu]", ["unzip -q treeflash.zip -d treeflash"]),
-    ([], ["./treeflash", "treeflash.zip"], "", "./treeflash[{}]", []),
-    ([], [], "https://a.b/c", "./treeflash[{}]", ["git clone -q --depth 1 https://a.b/c treeflash"]),
-    ([], [], "", None, []),
+    (["/dev/nvidia*"], ["../pyproject.toml", ".."], "", "..[plots,cuda]", []),
+    (["/dev/vfio/*"], ["treeflash.zip"], "", "./treeflash[plots,tpu]", ["unzip -q treeflash.zip -d treeflash"]),
+    ([], ["./treeflash", "treeflash.zip"], "", "./treeflash[train,plots]", []),
+    ([], [], "https://a.b/c", "./treeflash[train,plots]", ["git clone -q --depth 1 https://a.b/c treeflash"]),
+    ([], [], "", "", []),
 ])  # fmt: skip
-@pytest.mark.parametrize("extras", ["plots", "train,plots"])
-def test_installs_what_belongs_to_the_device(chips, exists, repository, wanted, fetched, extras, monkeypatch):
+def test_installs_what_belongs_to_the_device(chips, exists, repository, wanted, fetched, monkeypatch):
     """The first code cell of a notebook, run where the library is not installed yet."""
-    cell = TransformerManager().transform_cell(ADDRESS["install_cell"](repository, trains="train" in extras))
+    cell = TransformerManager().transform_cell(ADDRESS["install_cell"](repository, trains="train" in wanted))
     commands, installed = [], []
 
     def install(magic: str, line: str) -> None:
@@ -111,7 +109,7 @@ def test_installs_what_belongs_to_the_device(chips, exists, repository, wanted, 
     monkeypatch.setattr("glob.glob", lambda pattern: [x for x in chips if fnmatch(pattern, x)])
     with nullcontext() if wanted else pytest.raises(ModuleNotFoundError, match="upload"):
         exec(cell, namespace)
-    assert installed == ([f'install -q "{wanted.format(extras)}"'] if wanted else [])
+    assert installed == ([f'install -q "{wanted}"'] if wanted else [])
     assert commands == fetched
 
 

@@ -3,24 +3,20 @@
 import copy
 import inspect
 import math
-import time
-import timeit
 from dataclasses import fields, replace
 from functools import partial
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
-from hypothesis import strategies
 from ml_dtypes import bfloat16
 from refusals import mistake, refused, understood
 
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
-from treeflash_jax.core import checks, devices
+from treeflash_jax.core import devices
 from treeflash_jax.core.devices import Device
 from treeflash_jax.engine import prompts
 from treeflash_jax.engine.generate_config import LOAD_ARGUMENTS, GenerateConfig
@@ -31,6 +27,7 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 HUGE = 10**400
 DEEP = "[" * 200_000
 WRONG = (None, "x", "", [], {}, object(), b"3", 1.5, math.nan, math.inf, -math.inf, -1, 2**31, 2**63, HUGE, True, [1.5])
+WRONG += ("x" * 5000, "a\nb\x1b\u2028", [[None] * 999])
 
 
 def resolved(**settings) -> GenerateConfig:
@@ -41,7 +38,7 @@ def resolved(**settings) -> GenerateConfig:
 
 
 def test_settings_of_generate():
-    """Every field with every wrong value; what is taken has the field's type."""
+    """Every field with every wrong value is served or refused in one line; what is taken has the field's type."""
     names = GenerateConfig.__dataclass_fields__
     reader = {"branches": "delayed", "trunk": "delayed", "skeleton": "hybrid", "leaves": "hybrid"}
     named = {name: {"builder": reader[name]} if name in reader else {} for name in names}
@@ -55,11 +52,7 @@ def test_settings_of_generate():
     assert [name for name in taken if any(x is True for x in taken[name])] == ["leaves", "log_probs", "expected_lengths"]
     for name in ("temperature", "top_p", "skeleton", "drafter_temperature"):
         assert not any(isinstance(x, float) and not math.isfinite(x) for x in taken[name])
-    defaults = {field.name: field.default for field in fields(GenerateConfig)}
-    for name, values in taken.items():
-        assert None not in values or defaults[name] is None, f"{name} takes None"
-    refused(lambda: resolved(lanes=4, nodes=4), "lanes 4", "at most 3")
-    refused(lambda: resolved(lanes=2, builder="walk"), "lanes 2", "its default: builder 'walk' ignores it")
+    assert not [field.name for field in fields(GenerateConfig) if field.default is not None and None in taken[field.name]]
     refused(lambda: resolved(branches=4), "branches 4", "its default: builder 'best-first' ignores it")
     refused(lambda: resolved(builder="paths", trunk=1), "trunk 1", "builder 'paths' ignores it")
     refused(lambda: resolved(depths=2), "depths 2", "drafters of kind 'block' do not have it")
@@ -78,60 +71,31 @@ def test_exact_scalars_of_numpy_and_jax_are_fine():
         assert resolved(temperature=many).temperature == (0.5, 1.0)
 
 
-def test_checking_settings_costs_less_than_a_millisecond():
-    settings = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 64, "nodes": 16, "stop": ["\n"], "stop_ids": [1, 2]}
-    assert min(timeit.repeat(lambda: resolved(**settings), timer=time.thread_time, number=1, repeat=50)) < 1e-3
-
-
-VALUES = strategies.recursive(
-    strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | strategies.text(),
-    lambda inner: strategies.lists(inner) | strategies.dictionaries(strategies.text(), inner),
-)
-
-
-@hypothesis.settings(max_examples=200, deadline=None)
-@hypothesis.given(name=strategies.sampled_from(sorted(GenerateConfig.__dataclass_fields__)), value=VALUES)
-def test_any_value_of_a_setting_is_served_or_refused_in_one_line(name, value):
-    understood(resolved, **{name: value})
-    shown = checks.quoted(value)
-    assert len(shown) <= checks.QUOTED and "\n" not in shown and shown.isprintable()
-
-
-@pytest.mark.parametrize("name, meant", [
-    ("max_tokens", "max_new_tokens"), ("n", "samples"), ("do_sample", "temperature"), ("eos_token_id", "stop_ids"),
-    ("temprature", "temperature"), ("num_speculative_tokens", "nodes"),
+@pytest.mark.parametrize("settings, words", [
+    *(({name: 1}, f"'{name}'; did you mean {meant}") for name, meant in (
+        ("max_tokens", "max_new_tokens"), ("n", "samples"), ("do_sample", "temperature"), ("eos_token_id", "stop_ids"),
+        ("temprature", "temperature"), ("num_speculative_tokens", "nodes"),
+    )),
+    ({"zzz": 1}, "unknown setting 'zzz', expected one of max_new_tokens, temperature"),
+    ({"builder": "best-frist"}, "did you mean best-first?"),
+    ({"model": 1}, "'model'; verifier is an argument of tf.load"),
+    ({"torch_dtype": 1}, "'torch_dtype'; dtype is an argument of tf.load"),
 ])  # fmt: skip
-def test_settings_of_other_libraries_are_understood(trained, name, meant):
-    for call in (partial(trained.generate, [3]), GenerateConfig):
-        refused(partial(call, **{name: 1}), f"'{name}'; did you mean {meant}")
+def test_slips_and_settings_of_other_libraries_are_understood(trained, settings, words):
+    refused(partial(trained.generate, [3], **settings), words)
 
 
-def test_slips_name_what_was_meant_or_what_there_is(trained):
-    for setting, words in (
-        ({"zzz": 1}, "unknown setting 'zzz', expected one of max_new_tokens, temperature"),
-        ({"builder": "best-frist"}, "did you mean best-first?"),
-        ({"acceptance": "travesal"}, "did you mean traversal?"),
-    ):
-        refused(partial(trained.generate, [3], **setting), words)
-
-
-def test_arguments_of_load_are_no_settings(trained):
+def test_arguments_of_load_are_suggested():
     for name, meant in {"model": "verifier", "torch_dtype": "dtype", "assistant_model": "drafter"}.items():
-        refused(partial(trained.generate, [3], **{name: 1}), f"'{name}'; {meant} is an argument of tf.load")
         refused(partial(tf.load, **{name: "x"}), f"unknown argument '{name}'; did you mean {meant}")
+    refused(partial(GenerateConfig, max_tokens=1), "'max_tokens'; did you mean max_new_tokens")
     assert set(LOAD_ARGUMENTS) <= set(inspect.signature(tf.load).parameters)
-
-
-def test_no_alias_stands_for_a_name_of_ours_that_is_known_beside_it():
-    settings = [field.name for field in fields(GenerateConfig)]
-    assert all(checks.suggestion(name, settings) == name for name in settings)
-    assert not {alias for words in checks.ALIASES.values() for alias in words.split()} & set(settings)
 
 
 def test_prompts(tiny):
     for prompt in (  # beside those of tests/engine/test_prompts.py
-        1.5, None, True, {}, object(), [[]], ["3"], [True], [b"3"], "\ud800", "a\udfff", {5, 6}, frozenset("ab"),
-        [{"role": "user", "content": "\ud800"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": b"x"}],
+        [[]], ["3"], [True], "\ud800", {5, 6}, [{"role": "user", "content": "\ud800"}], [{"role": 3, "content": "x"}],
+        [{"role": "user", "content": b"x"}],
     ):  # fmt: skip
         refused(lambda prompt=prompt: tiny.encode(prompt))
     refused(lambda: tiny.generate([HUGE]), "expected 0 to")
@@ -203,12 +167,10 @@ def test_arguments_of_functions(trained, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [
-    ("--nodes", "1000000"), ("--batch-size", str(2**40)), ("--top-k", "2147483648"), ("--nodes", "9" * 5000),
-    ("--samples", str(2**40)), ("--temperature", "nan"), ("--stop-ids", "9" * 5000), ("--builder", ""),
-    ("--prompt-ids", "x" * 5000), ("--stop", "\udcff"),
-    ("--revision", "x" * 5000), ("--verifier", "x" * 5000), ("--verifier", "x/" * 900),
-    ("--verifier", "x" * 300 + ".gguf"), ("--verifier", "x" * 99 + "/x"), ("--drafter", "x" * 5000),
-    ("--steering", "x" * 5000), ("--steering", "x/" * 900),
+    ("--nodes", "1000000"), ("--batch-size", str(2**40)), ("--nodes", "9" * 5000), ("--temperature", "nan"),
+    ("--stop-ids", "9" * 5000), ("--builder", ""), ("--prompt-ids", "x" * 5000), ("--stop", "\udcff"),
+    ("--revision", "x" * 5000), ("--verifier", "x/" * 900), ("--verifier", "x" * 300 + ".gguf"), ("--drafter", "x" * 5000),
+    ("--steering", "x" * 5000),
 ], ids=lambda words: " ".join(words)[:30])  # fmt: skip
 def test_command_lines(words, capsys):
     assert len(mistake(capsys, main, ["generate", "--verifier", "tiny", *words, "--prompt-ids", "5 6 7"])) <= 330

@@ -75,7 +75,6 @@ class World:
         return oracle.normalised(np.where(np.isin(np.arange(len(distribution)), kept), distribution, 0))
 
     def drafts(self, case: Case) -> list[tuple[float, oracle.Tree]]:
-        """Every draft with its probability."""
         runs = oracle.outcomes(partial(case.draft, self.drafter, depths=self.depths))
         return [(run.probability, tree) for run, tree in runs]
 
@@ -112,7 +111,6 @@ class World:
         return noise
 
     def build(self, case: Case, noise: np.ndarray):
-        """The library's trees under given noise."""
         build = partial(trees.BUILDERS[case.builder].build, num_nodes=case.nodes, shape=case.shape)
         anchor_b = jnp.zeros(noise.shape[0], jnp.int32)
         built = jax.jit(lambda table, noise: build(table, anchor_b, noise_bnc=noise))

@@ -156,9 +156,7 @@ def k_sequential(tree: Tree, p: Distribution, run: Run):
             return node, normalised(relu(here - used * (1 - (1 - beta) ** k) / beta))
 
 
-def verify_block(
-    path: Prefix, distributions: list[np.ndarray], p: Distribution, run: Run, *, stops_early: bool = False, names=None
-):
+def verify_block(path: Prefix, distributions: list[np.ndarray], p: Distribution, run: Run, *, stops_early: bool = False):
     """Block verification of a path whose i-th token has distribution distributions[i]."""
     w = [1.0]
     for i, token in enumerate(path):
@@ -168,13 +166,12 @@ def verify_block(
         left = relu(w[i] * p(path[:i]) - distributions[i]).sum()
         h.append(1.0 if w[i] >= 1 else left / (left + 1 - w[i]))
     h.append(w[-1])
-    names = names or {i: path[:i] for i in range(len(h))}
     kept = 0
     if stops_early:  # the broken control
-        while kept < len(path) and run.coin(names[kept + 1], h[kept + 1]):
+        while kept < len(path) and run.coin(path[: kept + 1], h[kept + 1]):
             kept += 1
     else:
-        kept = next((i for i in range(len(path), 0, -1) if run.coin(names[i], h[i])), 0)
+        kept = next((i for i in range(len(path), 0, -1) if run.coin(path[:i], h[i])), 0)
     if kept == len(path):
         return path, p(path)
     return path[:kept], normalised(relu(w[kept] * p(path[:kept]) - distributions[kept]))
@@ -275,27 +272,3 @@ def distribution_for(
         for run, (last, following) in outcomes(lambda run, tree=tree: rule(tree, p, run)):
             totals[last] = totals.get(last, 0) + drafted.probability * run.probability * following
     return finished(totals, p, vocabulary, tokens)
-
-
-def distribution_of_two_rounds(
-    draft_from: Callable, p: Distribution, vocabulary: int, tokens: int, *, by_position: bool
-) -> np.ndarray:
-    """Block verification twice in a node; coins named by round, or (broken) by the position of the text they test."""
-    distribution = np.zeros((vocabulary,) * tokens)
-
-    def run_both(run: Run):
-        out: Prefix = ()
-        for turn in range(2):
-            after = lambda node, out=out: p((*out, *node))  # noqa: E731
-            path, distributions = only_path(draft_from(run, out))
-            names = {i: len(out) + i if by_position else (turn, i) for i in range(len(path) + 1)}
-            last, following = verify_block(path, distributions, after, run, names=names)
-            out = (*out, *last, run.choose(following))
-        return out
-
-    for run, out in outcomes(run_both):
-        if len(out) >= tokens:
-            distribution[out[:tokens]] += run.probability
-        else:
-            distribution[out] += run.probability * continuations(p, out, tokens - len(out))
-    return distribution

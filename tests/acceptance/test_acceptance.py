@@ -98,17 +98,6 @@ def test_broken_rules_fail_the_same_test():
     assert min(errors.values()) > 0.005, errors
 
 
-def test_coins_belong_to_rounds_and_not_to_positions():
-    here = world(0, 3, 5, 3, ends=0.0)
-
-    def draft(run, out):
-        below = {node[len(out) :]: x for node, x in here.drafter.contexts.items() if node[: len(out)] == out}
-        return toys.draft_paths(toys.Drafter(below, 3), run, num_nodes=3, branches=1, depths=2)
-
-    assert error(oracle.distribution_of_two_rounds(draft, here.p, 3, 4, by_position=False), here.p) < 1e-12
-    assert error(oracle.distribution_of_two_rounds(draft, here.p, 3, 4, by_position=True), here.p) > 0.005
-
-
 @pytest.mark.parametrize("size", ["full", pytest.param("top-p", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "rule"), TESTED)
 def test_the_library_is_lossless(float64, name, rule, size):
@@ -147,7 +136,6 @@ LARGE = {
 
 @partial(jax.jit, static_argnames=("builder", "nodes", "shape", "padded_nodes"))
 def grow(builder: str, nodes: int, shape: TreeShape, table, key_b, padded_nodes: int):
-    """Trees that a builder draws, and their proposals."""
     noise = trees.draw_noise(key_b, table, nodes)
     grown = trees.BUILDERS[builder].build(table, jnp.zeros(len(key_b), jnp.int32), nodes, shape, noise)
     return cases.padded(*grown, padded_nodes)

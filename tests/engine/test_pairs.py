@@ -1,7 +1,6 @@
 """Paths of models by name: pairs, folders, GGUF files and Hub ids."""
 
 import json
-import time
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,18 +65,12 @@ def test_a_name_loads_its_drafter_by_default(tiny, named, drafts):
 
 @pytest.mark.parametrize("named, words", [
     ({"verifier": "smolm2"}, ("smolm2 not found", "tiny, smollm2", "did you mean smollm2?")),
-    ({"verifier": "Tiny"}, ("Tiny not found", "did you mean tiny?")),
     ({"verifier": "nowhere/in/particular"}, ("not found", "a GGUF file", "a Hub id")),
     ({"verifier": "nowhere.gguf"}, ("nowhere.gguf not found",)),
-    ({"name": "tiny"}, ("unknown argument 'name'", "did you mean verifier?")),
     ({"verifier": "./nomodel"}, ("./nomodel not found", "expected a model folder")),
-    ({"verifier": "../nomodel"}, ("../nomodel not found", "expected a model folder")),
     ({"verifier": TINY[0] / "model.safetensors"}, ("model.safetensors is a file", "expected a model folder")),
-    ({"pair": "tiny"}, ("unknown argument 'pair'", "did you mean verifier?")),
-    ({"verifier": "tiny", "revision": "main"}, ("revision 'main'", "expected none with 'tiny'")),
     ({"verifier": TINY[0], "revision": "main"}, ("got revision 'main', expected none with '", "not from the Hub")),
     ({"verifier": "tiny", "drafter_revision": "main"}, ("got drafter_revision 'main', expected none with 'tiny'",)),
-    ({"verifier": "tiny", "drafter": TINY[1], "drafter_revision": "x"}, ("got drafter_revision 'x', expected none with",)),
     ({"verifier": TINY[0], "drafter_revision": "x"}, ("got drafter_revision 'x', expected none without a drafter",)),
     ({"verifier": "tiny", "dtype": "float64"}, ("got dtype 'float64'", "jax_enable_x64")),
 ])  # fmt: skip
@@ -126,9 +119,7 @@ def test_smollm2_is_located_without_the_network_first(tmp_path, monkeypatch):
 def test_without_a_network_loading_fails_at_once(monkeypatch):
     package(monkeypatch, None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    start = time.perf_counter()
     refused(lambda: tf.load("smollm2"), "smollm2 is not on this machine")
-    assert time.perf_counter() - start < 5
 
 
 def test_hub_ids_are_read_from_the_local_cache(tmp_path):

@@ -129,10 +129,8 @@ FUSED_NAME = "model.layers.0.mlp.experts.gate_up_proj"
 BAD = {
     "both": (APART | FUSED, "unknown tensors, the first is"),
     "missing": (without(APART, MISSING), f"1 tensors missing, the first is {MISSING}"),
-    "too many": (APART | {MISSING.replace(".2.", ".4."): APART[MISSING]}, ("unknown tensors", "experts.4.up_proj")),
     "shape": (APART | {MISSING: APART[MISSING][:5]}, f"{MISSING} has shape [5, 16], expected [8, 16]"),
-    "infinity": (APART | {MISSING: np.full_like(APART[MISSING], np.inf)}, f"{MISSING} holds NaN or infinity"),
-    "fused shape": (FUSED | {FUSED_NAME: FUSED[FUSED_NAME][:, :8]}, (f"{FUSED_NAME} has ", "expected [4, 16, 16]")),
+    "fused shape": (FUSED | {FUSED_NAME: FUSED[FUSED_NAME][:, :8]}, f"{FUSED_NAME} has shape [4, 8, 16], expected [4,"),
 }  # fmt: skip
 
 
@@ -141,7 +139,7 @@ def test_refused_files(tmp_path, name):
     tensors, words = BAD[name]
     shutil.copy(FOLDER / "apart" / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
-    refused(lambda: model_files.load_verifier(tmp_path), str(tmp_path), *([words] if isinstance(words, str) else words))
+    refused(lambda: model_files.load_verifier(tmp_path), str(tmp_path), words)
 
 
 @needs_8_devices

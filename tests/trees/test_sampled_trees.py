@@ -1,4 +1,4 @@
-"""Sampled trees in the decode round: what stays equal, what is refused, streams, meshes, the comparison of all rules."""
+"""Sampled trees in the decode round: what stays equal, what is refused, streams, meshes."""
 
 from functools import partial
 
@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import PROMPTS, SIZES, drafted_as_plain, prefilled
-from conftest import random_pair
+from conftest import needs_8_devices, random_pair
 from refusals import refused
 
 from treeflash_jax import GenerateConfig, make_mesh, trees
 from treeflash_jax.bench.check import check
 from treeflash_jax.core import programs
-from treeflash_jax.decoding import accepting, loops
+from treeflash_jax.decoding import accepting
 from treeflash_jax.trees.containers import DETERMINISTIC
 
 DRAFT = {"nodes": 8} | SIZES
@@ -43,17 +43,11 @@ def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(m
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_the_batch_or_on_devices_and_values_do_not_recompile(model):
+@needs_8_devices
+def test_answers_do_not_depend_on_devices(model):
     sampling = {"temperature": [0.7, 1.0, 0.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": 5}
-    together = [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **sampling)]
-    before = len(programs.compiled())
-    other = {"temperature": 1.2, "seed": 6, "drafter_temperature": 0.7}
-    assert [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **other)] != together
-    assert len(programs.compiled()) == before
-    sharded, before = random_pair(make_mesh(4, 2)), len(programs.compiled(loops.decode))
-    assert [result.ids for result in sharded.generate(PROMPTS, **HYBRID, **TREE, **sampling)] == together
-    [text] = [program.run.as_text() for program in programs.compiled(loops.decode)[before:]]
-    assert not any(host in text for host in ("callback", "infeed", "outfeed"))
+    one, eight = (pair.generate(PROMPTS, **HYBRID, **TREE, **sampling) for pair in (model, random_pair(make_mesh(4, 2))))
+    assert [result.ids for result in eight] == [result.ids for result in one]
 
 
 def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_noise(model):
