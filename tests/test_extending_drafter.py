@@ -164,9 +164,6 @@ class BigramStage(drafting.DraftingStage):
     def flops(self, verifier, drafter):
         return float(self.loop.batch * self.data.sequence_length)
 
-    def describe(self, drafter):
-        return "bigram table", {"depths": drafter.num_depths}
-
 
 @pytest.mark.slow
 def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):

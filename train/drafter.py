@@ -63,18 +63,12 @@ class BlockStage(DraftingStage):
         return drafting_flops(self.objective, verifier, drafter, trains_backbone="backbone" in self.trains, **count)
 
     def check(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
-        if "backbone" in self.trains:
-            choices.check_taps(drafter, model)
-            choices.check_mask(drafter, model, corpus, tokenizer)
-
-    def describe(self, drafter: BlockConfig) -> tuple[str, dict[str, Any]]:
-        kinds = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}
-        return kinds.get(drafter.head, f"drafter with a {drafter.head} head"), {
-            "block": f"{drafter.block_size} tokens, the anchor included",
-            "layers, width": f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}",
-            "reads verifier layers": ", ".join(map(str, drafter.target_layer_ids)),
-            "head": drafter.head,
-        }
+        """Refuses a mask token that occurs in the training data, as with the recipe of another verifier."""
+        counts_v, mask = corpus.token_counts(model.vocab_size), drafter.mask_token_id
+        better = choices.mask_token(tokenizer, counts_v, model.eos_token_ids)
+        if "backbone" in self.trains and counts_v[mask] and not counts_v[better]:
+            times = f"{counts_v[mask]:,} times in the training data"
+            raise ValueError(f"got mask_token_id {mask}, which occurs {times}, expected an unused token, such as {better}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +121,13 @@ class DrafterStage(BlockStage):
             head=self.head,
             head_rank=self.head_rank,
         )
-        choices.check_initial(self.initial_layers, config, model)
+        if copied := self.initial_layers:
+            is_one_each = len(copied) == self.num_layers and max(copied) < model.num_layers
+            if not (is_one_each and choices.has_drafter_layers(model)):
+                raise ValueError(
+                    f"got initial_layers {list(copied)}, expected {self.num_layers} verifier layers from 0 to "
+                    f"{model.num_layers - 1}, or none if those layers are of another kind than a drafter's"
+                )
         return config.fitted(model)
 
     def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:

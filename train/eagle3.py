@@ -106,14 +106,6 @@ class Eagle3Stage(DraftingStage):
         steps += flops.attention_flops(drafter.layers, drafted, length / 2)
         return float(batch * (teacher + 3 * (steps + flops.product_flops(specs["fc"], length))))
 
-    def describe(self, drafter: Eagle3Config) -> tuple[str, dict[str, Any]]:
-        return "EAGLE-3 drafter", {
-            "layers, width": f"1, {drafter.layers.hidden_size}",
-            "reads verifier layers": ", ".join(map(str, drafter.taps)),
-            "tokens it drafts": drafter.draft_vocab_size,
-            "depth": drafter.num_depths,
-        }
-
 
 if __name__ == "__main__":
     run_config.run(main, Eagle3Stage, __doc__)

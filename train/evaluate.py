@@ -52,8 +52,6 @@ def make_tau_measure(
         pair.weights = Weights(pair.weights.verifier, assemble(pair.drafter, {**frozen, **cast(params)}))
         for (name, system), nodes in product(settings.systems.items(), config.nodes):
             metric = f"held_out/{name}_{nodes}"
-            if name in settings.constant and metric in known:
-                continue
             what = " ".join(["prompts with", *map(str, system.values()), f"trees of {nodes} nodes"])
             report(0, len(prompts), what)
             sampling = {"temperature": config.temperature, "max_new_tokens": config.new_tokens}

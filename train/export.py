@@ -150,7 +150,6 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
 
 def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int) -> str:
     """Returns a model card: the drafter, the settings of its run, and the last held-out metrics up to `step`."""
-    kind, sizes = trained.describe(drafter)
     last: dict[str, Any] = {}
     for line in watch.read_log(settings.run):
         if line["step"] <= step:
@@ -166,7 +165,7 @@ library_name: treeflash-jax
 tags: [speculative-decoding, {dialect}]
 ---
 
-# A {kind} for {trained.verifier}
+# A {drafter.kind} drafter for {trained.verifier}
 
 Drafts continuations for lossless speculative decoding: it changes the speed of its verifier, never its output. Trained with
 treeflash_jax.
@@ -180,7 +179,8 @@ or, on the command line (the second path is this folder, wherever it lies):
 
 | drafter | |
 |---|---|
-{chr(10).join(f"| {name} | {value} |" for name, value in sizes.items())}
+| reads verifier layers | {", ".join(map(str, drafter.taps))} |
+| depths | {drafter.num_depths} |
 | drafter temperature | {drafter.drafter_temperature} |
 | tau of 8 nodes | {drafter.tau or "not stored"} |
 | trained with thinking | {"not known" if trained.data.thinking is None else trained.data.thinking} |

@@ -53,10 +53,6 @@ class HeadStage(BlockStage):
         return WITH_HEAD
 
     @property
-    def constant(self) -> tuple[str, ...]:
-        return () if self.train_backbone else ("tau_marginal",)
-
-    @property
     def starts_from(self) -> str:
         return self.drafter
 

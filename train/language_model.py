@@ -66,7 +66,7 @@ class LanguageModelStage(DraftingStage):
     offset: int = setting(
         8, "largest distance between a draft and the state that steers it; drawn from 1 to `offset` per sequence", least=1
     )
-    loss: losses.LossName = setting("forward-kl", "name in LOSSES")
+    loss: losses.LossName = setting("forward-kl", "loss of a token; the forward KL is from the verifier's distribution")
     chunk: int = setting(
         64, "tokens of a sequence whose logits are computed at a time; divides the sequence length", least=1
     )
@@ -138,14 +138,6 @@ class LanguageModelStage(DraftingStage):
 
         return float(self.loop.batch * (count(verifier) + (3 if self.train_model else 2) * count(drafter.layers)))
 
-    def describe(self, drafter: LanguageModelConfig) -> tuple[str, dict[str, Any]]:
-        width = f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}"
-        sizes = {"layers, width": width, "depths": drafter.num_depths}
-        if drafter.steering is None:
-            return "language model as a drafter", sizes
-        sizes["reads verifier layers"] = ", ".join(map(str, drafter.steering.taps))
-        return "steered language model as a drafter", sizes | {"rank of the steering": drafter.steering.rank or "full"}
-
 
 def language_model_sums(
     params: Any,
@@ -180,20 +172,19 @@ def language_model_sums(
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
     labels_bt = labels_bt if sample is None else sample.places(labels_bt)
     table, verifier_table = (sampled_vectors(x.get("unembed", x["embed"]), sample) for x in (weights, tables))
-    needs_verifier = settings.loss in losses.NEEDS_VERIFIER
 
     @jax.checkpoint
     def chunk_sums(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:
         logits_btv = counted(vocab.unembed(table, hidden_btd), sample)
         log_p_btv = None
-        if needs_verifier:
+        if settings.loss == "forward-kl":
             log_p_btv = losses.log_softmax(counted(vocab.unembed(verifier_table, verifier_btd), sample))
-        targets, total = losses.Targets(labels_bt, log_p_btv), jnp.sum(weights_bt)
-        sums = {"loss": (jnp.sum(weights_bt * losses.LOSSES[settings.loss](logits_btv, targets)), total)}
+        loss_bt, total = losses.drafting_loss(logits_btv, labels_bt, log_p_btv), jnp.sum(weights_bt)
+        sums = {"loss": (jnp.sum(weights_bt * loss_bt), total)}
         logits_btv = lax.stop_gradient(logits_btv)
         sums["top1"] = (jnp.sum(weights_bt * (vocab.argmax(logits_btv) == labels_bt)), total)
-        if needs_verifier:
-            sums["overlap"] = (jnp.sum(weights_bt * losses.overlap(logits_btv, targets)), total)
+        if log_p_btv is not None:
+            sums["overlap"] = (jnp.sum(weights_bt * losses.overlap(logits_btv, log_p_btv)), total)
         return sums
 
     chunks = split_chunks((run(weights), teacher.hidden_btd, labels_bt, weights_bt), settings.chunk)

@@ -2,19 +2,16 @@
 
     python -m train.measure runs/pair/measure.toml
 
-Each runs at its own best settings: a trial on two prompts picks dtype and attention of one-token decoding, and dtype and
-nodes of the draft trees. Then both answer every prompt, batch 1, in one process and in turns. Prints a table and writes a
-summary as JSON. Compilation is never counted.
+All answer every prompt, batch 1, in one process and in turns: trees of `nodes` nodes, and one token at a time with the
+default attention of the device and with another one, of which the faster counts. Prints a table and writes a summary as
+JSON. Compilation is never counted.
 """
 
 import json
-import statistics
 import time
-from dataclasses import dataclass
-from itertools import product
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
-
-import jax.numpy as jnp
 
 import treeflash_jax as tf
 from train import respond
@@ -24,14 +21,9 @@ from treeflash_jax.bench import harness, report
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
-from treeflash_jax.core import devices, files
+from treeflash_jax.core import files
 from treeflash_jax.core.settings import setting
 from treeflash_jax.trees.shape import MAX_NODES
-
-TRIAL_PROMPTS = 2
-# Tried on each backend; on others the library's defaults. Kernels for accelerators have never been run, so none is tried.
-DTYPES = {"cpu": ("float32", "bfloat16")}
-ATTENTION = {"cpu": ("xla", "streamed")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +36,18 @@ class MeasureStage:
     out: str = setting(help="JSON file of results")
     prompts: int = setting(16, "largest number of prompts", least=1)
     new_tokens: int = setting(96, "tokens generated per answer", least=1)
-    nodes: tuple[int, ...] = setting(
-        (8, 16, 32), "numbers of nodes tried for the draft trees, root included", min_length=1, least=1, most=MAX_NODES
+    nodes: int | None = setting(
+        None, "nodes of the draft trees, root included", unset="the default of this device", least=2, most=MAX_NODES
     )
     temperatures: tuple[float, ...] = setting((0.0, 0.7), "sampling temperatures measured", min_length=1, least=0)
     seconds: float = setting(
-        0.0,
-        "time of the whole measurement; 0 sets no limit. Trials stop after half of it, and as many prompts are used as "
-        "fit into the rest, at least two",
-        least=0,
+        0.0, "time after which no further prompt is begun, except for a second one; 0 sets no limit", least=0
     )
     seed: int = setting(0, "random seed of the answers", least=0)
 
 
 def main(settings: MeasureStage) -> None:
-    read_kept(settings.out, "settings", "trial", "systems", "options")  # refuses to replace another file
+    read_kept(settings.out, "settings", "systems")  # refuses to replace another file
     measured = measure(settings)
     files.write(settings.out, json.dumps(measured, indent=1) + "\n")
     if hosts.is_first():
@@ -66,63 +55,47 @@ def main(settings: MeasureStage) -> None:
 
 
 def measure(settings: MeasureStage) -> dict[str, Any]:
-    """Tries the systems on few prompts, then compares the fastest one-token and the fastest drafted system.
-
-    Returns the summary of `report.summarise`, tokens/s of all systems that were tried, and the options of the drafted one.
-    """
+    """Returns the summary of `report.summarise`, with the number of nodes of the trees among its settings."""
     began = time.perf_counter()
     responded = run_config.load(respond.RespondConfig, settings.respond)
-    pair = {"verifier": settings.verifier, "drafter": settings.drafter}
-    pair |= {"thinking": responded.thinking, "template": responded.template}
-    model = tf.load(**pair)
-    models = {str(model.dtype): model}
-    for dtype in DTYPES.get(devices.here().backend, ()):
-        if dtype not in models:
-            models[dtype] = tf.load(**pair, dtype=jnp.dtype(dtype))
+    prompting = {"thinking": responded.thinking, "template": responded.template}
+    model = tf.load(verifier=settings.verifier, drafter=settings.drafter, **prompting)
     held_out = respond.collect_prompts(responded, model, held_out=True)
     prompts = [BenchPrompt(id=str(i), ids=prompt.ids) for i, prompt in enumerate(held_out)]
     prompts = packing.pick_spread(prompts, settings.prompts)
-    trial = packing.pick_spread(prompts, TRIAL_PROMPTS)
-    systems = make_systems(models, settings)
-    speeds: dict[str, list[float]] = {}
-    with watch.Bar("trial", len(trial) * len(systems)) as bar:
-        for count, record in enumerate(harness.measure(systems, trial, seeds=[settings.seed], notify=lambda text: None), 1):
-            speeds.setdefault(record["system"], []).append(record["tokens"] / record["seconds"])
-            bar.show(count, record["system"])
-            if settings.seconds and len(speeds) > 1 and time.perf_counter() > began + settings.seconds / 2:
+    systems = make_systems(model, settings)
+    answers, records = len(systems) * len(settings.temperatures), []
+    sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "notify": lambda text: None}
+    with watch.Bar("answers", answers * len(prompts)) as bar:
+        for record in harness.measure(systems, prompts, **sampling):
+            records.append(record)
+            bar.show(len(records))
+            is_late = settings.seconds and time.perf_counter() - began > settings.seconds
+            if is_late and len(records) % answers == 0 and len(records) > answers:
                 break
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    fastest = sorted((system for system in systems if system.name in speeds), key=lambda system: -medians[system.name])
-    plain, drafted = (next(s for s in fastest if (s.config.builder == "none") == is_plain) for is_plain in (True, False))
-    if settings.seconds:
-        seconds_left = settings.seconds - (time.perf_counter() - began)
-        seconds = settings.new_tokens * (1 / medians[plain.name] + 1 / medians[drafted.name]) * len(settings.temperatures)
-        prompts = packing.pick_spread(prompts, max(TRIAL_PROMPTS, int(seconds_left / seconds)))
-    with watch.Bar("answers", 2 * len(prompts) * len(settings.temperatures)) as bar:
-        sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "notify": lambda text: None}
-        records = list(bar.track(harness.measure([plain, drafted], prompts, **sampling), task_id=bar.task))
-    summary, dtype = report.summarise(records), str(drafted.model.dtype)
-    return summary | {
-        "settings": summary["settings"] | run_config.to_dict(settings),
-        "prompts": len(prompts),
-        "trial": medians,
-        "options": {"nodes": drafted.config.nodes} | ({} if dtype == str(model.dtype) else {"dtype": dtype}),
+    seconds = Counter[str]()
+    for record in records:
+        seconds[record["system"]] += record["seconds"] / record["tokens"]
+    slower = max((system.name for system in systems if system.config.builder == "none"), key=seconds.get)
+    summary, nodes = report.summarise([x for x in records if x["system"] != slower]), systems[0].config.nodes
+    options = summary["settings"] | run_config.to_dict(settings) | {"nodes": nodes}
+    return summary | {"settings": options, "prompts": len(records) // answers}
+
+
+def make_systems(model: tf.TreeFlash, settings: MeasureStage) -> list[System]:
+    """Returns the drafted system, and one-token decoding with the device's default attention and with another one."""
+    limits = {"max_new_tokens": settings.new_tokens, "batch_size": 1}
+    nodes = settings.nodes or model.plan(tf.GenerateConfig(builder="best-first")).num_nodes
+    plain = tf.GenerateConfig(builder="none", **limits)
+    usual = model.plan(plain).attention
+    other = "streamed" if usual == "xla" else "xla"
+    configs = {
+        f"drafted, {nodes} nodes": tf.GenerateConfig(nodes=nodes, **limits),
+        f"one token, {usual} attention": plain,
+        f"one token, {other} attention": replace(plain, attention=other),
     }
-
-
-def make_systems(models: dict[str, tf.TreeFlash], settings: MeasureStage) -> list[System]:
-    """Makes one-token systems by dtype and attention, and drafted ones by dtype and nodes; one of each kind comes first."""
-    attention = ATTENTION.get(devices.here().backend, ("xla",))
-    plain = [(dtype, {"attention": kind, "builder": "none"}) for dtype, kind in product(models, attention)]
-    drafted = [(dtype, {"nodes": nodes}) for dtype, nodes in product(models, settings.nodes)]
-    systems = []
-    for dtype, options in [plain[0], *drafted, *plain[1:]]:
-        words = [dtype, *(f"{key} {value}" for key, value in options.items() if key != "builder")]
-        name = f"{'one token' if 'builder' in options else 'drafted'}: {', '.join(words)}"
-        config = tf.GenerateConfig(max_new_tokens=settings.new_tokens, batch_size=1, **options)
-        pair = settings.verifier, settings.drafter
-        systems.append(System(name=name, model=models[dtype], config=config, pair=pair))
-    return systems
+    pair = settings.verifier, settings.drafter
+    return [System(name=name, model=model, config=config, pair=pair) for name, config in configs.items()]
 
 
 if __name__ == "__main__":

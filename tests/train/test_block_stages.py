@@ -12,8 +12,9 @@ from refusals import refused
 from toy_training import MODEL, WITH_HEAD, make_batch
 
 from train import drafter, head
+from train.data import packing
 from train.runtime import hosts, training_state, watch
-from train.stages import drafting, registry, teacher
+from train.stages import drafting, registry
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.formats import draft_vocabulary, model_files
@@ -68,33 +69,6 @@ def test_a_record_of_the_verifiers_outputs_gives_the_same_losses(toy, tmp_path, 
         path.write_bytes(bytes(path.stat().st_size))
     for line, other in zip(expected, run_stage(toy, tmp_path / "zeros", *words), strict=True):
         assert all(abs(line[key] - other[key]) > 1e-3 for key in line if key.endswith("loss")), "files are read"
-
-
-def test_an_interrupted_record_goes_on_and_layers_are_shared(toy, tmp_path, monkeypatch, capsys):
-    settings = toy_training.settings(toy, f"run={tmp_path}/run", f"data.record={tmp_path}/outputs", "loop.steps=1")
-    head.main(settings)
-    assert "recording 48 sequences" in capsys.readouterr().out
-    [folder] = (tmp_path / "outputs").iterdir()
-    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for name, content in whole.items():
-        (folder / f"{name}.part").write_bytes(content[: len(content) // 2])
-        (folder / name).unlink()
-    head.main(dataclasses.replace(settings, run=f"{tmp_path}/again"))
-    assert "recording 24 sequences" in capsys.readouterr().out
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
-
-    taps, teach = [], teacher.teach
-    monkeypatch.setattr(teacher, "teach", lambda *args, **named: taps.append(named["taps"]) or teach(*args, **named))
-    (folder / "responses-train-2").unlink()
-    head.main(dataclasses.replace(settings, run=f"{tmp_path}/layer"))
-    assert taps == [(2,)]
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
-
-
-def test_a_full_disk_is_refused_before_anything_is_computed(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda _: teacher.shutil._ntuple_diskusage(10, 10, 0))
-    settings = toy_training.settings(toy, f"run={tmp_path}/run", f"data.record={tmp_path}/outputs")
-    refused(lambda: head.main(settings), "got 0.0 GB of disk for data.record, expected")
 
 
 def test_state_lies_over_fsdp_and_model(toy):
@@ -159,7 +133,7 @@ def test_a_head_goes_on_where_it_was(toy, tmp_path):
 def test_the_most_frequent_tokens_of_answers_are_listed_beside_the_drafter(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(draft_vocabulary, "SMALLEST", 0)
     settings = toy_training.settings(toy, "sources.0.hold_out=0")
-    corpus = drafting.read_corpus(settings, MODEL, None)
+    corpus = packing.load_corpus(settings.sources, settings.data, None, 0)
     draft_vocabulary.write(tmp_path, corpus.answer_counts(MODEL.vocab_size))
     answers = [token for line in toy_training.read_lines(settings.sources[0].path) for token in line["response"]]
     counts = np.bincount(answers, minlength=MODEL.vocab_size)

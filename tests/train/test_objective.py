@@ -263,16 +263,15 @@ def test_estimated_tau_and_slots_equal_their_definitions(case, loss):
 
 def test_losses_are_of_float32_and_vanish_if_the_draft_is_the_verifier():
     logits = (20 * jax.random.normal(jax.random.key(0), (8, 64))).astype(jnp.bfloat16)
-    wide = logits.astype(jnp.float32)
-    targets = losses.Targets(jnp.arange(8), jax.nn.log_softmax(wide[::-1]))
-    for name, loss in losses.LOSSES.items():
-        assert loss(logits, targets).dtype == jnp.float32, name
-        np.testing.assert_allclose(loss(logits, targets), loss(wide, targets), rtol=1e-6, err_msg=name)
-    targets = losses.Targets(targets.labels, losses.log_softmax(wide))
-    for name in losses.NEEDS_VERIFIER:
-        np.testing.assert_allclose(losses.LOSSES[name](wide + 2.0, targets), 0, atol=1e-5, err_msg=name)
-    gradient = jax.grad(lambda x: losses.forward_kl(x, targets).sum())(jnp.zeros((8, 64)))
-    np.testing.assert_allclose(gradient, 1 / 64 - jnp.exp(targets.log_probs), atol=1e-6)
+    wide, labels = logits.astype(jnp.float32), jnp.arange(8)
+    for log_p in (None, jax.nn.log_softmax(wide[::-1])):
+        loss = losses.drafting_loss(logits, labels, log_p)
+        assert loss.dtype == jnp.float32
+        np.testing.assert_allclose(loss, losses.drafting_loss(wide, labels, log_p), rtol=1e-6)
+    log_p = losses.log_softmax(wide)
+    np.testing.assert_allclose(losses.forward_kl(wide + 2.0, log_p), 0, atol=1e-5)
+    gradient = jax.grad(lambda x: losses.forward_kl(x, log_p).sum())(jnp.zeros((8, 64)))
+    np.testing.assert_allclose(gradient, 1 / 64 - jnp.exp(log_p), atol=1e-6)
 
 
 def test_flops_count_every_pass_once():

@@ -73,7 +73,7 @@ BAD_DRAFTER = (
     " evaluate.prompts=-1 evaluate.nodes=[0] evaluate.batch=0 loop.accumulate=0 loop.steps=-1 loop.keep=0 loop.log_every=-1"
     " data.sequence_length=1 data.prompt_weight=2 objective.decay=-1 objective.chunk=0 init_scale=0 mesh.model=0"
 ).split()
-BAD_MEASURE = "prompts=0 nodes=[0] nodes=[] temperatures=[-1.0] out=".split()
+BAD_MEASURE = "prompts=0 nodes=0 temperatures=[-1.0] out=".split()
 
 
 @pytest.mark.parametrize(("stage", "path", "given", "word"), [

@@ -107,17 +107,11 @@ class DraftingStage(ABC):
     def flops(self, verifier: ModelConfig, drafter: Any) -> float:
         """Returns the floating-point operations of a step, without recomputation; for MFU."""
 
-    @abstractmethod
-    def describe(self, drafter: Any) -> tuple[str, dict[str, Any]]:
-        """Returns the kind of drafter, and its sizes by name, for the model card."""
-
     # Name of a pair, folder or Hub id of an existing drafter; whether frequent tokens are listed beside the new drafter;
-    # decoding that evaluations measure, metric -> options of `generate`; and metrics that training does not change, which
-    # are measured once.
+    # and decoding that evaluations measure, metric -> options of `generate`.
     starts_from: ClassVar[str] = ""
     lists_tokens: ClassVar[bool] = False
     systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
-    constant: ClassVar[tuple[str, ...]] = ()
 
     @property
     def held_out(self) -> Self:
@@ -143,10 +137,6 @@ def read_verifier(settings: DraftingStage) -> tuple[Path, ModelConfig, Tokenizer
     folder = locate(settings.verifier, "verifier")
     tokenizer = Tokenizer.load(folder, {"enable_thinking": bool(settings.data.thinking)})
     return folder, model_files.read_verifier_config(folder), tokenizer
-
-
-def read_corpus(settings: DraftingStage, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:
-    return packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed, model.vocab_size)
 
 
 def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
@@ -216,7 +206,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     (folder, model, tokenizer), length = read_verifier(settings), settings.data.sequence_length
     expect(length <= model.max_positions, "data.sequence_length", length, f"at most {model.max_positions} (verifier)")
-    corpus = read_corpus(settings, model, tokenizer)
+    corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed, model.vocab_size)
     _, weights = model_files.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = read_drafter_config(settings, model)
     settings.check(drafter, model, corpus, tokenizer)
@@ -233,9 +223,8 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
         if name != "verifier"
     }
     del stored
-    kind = settings.describe(drafter)[0]
-    size = f"{parameters.count(params):,} weights to train, {corpus.num_sequences} sequences of {length} tokens"
-    hosts.say(f"{corpus.summary()}\n{kind}: {size}")
+    hosts.say(corpus.summary())
+    hosts.say(f"{parameters.count(params):,} weights to train, {corpus.num_sequences} sequences of {length} tokens")
     pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=model_files.stop_ids(folder, model), mesh=mesh)
     measure = make_tau_measure(settings, task, pair, corpus, frozen)
     named = dict(params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began, on_timed=on_timed)
@@ -247,5 +236,5 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
             model_files.save_drafter(folder, drafter, whole)
             if settings.lists_tokens:
                 draft_vocabulary.write(folder, corpus.answer_counts(model.vocab_size))
-        hosts.say(f"{kind} in {target}: {watch.summary(settings.run)}")
+        hosts.say(f"{drafter.kind} drafter in {target}: {watch.summary(settings.run)}")
     hosts.wait("model")

@@ -1,64 +1,46 @@
-"""Losses of drafted distributions, by name: of logits against the verifier's distribution or against the next token.
+"""Losses of drafted distributions: of logits against the verifier's distribution or against the next token.
 
-A loss is one function and one line in LOSSES; it returns a value per drafted token, in float32 at least.
+They return a value per drafted token, in float32 at least.
 
 Shape suffixes: `...` any leading axes, v vocabulary.
 
 Source: DFlash (arXiv 2602.06036) for cross-entropy; TreeFlash (arXiv 2606.03819) for the forward KL.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from train.runtime.training_state import Sums
 from treeflash_jax.models import vocab
 
-LossName = Literal["cross-entropy", "forward-kl"]
+LossName = Literal["cross-entropy", "forward-kl"]  # the latter reads the verifier's distribution
 
 
-@struct.dataclass
-class Targets:
-    """Targets of drafted tokens.
-
-    Attributes:
-      labels: next tokens, [...].
-      log_probs: log-probabilities of the verifier at temperature 1, [..., v]; None if the loss does not read them.
-    """
-
-    labels: jax.Array
-    log_probs: jax.Array | None
+def drafting_loss(logits: jax.Array, labels: jax.Array, log_p: jax.Array | None) -> jax.Array:
+    """Returns the forward KL from the verifier's distribution `log_p` [..., v], or without it the cross-entropy."""
+    return cross_entropy(logits, labels) if log_p is None else forward_kl(logits, log_p)
 
 
-def cross_entropy(logits: jax.Array, targets: Targets) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """-log q(label)."""
-    return vocab.log_sum_exp(logits) - vocab.take(logits, targets.labels[..., None])[..., 0]
+    return vocab.log_sum_exp(logits) - vocab.take(logits, labels[..., None])[..., 0]
 
 
-def forward_kl(logits: jax.Array, targets: Targets) -> jax.Array:
+def forward_kl(logits: jax.Array, log_p: jax.Array) -> jax.Array:
     """KL(p || q) = sum p (log p - log q); its gradient is q - p."""
-    log_q = log_softmax(logits)
-    return jnp.sum(jnp.exp(targets.log_probs) * (targets.log_probs - log_q), axis=-1)
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_softmax(logits)), axis=-1)
 
 
-def overlap(logits: jax.Array, targets: Targets) -> jax.Array:
+def overlap(logits: jax.Array, log_p: jax.Array) -> jax.Array:
     """sum min(p, q)."""
-    return jnp.sum(jnp.minimum(jnp.exp(targets.log_probs), jnp.exp(log_softmax(logits))), axis=-1)
+    return jnp.sum(jnp.minimum(jnp.exp(log_p), jnp.exp(log_softmax(logits))), axis=-1)
 
 
 def log_softmax(logits: jax.Array) -> jax.Array:
     """Computes in float32 at least."""
     return jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
-
-
-LOSSES: dict[LossName, Callable[[jax.Array, Targets], jax.Array]] = {
-    "cross-entropy": cross_entropy,
-    "forward-kl": forward_kl,
-}
-NEEDS_VERIFIER = frozenset({"forward-kl"})
 
 
 def path_sums(

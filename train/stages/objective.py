@@ -45,7 +45,7 @@ from treeflash_jax.trees import pick
 class ObjectiveConfig:
     """Loss of a block drafter, and the blocks it is computed on."""
 
-    loss: losses.LossName = setting(help="name in LOSSES")
+    loss: losses.LossName = setting(help="loss of a drafted token; the forward KL is from the verifier's distribution")
     decay: float = setting(7.0, "slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally", least=0)
     base_weight: float = setting(
         0.0,
@@ -186,21 +186,22 @@ def score_sums(
         return counted(logits_btv, sample).reshape(*previous_bni.shape, -1)
 
     labels_bni, log_p_bniv = pick(batch.tokens_bt, targets_bni), None
-    if settings.loss in losses.NEEDS_VERIFIER:
+    if settings.loss == "forward-kl":
         verifier_btd = pick(teacher.hidden_btd, previous_bni).reshape(*previous_bt.shape, -1)
         log_p_bniv = losses.log_softmax(by_block(vocab.unembed(unembed.unembed_vd, verifier_btd)))
-    targets = losses.Targets(labels_bni if sample is None else sample.places(labels_bni), log_p_bniv)
-    measure = losses.LOSSES[settings.loss]
+    if sample is not None:
+        labels_bni = sample.places(labels_bni)
 
     logits_btv = drafter_logits("marginal", {}) if head is None else drafter_logits(drafter.head, head)
     logits_bniv = by_block(logits_btv)
-    loss_bni = measure(logits_bniv, targets)
+    loss_bni = losses.drafting_loss(logits_bniv, labels_bni, log_p_bniv)
     if head is not None and settings.base_weight > 0:
-        loss_bni += settings.base_weight * measure(by_block(drafter_logits("marginal", {})), targets)
+        base_bniv = by_block(drafter_logits("marginal", {}))
+        loss_bni += settings.base_weight * losses.drafting_loss(base_bniv, labels_bni, log_p_bniv)
     likeliest_bni = vocab.argmax(lax.stop_gradient(logits_btv)).reshape(labels_bni.shape)
-    overlap_bni = None if log_p_bniv is None else losses.overlap(lax.stop_gradient(logits_bniv), targets)
+    overlap_bni = None if log_p_bniv is None else losses.overlap(lax.stop_gradient(logits_bniv), log_p_bniv)
     real_bni = (weights_bni > 0).astype(jnp.float32)
-    return losses.path_sums(loss_bni, weights_bni, real_bni, likeliest_bni == targets.labels, overlap_bni)
+    return losses.path_sums(loss_bni, weights_bni, real_bni, likeliest_bni == labels_bni, overlap_bni)
 
 
 def drafting_flops(
@@ -230,5 +231,5 @@ def drafting_flops(
     vocabulary = flops.vocabulary_flops(drafter.layers, drafted)
     if settings.vocabulary:
         vocabulary *= min(1, settings.vocabulary / drafter.layers.vocab_size)
-    passes = 2 + (settings.loss in losses.NEEDS_VERIFIER) + 2 * (drafter.head != "marginal" and settings.base_weight > 0)
+    passes = 2 + (settings.loss == "forward-kl") + 2 * (drafter.head != "marginal" and settings.base_weight > 0)
     return float(batch_size * (teacher + (3 if trains_backbone else 1) * drafting + 3 * head + passes * vocabulary))

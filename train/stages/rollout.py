@@ -124,9 +124,9 @@ def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: Eagle
     if ids_v is not None:
         known_bn = jnp.any(vocab.argmax(verifier_bnv)[..., None] == ids_v, axis=-1).astype(known_bn.dtype)
         verifier_bnv, drafted_bn = verifier_bnv[..., ids_v], ids_v[drafted_bn]
-    targets = losses.Targets(label_bn, losses.log_softmax(verifier_bnv))
-    loss_bn = -jnp.sum(jnp.exp(targets.log_probs) * losses.log_softmax(logits_bnv), axis=-1)
-    overlap_bn = lax.stop_gradient(losses.overlap(logits_bnv, targets))
+    log_p_bnv = losses.log_softmax(verifier_bnv)
+    loss_bn = -jnp.sum(jnp.exp(log_p_bnv) * losses.log_softmax(logits_bnv), axis=-1)
+    overlap_bn = lax.stop_gradient(losses.overlap(logits_bnv, log_p_bnv))
     return loss_bn, (drafted_bn == label_bn).astype(overlap_bn.dtype), overlap_bn, known_bn
 
 

@@ -5,7 +5,6 @@ documents: 2 x (layers + 1) x hidden size bytes per token in bfloat16.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -64,10 +63,9 @@ def record(
     attention: str,
     mesh: jax.sharding.Mesh,
 ) -> Corpus:
-    """Returns the corpus with the outputs of the verifier; computes and writes those that `folder` lacks.
+    """Returns the corpus with the outputs of the verifier, computed unless `folder` has those of all these layers.
 
-    An interrupted command continues when it is run again. Every layer has its own file, so that drafters that read
-    different layers share files. Other documents, sequence lengths, weights or dtypes have other files. `weights` are the
+    Every layer has its own file. Other documents, sequence lengths, weights or dtypes have other files. `weights` are the
     verifier's, on the mesh; `taps` as in `teach`.
     """
     if jax.process_count() > 1:
@@ -79,16 +77,14 @@ def record(
         key.update(sharding.to_host(x[tuple(slice(None, None, max(n // SAMPLES, 1)) for n in x.shape)]).tobytes())
     place = Path(folder) / key.hexdigest()[:16]
     place.mkdir(parents=True, exist_ok=True)
+    run = partial(programs.jit(partial(teach, config=model, taps=tuple(taps), attention=attention)), weights)
 
     def with_outputs(packed: PackedDataset, name: str) -> PackedDataset:
-        files = {layer: place / f"{name}-{layer}" for layer in (*taps, HIDDEN)}
-        missing = {layer: path for layer, path in files.items() if not path.exists()}
-        if missing:
-            layers = tuple(layer for layer in missing if layer != HIDDEN)
-            run = partial(programs.jit(partial(teach, config=model, taps=layers, attention=attention)), weights)
-            run_batch = lambda batch, run=run: run(batch=hosts.place_batch(batch, batch_size, mesh))  # noqa: E731
-            _write(packed, [*missing.values()], dtype.itemsize * shape[0] * shape[1], batch_size, run_batch)
-        maps = (np.memmap(path, dtype, "r", shape=(len(packed), *shape)) for path in files.values())
+        paths = [place / f"{name}-{layer}" for layer in (*taps, HIDDEN)]
+        if not all(path.exists() for path in paths):
+            run_batch = lambda batch: run(batch=hosts.place_batch(batch, batch_size, mesh))  # noqa: E731
+            _write(packed, paths, batch_size, run_batch)
+        maps = (np.memmap(path, dtype, "r", shape=(len(packed), *shape)) for path in paths)
         return replace(packed, outputs=tuple(maps))
 
     train = {name: with_outputs(packed, f"{name}-train") for name, packed in corpus.train.items()}
@@ -96,33 +92,19 @@ def record(
     return replace(corpus, train=train, held_out=held_out)
 
 
-def _write(
-    packed: PackedDataset, files: Sequence[Path], size: int, batch_size: int, run: Callable[[Batch], Teacher]
-) -> None:
-    """Appends the missing sequences to FILE.part, `size` bytes each, and renames it to FILE."""
-    parts = [path.with_name(path.name + ".part") for path in files]
-    for part in parts:
-        part.touch()
-    done = min(part.stat().st_size for part in parts) // size
-    needed, free = (len(packed) - done) * size * len(parts), shutil.disk_usage(parts[0].parent).free
-    if needed > free:
-        raise ValueError(
-            f"got {free / 1e9:.1f} GB of disk for data.record, expected {needed / 1e9:.1f} GB; free some, or leave it out"
-        )
-    hosts.say(f"recording {len(packed) - done:,} sequences, {needed / 1e9:.1f} GB, in {parts[0].parent}")
+def _write(packed: PackedDataset, paths: Sequence[Path], batch_size: int, run: Callable[[Batch], Teacher]) -> None:
+    """Writes the outputs of all sequences to PATH.part, tapped layers before final states, and renames it to PATH."""
+    parts = [path.with_name(path.name + ".part") for path in paths]
+    hosts.say(f"recording {len(packed):,} sequences in {paths[0].parent}")
     with ExitStack() as stack:
-        streams = [stack.enter_context(part.open("r+b")) for part in parts]
-        for stream in streams:
-            stream.truncate(done * size)
-            stream.seek(done * size)
-        bar = stack.enter_context(watch.Bar("recording", total=len(packed), done=done))
-        for first in range(done, len(packed), batch_size):
+        streams = [stack.enter_context(part.open("wb")) for part in parts]
+        bar = stack.enter_context(watch.Bar("recording", total=len(packed)))
+        for first in range(0, len(packed), batch_size):
             index = np.arange(first, first + batch_size)
             out = sharding.to_host(run(packed.take(np.minimum(index, len(packed) - 1))))
-            count = out.features_btj.shape[-1] // out.hidden_btd.shape[-1]
-            features = np.split(out.features_btj, count, axis=-1) if count else []
-            for stream, array in zip(streams, [*features, out.hidden_btd], strict=False):  # states may be on disk already
+            features = np.split(out.features_btj, len(paths) - 1, axis=-1) if len(paths) > 1 else []
+            for stream, array in zip(streams, [*features, out.hidden_btd], strict=True):
                 stream.write(array[index < len(packed)].tobytes())
             bar.show(first + batch_size)
-    for part, path in zip(parts, files, strict=True):
+    for part, path in zip(parts, paths, strict=True):
         part.rename(path)

@@ -164,3 +164,11 @@ def choose_training_attention(device: Device, requested: str = "auto") -> str:
     if requested not in ("auto", "chunked", "splash" if device.is_cpu else kernel):
         raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'auto' or 'chunked'")
     return (kernel or "chunked") if requested == "auto" else requested
+
+
+def choose_training_lengths(device: Device) -> tuple[int, int]:
+    """Returns the block size of a new drafter, and the largest number of tokens of an answer that it is trained on.
+
+    Every drafted slot and every token costs time on a CPU; elsewhere the block has its published size.
+    """
+    return (8, 256) if device.is_cpu else (16, 1024)
