@@ -28,7 +28,7 @@ from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import devices
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine.defaults import choose_dtype, choose_training_lengths
+from treeflash_jax.engine.defaults import choose_dtype, choose_training_lengths, choose_training_vocabulary
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.prompts import encode
 from treeflash_jax.formats import model_files
@@ -38,7 +38,6 @@ from treeflash_jax.trees.shape import MAX_NODES
 
 PASSES, USUAL_STEPS = 6, 200  # the published backbones took six passes
 LEAST_STEPS = 50
-SAMPLED_VOCABULARY = 4  # tokens of a sampled vocabulary per token of a sequence
 MEASURED_LENGTHS = 512  # prompts whose length decides what is too long
 LEAST_PROMPTS = 8
 CHUNK = 8  # blocks of a sequence whose logits are in memory at a time
@@ -189,7 +188,7 @@ class Composer:
     def _training(self, name: str, responded: RespondConfig, answers: Corpus, steps: int) -> dict[str, Any]:
         """Returns the settings that both training stages have."""
         settings, data, is_head = self.settings, self._data(responded), name == "head"
-        sample = SAMPLED_VOCABULARY * data.sequence_length
+        sample = choose_training_vocabulary(devices.here()) * data.sequence_length
         objective = ObjectiveConfig(
             loss="forward-kl",
             decay=4.0 if self.block_size <= 8 else 7.0,
