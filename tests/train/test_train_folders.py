@@ -17,7 +17,7 @@ from refusals import refused, snapshot
 
 import treeflash_jax as tf
 from train import export, head
-from train.data import documents
+from train.data import documents, packing
 from train.eagle3 import Eagle3Stage
 from train.evaluate import held_out_prompts
 from train.runtime import folders, loop, run_config, watch
@@ -112,7 +112,7 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     assert len(parsed) == 80, "of 120 records, eight for each of ten that are held out"
     part = replace(settings, sources=(replace(settings.sources[0], limit=80),))
     model = tf.load(verifier=settings.verifier, drafter=tmp_path / "out")
-    prompts = held_out_prompts(drafting.read_corpus(part, model.verifier, None), 8)
+    prompts = held_out_prompts(packing.load_corpus(part.sources, part.data, None, part.loop.seed), 8)
     results = model.generate(prompts, builder="best-first", nodes=8, ngrams=8, max_new_tokens=64)
     tau = statistics.mean(length for result in results for length in result.accept_lengths)
     assert f"\ntau {tau:.2f} of the folder loaded again: {len(prompts)} held-out prompts" in capsys.readouterr().out
