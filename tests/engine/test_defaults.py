@@ -34,7 +34,7 @@ def test_the_default_dtype_is_the_faster_one(device, dtype):
 @pytest.mark.parametrize("device, nodes, candidates, block_size", [(ZEN5, 8, 8, 8), (AMX, 16, 16, 16), (H200, 16, 16, 16)])
 def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, candidates, block_size, tiny):
     def sizes(drafter=tiny.drafter, dtype=jnp.bfloat16, **settings):
-        made = plan(tiny, device, dtype, drafter, builder="best-first", **settings)
+        made = plan(tiny, device, dtype, drafter, **{"builder": "best-first"} | settings)
         return made.num_nodes, getattr(made.draft, "candidates", None), getattr(made.draft, "block_size", None)
 
     assert (tiny.drafter.num_nodes, tiny.drafter.block_size) == (16, 16)
@@ -45,6 +45,7 @@ def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, can
     assert sizes(nodes=5) == (5, candidates, 16), "rounds of different sizes share their draft"
     assert sizes(block_size=3) == (nodes, candidates, 3)
     assert sizes(NgramConfig(num_nodes=16)) == (16, None, None), "what it cannot offer costs nothing"
+    assert sizes(builder="chain") == (16, candidates, 16), "a chain is the whole block"
 
 
 @pytest.mark.parametrize("device, most, most_if_stated", [(Device("cpu"), 0, 2), (ZEN5, 1, 2), (AMX, 9, 9)])

@@ -69,12 +69,11 @@ def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
     return usual if device.ridge is None else min(usual, device.ridge // sequences)
 
 
-def choose_nodes(drafter: DrafterConfig, usual: int, device: Device, dtype: Any, sequences: int) -> int:
-    """Returns the number of tree nodes, given the usual one: of the drafter, or of the whole block for a chain."""
+def choose_nodes(drafter: DrafterConfig, device: Device, dtype: Any) -> int:
+    """Returns the number of nodes of a tree for one sequence."""
     # A drafter that may offer nothing (n-grams) keeps its trees: without a match, a round verifies only the root.
-    if pays_per_token(device, dtype) and not drafter.may_offer_nothing:
-        usual = min(usual, SMALL_NODES)
-    return max(2, nodes_within_ridge(device, usual, sequences))
+    is_small = pays_per_token(device, dtype) and not drafter.may_offer_nothing
+    return min(drafter.num_nodes, SMALL_NODES) if is_small else drafter.num_nodes
 
 
 def draft_settings(

@@ -145,8 +145,8 @@ class GenerateConfig:
     nodes: int | None = tree(
         None,
         "tree nodes verified per round, the root (the last token of the text) included",
-        unset="the drafter's, usually 16, or for one path its full length; at most 8 on a CPU not using amx_bf16; fewer "
-        "for large batches on known accelerators",
+        unset="for one path its full length; for a tree the drafter's, usually 16, but at most 8 on a CPU not using "
+        "amx_bf16; fewer for large batches on known accelerators",
         least=1,
         most=MAX_NODES,
         unit="nodes",

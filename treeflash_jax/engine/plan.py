@@ -74,8 +74,8 @@ def resolve(
     draft = drafter.configured(**usual | given)
     nodes = config.nodes
     if nodes is None:
-        most = 1 + draft.num_depths if builder.is_chain else drafter.num_nodes
-        nodes = max(defaults.choose_nodes(drafter, most, device, dtype, sequences), 1 + (config.lanes or 0))
+        usual = 1 + draft.num_depths if builder.is_chain else defaults.choose_nodes(drafter, device, dtype)
+        nodes = max(2, defaults.nodes_within_ridge(device, usual, sequences), 1 + (config.lanes or 0))
     expect((config.lanes or 0) < nodes, "lanes", config.lanes, f"at most {nodes - 1}: the nodes below the root")
     nodes = builder.size(draft.num_depths, nodes, shape)
     return replace(plan, drafter=drafter, draft=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
