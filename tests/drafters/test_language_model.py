@@ -43,8 +43,8 @@ def test_the_context_holds_the_text_and_the_anchor():
     def check(state) -> None:
         got, empty = state.drafter, pair.drafter.init(3, 256, jnp.float64)
         np.testing.assert_array_equal(got.context.length_b, state.cache.length_b + 1)
-        read = partial(pair.drafter.extend, pair.weights.drafter, None, attention="streamed")
-        expected = read(empty, None, state.tokens_bs[:, :128], state.end_b)
+        read = jax.jit(partial(pair.drafter.extend, attention="streamed"))
+        expected = read(pair.weights.drafter, None, empty, None, state.tokens_bs[:, :128], state.end_b)
         assert got.context.length_b.tolist() == expected.context.length_b.tolist() == state.end_b.tolist()
         np.testing.assert_allclose(got.hidden_bd, expected.hidden_bd, atol=1e-12)
         assert_same_positions(got.context, expected.context, state.end_b.tolist())
