@@ -59,16 +59,19 @@ def test_log_probs_are_the_verifiers(trained, greedy):
 
 
 def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_float32():
-    config = replace(RANDOM_MODEL, num_layers=16)
-    narrow = parameters.initialize(verifier.specs(config), jax.random.key(0), jnp.bfloat16, scale=0.1)
+    """Mean errors of four random models."""
+    config, errors = replace(RANDOM_MODEL, num_layers=16), []
     ids = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
     read = partial(read_texts, config=config, tokens_bt=ids, taps=(3,))
-    (out, plain), (wide_out, wide) = (read(narrow, residual_dtype=dtype) for dtype in (None, jnp.float32))
-    assert (plain.dtype, wide.dtype) == ("bfloat16", "float32")
-    assert out.features_btj.dtype == wide_out.features_btj.dtype == "bfloat16"
-    _, exact = read(jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
-    rounded, ours, theirs = (jnp.std(x.astype(jnp.float32) - exact) for x in (wide.astype(jnp.bfloat16), wide, plain))
-    assert ours < rounded < 0.9 * theirs, "both the logits and the stream bring them nearer"
+    for seed in (0, 1, 2, 3):
+        narrow = parameters.initialize(verifier.specs(config), jax.random.key(seed), jnp.bfloat16, scale=0.1)
+        (out, plain), (wide_out, wide) = (read(narrow, residual_dtype=dtype) for dtype in (None, jnp.float32))
+        assert (plain.dtype, wide.dtype) == ("bfloat16", "float32")
+        assert out.features_btj.dtype == wide_out.features_btj.dtype == "bfloat16"
+        _, exact = read(jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
+        errors.append([jnp.std(x.astype(jnp.float32) - exact) for x in (wide.astype(jnp.bfloat16), wide, plain)])
+    rounded, ours, theirs = np.mean(errors, axis=0)
+    assert ours < rounded < 0.8 * theirs, "both the logits and the stream bring them nearer"
 
 
 @pytest.mark.parametrize("drafts", [{"nodes": 8}, {"builder": "none"}])
