@@ -63,6 +63,7 @@ def test_copies_of_an_answer_do_not_copy_the_model(answer):
     assert answer.draft_again is not None
     for copied in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer), tf.Result(**dataclasses.asdict(answer))):
         assert copied == answer and copied.draft_again is None
+        refused(copied.tree, "a copy of a result")
 
 
 @pytest.mark.parametrize("rounds", [1, 5])

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import warnings
 from functools import partial
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from model_files import change_json
 from refusals import refused
+from tokenizers.processors import TemplateProcessing
 
 import treeflash_jax as tf
 from treeflash_jax.engine import prompts
@@ -43,6 +45,8 @@ def test_text_parts_are_the_lines_of_a_message(tiny):
 
 @pytest.mark.parametrize("prompt, words", [
     (3, "got int as a prompt"),
+    (np.array(3), "got ndarray as a prompt"),
+    (np.array("hi"), "got ndarray as a prompt"),
     (b"hello", "got bytes as a prompt"),
     ([CHAT], "got list among the token ids"),
     ([1, 2.5], "got float among the token ids"),
@@ -72,6 +76,26 @@ def test_a_string_is_a_message_if_there_is_a_template_and_a_text_is_continued_as
     refused(lambda: prompts.encode(CHAT, Tokenizer(inner)), "no chat template; give text or ids")
     inner.chat_template = "{{ raise_exception('roles must\\nalternate') }}"
     refused(lambda: prompts.encode(CHAT, Tokenizer(inner)), "template refuses: roles must alternate")
+
+
+def test_a_text_that_begins_with_the_token_that_the_tokenizer_puts_first_warns(tiny):
+    inner = copy.deepcopy(tiny.tokenizer.inner)
+    first, plain = inner.decode([0]), Tokenizer(copy.deepcopy(inner)).encode("hi")
+    inner.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+    tokenizer = Tokenizer(inner)
+    assert tokenizer.encode("hi") == [0, *plain]
+    with pytest.warns(UserWarning, match="begins with '.*', which the tokenizer adds again"):
+        assert tokenizer.encode(f"{first}hi") == [0, 0, *plain]
+    with warnings.catch_warnings(action="error"):
+        assert tiny.tokenizer.encode(f"{first}{first}hi") == [0, 0, *plain], "this tokenizer adds nothing"
+
+
+def test_a_drafter_with_a_shorter_context_is_noted(tmp_path, caplog):
+    folder = shutil.copytree(locate("tiny", "drafter"), tmp_path / "drafter")
+    change_json(folder / "config.json", max_position_embeddings=128)
+    tf.load("tiny", drafter=folder)
+    [note] = caplog.messages
+    assert "the drafter's context is 128 tokens, less than the verifier's 2,048" in note
 
 
 def test_thinking_is_a_setting_of_the_model_that_its_drafter_should_share(tmp_path, caplog):

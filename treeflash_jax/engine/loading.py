@@ -125,7 +125,10 @@ def load(
 def _read_drafter_config(
     drafter: Path, steering: str | Path | None, verifier: ModelConfig, thinking: bool
 ) -> DrafterConfig:
-    """Returns the config of a drafter for this verifier; warns if it was trained for the other value of `thinking`."""
+    """Returns the config of a drafter for this verifier.
+
+    Warns if the drafter was trained for the other value of `thinking`, or has a shorter context.
+    """
     config = model_files.read_drafter_config(drafter)
     if steering is not None:
         config = config.steered(language_model_folder.read_steering_config(Path(steering)))
@@ -134,6 +137,10 @@ def _read_drafter_config(
     if bool(trained) != thinking:
         state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
         logger.warning(f"the drafter {state[trained]} thinking, and thinking is {thinking}: tau may be far lower")
+    context = getattr(config, "layers", verifier).max_positions
+    if context < verifier.max_positions:
+        most = f"{context:,} tokens, less than the verifier's {verifier.max_positions:,}"
+        logger.warning(f"the drafter's context is {most}: tau may be far lower in longer texts")
     return config
 
 

@@ -147,7 +147,8 @@ def _join_text(content: Any, at: str) -> str:
 
 
 def _items(prompts: Any) -> list[Any]:
-    if isinstance(prompts, Mapping | Set | bytes) or not isinstance(prompts, Iterable):
+    is_scalar = not isinstance(prompts, Iterable) or getattr(prompts, "shape", None) == ()  # arrays without axes too
+    if is_scalar or isinstance(prompts, Mapping | Set | bytes):
         expected = "a string, a chat (a list of messages) or a list of token ids"
         raise ValueError(f"got {type(prompts).__name__} as a prompt, expected {expected}")
     items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # arrays have tolist

@@ -107,10 +107,12 @@ class Result:
 
         Raises ValueError if there is none.
         """
-        if self.draft_again is None:
+        if self.builder == "none":
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")
         if not self.accept_lengths:
             raise ValueError("this answer has no rounds: its only token came from the prefill")
+        if self.draft_again is None:
+            raise ValueError("this is a copy of a result, without the model that drafts; the original draws its trees")
         if round_index is None:
             round_index = max(range(len(self.accept_lengths)), key=self.accept_lengths.__getitem__)
         return self.draft_again(whole(round_index, "round", most=len(self.accept_lengths) - 1))

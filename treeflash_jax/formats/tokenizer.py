@@ -5,6 +5,7 @@ Ctrl-C stops one that never ends.
 """
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,8 +51,15 @@ class Tokenizer:
         return () if self.inner.eos_token_id is None else (int(self.inner.eos_token_id),)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without a chat template. Raises ValueError for a text that the tokenizer refuses."""
-        return self.encode_texts([text])[0]
+        """Returns the ids of a text, without a chat template. Raises ValueError for a text that the tokenizer refuses.
+
+        Warns if the text begins with the token that the tokenizer itself puts first.
+        """
+        ids = self.encode_texts([text])[0]
+        if len(ids) > 1 and ids[0] == ids[1] and self.encode_texts([text], add_special_tokens=False)[0] == ids[1:]:
+            token = quoted(self.inner.decode(ids[:1]))
+            warnings.warn(f"got text that begins with {token}, which the tokenizer adds again; leave it out", stacklevel=3)
+        return ids
 
     def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Returns the ids of several texts, encoded in parallel. Raises ValueError as `encode`."""
