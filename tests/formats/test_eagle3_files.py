@@ -94,7 +94,7 @@ REFUSED_KEYS = {
     "a raw state": ("specforge", {"norm_output": False}, "norm_output"),
     "the input of all": ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}, "read as inputs of layers"),
     "another layer": ("deepspec", {"model_type": "gemma"}, "model_type 'gemma'"),
-    "an unknown key inside": ("specforge", {"eagle_config": {"depth_gate": 1}}, "depth_gate"),
+    "another norm": ("specforge", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
     "more than all tokens": ("eagle", {"draft_vocab_size": 49}, "draft_vocab_size"),
     "another kind": ("speculators", {"speculators_model_type": "peagle", "transformer_layer_config": {}}, "speculators"),
 }

@@ -182,7 +182,7 @@ def test_dflash_as_the_speculators_library_writes_it(tmp_path):
         ({"sample_from_anchor": True}, "sample_from_anchor = True is not implemented"),
         ({"projector_type": "domino"}, "projector_type = 'domino' is not implemented"),
         ({"aux_hidden_state_layer_ids": [0, 3]}, "target_layer_ids"),
-        ({"emb_dim": 4}, "unknown key 'emb_dim'"),
+        ({"emb_dim": 4}, "got key 'emb_dim', which changes numbers"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
         refused(lambda: model_files.load_drafter(tmp_path), message)

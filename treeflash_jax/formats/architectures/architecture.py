@@ -12,16 +12,6 @@ from treeflash_jax.formats.architectures import rope
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
-# Keys of other families that change numbers. Keys that are in no list here are ignored with a warning: releases of
-# transformers add keys every month.
-CHANGES = frozenset(
-    """quantization_config quantization compression_config auto_map text_config v_head_dim q_lora_rank kv_lora_rank
-    scale_depth scale_emb dim_model_base residual_multiplier embedding_multiplier attention_multiplier logits_scaling
-    logit_scale final_logit_softcapping attn_logit_softcapping query_pre_attn_scalar clip_qkv attention_sink_bias
-    attention_chunk_size attn_temperature_tuning no_rope_layers no_rope_layer_interval alibi rotary_pct rotary_dim
-    n_shared_experts routed_scaling_factor scoring_func hidden_activation hidden_activation_function""".split()
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
@@ -53,7 +43,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model family. A key of its config.json is used, known to be inert, refused as one of CHANGES, or warned of.
+    """One model family. A key of its config.json is used, known to be inert, in `keys.CHANGES` and refused, or warned of.
 
     Attributes:
       model_type: `model_type` in config.json and in ModelConfig.
@@ -99,7 +89,7 @@ class Architecture:
         Raises ValueError for a key or value that is not implemented, or a missing size.
         """
         known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types"}
-        keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known), CHANGES)
+        keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known))
         keys.check_only(self.only)
         fields: dict[str, Any] = {}
         for key in self.keys:

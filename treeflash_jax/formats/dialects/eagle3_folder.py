@@ -194,7 +194,7 @@ def _our_fields(keys: Keys) -> dict[str, Any]:
     keys.check_known(_OUR_FIELDS)
     whole = partial(keys.whole, most=MAX_NODES)
     kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
-    return {name: kinds.get(name, keys.number)(name) for name in keys.raw}
+    return {name: kinds.get(name, keys.number)(name) for name in _OUR_FIELDS if name in keys.raw}
 
 
 def _check_draft_vocabulary(path: Path, config: Eagle3Config, d2t: Tensor, t2d: Tensor | None) -> None:
