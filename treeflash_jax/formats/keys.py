@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from treeflash_jax.core.checks import INT32, fit, quoted
 
-# Keys that change numbers: of models, rope settings, drafters, GGUF files. Keys that are neither here nor known to the reader of
-# a config are ignored with a warning: releases of transformers and llama.cpp add keys every month.
+# Keys that change numbers: of models, rope settings, drafters, GGUF files. Keys that are neither here nor known to a reader
+# of configs are ignored with a warning: releases of transformers and llama.cpp add keys every month.
 CHANGES = frozenset(
     """quantization_config quantization compression_config auto_map text_config v_head_dim q_lora_rank kv_lora_rank
     scale_depth scale_emb dim_model_base residual_multiplier embedding_multiplier attention_multiplier logits_scaling
