@@ -55,6 +55,8 @@ def test_settings_of_generate():
     assert not [field.name for field in fields(GenerateConfig) if field.default is not None and None in taken[field.name]]
     refused(lambda: resolved(branches=4), "branches 4", "its default: builder 'best-first' ignores it")
     refused(lambda: resolved(builder="paths", trunk=1), "trunk 1", "builder 'paths' ignores it")
+    for temperature in (1.1e6, [0.5, 1e38]):
+        refused(lambda temperature=temperature: resolved(temperature=temperature), "temperature", "at most 1000000")
     refused(lambda: resolved(depths=2), "depths 2", "drafters of kind 'block' do not have it")
 
 

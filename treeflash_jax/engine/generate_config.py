@@ -16,6 +16,7 @@ from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.shape import MAX_NODES
 
 MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
+MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 would leave float32
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
     "repetition_penalty": "penalties change the verifier's distribution with every token",
@@ -56,7 +57,7 @@ class GenerateConfig:
         128, "largest number of tokens in an answer, the stop token included", least=1, unit="tokens", basic=True
     )
     temperature: float | Sequence[float] = sampling(
-        0.0, "sampling temperature of the verifier; 0 is greedy", least=0, basic=True
+        0.0, "sampling temperature of the verifier; 0 is greedy", least=0, most=MAX_TEMPERATURE, basic=True
     )
     top_k: int | Sequence[int] = sampling(
         0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens", basic=True
