@@ -192,8 +192,10 @@ def test_argmax_searches_groups_on_a_cpu_alone(backend_form, size, grouped):
     rng = np.random.default_rng(size)
     for num_values in (2, 40, 10**6):
         scores = rng.integers(0, num_values, (2, 5, size)).astype(np.float32)
-        scores[0, 0, :-3], scores[0, 1], scores[1, 0] = -np.inf, -np.inf, np.arange(size) // 130
+        scores[0, 0, :-3], scores[1, 0] = -np.inf, np.arange(size) // 130
         np.testing.assert_array_equal(jax.jit(selection.argmax)(scores), scores.argmax(-1))
+        scores[0, 1], scores[1, 2] = -np.inf, np.nan
+        assert np.argwhere(jax.jit(selection.argmax)(scores) >= size).tolist() == [[0, 1], [1, 2]]
     for platform in ("cpu", "cuda", "tpu"):
         lowered = jax.jit(selection.argmax).trace(scores).lower(lowering_platforms=(platform,)).as_text()
         assert ("stablehlo.gather" in lowered) == (grouped and platform == backend_form)

@@ -172,6 +172,7 @@ class Reader:
             log_probs, expected = (None if array is None else array[slot].tolist() for array in optional)
             request = self.decoder.slots.held[slot]
             ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
+            self._check(ids)
             finished = "length"
             if done and ids[-1] in request.stop_ids:
                 finished = "stop"
@@ -192,6 +193,15 @@ class Reader:
                 )
             )
         return results
+
+    def _check(self, ids: list[int]) -> None:
+        """Raises ValueError for an id outside the vocabulary, which means that no logit was above -inf."""
+        outside = [index for index, id in enumerate(ids) if id >= self.decoder.runner.plan.verifier.vocab_size]
+        if outside:
+            raise ValueError(
+                f"got NaN as logits of token {outside[0]} of an answer, expected numbers: weights are damaged, or "
+                "activations leave the range of the dtype; try dtype 'float32'"
+            )
 
     def _result(self, request: Request, ids: list[int], accepted: list[int], **values: Any) -> Result:
         """Returns the Result of an answer; `accepted` counts tokens beyond its end, too."""

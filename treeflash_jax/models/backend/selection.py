@@ -50,7 +50,7 @@ def _grouped_top_k(scores_nv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def argmax(scores: jax.Array) -> jax.Array:
-    """Returns the index of the largest entry along the last axis."""
+    """Returns the index of the largest entry along the last axis; one outside if none is above -inf, as of NaN alone."""
     if not is_grouped(scores.shape[-1], 1):
         return plain_argmax(scores)
     return lax.platform_dependent(scores, cpu=_grouped_argmax, default=plain_argmax)
@@ -59,8 +59,9 @@ def argmax(scores: jax.Array) -> jax.Array:
 def plain_argmax(scores: jax.Array) -> jax.Array:
     """`argmax` as two reductions: faster on a CPU than `jnp.argmax`, and XLA partitions them over a vocabulary."""
     ids = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    is_peak = scores == jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(is_peak, ids, scores.shape[-1]), axis=-1)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(scores == peak, ids, scores.shape[-1]), axis=-1)
+    return jnp.where(peak[..., 0] > -jnp.inf, first, scores.shape[-1])
 
 
 def _grouped_argmax(scores: jax.Array) -> jax.Array:
