@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import math
+import multiprocessing
 import pickle
 
 import jax
@@ -12,6 +14,7 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import model as engine
 
 CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
@@ -123,3 +126,28 @@ def test_an_interrupt_during_prefill_keeps_earlier_answers(tiny, monkeypatch, ba
     assert all(result.ids == full.ids[: len(result.ids)] for result, full in zip(results, whole, strict=True))
     assert (results[2].ids, results[2].finished) == ([], "interrupted")
     assert results[0].ids and (batch_size == 2 or results[0].ids == whole[0].ids)
+
+
+def test_an_answer_of_nan_is_an_error(tiny):
+    """Whatever ids it has: without a largest logit, they are outside the vocabulary."""
+    broken = copy.copy(tiny)
+    broken.weights = Weights(tiny.weights.verifier | {"norm": tiny.weights.verifier["norm"] * math.nan})
+    for temperature in (0.0, 1.0):
+        settings = {"builder": "none", "max_new_tokens": 2, "temperature": temperature}
+        refused(lambda settings=settings: broken.generate([[5, 6, 7]], **settings), "NaN as logits of token 0", "float32")
+    refused(lambda: [*broken.stream([5, 6, 7], **settings)], "NaN as logits of token 0")
+
+
+def use_in_child(model: tf.TreeFlash) -> None:
+    for call in (lambda: model.generate([5, 6, 7]), lambda: tf.load("tiny")):
+        with pytest.raises(RuntimeError, match="spawn"):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:os.fork", "ignore:This process")
+def test_a_forked_process_gets_one_error_instead_of_waiting_for_ever(tiny):
+    child = multiprocessing.get_context("fork").Process(target=use_in_child, args=(tiny,))
+    child.start()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == 0

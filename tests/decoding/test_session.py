@@ -65,6 +65,21 @@ def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tin
     assert session.take(runner, [5, 6, 7, 8]) is None
 
 
+def test_a_stream_has_the_caches_of_a_session_to_itself(tiny):
+    """Another that starts meanwhile has fresh ones; one that is not read to its end gives them back."""
+    session, prompts, settings = tf.Session(), ([5, 6, 7], [9, 8]), {"max_new_tokens": 6, "builder": "none"}
+    expected = [answer(tiny, prompt, None, **settings) for prompt in prompts]
+    streams = [tiny.stream(prompt, session=session, rounds_per_dispatch=1, **settings) for prompt in prompts]
+    for stream in streams:
+        next(stream)
+    assert session.batch is None
+    assert [[*stream][-1].ids for stream in reversed(streams)] == expected[::-1]
+    left = tiny.stream([9, 8, 1], session=session, rounds_per_dispatch=1, **settings)
+    next(left)
+    left.close()
+    assert session.batch is not None and answer(tiny, prompts[0], session, **settings) == expected[0]
+
+
 def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog):
     monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
     config = tf.GenerateConfig(builder="none", max_new_tokens=4)

@@ -75,6 +75,20 @@ class Device:
         return PEAK_RATES[max(names, key=len)] if names else None
 
 
+@functools.cache
+def _first_process() -> int:
+    return os.getpid()
+
+
+def check_process() -> None:
+    """Raises RuntimeError in a process forked after the first call: without JAX's threads, it would wait for ever."""
+    if os.getpid() != _first_process():
+        raise RuntimeError(
+            "got a process that was forked from one with a model, expected a new one: JAX does not survive a fork; use "
+            "multiprocessing.get_context('spawn') and load the model in each process"
+        )
+
+
 def here() -> Device:
     """Returns the default device."""
     return describe(jax.devices()[0])

@@ -7,13 +7,14 @@ waiting requests is prefilled in a smaller batch and moved into their slots ("co
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from threading import Lock
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import programs, sharding
+from treeflash_jax.core import devices, programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
@@ -71,6 +72,7 @@ def make_batch(requests: Sequence[Request], *, batch_size: int, capacity: int, d
       dtype: dtype of the model; settings are at least float32.
       mesh: mesh that shards the batch; None for one device.
     """
+    devices.check_process()
     batch_size = sharding.padded(batch_size, mesh)
     slots = [*requests, *[UNUSED] * (batch_size - len(requests))]
     tokens_bs = np.zeros((batch_size, capacity), np.int32)
@@ -150,7 +152,7 @@ class BatchDecoder:
 
         Args:
           requests: requests to decode; those beyond `batch_size` wait for a free slot.
-          session: caches that may contain the beginning of the only prompt; replaced by those of this batch.
+          session: caches that may contain the beginning of the only prompt; taken from it.
         """
         self.runner, self.clock = runner, runner.clock
         sizes = (sharding.padded(size, runner.mesh) for size in (batch_size, refill_size(batch_size)))
@@ -162,8 +164,6 @@ class BatchDecoder:
         if kept is not None:  # prefill continues at any position, so its last chunk may extend beyond the prompt
             capacity = max(capacity, kept[0].capacity, round_capacity(longest + runner.plan.prefill_chunk))
         self._start(capacity, kept)
-        if session:
-            session.batch = self
 
     @property
     def is_lost(self) -> bool:
@@ -256,7 +256,8 @@ class Session:
     """A conversation whose caches are kept: prefill skips the tokens of a prompt that they already contain.
 
     The answers are the same as without a session. If the chat template or the tokenizer encodes earlier messages
-    differently, the tokens before the first difference are reused.
+    differently, the tokens before the first difference are reused. A stream has the caches to itself until it ends: another
+    one that starts meanwhile reads its whole prompt.
 
     Example:
       >>> session = tf.Session()
@@ -264,14 +265,16 @@ class Session:
     """
 
     def __init__(self):
-        self.batch: BatchDecoder | None = None  # decoder of the last answer
+        self.batch: BatchDecoder | None = None  # decoder of the last answer, unless a stream has taken it
+        self._lock = Lock()
 
     def __repr__(self) -> str:
         return f"Session({'empty' if self.batch is None else 'with the caches of its last answer'})"
 
     def take(self, runner: Runner, ids: list[int]) -> Kept | None:
         """Returns the last state, which the caller donates, and its number of reusable prompt tokens; None for none."""
-        last, self.batch = self.batch, None
+        with self._lock:
+            last, self.batch = self.batch, None
         if last is None or last.is_lost or last.runner.plan.for_prefill() != runner.plan.for_prefill():
             return None
         before, now, state = last.runner.weights, runner.weights, last.state

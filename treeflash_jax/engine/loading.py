@@ -77,12 +77,14 @@ def load(
       FileNotFoundError: a path or file does not exist.
       ValueError: files are damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or the
         weights exceed a device's memory, which is checked before they are read.
+      RuntimeError: this process was forked from one that had loaded a model.
     """
     fit(str | Path, verifier, "verifier")
     for argument, path in {"drafter": drafter, "steering": steering}.items():
         fit(str | Path | None, path, argument)
     fit(bool, thinking, "thinking")
     fit(Mapping[str, Any] | None, template, "template", says="a dictionary")
+    devices.check_process()
     sharding.check(mesh)
     quantized.check_scheme(quantize)
     if drafter is None:

@@ -136,7 +136,9 @@ class TreeFlash:
 
         Raises:
           TypeError: an unknown setting.
-          ValueError: an invalid setting or prompt. Both are raised before any computation.
+          ValueError: an invalid setting or prompt; both are raised before any computation. Or an answer of which the
+            verifier computes NaN.
+          RuntimeError: this process was forked from the one that loaded the model.
         """
         call = self.prepare(prompts, config, settings, indices)
         results = with_totals([result for _, result in sorted(self._serve(call), key=itemgetter(0))])
@@ -198,11 +200,15 @@ class TreeFlash:
         decoder = self.start(call, Clock(), session)
         reader = Reader(decoder, self.tokenizer, call.stop)
         sent, shown = 0, ""
-        for ready in decoder.run(rounds_per_dispatch, reader.is_over):
-            [result] = reader.read([0])
-            text = (result.text or "") if ready else reader.certain(result.text or "")
-            yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
-            sent, shown = len(result.ids), text
+        try:
+            for ready in decoder.run(rounds_per_dispatch, reader.is_over):
+                [result] = reader.read([0])
+                text = (result.text or "") if ready else reader.certain(result.text or "")
+                yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
+                sent, shown = len(result.ids), text
+        finally:  # also of a stream that is not read to its end
+            if session is not None:
+                session.batch = decoder
         yield result
 
     def warmup(
