@@ -17,6 +17,7 @@ import treeflash_jax as tf
 from train import respond
 from train.data import packing
 from train.runtime import hosts, run_config, watch
+from train.runtime.run_config import MeshConfig
 from treeflash_jax.bench import harness, report
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.harness import System
@@ -44,6 +45,7 @@ class MeasureStage:
         0.0, "time after which no further prompt is begun, except for a second one; 0 sets no limit", least=0
     )
     seed: int = setting(0, "random seed of the answers", least=0)
+    mesh: MeshConfig = MeshConfig(data=1)  # mesh.model splits a pair that one device does not hold
 
 
 def main(settings: MeasureStage) -> None:
@@ -59,7 +61,9 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     began = time.perf_counter()
     responded = run_config.load(respond.RespondConfig, settings.respond)
     prompting = {"thinking": responded.thinking, "template": responded.template}
-    model = tf.load(verifier=settings.verifier, drafter=settings.drafter, **prompting)
+    mesh = hosts.make_mesh(settings.mesh)
+    pair = {"verifier": settings.verifier, "drafter": settings.drafter, "mesh": None if mesh.size == 1 else mesh}
+    model = tf.load(**pair, **prompting)
     held_out = respond.collect_prompts(responded, model, held_out=True)
     prompts = [BenchPrompt(id=str(i), ids=prompt.ids) for i, prompt in enumerate(held_out)]
     prompts = packing.pick_spread(prompts, settings.prompts)

@@ -20,6 +20,7 @@ from train import drafter, head, measure, pair
 from train.data import packing
 from train.pairing import choices, compose
 from train.runtime import loop, run_config, watch
+from train.runtime.run_config import MeshConfig
 from train.stages import registry
 from treeflash_jax.cli import commands
 from treeflash_jax.engine.pairs import locate
@@ -191,12 +192,14 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, count):
     monkeypatch.setattr(measure.run_config, "load", lambda *_: answering)
     asked = [SimpleNamespace(ids=[i]) for i in range(20)]
     monkeypatch.setattr(measure.respond, "collect_prompts", lambda *_, **named: asked)
-    stage = measure.MeasureStage(verifier="x", drafter="x", respond="x", out=f"{tmp_path}/out.json", seconds=seconds)
+    named = {"verifier": "x", "drafter": "x", "respond": "x", "out": f"{tmp_path}/out.json"}
+    stage = measure.MeasureStage(**named, seconds=seconds, mesh=MeshConfig(data=1, model=2))
     measured = measure.measure(stage)
     assert measured["prompts"] == count and len(measured["records"]) == 4 * count and measured["settings"]["nodes"] == 8
     names = {record["system"] for record in measured["records"]}
     assert names == {"drafted, 8 nodes", "one token, streamed attention"}
     assert vars(answering).items() <= loaded[0].items(), "prompts as those of the answers"
+    assert dict(loaded[0]["mesh"].shape) == {"data": 1, "model": 2}
 
 
 @pytest.mark.parametrize(("speedup", "low", "pays"), [(1.2, 1.1, True), (1.2, 0.9, False), (0.8, 0.7, False)])
