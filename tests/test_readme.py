@@ -2,14 +2,18 @@
 
 import importlib
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import tomllib
 import typing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from conftest import SMOLLM2
 
 from train import compile as train_compile
@@ -18,7 +22,8 @@ from train.stages import registry
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import shapes
 from treeflash_jax.cli import commands
-from treeflash_jax.core.devices import PEAK_RATES
+from treeflash_jax.core.devices import PEAK_RATES, TPU_KINDS, Device
+from treeflash_jax.engine.defaults import nodes_within_ridge
 from treeflash_jax.formats import dialects
 from treeflash_jax.trees import BUILDERS
 
@@ -55,6 +60,14 @@ def test_the_address_is_that_of_pyproject():
     shown = render(README, public)
     assert f"```sh\ngit clone {public} treeflash\n" in shown and "/github/someone/somewhere/blob/main/notebooks/" in shown
     assert "colab" not in render(README, "https://example.org/somewhere")
+
+
+@pytest.mark.parametrize("name", ["H100", "H200", "A100", "L4", "v5e", "v5p", "v6e"])
+def test_sequences_with_full_trees_are_those_of_the_device(name):
+    kinds = {family: Device("tpu", kind) for kind, family in TPU_KINDS.items()}
+    device = kinds.get(name) or Device("gpu", f"NVIDIA {name}")
+    [shown] = re.findall(rf"(\d+)(?: sequences)? \({name}\)", README)
+    assert nodes_within_ridge(device, 16, int(shown)) == 16 > nodes_within_ridge(device, 16, int(shown) + 1)
 
 
 def test_printed_commands_parse():
@@ -156,6 +169,18 @@ def test_tables_are_those_of_the_results():
     assert set(re.findall(r"<!-- table: ([a-z0-9-]+) -->", ALL)) == set(TABLES["TABLES"])
     listed = set(FILES.findall(PAGES["notebooks/results/README.md"]))
     assert {path.name for path in RESULTS.glob("*.json")} <= listed
+
+
+def test_the_version_and_the_commands_of_the_workflow_are_those_of_the_repository():
+    folder = ROOT / ".github"
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert yaml.safe_load((folder / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    assert re.findall(r"^## (.*)$", (folder / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[0] == version
+    jobs = yaml.safe_load((folder / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
+    everything, quick = (jobs[name]["steps"][-1]["run"] for name in ("everything", "quick"))
+    assert os.access(ROOT / everything, os.X_OK)
+    command = subprocess.run(quick.replace("bash -c", "echo"), shell=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert command.startswith("python3 -m venv") and "pytest" in command and len(command.splitlines()) == 1
 
 
 def test_outputs_of_measured_systems_are_those_of_one_token_decoding():
