@@ -10,7 +10,7 @@ from conftest import random_pair
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.batching import Slots
+from treeflash_jax.engine.batching import Slots, choose_batch_size
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
 SAMPLED = {"temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]}
@@ -34,6 +34,17 @@ def test_answers_do_not_depend_on_the_batch(trained, settings):
     again = dict(trained.generate_each(PROMPTS, batch_size=2, **how))
     assert [again[i].ids for i in range(len(PROMPTS))] == [result.ids for result in whole]
     assert len(programs.compiled()) == count
+
+
+def test_calls_of_few_prompts_share_their_programs(trained):
+    sizes = {number: choose_batch_size(number) for number in (1, 2, 3, 4, 5, 8, 9, 100)}
+    assert sizes == {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 8, 100: 8}
+    how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **TREE}
+    four = trained.generate(PROMPTS[:4], **how)
+    count = len(programs.compiled())
+    three = trained.generate(PROMPTS[:3], **how)
+    assert [result.ids for result in three] == [result.ids for result in four[:3]]
+    assert len(programs.compiled()) == count and three[0].compile_seconds == 0
 
 
 def test_answers_come_as_they_finish(trained):

@@ -21,6 +21,10 @@ from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.engine.requests import Request
 
+# Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
+# in 4 slots than in 3, and 5 take 20 % longer in 8 slots than in 5. That is 0.2 s for 48 tokens; programs of another size
+# take 2 s to load.
+BATCH_SIZES = (1, 2, 4, 8)
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that changing them rarely recompiles
@@ -54,6 +58,11 @@ def largest_capacity(plan: DecodePlan, prompt: int, new: int) -> int:
     while 2 * capacity < last:
         capacity *= 2
     return last + (capacity if capacity < last else 0)
+
+
+def choose_batch_size(requests: int) -> int:
+    """Returns the default number of slots: the smallest of BATCH_SIZES with room for all requests, or the last."""
+    return next((size for size in BATCH_SIZES if size >= requests), BATCH_SIZES[-1])
 
 
 def refill_size(batch_size: int) -> int:

@@ -185,8 +185,8 @@ class GenerateConfig:
 
     batch_size: int | None = running(
         None,
-        "sequences decoded together; with fewer prompts, the unused slots decode padding",
-        unset="all, at most 8",
+        "sequences decoded together; with fewer prompts, the unused slots decode padding. Every size is compiled once",
+        unset="the number of answers rounded up to 1, 2, 4 or 8; 8 for more",
         least=1,
         most=MAX_SEQUENCES,
         unit="sequences",

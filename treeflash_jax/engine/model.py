@@ -18,7 +18,7 @@ from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine.batching import BatchDecoder, Session, largest_capacity, refill_size
+from treeflash_jax.engine.batching import BatchDecoder, Session, choose_batch_size, largest_capacity, refill_size
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig
 from treeflash_jax.engine.plan import resolve, why_plain
@@ -29,7 +29,6 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
 
-DEFAULT_BATCH_SIZE = 8  # largest number of sequences decoded together by default
 ROUNDS_PER_DISPATCH = 256  # Ctrl-C waits for a dispatch
 ROUNDS_PER_STOP_CHECK = 8  # the host searches for stop strings between dispatches
 logger = logging.getLogger("treeflash_jax")
@@ -267,7 +266,7 @@ class TreeFlash:
         stop, stop_ids = find_stops(config, self.tokenizer, self.stop_ids, self.verifier.vocab_size)
         ids = encode_each(as_list(prompts), self.encode)
         requests = make_requests(ids, config, self.verifier, self.drafter, stop_ids=stop_ids, indices=indices)
-        batch_size = config.batch_size or min(DEFAULT_BATCH_SIZE, len(requests))
+        batch_size = config.batch_size or choose_batch_size(len(requests))
         plan = self.plan(config, batch_size)
         if not plan.drafts and config.builder != "none" and not self.has_noted_plain:
             self.has_noted_plain = True
