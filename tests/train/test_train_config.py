@@ -125,7 +125,7 @@ def test_help_describes_every_setting(cls):
 def test_missing_values_and_files_are_named(tmp_path):
     refused(lambda: run_config.load(head.HeadStage, None), "got no run, expected a value")
     refused(lambda: run_config.load(compose.PairConfig, None, ["verifer=tiny"]), "verifer; did you mean verifier")
-    refused(lambda: run_config.load(head.HeadStage, tmp_path / "no.toml"), "no.toml: No such file", "expected a TOML file")
+    refused(lambda: run_config.load(head.HeadStage, tmp_path / "no.toml"), "no.toml: No such file", "or settings as name=")
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -135,13 +135,16 @@ def test_missing_values_and_files_are_named(tmp_path):
     (["--verifer=tiny"], "settings are given as verifier=..."),
     (["verifer=tiny"], "unknown setting verifer; did you mean verifier"),
 ])  # fmt: skip
-def test_command_lines_end_with_one_line(capsys, words, message):
+def test_command_lines_end_with_one_line(capsys, monkeypatch, words, message):
+    monkeypatch.setattr("sys.argv", ["train/head.py"])
     line = mistake(capsys, partial(run_config.run, head.main, head.HeadStage, "doc"), words, message)
-    assert line.startswith("error: ")
+    assert line.startswith("train.head: error: ") and line.endswith(" (see python -m train.head --help)\n")
 
 
-def test_help_of_a_command(capsys):
-    run_config.run(head.main, head.HeadStage, "doc", ["--help"])
+def test_help_of_a_command(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train/head.py"])
+    run_config.run(head.main, head.HeadStage, "doc\n", ["--help"])
     shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m train.head [FILE.toml] [name=value ...]\n\ndoc\n\nsettings:\n")
     assert "(one of adamw, muon; default: adamw)" in shown
     assert shown.index("drafter: ") < shown.index("sources[].path: "), "plain settings before tables"

@@ -217,4 +217,5 @@ def test_full_disk_is_one_clear_error(toy, tmp_path):
     output = toy_training.finish(start([sys.executable, "-c", script]), 2)
     assert "Traceback" not in output and output.count("ERROR") == 0, output[-3000:]
     last = output.splitlines()[-1]
-    assert last.startswith("error: ") and "could not be written" in last and "free some space" in last, output[-3000:]
+    assert last.startswith("train.x: error: "), output[-3000:]
+    assert "could not be written" in last and "free some space" in last, last

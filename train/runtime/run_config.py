@@ -13,6 +13,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tomli_w
@@ -85,12 +86,16 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
     Keeps on disk what it compiles. Bad input ends the process with one line on stderr; --help shows `doc`.
     """
     words = sys.argv[1:] if argv is None else argv
+    command = f"train.{Path(sys.argv[0]).stem}"
     if {"-h", "--help"} & {*words}:
-        usage = "a TOML file of settings, then settings that replace its own: [FILE.toml] [key=value ...]"
-        print(f"{doc}\nArguments: {usage}\n\nSettings:\n{describe(cls)}")
+        print(f"usage: python -m {command} [FILE.toml] [name=value ...]\n\n{doc}\nsettings:\n{describe(cls)}")
         return
     try:
         config = parse(cls, words)
+    except (ValueError, UnknownSetting, OSError) as error:
+        print(f"{command}: error: {error} (see python -m {command} --help)", file=sys.stderr)
+        sys.exit(2)
+    try:
         programs.keep_on_disk()
         # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
         logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
@@ -98,7 +103,7 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
             logging.getLogger(name).disabled = True
         main(config)
     except (ValueError, UnknownSetting, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{command}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -134,7 +139,7 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
             raw = tomllib.loads(epath.Path(path).read_bytes().decode())
         except OSError as error:
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-            raise kind(f"{path}: {error.strerror or error}; expected a TOML file of settings") from None
+            raise kind(f"{path}: {error.strerror or error}; expected a TOML file, or settings as name=value") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid TOML: {clipped(error, 120)}") from None
     for override in overrides:
