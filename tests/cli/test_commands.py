@@ -21,6 +21,7 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core import programs
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.requests import Request
+from treeflash_jax.formats import model_files
 
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
 
@@ -44,7 +45,7 @@ def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, ca
     command = ["check", *(f"--{name}={value}".replace("_", "-") for name, value in sizes.items()), "--prompt-ids", "1 2 3"]
     assert main([*command, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["identical"] and record["verdict"] == "PASS" and record["divergence"] is None
+    assert record["identical"] and record["verdict"] == "identical" and record["divergence"] is None
     assert record["tokens"] == len(honest.plain.ids) and record["tau"] == honest.drafted.tau
     generate = model.generate
 
@@ -61,13 +62,15 @@ def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, ca
     assert case.divergence.gap > 1e-4 and case.verdict == "FAIL"
 
     assert main(command) == 1
-    words = "prompt 0: FAIL, differs from token 5 on .* apart, more than float32 .*\nFAIL: 1 prompts"
+    words = "prompt 0: FAIL, differs from token 5 on .* apart, more than float32 .*\nFAIL: 0 of 1 .* 6 tokens compared"
     assert re.search(words, capsys.readouterr().out)
     mistake(capsys, main, [*command, "--builder", "none"], "got builder 'none'", "nothing to compare")
     monkeypatch.setattr(bench_check, "NEAR_TIE", 1e9)
     assert main(command) == 0
-    words = "prompt 0: PASS, .*near-tie: float32 rounding decides .*; not an error\nPASS: .*, 1 near-ties"
-    assert re.search(words, capsys.readouterr().out)
+    words = "prompt 0: equal up to rounding, .*near-tie: float32 rounding decides .*; not an error\n"
+    assert re.search(words + r"equal up to rounding \(1 near-tie\): 0 of 1 drafted .*", out := capsys.readouterr().out)
+    assert "PASS" not in out and "--dtype" not in out
+    assert "exact in float32: add --dtype float32" in bench_check.conclude(3, 1, 2, 90, "bfloat16")
 
 
 def test_a_near_tie_is_a_few_units_of_rounding_of_the_logits():
@@ -124,8 +127,16 @@ def test_a_head_is_dropped_only_on_request(tmp_path, capsys):
     mistake(capsys, main, [*convert, "--drop-head"], "exists")
 
 
+def test_convert_knows_the_names_of_models(tmp_path):
+    """`tiny` names a drafter with --to, and a verifier, which has no other format, without it."""
+    target = tmp_path / "dflash"
+    assert main(["convert", "tiny", str(target), "--to", "dflash", "--drop-head"]) == 0
+    assert model_files.read_drafter_config(target).head == "marginal"
+
+
 @pytest.mark.parametrize("folder, options, words", [
     (DATA / "eagle3" / "speculators", ["--to", "speculators", "--drop-head"], "speculators files have no head"),
+    ("nowhere", ["--to", "dflash"], "nowhere not found; expected a model folder"),
     (PAIR / "verifier", [], "verifier without --to, or with --dtype; expected a GGUF file, or a drafter folder with --to"),
 ])  # fmt: skip
 def test_conversions_that_cannot_be_end_with_one_line(tmp_path, capsys, folder, options, words):

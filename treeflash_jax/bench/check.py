@@ -22,6 +22,7 @@ from treeflash_jax.models import verifier, vocab
 
 NEAR_TIE = 1e-4  # largest gap between the two logits of a near-tie, in any dtype, or
 ROUNDINGS = 8  # this number of units of rounding of the larger logit, if larger (as in bfloat16)
+IDENTICAL, ROUNDING, FAIL = "identical", "equal up to rounding", "FAIL"  # verdicts on drafted answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,15 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """PASS if the answers are equal up to near-ties, FAIL otherwise."""
-        return "PASS" if self.divergence is None or self.divergence.is_near_tie() else "FAIL"
+        """IDENTICAL, ROUNDING if the first difference is a near-tie, or FAIL."""
+        if self.divergence is None:
+            return IDENTICAL
+        return ROUNDING if self.divergence.is_near_tie() else FAIL
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens compared: all, or those up to the first difference."""
+        return len(self.plain.ids) if self.divergence is None else self.divergence.index + 1
 
     def record(self, model: TreeFlash) -> dict[str, Any]:
         record = {"verdict": self.verdict, "identical": self.divergence is None, "tokens": len(self.plain.ids)}
@@ -71,7 +79,7 @@ class Check:
     def describe(self, model: TreeFlash) -> str:
         """Returns one line that says how the answers differ."""
         if self.divergence is None:
-            return f"{self.verdict}, identical, {len(self.plain.ids)} tokens, tau {self.drafted.tau:.2f}"
+            return f"{self.verdict}, {len(self.plain.ids)} tokens, tau {self.drafted.tau:.2f}"
         tokens = f"drafted {self.divergence.drafted}, one by one {self.divergence.plain}"
         why = explanation(self.divergence, model.dtype)
         return f"{self.verdict}, differs from token {self.divergence.index} on ({tokens}); {why}"
@@ -100,6 +108,24 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
         Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids))
         for request, a, b in zip(call.requests, drafted, plain, strict=True)
     ]
+
+
+def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: Any) -> str:
+    """Returns one line about drafted answers, beginning with the verdict.
+
+    Args:
+      answers: number of drafted answers compared with one-token decoding.
+      identical, near_ties: numbers of answers that are identical, and that first differ at a near-tie.
+      tokens: number of tokens compared, each answer up to its first difference.
+    """
+    counts = f"{identical} of {answers} drafted answers identical to one-token decoding, {tokens:,} tokens compared"
+    ties = f"{near_ties} near-tie" if near_ties == 1 else f"{near_ties} near-ties"
+    if identical + near_ties < answers:
+        return f"{FAIL}: {counts}; {ties}, {answers - identical - near_ties} other differences"
+    if not near_ties:
+        return f"{IDENTICAL}: {counts}"
+    hint = "; exact in float32: add --dtype float32" if jnp.dtype(dtype).itemsize < 4 else ""
+    return f"{ROUNDING} ({ties}){hint}: {counts}"
 
 
 def meaning(quantize: str | None) -> str:

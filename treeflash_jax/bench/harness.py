@@ -20,7 +20,7 @@ import jax
 
 import treeflash_jax as tf
 from treeflash_jax.bench.bench_records import PEER, SCHEMA, Record, is_comparable, record_key
-from treeflash_jax.bench.check import divergence, explanation
+from treeflash_jax.bench.check import FAIL, ROUNDING, divergence, explanation
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.bench.timed import print_progress
@@ -229,7 +229,7 @@ def compare(
             differing[other["system"]] = {"turn": turn, "near_tie": is_tie, **asdict(difference)}
             names = " and ".join(sorted((record["system"], other["system"])))
             text = f"{names} from token {difference.index} on: {explanation(difference, model.dtype)}"
-            print_progress(f"{'PASS' if is_tie else 'FAIL'}: prompt {record['prompt_id']}, {text}")
+            print_progress(f"{ROUNDING if is_tie else FAIL}: prompt {record['prompt_id']}, {text}")
     return differing
 
 

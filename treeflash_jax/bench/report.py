@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treeflash_jax.bench.bench_records import PEER, SHARED, Record, is_comparable, read_records, record_key
+from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, conclude
 from treeflash_jax.core.settings import add_options, setting
 
 RESAMPLES = 2000  # of the bootstrap
@@ -149,7 +150,7 @@ def _compare_answers(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
         for difference, (_, plain) in zip(differences, differing, strict=True):
             tokens += sum(map(len, plain["ids"][: difference["turn"]])) + difference["index"] + 1
         near_ties = sum(difference["near_tie"] for difference in differences)
-        verdict = "PASS" if near_ties == len(differences) else "FAIL"
+        verdict = FAIL if near_ties < len(differences) else ROUNDING if near_ties else IDENTICAL
         summary |= {"compared_tokens": tokens, "near_ties": near_ties, "verdict": verdict}
     return summary
 
@@ -233,15 +234,10 @@ def _describe(summary: dict[str, Any]) -> str:
     )
     if not (judged := [system for system in summary["systems"] if system["verdict"]]):
         return text
-    names = "identical", "compared", "near_ties", "compared_tokens"
-    identical, answers, near_ties, tokens = (sum(system[name] for system in judged) for name in names)
-    failed = ", ".join(f"{s['system']} at T {s['temperature']:g}" for s in judged if s["verdict"] == "FAIL")
-    often = f", one in {tokens / near_ties:.0f} tokens" if near_ties else ""
-    return (
-        f"{text}\nlossless: {'FAIL, ' + failed if failed else 'PASS'}; {identical} of {answers} answers identical, "
-        f"{near_ties} near-ties{often} ({settings['dtype']} rounding decides between the two candidates; "
-        f"not an error), {answers - identical - near_ties} other differences"
-    )
+    names = "compared", "identical", "near_ties", "compared_tokens"
+    line = conclude(*(sum(system[name] for system in judged) for name in names), settings["dtype"])
+    failed = ", ".join(f"{s['system']} at T {s['temperature']:g}" for s in judged if s["verdict"] == FAIL)
+    return f"{text}\n{line}" + (f", of {failed}" if failed else "")
 
 
 def table_console() -> Console:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import textwrap
+from collections import Counter
 from typing import Any
 
 import jax
@@ -13,12 +14,13 @@ from rich.console import Console
 
 from treeflash_jax import __version__
 from treeflash_jax.bench import latency, memory, report, run
-from treeflash_jax.bench.check import check, meaning
+from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, check, conclude, meaning
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import LINE, LONGEST_PATH, UnknownSetting, clipped
+from treeflash_jax.engine import pairs
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, model_files
 
@@ -81,8 +83,8 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
 def _check_options(parser: argparse.ArgumentParser) -> None:
     """Decodes every prompt with and without drafting and compares the outputs.
 
-    A prompt passes if the answers are equal, or first differ at a near-tie: two tokens with logits so nearly equal that
-    rounding decides between them. The exit status is 1 if a prompt fails.
+    Two answers are identical, or equal up to rounding: they first differ at a near-tie, two tokens with logits so nearly
+    equal that rounding decides between them. Any other difference is an error; the exit status is then 1.
     """
     add_prompts(parser)
     output = add_settings(parser, without=("samples", "log_probs", "expected_lengths"))
@@ -94,7 +96,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
     Weights stay unchanged, unless --dtype rounds those of a GGUF file.
     """
-    parser.add_argument("source", help="GGUF file, or folder of a DFlash or TreeFlash drafter")
+    parser.add_argument("source", help="a GGUF file or, with --to, a DFlash or TreeFlash drafter: its name, path or Hub id")
     parser.add_argument("target", help="folder to write; it must not exist")
     help = "dtype of the weights of a GGUF file (default: float32, which is exact)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
@@ -147,16 +149,16 @@ def _check(arguments: argparse.Namespace) -> int:
     cases = check(model, prompts, **settings)
     for index, case in enumerate(cases):
         print(json.dumps(case.record(model)) if arguments.json else f"prompt {index}: {case.describe(model)}")
-    failed = sum(case.verdict == "FAIL" for case in cases)
+    verdicts = Counter(case.verdict for case in cases)
     if not arguments.json:
-        identical = sum(case.divergence is None for case in cases)
-        counts = f"{identical} identical, {len(cases) - identical - failed} near-ties, {failed} other differences"
-        print(f"{'FAIL' if failed else 'PASS'}: {len(cases)} prompts, {counts}; {meaning(model.quantize)}")
-    return 1 if failed else 0
+        counts = len(cases), verdicts[IDENTICAL], verdicts[ROUNDING], sum(case.tokens for case in cases)
+        print(f"{conclude(*counts, model.dtype)}; {meaning(model.quantize)}")
+    return 1 if verdicts[FAIL] else 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    is_gguf = gguf_reader.is_gguf(arguments.source)
+    source = pairs.locate(arguments.source, "drafter" if arguments.to else "verifier")
+    is_gguf = gguf_reader.is_gguf(source)
     if is_gguf and (arguments.to or arguments.drop_head):
         raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")
     if not is_gguf and (arguments.to is None or arguments.dtype):
@@ -164,9 +166,9 @@ def _convert(arguments: argparse.Namespace) -> int:
         got = f"{clipped(arguments.source, LONGEST_PATH)} without --to, or with --dtype"
         raise ValueError(f"got {got}; expected a GGUF file, or a drafter folder with {known} alone")
     if is_gguf:
-        model_files.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
+        model_files.convert_gguf(source, arguments.target, arguments.dtype or "float32")
     else:
-        model_files.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
+        model_files.convert_drafter(source, arguments.target, arguments.to, drop_head=arguments.drop_head)
     print(f"wrote {arguments.target}")
     return 0
 

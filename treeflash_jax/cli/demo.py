@@ -18,17 +18,20 @@ from rich.table import Table
 from rich.text import Text
 
 import treeflash_jax as tf
-from treeflash_jax.bench import harness, report
+from treeflash_jax.bench import check, harness, report
 from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options, setting
 from treeflash_jax.engine import pairs
+from treeflash_jax.engine.model_options import ModelOptions
 
 PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # ways of decoding
 SEVERAL = "bold green"  # text of rounds that committed several tokens
-
+SAME = {check.IDENTICAL: "yes", check.ROUNDING: "near-tie", check.FAIL: "no"}  # by verdict
+COLUMNS = "*prompt *decoded passes tau tokens/s speedup identical".split()
+TREE = "one of the rounds, with the tokens that it kept marked:"
 
 TEXTS = {
     "smollm2": "SmolLM2-135M-Instruct. The prompts were chosen because a model of 135M parameters answers them well; "
@@ -41,7 +44,7 @@ PROMPTS = {
         "rewrite": "Rewrite this sentence in the past tense: The children walk to the lake, feed the ducks and go home "
         "before the rain begins.",
         "code": "Write a Python function that checks whether a word is a palindrome.",
-        "explain": "What is photosynthesis?",
+        "explain": "What is the water cycle?",
     },
     "tiny": {
         "pens": "A box holds 6 red pens and 9 blue pens. Ada takes 4 pens. How many pens are left?",
@@ -69,6 +72,7 @@ class DemoOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Answers three prompts one token at a time and with drafting, side by side, draws a draft tree, and compares times."""
     add_options(parser, DemoOptions)
+    add_options(parser, ModelOptions, ["dtype"])
     add_options(parser, tf.GenerateConfig, ["max_new_tokens"], max_new_tokens=160)
 
 
@@ -90,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # the status says that programs are compiled
         with console.status(f"loading {pair}"):
-            model = tf.load(pair)
+            model = tf.load(pair, dtype=arguments.dtype)
         console.print(TEXTS[pair] + "\n")
         ways = {PLAIN: {"builder": "none"}, DRAFTED: {"builder": "best-first"} | DRAFTING[pair]}
         shared = {"max_new_tokens": arguments.max_new_tokens, "batch_size": 1}
@@ -109,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         with console.status("measuring") as status:
             records = list(harness.measure(systems, prompts, seeds=range(arguments.repeats), notify=status.update))
             status.update("drawing a tree")  # its round is drafted again, by a program of its own
-            tree = Text(f"one of the rounds, with the tokens that it kept marked:\n{_draw(results)}\n")
+            tree = Text(f"{TREE}\n{_draw(results)}\n")
         console.print(tree, table := _table(pair, records))
         if arguments.svg is not None:
             pictured = Console(highlight=False, emoji=False, record=True, width=console.width, file=io.StringIO())
@@ -166,15 +170,16 @@ def _draw(results: Sequence[tf.Result]) -> str:
 
 
 def _table(pair: str, records: Sequence[Record]) -> Table:
-    columns = ["*prompt", "*decoded", "passes", "tau", "tokens/s", "speedup", "identical"]
-    table = report.make_table(f"{pair}: greedy, batch 1", columns)
+    table = report.make_table(f"{pair}: greedy, batch 1", COLUMNS)
     for prompt in dict.fromkeys(record["prompt_id"] for record in records):
         entries = report.summarise([r for r in records if r["prompt_id"] == prompt])["systems"]
         for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):  # the order of the turns changes
-            same = "yes" if entry["identical"] == entry["compared"] else "near-tie" if entry["verdict"] == "PASS" else "no"
+            same = SAME.get(entry["verdict"], "")  # one-token decoding is compared with nothing
             passes = str(entry["rounds"] // entry["responses"] + 1)
             speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"
             name = prompt if entry["system"] == PLAIN else ""
             table.add_row(name, entry["system"], passes, f"{entry['tau'] or 1:.2f}", *speeds, same)
-    table.caption = "near-tie: rounding chose between two nearly equal logits; no: an error, see treeflash check"
+    [drafted] = [entry for entry in report.summarise(records)["systems"] if entry["system"] == DRAFTED]
+    counts = (drafted[name] for name in ("compared", "identical", "near_ties", "compared_tokens"))
+    table.caption = check.conclude(*counts, records[0]["settings"]["dtype"])
     return table
