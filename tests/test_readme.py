@@ -35,8 +35,8 @@ PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page 
 README = PAGES["README.md"]
 ALL = "\n".join(PAGES.values())
 SHELL = "\n".join(re.findall(r"^```sh\n(.*?)^```", ALL, flags=re.DOTALL | re.MULTILINE))
-ON_ALL = r"train/launch\.sh pod run "  # workers of a pod, each with some of its 16 chips
-TRAINING = rf"^(srun [^\n]*?|{ON_ALL}|train/launch\.sh pod one )?python -m train\.(\w+) (.*)$"
+ON_ALL = r"train/launch\.sh pod run "  # workers of a pod, each with some of its chips
+TRAINING = rf"^(srun [^\n]*?|{ON_ALL}|train/launch\.sh pod one (?:env \S+ )?)?python -m train\.(\w+) (.*)$"
 # Names in inline code of tables and text that are files or folders of the repository.
 FILES = re.compile(r"`((?:[a-z_0-9-]+/)*(?:[a-z_0-9-]+\.(?:py|json|png|ipynb|toml)|[a-z_]+/))`")
 
@@ -82,9 +82,12 @@ def test_printed_training_commands_are_understood():
     for where, stage, words in staged:
         settings, is_pod = understood(stage, words.split()), re.match(ON_ALL, where)
         if (where.startswith("srun --nodes") or is_pod) and stage in registry.STAGES:
-            assert settings.mesh.fsdp == 16, "chips of the pod, and of two nodes with 8 GPUs"
-            hosts.check_batch(settings.loop.batch, settings.loop.accumulate, SimpleNamespace(shape={"data": 1, "fsdp": 16}))
-            assert not is_pod or settings.loop.batch == 16 * settings.loop.accumulate, "one sequence a chip, as compiled"
+            # chips of v5litepod-16 and v5p-64, and of two nodes with 8 GPUs; sequences a chip trains at once, as compiled
+            chips, sequences = (32, {"drafter": 2, "head": 4}[stage]) if "configs/qwen3-8b" in words else (16, 1)
+            assert settings.mesh.fsdp == chips
+            loop, mesh = settings.loop, SimpleNamespace(shape={"data": 1, "fsdp": chips})
+            hosts.check_batch(loop.batch, loop.accumulate, mesh)
+            assert not is_pod or loop.batch == chips * sequences * loop.accumulate
     for name in ("qwen3-4b", "qwen3-8b"):  # train.measure answers what was held out
         settings = understood("respond", [f"configs/{name}/respond.toml"])
         assert all(source.hold_out for source in settings.sources)
@@ -100,7 +103,7 @@ def understood(stage: str, words: list[str]) -> typing.Any:
 
 def test_times_on_a_pod_are_those_of_the_formula():
     rows = re.findall(r"^\| (\w+) \| (\de\d) \| (\d+) min \| (\d+) min \|$", PAGES["train/README.md"], flags=re.MULTILINE)
-    steps = read("train_steps.json").values()
+    steps = [step for step in read("train_steps.json").values() if step["shape"] == "qwen3-4b"]
     flops = {len(step["trains"]): step["flops_per_step"] / step["batch"] / step["sequence_length"] for step in steps}
     model = shapes.find_verifier("qwen3-4b")
     cache = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
@@ -124,7 +127,7 @@ def test_named_options_exist(capsys):
             commands.main([*command.split(), "--help"])
     with pytest.raises(SystemExit):
         train_compile.main(["--help"])
-    known = {*re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out), "--spot"}  # of gcloud
+    known = {*re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out), "--spot", "--worker"}  # of gcloud
     named = set(re.findall(r"`(--[a-z-]+)", ALL))
     assert named >= {"--nodes", "--builder", "--quantize", "--prompt-file"}
     assert named <= known

@@ -45,7 +45,7 @@ class MeasureStage:
         0.0, "time after which no further prompt is begun, except for a second one; 0 sets no limit", least=0
     )
     seed: int = setting(0, "random seed of the answers", least=0)
-    mesh: MeshConfig = MeshConfig(data=1)  # mesh.model splits a pair that one device does not hold
+    devices: int = setting(1, "devices that split the pair, if one does not hold it", least=1)
 
 
 def main(settings: MeasureStage) -> None:
@@ -61,7 +61,7 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     began = time.perf_counter()
     responded = run_config.load(respond.RespondConfig, settings.respond)
     prompting = {"thinking": responded.thinking, "template": responded.template}
-    mesh = hosts.make_mesh(settings.mesh)
+    mesh = hosts.make_mesh(MeshConfig(data=1, model=settings.devices))
     pair = {"verifier": settings.verifier, "drafter": settings.drafter, "mesh": None if mesh.size == 1 else mesh}
     model = tf.load(**pair, **prompting)
     held_out = respond.collect_prompts(responded, model, held_out=True)

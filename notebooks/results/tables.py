@@ -126,10 +126,10 @@ def train_steps() -> str:
         if step["attention"] == "chunked":
             continue
         memory = step["bytes_per_chip"]
-        cells = [step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]]
+        cells = [step["shape"], step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]]
         cells += [f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")]
         rows.append([*cells, f"{step['flops_per_chip']:.1e}"])
-    return table("topology | trains | batch | attention | memory a chip | of it temporary | FLOPs a chip", rows)
+    return table("model | topology | trains | batch | attention | memory a chip | of it temporary | FLOPs a chip", rows)
 
 
 def train_batches() -> str:

@@ -20,7 +20,6 @@ from train import drafter, head, measure, pair
 from train.data import packing
 from train.pairing import choices, compose
 from train.runtime import loop, run_config, watch
-from train.runtime.run_config import MeshConfig
 from train.stages import registry
 from treeflash_jax.cli import commands
 from treeflash_jax.engine.pairs import locate
@@ -193,7 +192,7 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, count):
     asked = [SimpleNamespace(ids=[i]) for i in range(20)]
     monkeypatch.setattr(measure.respond, "collect_prompts", lambda *_, **named: asked)
     named = {"verifier": "x", "drafter": "x", "respond": "x", "out": f"{tmp_path}/out.json"}
-    stage = measure.MeasureStage(**named, seconds=seconds, mesh=MeshConfig(data=1, model=2))
+    stage = measure.MeasureStage(**named, seconds=seconds, devices=2)
     measured = measure.measure(stage)
     assert measured["prompts"] == count and len(measured["records"]) == 4 * count and measured["settings"]["nodes"] == 8
     names = {record["system"] for record in measured["records"]}
