@@ -175,6 +175,35 @@ def test_chat_remembers_the_conversation(capsys, monkeypatch):
     assert heard[1][1]["content"] and heard[1][1]["content"].strip() in capsys.readouterr().out
 
 
+def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatch):
+    context, rooms, prepare = tiny.verifier.max_positions, [], TreeFlash.prepare
+    length = len(tiny.encode("Hello."))
+
+    def stream(model, messages, config, session):
+        rooms.append(config.max_new_tokens)
+        ids = [5] * config.max_new_tokens
+        yield tf.Result(text="", ids=ids, prompt_ids=[1] * length, builder="none", accept_lengths=[], finished="length")
+
+    monkeypatch.setattr(TreeFlash, "stream", stream)
+    console = Console(file=io.StringIO(), width=200)
+    for limit in (None, 50):
+        monkeypatch.setattr(console, "input", Mock(side_effect=["Hello.", "/quit"]))
+        chat.converse(tiny, console, max_new_tokens=limit)
+    assert rooms == [context - length, 50]
+    assert "cut at the context's end, 2,048 tokens" in (out := console.file.getvalue())
+    assert "cut: --max-new-tokens 200 goes on" in out
+
+    def refuse(model, prompts, config, *how):
+        if config.max_new_tokens > 600:
+            raise ValueError("got caches, expected less")
+        return prepare(model, prompts, config, *how)
+
+    monkeypatch.setattr(TreeFlash, "prepare", refuse)
+    monkeypatch.setattr(console, "input", Mock(side_effect=["Hello.", "/quit"]))
+    chat.converse(tiny, console)
+    assert rooms[-1] == (context - length) // 4
+
+
 def test_answers_in_a_terminal_break_between_words():
     text = "def add(a, b):\n    return a + b  # a comment that is long\n\nThat is all there is to it."
     for pieces in (list(text), [text], re.findall(r".{1,3}", text, flags=re.DOTALL)):

@@ -1,11 +1,14 @@
 """A conversation in the terminal: answers are streamed, with statistics after each turn."""
 
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.batching import Session
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
@@ -13,13 +16,26 @@ from treeflash_jax.engine.results import Chunk, Result
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
 HELLO = [{"role": "user", "content": "Hello"}]
+LEAST_ROOM = 128  # tokens of an answer for which memory must have room
 
 
-def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Settings of `generate` that have other defaults in a conversation."""
+
+    max_new_tokens: int | None = setting(
+        None, "largest number of tokens in an answer", unset="up to the context's end", least=1, unit="tokens"
+    )
+
+
+def converse(model: TreeFlash, console: Console, max_new_tokens: int | None = None, **settings: Any) -> None:
     """Reads user turns until /quit, /exit or end of input.
 
     A turn that fails (for example, a conversation longer than the context) is reported in one line and removed; Ctrl-C ends
     the answer and keeps its text so far.
+
+    Args:
+      max_new_tokens: largest number of tokens in an answer; None: up to the context's end, or as memory allows.
 
     Before the first turn, raises ValueError for a model without a chat template or for invalid settings.
     """
@@ -50,11 +66,23 @@ def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
         elif message:
             messages.append({"role": "user", "content": message})
             try:
-                text, last = _turn(model, console, messages, config, session)
+                room = max_new_tokens or _room(model, messages, config)
+                text, last = _turn(model, console, messages, replace(config, max_new_tokens=room), session)
                 messages.append({"role": "assistant", "content": text})
             except ValueError as error:
                 console.print(f"error: {error}", markup=False)
                 messages.pop()
+
+
+def _room(model: TreeFlash, messages: list[dict[str, str]], config: GenerateConfig) -> int:
+    """Returns the number of tokens up to the context's end; less if memory has no room for the caches of so many."""
+    room = max(1, model.verifier.max_positions - len(model.encode(messages)))
+    while room > LEAST_ROOM:
+        with suppress(ValueError):
+            model.prepare(messages, replace(config, max_new_tokens=room))
+            break
+        room //= 2
+    return room
 
 
 def _draw(console: Console, last: Result | None) -> None:
@@ -86,9 +114,19 @@ def _turn(
     rounds = len(piece.accept_lengths)
     console.print(
         f"[dim]{len(piece.ids)} tokens, {rounds} rounds, tau {piece.tau:.2f}, "
-        f"{piece.tokens_per_second:.0f} tokens/s, {piece.finished}[/dim]"
+        f"{piece.tokens_per_second:.0f} tokens/s, {ending(piece, model.verifier.max_positions)}[/dim]"
     )
     return text, piece
+
+
+def ending(result: Result, context: int) -> str:
+    """Returns why an answer ended and, if `max_new_tokens` cut it, how to go on; `context` is the verifier's."""
+    room = context - len(result.prompt_ids)
+    if result.finished != "length":
+        return result.finished
+    if len(result.ids) == room:
+        return f"cut at the context's end, {context:,} tokens"
+    return f"cut: --max-new-tokens {min(4 * len(result.ids), room)} goes on"
 
 
 class Lines(Live):

@@ -17,9 +17,10 @@ from treeflash_jax.bench import latency, memory, report, run
 from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, check, conclude, meaning
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
-from treeflash_jax.cli.chat import converse
+from treeflash_jax.cli.chat import ChatOptions, converse, ending
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import LINE, LONGEST_PATH, UnknownSetting, clipped
+from treeflash_jax.core.settings import add_options, field_names
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, model_files
@@ -57,12 +58,12 @@ def _add_commands(parser: argparse.ArgumentParser, metavar: str, commands: dict[
     """Adds subcommands to a parser, which prints its help text if none is given; returns argparse's group of them."""
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     group = parser.add_subparsers(metavar=metavar, parser_class=Parser)
-    for name, (help, add_options, run_command) in commands.items():
-        described = inspect.cleandoc(add_options.__doc__ or inspect.getmodule(add_options).__doc__)
+    for name, (help, describe_options, run_command) in commands.items():
+        described = inspect.cleandoc(describe_options.__doc__ or inspect.getmodule(describe_options).__doc__)
         paragraphs = [text if text.startswith(" ") else textwrap.fill(text, 79) for text in described.split("\n\n")]
         text = {"help": help, "description": "\n\n".join(paragraphs)}
         command = group.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **text)
-        add_options(command)
+        describe_options(command)
         command.set_defaults(run=run_command)
     return group
 
@@ -76,8 +77,10 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
-    """Starts a conversation; answers are printed as they are decoded."""
-    add_settings(parser, without=("samples", "batch_size", "log_probs", "expected_lengths"))
+    """Starts a conversation; answers are printed as they are decoded, up to the context's end."""
+    replaced = field_names(ChatOptions)
+    output = add_settings(parser, without=("samples", "batch_size", "log_probs", "expected_lengths", *replaced))
+    add_options(output, ChatOptions)
 
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +120,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         if isinstance(result, Chunk):
             print(result.text, end="", flush=True)
             continue
-        is_cut = result.finished == "interrupted"
-        status = 130 if is_cut else status
+        status = 130 if result.finished == "interrupted" else status
         if arguments.json:
             values = {name: getattr(result, name) for name in PRINTED}
             print(json.dumps({name: value for name, value in values.items() if value is not None}))
@@ -127,11 +129,10 @@ def _generate(arguments: argparse.Namespace) -> int:
             print()
         else:
             print(" ".join(map(str, result.ids)) if result.text is None else result.text)
-        ending = ", interrupted" if is_cut else ""
         print(
             f"[{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
-            f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s"
-            f"{ending}]",
+            f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s, "
+            f"{ending(result, model.verifier.max_positions)}]",
             file=sys.stderr,
         )
     return status
