@@ -141,7 +141,7 @@ def test_ngram_is_a_name_of_a_drafter(tmp_path):
     assert (model.drafter, model.weights.drafter) == (NgramConfig(), {})
     (tmp_path / "config.json").write_text(json.dumps({"ngram_config": {"longest": 3, "num_nodes": 6}}))
     assert model_files.load_drafter(tmp_path) == (replace(NgramConfig(), longest=3, num_nodes=6), {})
-    for wrong in ({"longest": 0}, {"longest": 2, "shortest": 3}, {"width": 3}):
+    for wrong in ({"longest": 0}, {"longest": 2, "shortest": 3}):
         (tmp_path / "config.json").write_text(json.dumps({"ngram_config": wrong}))
         refused(lambda: model_files.load_drafter(tmp_path), next(iter(reversed(wrong))))
 
