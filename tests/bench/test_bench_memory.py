@@ -1,5 +1,6 @@
 """`treeflash bench memory`: sums of real arrays, no gather of logits or caches, and what cannot fit refused in time."""
 
+import gc
 import json
 import math
 import subprocess
@@ -221,6 +222,7 @@ def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):
         return call(function, *args, **static)
 
     monkeypatch.setattr(programs, "call", counted)
+    gc.collect()  # caches of earlier tests
     trained.generate([[1]] * 3, max_new_tokens=4, batch_size=1, builder="none")
     assert held == [held[0]] * 3
 
