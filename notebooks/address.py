@@ -24,16 +24,19 @@ TRAIN = {"03_train_a_head.ipynb", "04_many_devices.ipynb", "05_which_drafter_pay
 CELL = """\
 from importlib.util import find_spec
 
-if not all(map(find_spec, NEEDS)):  # install it from a clone, for the chip at hand
+if not all(map(find_spec, NEEDS)):
     import os
     from glob import glob
 
-    devices = {"/dev/nvidia[0-9]*": ",cuda", "/dev/accel*": ",tpu", "/dev/vfio/[0-9]*": ",tpu"}
-    chip = next((extra for path, extra in devices.items() if glob(path)), "")
-    clone = ".." if os.path.exists("../pyproject.toml") else "./treeflash"
-    if not os.path.exists(clone):
+    clone = ".." if os.path.exists("../treeflash_jax") else "./treeflash"
+    if not find_spec("SOURCE") and not os.path.exists(clone):
 FETCH
-    %pip install -q "{clone}[EXTRAS{chip}]"
+    if find_spec("treeflash_jax"):  # keep the library and add what it lacks
+        %pip install -q "treeflash-jax[EXTRAS]"
+    else:  # install it from the clone, for the chip at hand
+        devices = {"/dev/nvidia[0-9]*": ",cuda", "/dev/accel*": ",tpu", "/dev/vfio/[0-9]*": ",tpu"}
+        chip = next((extra for path, extra in devices.items() if glob(path)), "")
+        %pip install -q "{clone}[EXTRAS{chip}]"
 import treeflash_jax as tf
 """
 IMPORT_TRAIN = """
@@ -56,7 +59,7 @@ def badge(address: str, notebook: str) -> str:
 
 
 def install_cell(address: str, trains: bool) -> str:
-    """Returns the cell that imports the library and installs it if needed.
+    """Returns the cell that imports the library and installs what is missing.
 
     Args:
       address: where to clone it from; "" asks for an uploaded archive.
@@ -68,7 +71,8 @@ def install_cell(address: str, trains: bool) -> str:
         fetch += ["!unzip -q treeflash.zip -d treeflash"]
     cell = CELL.replace("FETCH", "\n".join(" " * 8 + line for line in fetch))
     cell = cell.replace("EXTRAS", "train,plots" if trains else "plots")
-    cell = cell.replace("NEEDS", str(("matplotlib", "treeflash_jax") + ("tomli_w",) * trains).replace("'", '"'))
+    cell = cell.replace("SOURCE", "train" if trains else "treeflash_jax")
+    cell = cell.replace("NEEDS", str(("matplotlib", "treeflash_jax") + ("tomli_w", "train") * trains).replace("'", '"'))
     return ("import sys\n" * trains + cell + IMPORT_TRAIN * trains).strip()
 
 

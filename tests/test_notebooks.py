@@ -65,7 +65,8 @@ def test_runs_top_to_bottom(path, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling is most of the time
     monkeypatch.setenv("TREEFLASH_SMALL", "1")  # a few steps of training
     copy, text = tmp_path / path.name, path.read_text(encoding="utf-8")
-    copy.write_text(text.replace("budgets = [2, 4, 8, 16, 32]", "budgets = [2, 8]"), encoding="utf-8")
+    text = text.replace("budgets = [2, 4, 8, 16, 32]", "budgets = [2, 8]").replace("default_verifier()", "'tiny'")
+    copy.write_text(text, encoding="utf-8")
     assert_no_errors(execute(copy, tmp_path))
 
 
@@ -85,31 +86,40 @@ def test_is_saved_with_the_outputs_of_one_run_and_names_no_path_of_a_machine(pat
     assert not [text for text in texts if MACHINE_PATH.search(text)]
 
 
-@pytest.mark.parametrize("chips, exists, repository, wanted, fetched", [
-    (["/dev/nvidia*"], ["../pyproject.toml", ".."], "", "..[plots,cuda]", []),
-    (["/dev/vfio/*"], ["treeflash.zip"], "", "./treeflash[plots,tpu]", ["unzip -q treeflash.zip -d treeflash"]),
-    ([], ["./treeflash", "treeflash.zip"], "", "./treeflash[train,plots]", []),
-    ([], [], "https://a.b/c", "./treeflash[train,plots]", ["git clone -q --depth 1 https://a.b/c treeflash"]),
-    ([], [], "", "", []),
+LIBRARY, TRAIN = ["treeflash_jax", "matplotlib"], ["treeflash_jax", "train", "matplotlib", "tomli_w"]
+UNZIP, GIT = "unzip -q treeflash.zip -d treeflash", "git clone -q --depth 1 https://a.b/c treeflash"
+
+
+@pytest.mark.parametrize("present, chips, exists, repository, trains, installed, fetched", [
+    ([], ["/dev/nvidia*"], ["../treeflash_jax", ".."], "", False, "..[plots,cuda]", []),
+    ([], ["/dev/vfio/*"], ["treeflash.zip"], "", False, "./treeflash[plots,tpu]", [UNZIP]),
+    ([], [], ["./treeflash", "treeflash.zip"], "", True, "./treeflash[train,plots]", []),
+    ([], [], [], "https://a.b/c", True, "./treeflash[train,plots]", [GIT]),
+    ([], [], [], "", True, None, []),
+    (LIBRARY, [], [], "", False, "", []),
+    (TRAIN, [], [], "", True, "", []),
+    (LIBRARY[:1], ["/dev/nvidia*"], ["../treeflash_jax", ".."], "", False, "treeflash-jax[plots]", []),
+    (TRAIN[:3], [], [], "", True, "treeflash-jax[train,plots]", []),
+    (LIBRARY, [], [], "https://a.b/c", True, "treeflash-jax[train,plots]", [GIT]),
+    (LIBRARY, [], [], "", True, None, []),
 ])  # fmt: skip
-def test_installs_what_belongs_to_the_device(chips, exists, repository, wanted, fetched, monkeypatch):
-    """The first code cell of a notebook, run where the library is not installed yet."""
-    cell = TransformerManager().transform_cell(ADDRESS["install_cell"](repository, trains="train" in wanted))
-    commands, installed = [], []
+def test_installs_what_is_missing(present, chips, exists, repository, trains, installed, fetched, monkeypatch):
+    """The first code cell of a notebook, with some modules present; None: it says what to do."""
+    cell = TransformerManager().transform_cell(ADDRESS["install_cell"](repository, trains))
+    commands, lines = [], []
 
     def install(magic: str, line: str) -> None:
-        installed.append(line.format(**namespace))
-        monkeypatch.setitem(sys.modules, "treeflash_jax", tf)
+        lines.append(line.format(**namespace))
 
-    shell = SimpleNamespace(run_line_magic=install, system=commands.append)
-    namespace = {"get_ipython": lambda: shell}
+    namespace = {"get_ipython": lambda: SimpleNamespace(run_line_magic=install, system=commands.append)}
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "treeflash_jax", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in present else None)
     monkeypatch.setattr("os.path.exists", lambda place: place in exists)
     monkeypatch.setattr("glob.glob", lambda pattern: [x for x in chips if fnmatch(pattern, x)])
-    with nullcontext() if wanted else pytest.raises(ModuleNotFoundError, match="upload"):
+    monkeypatch.setitem(sys.modules, "train", tf)
+    with nullcontext() if installed is not None else pytest.raises(ModuleNotFoundError, match="upload"):
         exec(cell, namespace)
-    assert installed == ([f'install -q "{wanted}"'] if wanted else [])
+    assert lines == ([f'install -q "{installed}"'] if installed else [])
     assert commands == fetched
 
 
