@@ -2,14 +2,15 @@
 
     python -m train.measure runs/pair/measure.toml
 
-All answer every prompt, batch 1, in one process and in turns: trees of `nodes` nodes, and one token at a time with the
-default attention of the device and with another one, of which the faster counts. Prints a table and writes a summary as
-JSON. Compilation is never counted.
+All answer every prompt, batch 1, in one process and in turns: trees of `nodes` nodes; trees of n-grams alone, which need no
+drafter; and one token at a time with the default attention of the device and with another one, of which the faster counts.
+Prints a table and writes a summary as JSON. Compilation is never counted.
 """
 
 import json
 import time
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,10 @@ from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import setting
+from treeflash_jax.drafters.ngram import NgramConfig
 from treeflash_jax.trees.shape import MAX_NODES
+
+NGRAMS = "n-grams alone"  # name of a system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,10 @@ def main(settings: MeasureStage) -> None:
 
 
 def measure(settings: MeasureStage) -> dict[str, Any]:
-    """Returns the summary of `report.summarise`, with the number of nodes of the trees among its settings."""
+    """Returns the summary of `report.summarise`, with the number of nodes of the trees among its settings.
+
+    Entries of systems also have "over_ngrams", the ratio of their speed to that of n-grams alone.
+    """
     began = time.perf_counter()
     responded = run_config.load(respond.RespondConfig, settings.respond)
     prompting = {"thinking": responded.thinking, "template": responded.template}
@@ -82,24 +89,35 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
         seconds[record["system"]] += record["seconds"] / record["tokens"]
     slower = max((system.name for system in systems if system.config.builder == "none"), key=seconds.get)
     summary, nodes = report.summarise([x for x in records if x["system"] != slower]), systems[0].config.nodes
+    for entry in summary["systems"]:
+        mine, alone = (_answers(records, name, entry["temperature"]) for name in (entry["system"], NGRAMS))
+        entry["over_ngrams"] = report.paired_ratio(mine, alone, "tokens", "seconds")
     options = summary["settings"] | run_config.to_dict(settings) | {"nodes": nodes}
     return summary | {"settings": options, "prompts": len(records) // answers}
 
 
+def _answers(records: list[dict[str, Any]], system: str, temperature: float) -> report.Answers:
+    chosen = [x for x in records if (x["system"], x["settings"]["temperature"]) == (system, temperature)]
+    return {(x["prompt_id"], x["settings"]["seed"]): x for x in chosen}
+
+
 def make_systems(model: tf.TreeFlash, settings: MeasureStage) -> list[System]:
-    """Returns the drafted system, and one-token decoding with the device's default attention and with another one."""
+    """Returns the drafted system, n-grams alone, and one-token decoding with the device's default attention and another."""
     limits = {"max_new_tokens": settings.new_tokens, "batch_size": 1}
     nodes = settings.nodes or model.plan(tf.GenerateConfig(builder="best-first")).num_nodes
     plain = tf.GenerateConfig(builder="none", **limits)
     usual = model.plan(plain).attention
     other = "streamed" if usual == "xla" else "xla"
-    configs = {
-        f"drafted, {nodes} nodes": tf.GenerateConfig(nodes=nodes, **limits),
-        f"one token, {usual} attention": plain,
-        f"one token, {other} attention": replace(plain, attention=other),
+    ngrams = copy(model)
+    ngrams.drafter, ngrams.weights = NgramConfig(), replace(model.weights, drafter={})
+    systems = {
+        f"drafted, {nodes} nodes": (model, tf.GenerateConfig(nodes=nodes, **limits)),
+        NGRAMS: (ngrams, tf.GenerateConfig(builder="best-first", **limits)),
+        f"one token, {usual} attention": (model, plain),
+        f"one token, {other} attention": (model, replace(plain, attention=other)),
     }
-    pair = settings.verifier, settings.drafter
-    return [System(name=name, model=model, config=config, pair=pair) for name, config in configs.items()]
+    pairs = {name: (settings.verifier, "ngram" if name == NGRAMS else settings.drafter) for name in systems}
+    return [System(name=name, model=model, config=how, pair=pairs[name]) for name, (model, how) in systems.items()]
 
 
 if __name__ == "__main__":

@@ -123,15 +123,16 @@ def continued(made: Any, settings: PairConfig, name: str) -> Any:
 
 
 def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: dict[str, Any]) -> None:
-    """Prints whether drafting pays here, and the command that uses the drafter."""
+    """Prints whether the drafter is faster than one token at a time and than n-grams, and the command that uses it."""
     hosts.say("")
     for system in measured["systems"]:
-        if system["builder"] == "none":
+        if system["builder"] == "none" or system["system"] == measure.NGRAMS:
             continue
-        ratio = system["speedup"]
-        hosts.say(f"T = {system['temperature']:g}: {format_interval(ratio)} x one-token speed")
-        if (ratio["low"] or 0) > 1:
-            hosts.say("  drafting pays")
+        ratio, over = system["speedup"], system["over_ngrams"]
+        speeds = f"{format_interval(ratio)} x one-token speed, {format_interval(over)} x the speed of n-grams alone"
+        hosts.say(f"T = {system['temperature']:g}: {speeds}")
+        if min(ratio["low"] or 0, over["low"] or 0) > 1:
+            hosts.say("  the drafter pays")
         else:
             tau, cost = system["tau"], system["tau"] / ratio["value"]
             hosts.say(f"  the drafter adds nothing yet: tau is {tau:.2f}, and a round takes {cost:.2f} one-token steps")

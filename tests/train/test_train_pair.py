@@ -22,6 +22,7 @@ from train.pairing import choices, compose
 from train.runtime import loop, run_config, watch
 from train.stages import registry
 from treeflash_jax.cli import commands
+from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
@@ -72,7 +73,9 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     assert [stage.loop.steps for stage in stages] == [6, 4] and stages[1].mesh.data == 1
     measured = json.loads((tmp_path / "pair" / "measured.json").read_text())
     assert measured["prompts"] == 2 and measured["settings"]["nodes"] == 4
-    [drafted] = [system for system in measured["systems"] if system["builder"] != "none"]
+    drafted, alone, _ = sorted(measured["systems"], key=lambda system: system["system"])
+    assert alone["system"] == measure.NGRAMS and alone["drafter"] == "ngram"
+    assert drafted["over_ngrams"]["answers"] == alone["speedup"]["answers"] == 2
     assert drafted["identical"] == 2 and drafted["tau"] >= 1 and drafted["speedup"]["value"] > 0
     card = (tmp_path / "pair" / "model" / "README.md").read_text()
     [line] = [line.strip() for line in card.splitlines() if "tf.load(" in line]
@@ -171,9 +174,9 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
     assert made == replace(trained, loop=replace(trained.loop, steps=10, evaluate_every=3))
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(0.0, 16), (1.0, 2), (20.0, 4), (1000.0, 16)])
+@pytest.mark.parametrize(("seconds", "count"), [(0.0, 16), (1.0, 2), (20.0, 3), (1000.0, 16)])
 def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, count):
-    """An answer takes a second: three systems answer a prompt at two temperatures in 6 s. The faster baseline counts."""
+    """An answer takes a second: four systems answer a prompt at two temperatures in 8 s. The faster baseline counts."""
     now, loaded = [0.0], []
 
     def answer(systems, prompts, *, temperatures, **_):
@@ -183,36 +186,41 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, count):
             yield {"system": system.name, "temperature": temperature, "tokens": 9, "seconds": 2.0 if is_slow else 1.0}
 
     monkeypatch.setattr(measure.harness, "measure", answer)
-    monkeypatch.setattr(measure.report, "summarise", lambda records: {"settings": {}, "records": records})
+    monkeypatch.setattr(measure.report, "summarise", lambda records: {"settings": {}, "systems": [], "records": records})
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     answering = SimpleNamespace(thinking=True, template={"effort": "high"})
-    plan = SimpleNamespace(num_nodes=8, attention="streamed")
-    monkeypatch.setattr(measure.tf, "load", lambda **how: loaded.append(how) or SimpleNamespace(plan=lambda _: plan))
+    plan, weights = SimpleNamespace(num_nodes=8, attention="streamed"), Weights(None, None)
+    model = SimpleNamespace(plan=lambda _: plan, weights=weights)
+    monkeypatch.setattr(measure.tf, "load", lambda **how: loaded.append(how) or model)
     monkeypatch.setattr(measure.run_config, "load", lambda *_: answering)
     asked = [SimpleNamespace(ids=[i]) for i in range(20)]
     monkeypatch.setattr(measure.respond, "collect_prompts", lambda *_, **named: asked)
     named = {"verifier": "x", "drafter": "x", "respond": "x", "out": f"{tmp_path}/out.json"}
     stage = measure.MeasureStage(**named, seconds=seconds, devices=2)
     measured = measure.measure(stage)
-    assert measured["prompts"] == count and len(measured["records"]) == 4 * count and measured["settings"]["nodes"] == 8
+    assert measured["prompts"] == count and len(measured["records"]) == 6 * count and measured["settings"]["nodes"] == 8
     names = {record["system"] for record in measured["records"]}
-    assert names == {"drafted, 8 nodes", "one token, streamed attention"}
+    assert names == {"drafted, 8 nodes", "n-grams alone", "one token, streamed attention"}
     assert vars(answering).items() <= loaded[0].items(), "prompts as those of the answers"
     assert dict(loaded[0]["mesh"].shape) == {"data": 1, "model": 2}
 
 
-@pytest.mark.parametrize(("speedup", "low", "pays"), [(1.2, 1.1, True), (1.2, 0.9, False), (0.8, 0.7, False)])
-def test_the_end_says_whether_drafting_pays_and_how_to_draft(prompts, tmp_path, capsys, speedup, low, pays):
+@pytest.mark.parametrize(("speedup", "low", "over", "pays"), [
+    (1.2, 1.1, 1.1, True), (1.2, 0.9, 1.1, False), (0.8, 0.7, 1.1, False), (1.2, 1.1, 0.9, False),
+])  # fmt: skip
+def test_the_end_says_whether_the_drafter_pays_and_how_to_draft(prompts, tmp_path, capsys, speedup, low, over, pays):
+    """It pays if it is faster than one token at a time, and than n-grams alone, with 95 % confidence."""
     settings = settings_of(prompts, tmp_path, "respond.thinking=true", "respond.template.effort=high")
-    entries = [
-        {"builder": builder, "temperature": 0.7, "speedup": {"value": speedup, "low": low, "high": 2.0}, "tau": 2.0}
-        for builder in ("best-first", "none")
-    ]
+    ratio = {"value": speedup, "low": low, "high": 2.0}
+    shared = {"temperature": 0.7, "tau": 2.0, "speedup": ratio, "over_ngrams": ratio | {"value": 1.1, "low": over}}
+    builders = {"drafted, 8 nodes": "best-first", measure.NGRAMS: "best-first", "one token": "none"}
+    entries = [{"system": name, "builder": builder, **shared} for name, builder in builders.items()]
     responded = compose.Composer(settings).respond()
     pair.conclude(settings, responded, {"settings": {"nodes": 8}, "systems": entries})
     shown = capsys.readouterr().out
-    assert f"T = 0.7: {speedup:.2f} [{low:.2f}, 2.00] x one-token speed" in shown
-    assert ("drafting pays" in shown) == pays and ("the drafter adds nothing yet: tau is 2.00" in shown) != pays
+    speeds = f"{speedup:.2f} [{low:.2f}, 2.00] x one-token speed, 1.10 [{over:.2f}, 2.00] x the speed of n-grams alone"
+    assert shown.count("T = 0.7: ") == 1 and f"T = 0.7: {speeds}" in shown
+    assert ("the drafter pays" in shown) == pays and ("the drafter adds nothing yet: tau is 2.00" in shown) != pays
     words = shlex.split(shown)
     assert words[words.index("--nodes") + 1] == "8" and "--thinking" in words and words[-1] == "Hello"
     assert json.loads(words[words.index("--template") + 1]) == {"effort": "high"}

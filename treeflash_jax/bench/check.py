@@ -125,7 +125,7 @@ def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: A
     if not near_ties:
         return f"{IDENTICAL}: {counts}"
     hint = "; exact in float32: add --dtype float32" if jnp.dtype(dtype).itemsize < 4 else ""
-    return f"{ROUNDING} ({ties}){hint}: {counts}"
+    return f"{ROUNDING} ({ties}): {counts}{hint}"
 
 
 def meaning(quantize: str | None) -> str:
