@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from answers import make_pair, read_texts, slow_unless
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
-from scipy import stats
+from scipy import special, stats
 
 from treeflash_jax import GenerateConfig, TreeFlash
 from treeflash_jax.acceptance import RULES
@@ -49,6 +49,7 @@ TREES = {
     "hybrid": {"builder": "hybrid", "nodes": 7, "skeleton": 0.4},
 }
 DRAFT = {"candidates": 3, "children": 3, "ngrams": 0}
+PENALTIES = 1.3, 0.4, 0.8
 IN_TURN = "rules in turn"
 
 
@@ -74,7 +75,8 @@ def asked(part: int, size: int = BATCH, new: int = NEW) -> tuple[jax.Array, jax.
     tokens_bs = jnp.zeros((size, 24), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
     sampling = Sampling(
         key_b=jax.random.split(jax.random.key(part), size), temperature_b=full(1, jnp.float32),
-        top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), limit_b=full(len(PROMPT) + new, jnp.int32),
+        top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), min_p_b=full(0, jnp.float32),
+        limit_b=full(len(PROMPT) + new, jnp.int32),
         stop_ids_bx=jnp.full((size, 1), -1), drafter_temperature_b=full(1, jnp.float32),
     )  # fmt: skip
     return tokens_bs, full(len(PROMPT), jnp.int32), sampling
@@ -84,10 +86,12 @@ def planned(pair: TreeFlash, rule: str, settings: dict) -> DecodePlan:
     return replace(pair.plan(GenerateConfig(**settings)), rule=rule, prefill_chunk=len(PROMPT))
 
 
-def answers(pair: TreeFlash, plan: DecodePlan, *, batches: int = 1, size: int = BATCH, new: int = NEW):
-    """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key."""
-    runner = Runner(plan, pair.weights)
-    states = [runner.run(runner.prefill(asked(part, size, new)), new, size) for part in range(batches)]
+def answers(pair: TreeFlash, plan: DecodePlan, *, batches: int = 1, size: int = BATCH, new: int = NEW, **settings):
+    """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key; `settings` of sampling."""
+    runner, states = Runner(plan, pair.weights), []
+    for part in range(batches):
+        *prompts, sampling = asked(part, size, new)
+        states.append(runner.run(runner.prefill((*prompts, sampling.replace(**settings))), new, size))
     assert all(bool(jnp.all(state.done_b)) for state in states)
     return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states
 
@@ -150,6 +154,29 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(exact, monkeypatch, ki
     parts = zip(fitting, np.split(tokens, len(fitting)), strict=True)
     p_values = {name: p_value(part, exact) for name, part in parts}
     assert min(p_values.values()) > 1e-4, p_values
+
+
+@pytest.fixture(scope="module")
+def exact_penalized(pair) -> np.ndarray:
+    """P(first 4 tokens) with PENALTIES: the prompt contains every token, so repetition scales all logits."""
+    new, (repetition, presence, frequency) = 4, PENALTIES
+    p = np.ones((1,) * 0)
+    for count in range(new):
+        strings = np.array([*itertools.product(range(VOCABULARY), repeat=count)], int).reshape(VOCABULARY**count, count)
+        ids = np.concatenate([np.broadcast_to(PROMPT, (len(strings), len(PROMPT))), strings], axis=1)
+        logits = np.asarray(read_texts(pair.weights.verifier, MODEL, jnp.asarray(ids))[1][:, -1], np.float64)
+        logits = np.where(logits > 0, logits / repetition, logits * repetition)
+        counts = (strings[..., None] == np.arange(VOCABULARY)).sum(1)
+        logits -= presence * (counts > 0) + frequency * counts
+        p = p[..., None] * special.softmax(logits, axis=1).reshape((VOCABULARY,) * (count + 1))
+    return p
+
+
+@pytest.mark.parametrize(("rule", "tree"), [("block", "one path"), ("traversal", "hybrid")])
+def test_penalized_answers_have_the_penalized_distribution(pair, exact, exact_penalized, rule, tree):
+    size, settings = 20_000, {"penalties_b3": jnp.broadcast_to(jnp.asarray(PENALTIES), (20_000, 3))}
+    tokens, _ = answers(pair, planned(pair, rule, DRAFT | TREES[tree]), size=size, new=4, **settings)
+    assert p_value(tokens, exact_penalized) > 1e-3 > 1e-9 > p_value(tokens, exact)
 
 
 @pytest.mark.slow

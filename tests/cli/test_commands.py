@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
@@ -97,8 +98,8 @@ def test_a_token_that_rounding_moves_across_a_filter_is_a_near_tie(monkeypatch):
     model, logits_v = random_pair(), np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
     monkeypatch.setattr(programs, "call", lambda *_, **__: logits_v)
 
-    def gaps(second: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-        requests = [Request(ids=[1], temperature=temperature, top_k=top_k, top_p=top_p, seed=seed) for seed in range(8)]
+    def gaps(second: int, temperature: float = 1.0, **filters) -> np.ndarray:
+        requests = [Request(ids=[1], temperature=temperature, seed=seed, **filters) for seed in range(8)]
         return np.array([divergence(model, request, [0], [second]).gap for request in requests])
 
     assert min(gaps(2)) > 1e-2
@@ -107,9 +108,27 @@ def test_a_token_that_rounding_moves_across_a_filter_is_a_near_tie(monkeypatch):
         is_near = np.isclose(gaps(2, top_p=top_p), margin, rtol=0.01)  # if the third token has the larger score
         assert is_near.any() and min(gaps(2, top_p=top_p)[~is_near]) > 1
     assert min(gaps(3, top_p=0.8 + 1e-4)) > 1 and min(gaps(2, top_p=0.6)) > 0.5, "far from the limit"
+    for min_p in (0.3 + 1e-4, 0.3 - 1e-4):  # the third token is 0.3 times as likely as the first
+        is_near = np.isclose(gaps(2, min_p=min_p), 1e-4 / 0.3, rtol=0.01)
+        assert is_near.any() and min(gaps(2, min_p=min_p)[~is_near], default=1) > 1e-2
     np.testing.assert_allclose(gaps(2, 0.0, top_k=1), logits_v[0] - logits_v[2], rtol=1e-6)  # greedy: no filter
     logits_v[2] = logits_v[1]
     assert min(gaps(2, top_k=2)) == 0, "rounding decides which of two equal tokens is kept"
+
+
+def test_the_gap_is_that_of_processed_logits():
+    """Raised by 1.5 beside the other tokens, each token is so much closer to, or further above, all others."""
+    model, request = random_pair(), Request(ids=[1, 2, 3])
+    answer = model.generate([[1, 2, 3]], builder="none", max_new_tokens=6)[0].ids
+    [drawn, other] = answer[5], (answer[5] + 1) % 64
+
+    def gap(**settings) -> float:
+        return divergence(model, replace(request, **settings), [*answer[:5], other], answer).gap
+
+    np.testing.assert_allclose(gap(logit_bias=((drawn, 1.5),)), gap() + 1.5, rtol=1e-5)
+    often = answer[:5].count(drawn) - answer[:5].count(other)
+    np.testing.assert_allclose(gap(penalties=(1.0, 0.0, -0.5)), abs(gap() + 0.5 * often), rtol=1e-4)
+    assert gap(min_new_tokens=9, stop_ids=(other,)) == np.inf
 
 
 def test_a_head_is_dropped_only_on_request(tmp_path, capsys):

@@ -219,10 +219,11 @@ def test_nothing_recompiles_when_only_values_change(kind, settings):
     def run(count: int) -> None:
         pair.generate(
             [rng.integers(0, 64, rng.integers(1, 41)).tolist() for _ in range(count)],
-            max_new_tokens=int(rng.integers(1, 34)), batch_size=4, **settings,
+            max_new_tokens=rng.integers(1, 34, count).tolist(), batch_size=4, **settings,
             temperature=rng.choice([0.0, 0.6, 1.3], count).tolist(), top_k=rng.choice([0, 5], count).tolist(),
-            top_p=rng.choice([0.3, 1.0], count).tolist(), seed=rng.integers(0, 99, count).tolist(),
-            stop_ids=rng.integers(0, 60, rng.integers(0, 4)).tolist(), drafter_temperature=float(rng.choice([0.3, 1.0])),
+            top_p=rng.choice([0.3, 1.0], count).tolist(), min_p=float(rng.choice([0.0, 0.1])),
+            seed=rng.integers(0, 99, count).tolist(), stop_ids=rng.integers(0, 60, rng.integers(0, 4)).tolist(),
+            drafter_temperature=float(rng.choice([0.3, 1.0])),
         )  # fmt: skip
 
     for count in (1, 2, 3, 4):  # host arrays of 1, 2, 3 and 4 sequences are made by different programs

@@ -30,6 +30,7 @@ def draw_call(draw: random.Random, longest: int, tokens: range, filters: tuple[i
         "temperature": [draw.choice((0.0, 0.0, 0.7, 1.3)) for _ in prompts],
         "top_k": [draw.choice((0, *filters)) for _ in prompts],
         "top_p": [draw.choice((1.0, 0.9, 0.5)) for _ in prompts],
+        "min_p": [0.05 if len(prompt) % 3 == 0 else 0.0 for prompt in prompts],
         "seed": [draw.randrange(2**32) for _ in prompts],
         "max_new_tokens": draw.choice((1, 2, 17, 60)),
         "drafter_temperature": draw.choice((0.5, 1.0)),

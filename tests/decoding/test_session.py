@@ -26,7 +26,10 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
     "kind", [None, "block", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "ngram", "language_model"))]
 )
 def test_answers_with_kept_caches_are_those_without(kind, monkeypatch):
-    """Four turns in float64: a prompt that goes on, one whose earlier message changed, one that outgrows the caches."""
+    """Four turns in float64: a prompt that goes on, one whose earlier message changed, one that outgrows the caches.
+
+    Sampled answers have penalties: those of an earlier turn are part of the prompt.
+    """
     counts, take = [], tf.Session.take
 
     def note(*args):
@@ -40,6 +43,7 @@ def test_answers_with_kept_caches_are_those_without(kind, monkeypatch):
         model = make_pair(RANDOM_MODEL, KINDS.get(kind), dtype=jnp.float64)
         for temperature in (0.0, 0.8):
             rng, session, counts[:] = np.random.default_rng(0), tf.Session(), []
+            settings |= {"repetition_penalty": 1.3, "presence_penalty": 0.5} if temperature else {}
             prompt, lengths = rng.integers(0, 64, 75).tolist(), []
             for turn, more in enumerate((3, 40, 80, 0)):
                 alone = answer(model, prompt, None, **settings, temperature=temperature)

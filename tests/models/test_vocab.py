@@ -20,6 +20,7 @@ REDUCTIONS = {
     "top_k, more than a shard holds": lambda table, scores, ids: vocab.top_k(scores, 40),
     "argmax": lambda table, scores, ids: vocab.argmax(scores),
     "take": lambda table, scores, ids: vocab.take(scores, ids.at[0, 2].set(np.iinfo(np.int32).max)),
+    "put": lambda table, scores, ids: vocab.put(scores, ids.at[0, 2].set(np.iinfo(np.int32).max), 1.0 * ids),
     "embed": lambda table, scores, ids: vocab.embed(table, ids),
     "log_sum_exp": lambda table, scores, ids: vocab.log_sum_exp(scores),
     "unembed": lambda table, scores, ids: vocab.unembed(table, table[ids[..., 0]]),
@@ -69,14 +70,18 @@ def test_no_shard_sees_a_full_vector(mesh):
         assert gathers_with_full_vectors(lambda x: lax.top_k(x, 3), sharded), "the control must gather"
         for reduction in (
             lambda x: vocab.top_k(x, 3), vocab.argmax, lambda x: vocab.take(x, jnp.zeros((4, 3, 2), jnp.int32)),
-            vocab.log_sum_exp, lambda x: vocab.filter_threshold(x, 0.7, jnp.int32(5), jnp.float32(0.9)),
+            vocab.log_sum_exp, lambda x: vocab.filter_threshold(x, 0.7, jnp.int32(5), jnp.float32(0.9), 0.1),
         ):  # fmt: skip
             assert not gathers_with_full_vectors(reduction, sharded)
 
 
-def kept_by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> tuple[np.ndarray, bool]:
-    """Returns the tokens that top-k, then top-p keep, and whether rounding could change the result."""
+def kept_by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float):
+    """Returns the tokens that top-k, then top-p, then min-p keep, and whether rounding could change the result."""
     kept = logits >= (np.sort(logits)[-top_k] if 0 < top_k <= logits.size else -np.inf)
+    if min_p:
+        kept_before, unclear = kept_by_sorting(logits, temperature, top_k, top_p, 0.0)
+        ratio = np.exp((logits - logits.max()) / temperature) / min_p
+        return kept_before & (ratio >= 1), unclear or bool(np.abs(ratio - 1).min() < 1e-5 / temperature)
     if top_p >= 1:
         return kept, False
     mass = np.where(kept, np.exp((logits - logits.max()) / temperature), 0)
@@ -98,15 +103,18 @@ def test_filter_threshold_equals_sorting(ties, dtype):
     temperature = rng.choice([0.2, 0.7, 1, 3], count).astype(np.float32)
     top_k = rng.choice([0, 1, 2, 7, 47, 48, 60], count).astype(np.int32)
     top_p = rng.choice([1.0, 0.999, 0.95, 0.9, 0.5, 0.1, 1e-4], count).astype(np.float32)
-    threshold = np.asarray(filter_threshold(*map(jnp.asarray, (logits, temperature, top_k, top_p))))
+    min_p = rng.choice([0.0, 0.02, 0.5], count).astype(np.float32)
+    threshold = np.asarray(filter_threshold(*map(jnp.asarray, (logits, temperature, top_k, top_p, min_p))))
     assert threshold.dtype == dtype
     unclear = 0
-    for scores_v, t, k, p, cut in zip(logits.astype(np.float64), temperature, top_k, top_p, threshold, strict=True):
-        expected, rounding = kept_by_sorting(scores_v, float(t), int(k), float(p))
+    for scores_v, t, k, *ps, cut in zip(
+        logits.astype(np.float64), temperature, top_k, top_p, min_p, threshold, strict=True
+    ):
+        expected, rounding = kept_by_sorting(scores_v, float(t), int(k), *map(float, ps))
         unclear += rounding
         if not rounding:
             np.testing.assert_array_equal(scores_v >= cut, expected)
-            assert cut in scores_v or (np.isneginf(cut) and expected.all())
+            assert ps[1] or cut in scores_v or (np.isneginf(cut) and expected.all())
     assert unclear < 0.05 * count
 
 
@@ -114,7 +122,7 @@ def test_filter_threshold_equals_sorting(ties, dtype):
 def test_filters_write_nothing_as_long_as_a_vector(dtype, passes):
     """Both searches go over the logits themselves, one pass for every bit of them."""
     logits = jax.ShapeDtypeStruct((2, 96), dtype)
-    program = jax.make_jaxpr(vocab.filter_threshold)(logits, 0.7, jnp.int32(5), jnp.float32(0.9))
+    program = jax.make_jaxpr(vocab.filter_threshold)(logits, 0.7, jnp.int32(5), jnp.float32(0.9), 0.1)
     loops = [step for step in program.eqns if step.primitive.name in ("while", "scan")]
     assert [step.params["length"] for step in loops] == [passes, passes]
     assert {x.aval.dtype for step in loops for x in step.invars if x.aval.size >= 96} == {jnp.dtype(dtype)}

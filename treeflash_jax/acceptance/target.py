@@ -15,7 +15,7 @@ from treeflash_jax.trees import DraftTree, ancestor_mask, pick
 
 @struct.dataclass
 class TargetDistribution:
-    """The verifier's distribution after every node: softmax(logits / temperature), cut by top-k and top-p.
+    """The verifier's distribution after every node: softmax(logits / temperature), cut by top-k, top-p and min-p.
 
     Attributes:
       logits_bnv: compute dtype, possibly sharded over the vocabulary.
@@ -119,20 +119,26 @@ def accept(tree: DraftTree, last_b: jax.Array, bonus_b: jax.Array, depths: int) 
 
 
 def target_distribution(
-    logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Array, top_p_b: jax.Array
+    logits_bnv: jax.Array,
+    temperature_b: jax.Array,
+    top_k_b: jax.Array,
+    top_p_b: jax.Array,
+    min_p_b: jax.Array | float = 0.0,
 ) -> TargetDistribution:
-    """Returns the verifier's distribution at every node; filters apply in the order temperature, top-k, top-p.
+    """Returns the verifier's distribution at every node; filters apply in the order temperature, top-k, top-p, min-p.
 
     Args:
       temperature_b: 0 is greedy (filters then have no effect).
       top_k_b: number of tokens to keep; 0 keeps all.
       top_p_b: mass to keep; 1 keeps all.
+      min_p_b: smallest probability to keep, as a fraction of the largest; 0 keeps all.
     """
-    cuts_b = (temperature_b > 0) & ((top_k_b > 0) | (top_p_b < 1))
+    min_p_b = jnp.broadcast_to(min_p_b, temperature_b.shape)
+    cuts_b = (temperature_b > 0) & ((top_k_b > 0) | (top_p_b < 1) | (min_p_b > 0))
 
     def threshold() -> jax.Array:
         safe_b1 = jnp.where(temperature_b > 0, temperature_b, 1)[:, None]
-        return vocab.filter_threshold(logits_bnv, safe_b1, top_k_b[:, None], top_p_b[:, None])
+        return vocab.filter_threshold(logits_bnv, safe_b1, top_k_b[:, None], top_p_b[:, None], min_p_b[:, None])
 
     no_cut_bn = jnp.full(logits_bnv.shape[:2], -jnp.inf, logits_bnv.dtype)
     threshold_bn = lax.cond(jnp.any(cuts_b), threshold, lambda: no_cut_bn)

@@ -11,8 +11,11 @@ import numpy as np
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import expect
+from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import VERIFY_STREAM
+from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine import defaults
+from treeflash_jax.engine.batching import make_batch
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.plan import NO_DRAFTER
 from treeflash_jax.engine.prompts import Prompt
@@ -33,8 +36,8 @@ class Divergence:
       index: number of generated tokens before it.
       drafted, plain: token of the drafted and of the one-token answer; None if the answer had ended.
       gap: difference of the two tokens' logits after one pass over the common prefix, at a temperature above 0 with the
-        noise that decides between them; or the change of logits by which top-k or top-p keeps one token and drops the
-        other, if that explains the difference; None if an answer had ended.
+        noise that decides between them; or the change of logits by which a filter keeps one token and drops the other, if
+        that explains the difference; None if an answer had ended.
       rounding: unit of rounding of the larger logit in the compute dtype.
     """
 
@@ -155,6 +158,8 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
     arguments = model.weights.verifier, jnp.asarray(padded), jnp.int32(len(prefix) - 1)
     static = {"config": model.verifier, "dtype": defaults.choose_residual_dtype(model.device, model.dtype)}
     logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, **static))
+    largest = np.abs(logits_v[[token for token in tokens if token is not None]]).max()
+    logits_v = _process(logits_v, request, plain[:index])
     with sharding.ambient(model.mesh):
         key, dtype = jax.random.key(request.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
         for number in (request.index, *filter(None, [request.sample]), VERIFY_STREAM, len(prefix)):
@@ -168,12 +173,20 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
         is_kept, margins = _filter_margins(logits_v, [low, high], request)
         gap = min(scores_v[high] - scores_v[low], margins[1]) if is_kept[1] else margins[1]
         gap = float(gap if is_kept[0] else max(gap, margins[0]))
-    rounding = float(np.spacing(np.abs(logits_v[ids]).max().astype(model.dtype)))  # logits may have more bits
+    rounding = float(np.spacing(largest.astype(model.dtype)))  # logits may have more bits
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
 
 
+def _process(logits_v: np.ndarray, request: Request, answer: list[int]) -> np.ndarray:
+    """Returns the processed logits of the token after a prompt and the beginning of its answer."""
+    tokens_bs, length_b, sampling = make_batch([request], batch_size=1, capacity=request.length, dtype=logits_v.dtype)
+    state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
+    state, answer_bni = processors.start(state, logits_v.size), np.array(answer, np.int32)[None, None]
+    return np.asarray(processors.process(jnp.asarray(logits_v)[None, None], state, answer_bni))[0, 0]
+
+
 def _filter_margins(logits_v: np.ndarray, ids: list[int], request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Returns whether top-k and top-p keep each token, and the smallest change of logits that alters it."""
+    """Returns whether the filters keep each token, and the smallest change of logits that alters it."""
     from scipy.special import logit  # slow to import
 
     temperature, top_p, top_k = request.temperature, request.top_p, min(request.top_k or logits_v.size, logits_v.size)
@@ -190,7 +203,11 @@ def _filter_margins(logits_v: np.ndarray, ids: list[int], request: Request) -> t
     values, last, after = logits_v[ids].astype(np.float64), *sorted_v[num_kept - 1 : num_kept + 1]
     to_drop, to_keep = np.maximum(values - last, fewer), np.maximum(after - values, more)
     margins = np.where(values >= last, np.minimum(values - after, to_drop), np.minimum(last - values, to_keep))
-    return values >= last, margins
+    with np.errstate(divide="ignore"):
+        excess = values - sorted_v[0] - temperature * np.log(request.min_p)  # above the limit of min-p
+    is_kept, is_likely = values >= last, excess >= 0
+    to_keep = np.maximum(np.where(is_kept, 0, margins), np.where(is_likely, 0, -excess))
+    return is_kept & is_likely, np.where(is_kept & is_likely, np.minimum(margins, excess), to_keep)
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))

@@ -98,7 +98,8 @@ class Peer(System):
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
         model = self.model
-        stop_ids = find_stops(self.config, model.tokenizer, model.stop_ids, model.verifier.vocab_size)[1]
+        stop_ids = model.stop_ids if self.config.stop_ids is None else self.config.stop_ids
+        stop_ids = find_stops(self.config.stop, stop_ids, model.tokenizer, model.verifier.vocab_size)[1]
         settings = {"max_new_tokens": self.config.max_new_tokens, "stop_ids": stop_ids}
         results = []
         for prompt in prompts:

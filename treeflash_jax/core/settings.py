@@ -137,10 +137,11 @@ def add_options(
 
 
 def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
-    """Returns the arguments of `add_argument` for a field."""
+    """Returns the arguments of `add_argument` for a field; of T | Sequence[T], an option takes a T."""
     kind = kinds(cls)[field.name]
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
-    parts = [part for part in parts if part is not NoneType]
+    lists = [Sequence[part] for part in parts]
+    parts = [part for part in parts if part is not NoneType and part not in lists]
     usual = default_text(field) if default is field.default else re.sub(r"[\[\],']", "", str(default))
     text = (field.metadata["help"] + (f" (default: {usual})" if usual else "")).replace("%", "%%")
     if parts == [bool]:
@@ -156,8 +157,8 @@ def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
 
     def read(text: str) -> Any:
         try:
-            if parts == [Mapping[str, Any]]:
-                return fit_field(cls, field.name, parse_json(text))
+            if get_origin(parts[0]) is Mapping:
+                return fit_field(cls, field.name, parse_json(text), from_text=True)
             value = text.replace(",", " ").split() if parts == [Sequence[int]] else text
             return fit_field(cls, field.name, value, from_text=True)
         except ValueError as error:

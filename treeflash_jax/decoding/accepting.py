@@ -3,6 +3,8 @@
 Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -10,6 +12,7 @@ from jax import lax
 
 from treeflash_jax import acceptance, trees
 from treeflash_jax.core import sharding
+from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.models import verifier, vocab
 
@@ -38,13 +41,22 @@ class Accepted:
 
 
 def accept_path(
-    state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, logits_bnv: jax.Array, plan: DecodePlan
+    state: DecodeState,
+    tree: trees.DraftTree,
+    proposal: trees.Proposal | None,
+    logits_bnv: jax.Array,
+    plan: DecodePlan,
+    processor: Any = None,
 ) -> Accepted:
-    """Returns the path that the plan's rule keeps, and the tokens that it emits."""
+    """Returns the path that the plan's rule keeps, and the tokens that it emits; `processor` is the user's, if any."""
     with jax.named_scope("accept"):
         coins_bx, bonus_bv = coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = acceptance.Noise(_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
-        target = make_target(logits_bnv, state.sampling)
+        processed_bnv = logits_bnv
+        if processor is not None or state.sampling.is_processed:
+            path_bni = trees.path_tokens(tree, plan.path_length - 1)
+            processed_bnv = processors.process(logits_bnv, state, path_bni, processor)
+        target = make_target(processed_bnv, state.sampling)
         result = acceptance.RULES[plan.rule].walk(tree, proposal, target, noise)
         drafted_bp = trees.pick(tree.tokens_bn, result.path_bp)
         is_bonus_bp = jnp.arange(plan.path_length) == result.length_b[:, None] - 1
@@ -73,15 +85,21 @@ def first_token(
       given_b: first tokens if they are known; None: sampled from `last_bd`.
     """
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
-    picks_bp = make_target(logits_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
+    processed_bnv = logits_bnv
+    if weights.processor is not None or state.sampling.is_processed:
+        no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)
+        processed_bnv = processors.process(logits_bnv, state, no_path_bni, weights.processor)
+    picks_bp = make_target(processed_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
     picks_bp = picks_bp if given_b is None else given_b[:, None]
     log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
-    return emit(state, picks_bp, count_b, log_probs_bp)[0]
+    return emit(state, picks_bp, count_b, log_probs_bp, weights.processor)[0]
 
 
 def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetDistribution:
     """Returns the verifier's distributions after temperature and filters."""
-    return acceptance.target_distribution(logits_bnv, sampling.temperature_b, sampling.top_k_b, sampling.top_p_b)
+    return acceptance.target_distribution(
+        logits_bnv, sampling.temperature_b, sampling.top_k_b, sampling.top_p_b, sampling.min_p_b
+    )
 
 
 def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
@@ -119,7 +137,7 @@ def _token_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
 
 
 def emit(
-    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array, log_probs_bp: jax.Array | None
+    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array, log_probs_bp: jax.Array | None, processor: Any = None
 ) -> tuple[DecodeState, jax.Array]:
     """Appends up to `count_b` tokens, cut after the first stop id and at the limit; also returns the number kept."""
     sampling = state.sampling
@@ -131,6 +149,7 @@ def emit(
     kept_b = jnp.where(state.done_b, 0, jnp.minimum(kept_b, room_b)).astype(jnp.int32)
     stopped_b &= jnp.argmax(stops_bp, axis=1) < kept_b
 
+    state = processors.commit(state, tokens_bp, kept_b, processor)
     # All tokens are written; later rounds overwrite those beyond `kept_b`.
     write = jax.vmap(lambda x_s, new_p, at: lax.dynamic_update_slice(x_s, new_p, (at,)))
     log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)

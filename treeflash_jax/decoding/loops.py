@@ -15,7 +15,7 @@ from jax import lax
 
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
-from treeflash_jax.decoding import accepting, rounds
+from treeflash_jax.decoding import accepting, processors, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, pin
 from treeflash_jax.models import kv_cache, verifier
 
@@ -47,7 +47,7 @@ def prefill(
 
     Prompts are right-padded to the cache capacity. `Runner.prefill`, which `generate` uses, reads a few chunks at a time.
     """
-    state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.dtype)
+    state = begin(tokens_bs, length_b, sampling, processor=weights.processor, plan=plan, dtype=weights.dtype)
     chunks = tokens_bs.shape[1] // plan.chunk(tokens_bs.shape[1])
     return read(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
 
@@ -59,6 +59,7 @@ def begin(
     sampling: Sampling,
     kept: DecodeState | None = None,
     kept_b: jax.Array | None = None,
+    processor: Any = None,
     *,
     plan: DecodePlan,
     dtype: Any,
@@ -70,6 +71,7 @@ def begin(
       length_b: prompt lengths, at least 1.
       kept: earlier state of equal shape, donated; None: empty caches.
       kept_b: number of positions to keep in its caches, less than the prompt's length.
+      processor: the user's processor of logits; None for none.
     """
     batch, capacity = tokens_bs.shape
     if kept is not None:
@@ -89,7 +91,7 @@ def begin(
         expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
         sampling=sampling,
     )
-    return pin(state)
+    return pin(processors.start(state, plan.verifier.vocab_size, processor))
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))

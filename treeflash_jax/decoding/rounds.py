@@ -72,7 +72,7 @@ def verify_and_accept(
 ) -> tuple[Verified, Accepted]:
     """Verifies a tree in one pass and returns the path that the plan's rule keeps."""
     verified = verify_tree(weights, state, tree, plan)
-    return verified, accept_path(state, tree, proposal, verified.logits_bnv, plan)
+    return verified, accept_path(state, tree, proposal, verified.logits_bnv, plan, weights.processor)
 
 
 def keep_path(verified: Verified, accepted: Accepted, length: int) -> tuple[Verified, Accepted]:
@@ -169,7 +169,7 @@ def commit_path(
             accepted_bs=store(state.accepted_bs, accepted.length_b),
             rounds_b=state.rounds_b + ~state.done_b,
         )
-        state, kept_b = emit(state, accepted.tokens_bp, accepted.length_b, accepted.log_probs_bp)
+        state, kept_b = emit(state, accepted.tokens_bp, accepted.length_b, accepted.log_probs_bp, weights.processor)
         drafter = state.drafter
         if plan.drafts:
             features_bpj = trees.pick(verified.features_btj, accepted.path_bp)

@@ -75,13 +75,13 @@ class Runner:
         """
         tokens_bs, length_b, _ = batch
         plan, capacity, count = self.plan.for_prefill(), tokens_bs.shape[1], 0
-        earlier: tuple[Any, ...] = ()
+        earlier: tuple[Any, ...] = None, None
         if kept is not None:
             state, count = kept
             if state.capacity < capacity:
                 state = self.grow(state, capacity)
             earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
-        state = self.call(loops.begin, *batch, *earlier, plan=plan, dtype=self.weights.dtype)
+        state = self.call(loops.begin, *batch, *earlier, self.weights.processor, plan=plan, dtype=self.weights.dtype)
         longest, passes = int(np.max(sharding.to_host(length_b))), jax.device_put(np.int32(plan.prefill_passes))
         if will_run:  # XLA compiles the first, or reads it from JAX's cache, while Python traces the second
             where = {"mesh": self.mesh, "clock": self.clock}

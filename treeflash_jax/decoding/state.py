@@ -1,6 +1,6 @@
 """The plan of a decoding program, and its data: weights, sampling settings, the loop carry.
 
-Shape suffixes: b batch, s token slots, x stop ids.
+Shape suffixes: b batch, s token slots, x stop ids or biases, v vocabulary.
 """
 
 import math
@@ -81,10 +81,11 @@ class DecodePlan:
 
 @struct.dataclass
 class Weights:
-    """Weights of verifier and drafter; None without a drafter."""
+    """Weights of verifier and drafter; None without a drafter. During a call, also the user's processor of logits."""
 
     verifier: Any
     drafter: Any = None
+    processor: Any = None
 
     @property
     def dtype(self) -> Any:
@@ -96,23 +97,50 @@ class Weights:
 class Sampling:
     """Sampling settings of each sequence; traced, so changing them never recompiles.
 
+    The last three are None if no request of the call has such a setting: programs then contain nothing of them.
+
     Attributes:
-      key_b: random key from seed, prompt index and sample, so that answers are independent of the batch.
+      key_b: random key from seed, index and sample, so that answers are independent of the batch.
       temperature_b: 0 is greedy.
       top_k_b: 0 keeps all.
       top_p_b: 1 keeps all.
+      min_p_b: 0 keeps all.
       limit_b: prompt length + max_new_tokens.
       stop_ids_bx: ids that end a sequence; -1 pads.
       drafter_temperature_b: temperature of the drafted distribution, > 0.
+      penalties_b3: repetition, presence and frequency penalties.
+      bias: ids of tokens [b, x] and what is added to their logits [b, x]; NO_TOKEN pads.
+      least_b: prompt length + min_new_tokens.
     """
 
     key_b: jax.Array
     temperature_b: jax.Array
     top_k_b: jax.Array
     top_p_b: jax.Array
+    min_p_b: jax.Array
     limit_b: jax.Array
     stop_ids_bx: jax.Array
     drafter_temperature_b: jax.Array
+    penalties_b3: jax.Array | None = None
+    bias: tuple[jax.Array, jax.Array] | None = None
+    least_b: jax.Array | None = None
+
+    @property
+    def is_processed(self) -> bool:
+        return any(setting is not None for setting in (self.penalties_b3, self.bias, self.least_b))
+
+
+@struct.dataclass
+class Counts:
+    """Tokens of the text of each sequence, for penalties.
+
+    Attributes:
+      in_prompt_bv: whether the prompt contains each token.
+      in_answer_bv: how often the answer contains it, float32.
+    """
+
+    in_prompt_bv: jax.Array
+    in_answer_bv: jax.Array
 
 
 @struct.dataclass
@@ -125,8 +153,10 @@ class DecodeState:
       done_b: whether a sequence needs no more tokens.
       drafter: the drafter's state; None for one-token decoding.
       accepted_bs: number of tokens accepted by each round, bonus included, before any cut at a stop id or limit.
-      log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
+      log_probs_bs: the verifier's log-probability (temperature 1, unprocessed) of each token; None unless planned.
       expected_bs: number of tokens that each round was expected to commit, given its tree; None unless planned.
+      counts: tokens of the text; None without penalties.
+      processor_state: state of the user's processor after the text; None if it has none.
     """
 
     tokens_bs: jax.Array
@@ -139,6 +169,8 @@ class DecodeState:
     log_probs_bs: jax.Array | None
     expected_bs: jax.Array | None
     sampling: Sampling
+    counts: Counts | None = None
+    processor_state: Any = None
 
     @property
     def capacity(self) -> int:
@@ -149,7 +181,8 @@ def pin(state: DecodeState) -> DecodeState:
     """Constrains the state to its layout on the ambient mesh, so that all programs accept and return the same layout."""
     if sharding.current() is None:
         return state
-    others = state.replace(cache=None, drafter=None)
+    others = state.replace(cache=None, drafter=None, counts=None)
     others = jax.tree.map(lambda x: sharding.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), others)
     drafter = None if state.drafter is None else sharding.pin(state.drafter, state.drafter.axes())
-    return others.replace(cache=kv_cache.pin(state.cache), drafter=drafter)
+    counts = jax.tree.map(lambda x_bv: sharding.constrain(x_bv, ("batch", "vocab")), state.counts)
+    return others.replace(cache=kv_cache.pin(state.cache), drafter=drafter, counts=counts)

@@ -6,6 +6,7 @@ waiting requests is prefilled in a smaller batch and moved into their slots ("co
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -20,6 +21,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.engine.requests import Request
+from treeflash_jax.trees.containers import NO_TOKEN
 
 # Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
 # in 4 slots than in 3, and 5 take 20 % longer in 8 slots than in 5. That is 0.2 s for 48 tokens; programs of another size
@@ -27,8 +29,7 @@ from treeflash_jax.engine.requests import Request
 BATCH_SIZES = (1, 2, 4, 8)
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers
-STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that changing them rarely recompiles
-UNUSED = Request(ids=[0])  # fills unused slots
+LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
 
 Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
 
@@ -83,27 +84,40 @@ def make_batch(requests: Sequence[Request], *, batch_size: int, capacity: int, d
     """
     devices.check_process()
     batch_size = sharding.padded(batch_size, mesh)
-    slots = [*requests, *[UNUSED] * (batch_size - len(requests))]
+    unused = replace(requests[0], ids=[0], max_new_tokens=1) if requests else Request(ids=[0])
+    slots = [*requests, *[unused] * (batch_size - len(requests))]
     tokens_bs = np.zeros((batch_size, capacity), np.int32)
-    most_stops = max(len(request.stop_ids) for request in slots)
-    stop_ids_bx = np.full((batch_size, max(1, -(-most_stops // STOP_SLOTS)) * STOP_SLOTS), -1, np.int32)
     for i, request in enumerate(slots):
         tokens_bs[i, : request.length] = request.ids
-        stop_ids_bx[i, : len(request.stop_ids)] = request.stop_ids
 
-    def column(name: str, dtype: Any) -> np.ndarray:
-        return np.array([getattr(request, name) for request in slots], dtype)
+    def column(name: str, dtype: Any) -> np.ndarray | None:
+        values = [getattr(request, name) for request in slots]
+        return None if values[0] is None else np.array(values, dtype)
+
+    def padded(lists: list[Sequence[Any]], padding: Any, dtype: Any) -> np.ndarray:
+        size = max(1, -(-max(map(len, lists)) // LIST_SLOTS)) * LIST_SLOTS
+        return np.array([[*values, *[padding] * (size - len(values))] for values in lists], dtype)
 
     length_b, dtype = column("length", np.int32), jnp.promote_types(dtype, jnp.float32)
+    least_b, bias = column("min_new_tokens", np.int32), None
+    if least_b is not None:
+        least_b += length_b
+    if slots[0].logit_bias is not None:
+        ids, values = ([[pair[part] for pair in request.logit_bias] for request in slots] for part in (0, 1))
+        bias = padded(ids, NO_TOKEN, np.int32), padded(values, 0, dtype)
     numbers = [column(name, np.uint32) for name in ("seed", "index", "sample")]
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
         key_b=programs.call(loops.make_keys, *jax.device_put(numbers), clock=Clock(silent=True)),
         temperature_b=column("temperature", dtype),
         top_k_b=column("top_k", np.int32),
         top_p_b=column("top_p", dtype),
+        min_p_b=column("min_p", dtype),
         limit_b=length_b + column("max_new_tokens", np.int32),
-        stop_ids_bx=stop_ids_bx,
+        stop_ids_bx=padded([request.stop_ids for request in slots], -1, np.int32),
         drafter_temperature_b=column("drafter_temperature", dtype),
+        penalties_b3=column("penalties", dtype),
+        bias=bias,
+        least_b=least_b,
     )
     return sharding.place(jax.device_put((tokens_bs, length_b, sampling)), mesh)
 
@@ -179,21 +193,21 @@ class BatchDecoder:
         """True if an interrupt fell between the donation of the state and its result."""
         return self.state is None or self.state.end_b.is_deleted()
 
-    def run(self, max_rounds: int, is_over: Callable[[list[int]], bool] | None = None) -> Iterator[list[int]]:
+    def run(self, max_rounds: int, has_stop: Callable[[Request, list[int]], bool]) -> Iterator[list[int]]:
         """Decodes all requests; yields the slots of finished answers after prefill and after every dispatch.
 
         After Ctrl-C, it yields all used slots, if the state can still be read.
 
         Args:
           max_rounds: largest number of rounds per dispatch.
-          is_over: predicate of tokens that end an answer for a reason that programs cannot check, such as a stop string.
+          has_stop: predicate of a request and the tokens of its answer: true if they contain a stop string.
         """
         try:
             while self.slots.held:
                 done_b = sharding.to_host(self.state.done_b)
                 with self.clock.paused():
-                    if is_over is not None and not done_b.all():
-                        done_b = self._finish(done_b, is_over)
+                    if not done_b.all() and any(request.stop for request in self.slots.held.values()):
+                        done_b = self._finish(done_b, has_stop)
                     ready = [slot for slot in sorted(self.slots.held) if done_b[slot]]
                     yield ready
                 self.slots.release(ready)
@@ -251,12 +265,12 @@ class BatchDecoder:
         requests, dtype = [self.slots.held[slot] for slot in slots], self.runner.weights.dtype
         return make_batch(requests, batch_size=batch_size, capacity=capacity, dtype=dtype, mesh=self.runner.mesh)
 
-    def _finish(self, done_b: np.ndarray, is_over: Callable[[list[int]], bool]) -> np.ndarray:
+    def _finish(self, done_b: np.ndarray, has_stop: Callable[[Request, list[int]], bool]) -> np.ndarray:
         tokens_bs, end_b = sharding.to_host((self.state.tokens_bs, self.state.end_b))
         done_b = done_b.copy()
         for slot, request in self.slots.held.items():
             if not done_b[slot]:
-                done_b[slot] = is_over(tokens_bs[slot, request.length : end_b[slot]].tolist())
+                done_b[slot] = has_stop(request, tokens_bs[slot, request.length : end_b[slot]].tolist())
         self.state = self.state.replace(done_b=sharding.place(jnp.asarray(done_b), self.runner.mesh))
         return done_b
 

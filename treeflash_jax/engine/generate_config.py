@@ -1,7 +1,7 @@
 """`GenerateConfig`: the settings of a call, each declared once, with its type, default, limits and help."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -19,12 +19,8 @@ MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larg
 MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 would leave float32
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
-    "repetition_penalty": "penalties change the verifier's distribution with every token",
-    "presence_penalty": "penalties change the verifier's distribution with every token",
-    "frequency_penalty": "penalties change the verifier's distribution with every token",
     "num_beams": "beam search does not sample from the verifier",
     "grammar": "constrained decoding needs a mask per tree node",
-    "min_p": "only temperature, top-k and top-p are implemented",
     "raw": 'text to be continued is given as tf.Text("...") in Python, and with --prompt on the command line',
 }
 # Arguments of `load` that users give to a call.
@@ -47,13 +43,14 @@ running = partial(setting, group="running")
 class GenerateConfig:
     """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`.
 
-    Settings of drafting affect the speed, never the distribution of the output. A list has one value per prompt.
+    Settings of drafting affect the speed, never the distribution of the output. A list has one value per prompt; of
+    `stop` and `stop_ids`, a list of lists has.
 
     Example:
       >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)
     """
 
-    max_new_tokens: int = sampling(
+    max_new_tokens: int | Sequence[int] = sampling(
         128, "largest number of tokens in an answer, the stop token included", least=1, unit="tokens", basic=True
     )
     temperature: float | Sequence[float] = sampling(
@@ -65,8 +62,15 @@ class GenerateConfig:
     top_p: float | Sequence[float] = sampling(
         1.0, "sample from the most likely tokens of this total probability", above=0, most=1, unit="probability", basic=True
     )
+    min_p: float | Sequence[float] = sampling(
+        0.0, "sample from tokens at least this many times as likely as the likeliest", least=0, most=1, unit="fraction"
+    )
     seed: int | Sequence[int] = sampling(
-        0, "random seed; prompt i uses the key fold_in(seed, i)", least=0, most=2**32 - 1, basic=True
+        0,
+        "random seed; prompt i uses the key fold_in(seed, i), or fold_in(its own seed, 0) if there is a list of seeds",
+        least=0,
+        most=2**32 - 1,
+        basic=True,
     )
     samples: int = sampling(
         1,
@@ -76,8 +80,36 @@ class GenerateConfig:
         unit="answers",
         basic=True,
     )
-    stop: Sequence[str] = sampling((), "text that ends an answer and is not part of it", unit="text", basic=True)
-    stop_ids: Sequence[int] | None = sampling(
+    repetition_penalty: float | Sequence[float] = sampling(
+        1.0,
+        "divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer",
+        above=0,
+        most=100,
+        unit="factor",
+    )
+    presence_penalty: float | Sequence[float] = sampling(
+        0.0, "subtracted from the logits of tokens in the answer", least=-2, most=2, unit="logits"
+    )
+    frequency_penalty: float | Sequence[float] = sampling(
+        0.0,
+        "subtracted from the logits of tokens for every time that they are in the answer",
+        least=-2,
+        most=2,
+        unit="logits",
+    )
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = sampling(
+        None, "numbers that are added to the logits of tokens, by token id", unset="none", unit="JSON"
+    )
+    min_new_tokens: int | Sequence[int] = sampling(
+        0,
+        "smallest number of tokens in an answer: stop ids are impossible before, stop strings are not",
+        least=0,
+        unit="tokens",
+    )
+    stop: Sequence[str] | Sequence[Sequence[str]] = sampling(
+        (), "text that ends an answer and is not part of it", unit="text", basic=True
+    )
+    stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling(
         None, "ids of the tokens that end an answer", least=0, unset="the model's own", unit="ids"
     )
 

@@ -23,7 +23,7 @@ from treeflash_jax.engine.device_memory import check_memory, footprint, usable_m
 from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig
 from treeflash_jax.engine.plan import resolve, why_plain
 from treeflash_jax.engine.prompts import Prompt, as_list, encode, encode_each
-from treeflash_jax.engine.requests import Request, find_stops, make_requests
+from treeflash_jax.engine.requests import Request, make_requests
 from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
@@ -41,13 +41,11 @@ class Call:
     Attributes:
       requests: one per prompt and sample.
       batch_size: number of sequences decoded together.
-      stop: strings that end an answer.
     """
 
     requests: list[Request]
     plan: DecodePlan
     batch_size: int
-    stop: tuple[str, ...]
 
 
 class TreeFlash:
@@ -193,16 +191,16 @@ class TreeFlash:
         fit(Session | None, session, "session", says="a tf.Session")
         call = self.prepare(prompt, config, settings | {"batch_size": 1})
         if len(call.requests) != 1:
-            prompts = len({request.index for request in call.requests})
-            got = f"samples {len(call.requests) // prompts} and {prompts} prompts"
+            samples = 1 + call.requests[-1].sample
+            got = f"samples {samples} and {len(call.requests) // samples} prompts"
             raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
         decoder = self.start(call, Clock(), session)
-        reader = Reader(decoder, self.tokenizer, call.stop)
+        reader = Reader(decoder, self.tokenizer)
         sent, shown = 0, ""
         try:
-            for ready in decoder.run(rounds_per_dispatch, reader.is_over):
+            for ready in decoder.run(rounds_per_dispatch, reader.has_stop):
                 [result] = reader.read([0])
-                text = (result.text or "") if ready else reader.certain(result.text or "")
+                text = (result.text or "") if ready else reader.certain(call.requests[0], result.text or "")
                 yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
                 sent, shown = len(result.ids), text
         finally:  # also of a stream that is not read to its end
@@ -263,15 +261,16 @@ class TreeFlash:
         """Checks a call against the pair and the memory of its device; computes nothing. Raises what `generate` raises."""
         config = fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
         config = (config or GenerateConfig()).updated(**settings or {})
-        stop, stop_ids = find_stops(config, self.tokenizer, self.stop_ids, self.verifier.vocab_size)
         ids = encode_each(as_list(prompts), self.encode)
-        requests = make_requests(ids, config, self.verifier, self.drafter, stop_ids=stop_ids, indices=indices)
+        ends = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
+        requests = make_requests(ids, config, self.verifier, self.drafter, **ends, indices=indices)
         batch_size = config.batch_size or choose_batch_size(len(requests))
         plan = self.plan(config, batch_size)
         if not plan.drafts and config.builder != "none" and not self.has_noted_plain:
             self.has_noted_plain = True
             reason = self.why_plain(config, batch_size)
             logger.warning(f"{reason}: decoding one token at a time (builder 'none' does so without this note)")
+        longest = max(request.length for request in requests)
         together = [batch_size]
         if 1 < batch_size < len(requests):
             together.append(refill_size(batch_size))
@@ -281,12 +280,12 @@ class TreeFlash:
             dtype=self.dtype,
             mesh=self.mesh,
             batch=sum(sharding.padded(size, self.mesh) for size in together),
-            capacity=largest_capacity(plan, max(request.length for request in requests), config.max_new_tokens),
+            capacity=largest_capacity(plan, longest, max(request.max_new_tokens for request in requests)),
             drafts=plan.drafts,
             quantize=self.quantize,
         )
         check_memory(needs, usable_memory(self.mesh), self.mesh)
-        return Call(requests, plan, batch_size, stop)
+        return Call(requests, plan, batch_size)
 
     def start(self, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
         """Prefills the first requests of a call; with a session, its only request."""
@@ -296,11 +295,11 @@ class TreeFlash:
     def _serve(self, call: Call) -> Iterator[tuple[int, Result]]:
         """Decodes a call; yields each answer with its number."""
         unanswered = {request.number: request for request in call.requests}
-        rounds = ROUNDS_PER_STOP_CHECK if call.stop else ROUNDS_PER_DISPATCH
+        rounds = ROUNDS_PER_STOP_CHECK if any(request.stop for request in call.requests) else ROUNDS_PER_DISPATCH
         try:
             decoder = self.start(call, Clock())
-            reader = Reader(decoder, self.tokenizer, call.stop)
-            for ready in decoder.run(rounds, reader.is_over):
+            reader = Reader(decoder, self.tokenizer)
+            for ready in decoder.run(rounds, reader.has_stop):
                 numbers = [decoder.slots.held[slot].number for slot in ready]
                 for number, result in zip(numbers, reader.read(ready), strict=True):
                     del unanswered[number]

@@ -40,7 +40,7 @@ class Result:
       compile_seconds: time spent compiling until this answer.
       tokens_per_second: generated tokens of all answers of the call over `seconds`; from `generate_each` and `stream`,
         tokens of this answer.
-      log_probs: log-probability of every generated token under the verifier (temperature 1, no filters); None unless
+      log_probs: log-probability of every generated token under the verifier (temperature 1, unprocessed); None unless
         requested.
       expected_lengths: expected number of tokens committed by each round, given its tree and before any cut; None unless
         requested.
@@ -154,12 +154,10 @@ class Reader:
     Attributes:
       decoder: decoder of the batch.
       tokenizer: tokenizer of the verifier; results have no text without it.
-      stop: strings that end an answer.
     """
 
     decoder: BatchDecoder
     tokenizer: Tokenizer | None
-    stop: tuple[str, ...] = ()
 
     def read(self, slots: Sequence[int]) -> list[Result]:
         """Returns the answers so far in these slots of the batch."""
@@ -178,7 +176,7 @@ class Reader:
                 finished = "stop"
             elif not done and self.decoder.is_interrupted:
                 finished = "interrupted"
-            ids, text, accepted, has_stop = self._until_stop(ids, accepted)
+            ids, text, accepted, has_stop = self._until_stop(request, ids, accepted)
             if has_stop:
                 finished = "stop"
             results.append(
@@ -221,29 +219,27 @@ class Reader:
             **values,
         )
 
-    @property
-    def is_over(self) -> Callable[[list[int]], bool] | None:
-        """Predicate of tokens whose text contains a stop string; None without stop strings."""
-        return self._has_stop if self.stop else None
+    def has_stop(self, request: Request, ids: list[int]) -> bool:
+        """Returns True if the text of tokens contains a stop string of their request."""
+        text = (self._text(ids) or "") if request.stop else ""
+        return any(stop in text for stop in request.stop)
 
-    def _has_stop(self, ids: list[int]) -> bool:
-        text = self._text(ids) or ""
-        return any(stop in text for stop in self.stop)
-
-    def certain(self, text: str) -> str:
+    def certain(self, request: Request, text: str) -> str:
         """Removes the end of a growing text that may still change: half a character, or the start of a stop string."""
-        starts = [size for stop in self.stop for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        starts = [size for stop in request.stop for size in range(1, len(stop)) if text.endswith(stop[:size])]
         return text[: min(len(text.rstrip("\ufffd")), len(text) - max(starts, default=0))]
 
-    def _until_stop(self, ids: list[int], accepted: list[int]) -> tuple[list[int], str | None, list[int], bool]:
+    def _until_stop(
+        self, request: Request, ids: list[int], accepted: list[int]
+    ) -> tuple[list[int], str | None, list[int], bool]:
         """Cuts tokens, text and accept lengths at the first stop string; the last value is true if there is one."""
-        if not self._has_stop(ids):
+        if not self.has_stop(request, ids):
             return ids, self._text(ids), accepted, False
-        ids = ids[: bisect_left(range(len(ids)), True, key=lambda count: self._has_stop(ids[:count]))]
+        ids = ids[: bisect_left(range(len(ids)), True, key=lambda count: self.has_stop(request, ids[:count]))]
         while accepted and 1 + sum(accepted[:-1]) >= len(ids):
             accepted = accepted[:-1]
         text = self._text(ids)  # with later tokens, it might contain another stop string, before this one
-        return ids, text[: min(text.index(stop) for stop in self.stop if stop in text)], accepted, True
+        return ids, text[: min(text.index(stop) for stop in request.stop if stop in text)], accepted, True
 
     def _text(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(ids)

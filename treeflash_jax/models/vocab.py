@@ -95,20 +95,26 @@ def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
     return sharding.per_device(local, mesh, (PartitionSpec(*leading, AXIS), leading), leading)(logits, ids)
 
 
-def put(scores_bv: jax.Array, ids_bc: jax.Array, values_bc: jax.Array) -> jax.Array:
-    """Returns scores with entries `ids` replaced; ids of a sequence are distinct, those past the vocabulary are dropped."""
-    mesh = _vocab_mesh(scores_bv.shape[-1])
+def put(scores: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns scores [..., v] with entries `ids` [..., c] replaced; ids past the vocabulary are dropped.
+
+    Equal ids of one vector need equal values.
+    """
+    mesh = _vocab_mesh(scores.shape[-1])
 
     def local(shard: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
         at = ids if mesh is None else ids - lax.axis_index(AXIS) * shard.shape[-1]
         at = jnp.where((at >= 0) & (at < shard.shape[-1]), at, shard.shape[-1])
-        return jax.vmap(lambda scores_v, at, values: scores_v.at[at].set(values, mode="drop"))(shard, at, values)
+        replaced = jnp.vectorize(
+            lambda x_v, at_c, new_c: x_v.at[at_c].set(new_c, mode="drop"), signature="(v),(c),(c)->(v)"
+        )
+        return replaced(shard, at, values)
 
     if mesh is None:
-        return local(scores_bv, ids_bc, values_bc)
-    batch = _batch_spec(mesh, scores_bv.shape[:-1])
-    few, whole = PartitionSpec(*batch, None), PartitionSpec(*batch, AXIS)
-    return sharding.per_device(local, mesh, (whole, few, few), whole)(scores_bv, ids_bc, values_bc)
+        return local(scores, ids, values)
+    leading = _batch_spec(mesh, scores.shape[:-1])
+    few, whole = PartitionSpec(*leading, None), PartitionSpec(*leading, AXIS)
+    return sharding.per_device(local, mesh, (whole, few, few), whole)(scores, ids, values)
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
@@ -158,16 +164,25 @@ def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:
     return sharding.constrain(noise, ("batch",) + (None,) * (noise.ndim - 2) + ("vocab",))
 
 
-def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Returns the smallest logit that survives top-k, then top-p of softmax(logits / temperature), [...]; -inf for no cut.
+def filter_threshold(
+    logits: jax.Array,
+    temperature: jax.Array | float,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array | float = 0.0,
+) -> jax.Array:
+    """Returns the smallest logit that survives top-k, top-p and min-p of softmax(logits / temperature), [...].
 
-    Tokens with smaller logits are dropped: ties are kept, and so is the token that crosses p. Both cuts are computed by
-    bisection over the ordered bit patterns of the logits' own dtype, 16 passes each for bfloat16: exact, without sorting
-    the vocabulary or writing anything of its size, and with sums only, so a sharded vocabulary never moves.
+    Tokens with smaller logits are dropped: ties are kept, and so is the token that crosses p; -inf keeps all. The cuts of
+    top-k and top-p are computed by bisection over the ordered bit patterns of the logits' own dtype, 16 passes each for
+    bfloat16: exact, without sorting the vocabulary or writing anything of its size, and with sums only, so a sharded
+    vocabulary never moves. That of min-p depends on the largest logit alone.
 
     Args:
-      temperature: above 0; like top_k (0 keeps all) and top_p (1 keeps all), it is broadcastable to [...].
+      temperature: above 0; like top_k (0 keeps all), top_p (1 keeps all) and min_p (0 keeps all), it is broadcastable to
+        [...].
     """
+    least = _wide(jnp.max(logits, axis=-1)) + temperature * jnp.log(min_p)
     temperature = jnp.asarray(temperature, _wide(logits[..., 0]).dtype)[..., None]
     lowest = ordered(jnp.asarray(-jnp.inf, logits.dtype))
     peak = jnp.max(logits, axis=-1, keepdims=True)
@@ -183,7 +198,9 @@ def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: j
     wanted = top_p * mass(kth)
     crossing = _bisect(lambda cut: mass(cut) >= wanted, logits)
     crossing = jnp.minimum(crossing, ordered(peak[..., 0]))  # p below the smallest float keeps the likeliest token
-    return unordered(jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth), logits.dtype)
+    kept = jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth)
+    rounded = least.astype(logits.dtype)
+    return unordered(jnp.maximum(kept, ordered(rounded) + (rounded < least)), logits.dtype)  # `least` is rounded up
 
 
 def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ ranked by their own value: that would change their distribution.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from treeflash_jax.trees.containers import DraftTree, Proposal, ancestor_mask, first, pick, root_only
+from treeflash_jax.trees.containers import DraftTree, Proposal, ancestor_mask, first, path_tokens, pick, root_only
 from treeflash_jax.trees.deterministic import best_first, rank_0_chain, walk
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.grow import draw_noise
@@ -94,5 +94,5 @@ BUILDERS: dict[str, Builder] = {
 
 __all__ = [
     "BUILDERS", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape", "ancestor_mask",
-    "best_first", "draw_noise", "first", "pick", "rank_0_chain", "root_only",
+    "best_first", "draw_noise", "first", "path_tokens", "pick", "rank_0_chain", "root_only",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Draft trees as arrays: nodes, their parents, and the distribution that sampled nodes were drawn from.
 
-Shape suffixes: b batch, n tree nodes (root included), c children kept per node, w nodes below the root, x draws.
+Shape suffixes: b batch, n tree nodes (root included), i depth, c children kept per node, w nodes below the root,
+x draws.
 """
 
 import jax
@@ -98,6 +99,13 @@ def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
         bits_bnw |= pick(bits_bnw, above_bn)
         above_bn = pick(above_bn, above_bn)
     return (jnp.repeat(bits_bnw, 32, axis=2)[:, :, :nodes] >> bit_n.astype(np.uint32)) & 1 == 1
+
+
+def path_tokens(tree: DraftTree, depths: int) -> jax.Array:
+    """Returns the tokens from depth 1 to each node, [b, n, depths]; NO_TOKEN below it, and for the root and padding."""
+    is_at_bin = tree.depth_bn[:, None] == jnp.arange(1, depths + 1)[:, None]
+    is_on_path_bnin = ancestor_mask(tree.parent_bn, depths)[:, :, None] & is_at_bin[:, None]
+    return jnp.min(jnp.where(is_on_path_bnin, tree.tokens_bn[:, None, None], NO_TOKEN), axis=-1)
 
 
 @jax.jit

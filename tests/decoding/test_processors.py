@@ -1,0 +1,139 @@
+"""Processors of logits: equal to those of transformers, lossless in float64 with every draft, nothing without them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from answers import drafted_as_plain, make_pair, prefilled, slow_unless
+from compiled import gathered_shapes
+from conftest import DATA, RANDOM_MODEL, compilations, needs_8_devices
+from test_every_drafter import TEXTS, accepted_pair
+
+from treeflash_jax import GenerateConfig, make_mesh, trees
+from treeflash_jax.core import programs
+from treeflash_jax.decoding import accepting, loops, processors
+from treeflash_jax.decoding.state import DecodeState
+from treeflash_jax.engine.batching import make_batch
+from treeflash_jax.engine.requests import make_requests
+from treeflash_jax.trees.containers import NO_TOKEN
+
+STORED = np.load(DATA / "sampling" / "transformers.npz")
+
+
+@pytest.mark.parametrize("depths", [0, 5])
+def test_logits_are_those_of_transformers(depths):
+    """The end of each answer is a node's path; the rest is committed."""
+    names = "repetition_penalty min_new_tokens temperature top_k top_p min_p".split()
+    settings = {name: STORED[name].tolist() for name in names}
+    biases = map(zip, STORED["bias_ids"].tolist(), STORED["bias"].tolist())
+    settings |= {"logit_bias": [*map(dict, biases)], "stop_ids": STORED["stops"].tolist(), "max_new_tokens": 30}
+    texts = zip(*(STORED[name].tolist() for name in ("ids", "prompt", "count")), strict=True)
+    parts = [(ids[:prompt], ids[prompt : prompt + count]) for ids, prompt, count in texts]
+    config = GenerateConfig(**settings)
+    requests = make_requests([prompt for prompt, _ in parts], config, RANDOM_MODEL)
+    tokens_bs, length_b, sampling = make_batch(requests, batch_size=len(parts), capacity=32, dtype=jnp.float32)
+    state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
+    state = processors.start(state, STORED["logits"].shape[1])
+    paths = np.full((len(parts), 1, depths), NO_TOKEN)
+    answers = np.zeros((len(parts), 12), np.int32)
+    kept = []
+    for number, (_, answer) in enumerate(parts):
+        cut = max(0, len(answer) - depths)
+        paths[number, 0, : len(answer) - cut], answers[number, :cut] = answer[cut:], answer[:cut]
+        kept.append(cut)
+    state = processors.commit(state.replace(end_b=length_b + jnp.asarray(kept)), answers, jnp.asarray(kept))
+    processed = processors.process(jnp.asarray(STORED["logits"][:, None]), state, jnp.asarray(paths))
+    np.testing.assert_allclose(processed[:, 0], STORED["processed"], atol=1e-5)
+    target = accepting.make_target(processed, sampling)
+    every_id = jnp.broadcast_to(jnp.arange(processed.shape[-1]), processed.shape)
+    np.testing.assert_allclose(jnp.exp(target.gather(every_id))[:, 0], STORED["probabilities"], atol=1e-5)
+
+
+ENDS = {"min_new_tokens": [5, 25, 0], "stop_ids": [[2, 5], [1, 3, 7], [4]]}
+PROCESSED = {
+    "repetition": {"repetition_penalty": [1.3, 1.0, 0.7]},
+    "presence": {"presence_penalty": [2.0, -1.0, 0.0]},
+    "frequency": {"frequency_penalty": [0.5, 1.0, -0.2]},
+    "bias": {"logit_bias": [{3: 2.0, 5: -4.0}, {}, {0: 1.5}]},
+    "minimum": ENDS,
+    "min_p": {"min_p": [0.3, 0.0, 0.05]},
+    "all": {"repetition_penalty": 1.2, "frequency_penalty": [0.3, 0.0, 0.6], "logit_bias": {2: 1.0}, "min_p": 0.02} | ENDS,
+}
+SAMPLED = {"temperature": [1.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
+DRAFT = {"nodes": 8, "children": 6}
+
+
+KINDS = "language_model", "frequent", "ngram"
+CASES = [slow_unless(kind == KINDS[0], kind, name) for kind in KINDS for name in PROCESSED]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_drafted_output_is_one_token_output(float64, kind, name):
+    """Greedy and sampled; the third text joins the batch later."""
+    pair, accepted = accepted_pair(kind), 0
+    draft = DRAFT | ({"candidates": 6} if kind == "frequent" else {})
+    for settings in ({}, SAMPLED):
+        settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 2} | settings | PROCESSED[name]
+        results = drafted_as_plain(pair, TEXTS, draft, **settings)
+        accepted += sum(length - 1 for result in results for length in result.accept_lengths)
+        plain = pair.generate(TEXTS, builder="none", **{x: y for x, y in settings.items() if x not in PROCESSED[name]})
+        assert (
+            [result.ids for result in results] != [result.ids for result in plain]
+            or name == "min_p"
+            and not settings.get("seed")
+        )
+        least = settings.get("min_new_tokens", [1] * 3)
+        assert all(len(result.ids) >= least for result, least in zip(results, least, strict=True))
+    assert accepted
+
+
+def test_a_history_without_ancestors_fails_the_same_test(float64, monkeypatch):
+    """Control: nodes penalized for the committed text alone."""
+    settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 3, "presence_penalty": 2.0}
+    drafted_as_plain(accepted_pair("language_model"), TEXTS, DRAFT, **settings)
+    whole = trees.path_tokens
+    monkeypatch.setattr(trees, "path_tokens", lambda tree, depths: jnp.full_like(whole(tree, depths), NO_TOKEN))
+    programs.clear()
+    with pytest.raises(AssertionError):
+        drafted_as_plain(accepted_pair("language_model"), TEXTS, DRAFT, **settings)
+    programs.clear()
+
+
+def test_programs_without_processors_contain_nothing_of_them(float64, monkeypatch):
+    pair = accepted_pair("language_model")
+
+    def lower(**settings) -> None:
+        plan, state = prefilled(pair, TEXTS, **DRAFT, **settings)
+        assert (state.counts is not None) == ("presence_penalty" in settings)
+        loops.decode.lower(pair.weights, state, jnp.int32(1), plan=plan)
+
+    monkeypatch.setattr(processors, "process", lambda *_: pytest.fail("processors are traced"))
+    lower(max_new_tokens=40)
+    with pytest.raises(pytest.fail.Exception):
+        lower(max_new_tokens=40, presence_penalty=0.5)
+
+
+def test_nothing_recompiles_when_only_values_change(float64):
+    pair = accepted_pair("language_model")
+
+    def run(number: float) -> None:
+        settings = {"repetition_penalty": 1 + number / 9, "presence_penalty": [number / 9, 0.0, 0.3]}
+        settings |= {"logit_bias": {i: 1.0 for i in range(int(number))}, "min_new_tokens": int(number)}
+        pair.generate(TEXTS, max_new_tokens=20, **settings, **DRAFT)
+
+    run(1)
+    with compilations() as compiled:
+        run(5)
+    assert not compiled
+
+
+@needs_8_devices
+@pytest.mark.slow
+def test_eight_devices_answer_as_one(float64):
+    """Batch and vocabulary are split, also those of counts."""
+    settings = PROCESSED["all"] | SAMPLED | {"max_new_tokens": 30, "batch_size": 3}
+    kinds = {"drafter": accepted_pair("ngram").drafter, "dtype": jnp.float64}
+    programs.clear()
+    drafted = make_pair(RANDOM_MODEL, **kinds, mesh=make_mesh(1, 2)).generate(TEXTS, **DRAFT, **settings)
+    assert not {size for shape in gathered_shapes() for size in shape} & {RANDOM_MODEL.vocab_size}
+    plain = make_pair(RANDOM_MODEL, **kinds).generate(TEXTS, builder="none", **settings)
+    assert [result.ids for result in drafted] == [result.ids for result in plain]

@@ -1,0 +1,151 @@
+"""Processors of logits: biases, penalties, minimum lengths, and the user's own function.
+
+The text of a node is the text of its sequence up to the root, then the tokens of its path. Its logits are processed as
+one-token decoding would process them after that text, before any acceptance rule reads them, so every rule is lossless for
+the processed distribution. Drafters do not see processed logits.
+
+The order is that of transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
+and `frequency_penalty`, `min_new_tokens`, the user's processor; then temperature and filters (`acceptance.target`).
+
+Shape suffixes: b batch, n tree nodes, i depth, s token slots, p emitted tokens, x entries of a list, v vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax.decoding.state import Counts, DecodeState
+from treeflash_jax.models import vocab
+from treeflash_jax.trees import pick
+from treeflash_jax.trees.containers import NO_TOKEN
+
+
+@struct.dataclass
+class History:
+    """The text of every node, for a user's processor.
+
+    Attributes:
+      tokens_bs: prompt and answer up to the root; anything from `length_b` on.
+      length_b: number of these tokens, the root included.
+      path_bni: tokens from depth 1 to the node; `NO_TOKEN` (2**31 - 1) beyond it.
+      state: state of the processor after each node, leading axes [b, n]; None if it has none.
+    """
+
+    tokens_bs: jax.Array
+    length_b: jax.Array
+    path_bni: jax.Array
+    state: Any = None
+
+    @property
+    def last_bn(self) -> jax.Array:
+        """The last token of each node's text."""
+        root_b11 = pick(self.tokens_bs, self.length_b[:, None] - 1)[..., None]
+        nodes = self.path_bni.shape[1]
+        text_bni = jnp.concatenate([jnp.repeat(root_b11, nodes, axis=1), self.path_bni], axis=2)
+        depth_bn1 = jnp.sum(self.path_bni != NO_TOKEN, axis=2, keepdims=True)
+        return jnp.take_along_axis(text_bni, depth_bn1, axis=2)[..., 0]
+
+
+def start(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
+    """Returns the state with what processors keep of its prompts; nothing if no processor needs anything."""
+    if state.sampling.penalties_b3 is not None:
+        is_prompt_bs = jnp.arange(state.capacity) < state.end_b[:, None]
+        ids_bs = jnp.where(is_prompt_bs, state.tokens_bs, NO_TOKEN)
+        none_bv = jnp.zeros((state.end_b.size, vocab_size), bool)
+        in_prompt_bv = vocab.put(none_bv, ids_bs, jnp.ones_like(ids_bs, bool))
+        state = state.replace(counts=Counts(in_prompt_bv, jnp.zeros(none_bv.shape, jnp.float32)))
+    if has_state(processor):
+        state = state.replace(processor_state=processor.start(state.tokens_bs, state.end_b))
+    return state
+
+
+def commit(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, processor: Any = None) -> DecodeState:
+    """Returns the state with the first `kept_b` of these tokens counted."""
+    is_kept_bp = jnp.arange(tokens_bp.shape[1]) < kept_b[:, None]
+    if state.counts is not None:
+        ids_bp = jnp.where(is_kept_bp, tokens_bp, NO_TOKEN)
+        counted_bp = _count_with(state.counts.in_answer_bv, ids_bp[:, None])[:, 0]
+        in_answer_bv = vocab.put(state.counts.in_answer_bv, ids_bp, counted_bp)
+        state = state.replace(counts=state.counts.replace(in_answer_bv=in_answer_bv))
+    if has_state(processor):
+        state = state.replace(processor_state=_advance(processor, state.processor_state, tokens_bp, is_kept_bp))
+    return state
+
+
+def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, processor: Any = None) -> jax.Array:
+    """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least."""
+    sampling, is_path_bni = state.sampling, path_bni != NO_TOKEN
+    with jax.named_scope("process"):
+        logits_bnv = logits_bnv.astype(jnp.promote_types(logits_bnv.dtype, jnp.float32))
+        zero_bv = jnp.zeros((logits_bnv.shape[0], logits_bnv.shape[2]), logits_bnv.dtype)
+        if sampling.bias is not None:
+            logits_bnv += vocab.put(zero_bv, *sampling.bias)[:, None]
+        if state.counts is not None:
+            logits_bnv = _penalize_texts(logits_bnv, sampling.penalties_b3, state.counts, path_bni)
+        if sampling.least_b is not None:
+            is_short_bn = state.end_b[:, None] + jnp.sum(is_path_bni, axis=2) < sampling.least_b[:, None]
+            stop_bv = vocab.put(
+                zero_bv, sampling.stop_ids_bx, jnp.full(sampling.stop_ids_bx.shape, -jnp.inf, zero_bv.dtype)
+            )
+            logits_bnv = jnp.where(is_short_bn[..., None], logits_bnv + stop_bv[:, None], logits_bnv)
+        if processor is not None:
+            history = History(state.tokens_bs, state.end_b, path_bni)
+            if has_state(processor):
+                shape = path_bni.shape[:2]
+                root = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), state.processor_state)
+                history = history.replace(state=_advance(processor, root, path_bni, is_path_bni))
+            logits_bnv = processor(logits_bnv, history)
+        return logits_bnv
+
+
+def has_state(processor: Any) -> bool:
+    return hasattr(processor, "advance")
+
+
+def _penalize_texts(logits_bnv: jax.Array, penalties_b3: jax.Array, counts: Counts, path_bni: jax.Array) -> jax.Array:
+    """Returns logits penalized for each node's text: for that of its root, and again for the tokens of its path."""
+    in_answer_bv = counts.in_answer_bv
+    is_seen_bv = counts.in_prompt_bv | (in_answer_bv > 0)
+    penalized_bnv = _penalize(logits_bnv, penalties_b3, in_answer_bv[:, None], is_seen_bv[:, None])
+    at_path_bni = vocab.take(logits_bnv, jnp.minimum(path_bni, logits_bnv.shape[-1] - 1))
+    at_path_bni = _penalize(at_path_bni, penalties_b3, _count_with(in_answer_bv, path_bni), jnp.bool_(True))
+    return vocab.put(penalized_bnv, path_bni, at_path_bni)
+
+
+def _penalize(logits: jax.Array, penalties_b3: jax.Array, count: jax.Array, is_seen: jax.Array) -> jax.Array:
+    """Returns logits [b, n, ...] after the penalties of transformers (repetition) and of vLLM (presence, frequency).
+
+    Args:
+      count: number of times that the answer contains each token.
+      is_seen: whether prompt or answer contain it.
+    """
+    repetition, presence, frequency = (penalties_b3[:, i, None, None].astype(logits.dtype) for i in range(3))
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(is_seen, repeated, logits)
+    return logits - frequency * count.astype(logits.dtype) - presence * (count > 0)
+
+
+def _count_with(in_answer_bv: jax.Array, path_bni: jax.Array) -> jax.Array:
+    """Returns how often the answer and the path contain each token of the path, [b, n, i]."""
+    ids_bx = jnp.minimum(path_bni, in_answer_bv.shape[1] - 1).reshape(path_bni.shape[0], -1)
+    in_path_bni = jnp.sum(path_bni[..., None] == path_bni[..., None, :], axis=-1)
+    return vocab.take(in_answer_bv, ids_bx).reshape(path_bni.shape) + in_path_bni
+
+
+def _advance(processor: Any, state: Any, tokens_xi: jax.Array, is_token_xi: jax.Array) -> Any:
+    """Returns states [x, ...] after the tokens of the last axis, in order; x is one or two axes."""
+
+    def step(state: Any, inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        token_x, is_token_x = inputs
+
+        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(jnp.expand_dims(is_token_x, range(is_token_x.ndim, old.ndim)), new, old)
+
+        return jax.tree.map(choose, processor.advance(state, token_x), state), None
+
+    # A loop: XLA's GPU compiler takes exponential time for a chain of gathers.
+    tokens_ix = jnp.moveaxis(jnp.where(is_token_xi, tokens_xi, 0), -1, 0)
+    return lax.scan(step, state, (tokens_ix, jnp.moveaxis(is_token_xi, -1, 0)))[0]
