@@ -38,6 +38,7 @@ def tree_attention(
     prefix: LayerKV | None = None,
     length_b: jax.Array | None = None,
     *,
+    first_bt: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Computes softmax(q [K_prefix; K_new]^T / sqrt(e)) [V_prefix; V_new] over the first `length_b` slots of the prefix.
@@ -50,16 +51,19 @@ def tree_attention(
       mask_btu: True if new position t sees new position u. Every position must see itself.
       prefix: committed keys and values; cache slot s holds absolute position s. None: no prefix.
       length_b: number of committed positions per sequence.
+      first_bt: first slot of the prefix that each new position sees (sliding windows); None: all. Takes the plain form.
       implementation: a name in IMPLEMENTATIONS.
     """
     if isinstance(mask_btu, PackedMask):
         if packed_attention.supports(implementation, q_bthe, k_buke):
             return packed_attention.attend(implementation, q_bthe, k_buke, v_buke, mask_btu)
         mask_btu = mask_btu.dense()
+    if first_bt is not None:
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt)
     return IMPLEMENTATIONS[implementation](q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
-def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt=None):
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
     new_bkqu = _logits(q_bkqe, k_bkue, mask_btu)
@@ -67,6 +71,8 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     if prefix is not None:
         slots = jnp.arange(prefix.keys_bkse.shape[2])
         seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, queries, slots.size))
+        if first_bt is not None:
+            seen_bts &= slots >= first_bt[..., None]
         past_bkqs = _logits(q_bkqe, prefix.keys_bkse, seen_bts)
         peak_bkq1 = jnp.maximum(peak_bkq1, products.largest(past_bkqs)[..., None])
 
