@@ -1,7 +1,11 @@
-"""config.json of published models, to the letter."""
+"""config.json of published models, to the letter, and folders in published layouts."""
 
+import shutil
 from pathlib import Path
 from typing import Any
+
+from conftest import DATA
+from safetensors.numpy import load_file, save_file
 
 from treeflash_jax.formats import dialects
 from treeflash_jax.formats.keys import Keys
@@ -15,6 +19,17 @@ def parse(part: str, raw: dict, where: str = "config.json") -> Any:
 
 def without(raw: dict, *keys: str) -> dict:
     return {key: value for key, value in raw.items() if key not in keys}
+
+
+def deepspec_folder(folder: Path, form: str, tensors: dict) -> Path:
+    """Makes a DSpark folder as DeepSpec writes it, with copies of the tables of the verifier of a_treeflash."""
+    tables = load_file(DATA / "conformance" / "a_treeflash" / "verifier" / "model.safetensors")
+    embed = tables["model.embed_tokens.weight"]
+    copies = {"embed_tokens.weight": embed, "lm_head.weight": tables.get("lm_head.weight", embed).copy()}
+    folder.mkdir()
+    shutil.copy(DATA / "published" / form / "config.json", folder)
+    save_file(tensors | copies, folder / "model.safetensors")
+    return folder
 
 
 QWEN3_4B = {

@@ -97,7 +97,8 @@ class DrafterStage(BlockStage):
     num_nodes: int = setting(16, "default number of tree nodes, stored with the drafter", least=1, most=MAX_NODES)
 
     def __post_init__(self) -> None:
-        expect(self.head in HEADS, "head", self.head, f"one of {', '.join(HEADS)}")
+        trainable = [name for name, head in HEADS.items() if head.is_trainable]
+        expect(self.head in trainable, "head", self.head, f"one of {', '.join(trainable)}")
         if "head" in self.trains and not self.objective.base_weight:
             raise ValueError(f"got head {quoted(self.head)} and objective.base_weight 0, expected more for the candidates")
 

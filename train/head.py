@@ -33,7 +33,7 @@ class HeadStage(BlockStage):
     """Settings of this stage, besides those of BlockStage."""
 
     drafter: str = setting("tiny", "name of a pair, folder or Hub id of a DFlash or TreeFlash drafter")
-    head: str = setting("mlp", 'name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank"')
+    head: str = setting("mlp", "name in drafters.block.heads: mlp (TreeFlash), linear, lowrank (DSpark), gru (Domino), ...")
     keep_head: bool = setting(False, "starts from the drafter's head, which must be of this kind")
     train_backbone: bool = setting(
         False, "also trains the backbone (the paper's main runs; its ablation with a frozen one is nearly equal)"
@@ -41,7 +41,7 @@ class HeadStage(BlockStage):
     drafter_temperature: float = setting(0.0, "default stored with the drafter; 0 keeps the backbone's", least=0)
 
     def __post_init__(self) -> None:
-        trainable = [name for name, head in HEADS.items() if head.entries]
+        trainable = [name for name, head in HEADS.items() if head.entries and head.is_trainable]
         expect(self.head in trainable, "head", self.head, f"one of {', '.join(trainable)}")
 
     @property
@@ -59,11 +59,15 @@ class HeadStage(BlockStage):
     def drafter_config(self, model: ModelConfig, start: Any) -> BlockConfig:
         check_kind(self.drafter, start, BlockConfig, "block drafter (DFlash)")
         drafter = start.fitted(model)
+        if drafter.extras:
+            got = f"{self.drafter}: got a drafter with {' and '.join(drafter.extras)}"
+            raise ValueError(f"{got}, expected a DFlash backbone without: no head is trained on others")
         if self.keep_head and drafter.head != self.head:
             raise ValueError(f"{self.drafter}: got a drafter with head {drafter.head!r} to be kept, expected {self.head!r}")
         temperature = self.drafter_temperature or drafter.drafter_temperature
         rank = drafter.head_rank if self.keep_head else self.head_rank
-        head = {"head": self.head, "head_rank": rank, "drafter_temperature": temperature}
+        sizes = drafter.head_sizes if self.keep_head else None
+        head = {"head": self.head, "head_rank": rank, "head_sizes": sizes, "drafter_temperature": temperature}
         return dataclasses.replace(drafter, **head, tau=None)
 
     def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:

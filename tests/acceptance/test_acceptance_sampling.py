@@ -40,6 +40,8 @@ DRAFTERS = {  # with the settings under which a node has the most entries withou
     "language_model": (LanguageModelConfig(layers=MODEL, num_depths=3), {"children": 3}),
     "steered": (LanguageModelConfig(layers=MODEL, num_depths=3, steering=STEERS), {"children": 4}),
     "ngram": (NgramConfig(shortest=1, num_depths=3), {"children": 6}),
+    "lowrank": (replace(DRAFTER, head="lowrank"), {"candidates": 2, "children": 3}),
+    "gru": (replace(DRAFTER, head="gru", shifted=True), {"candidates": 3, "children": 3}),
 }
 TREES = {
     "one path": {"builder": "paths", "nodes": 4, "branches": 1},

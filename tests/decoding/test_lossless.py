@@ -93,18 +93,24 @@ KINDS = (  # of drafted programs
 )  # fmt: skip
 
 
+NETWORKS = (  # of backbones
+    {}, {"shifted": True}, {"causal_layers": (0,)}, {"sliding_layers": (0,), "window": 9, "causal_layers": (0,)},
+    {"sliding_layers": (0,), "window": 6, "shared_window": True, "shifted": True, "conv_group": 6},
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "programs"), [(0, 2)])  # per verifier: 2 meet all kinds and heads, 7 all pairs
+@pytest.mark.parametrize(("seed", "programs"), [(0, 3)])  # per verifier: 3 meet all kinds, heads and networks
 def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
     """Two of the verifiers are in int8."""
     draw, results, met = random.Random(seed), [], set()
     rounded, kinds, heads = draw.sample([*VERIFIERS], 2), draw.sample(KINDS, len(KINDS)), draw.sample([*HEADS], len(HEADS))
-    turns = zip(itertools.cycle(kinds), itertools.cycle(heads), strict=True)
+    turns = zip(itertools.cycle(kinds), itertools.cycle(heads), itertools.cycle(NETWORKS), strict=True)
     for name, config in VERIFIERS.items():
-        for kind, head in itertools.islice(turns, programs):
+        for kind, head, network in itertools.islice(turns, programs):
             drafter = BlockConfig(
                 layers=fresh_layers(config, 1), block_size=6, mask_token_id=VOCABULARY - 1, target_layer_ids=(0, 1),
-                num_target_layers=2, head=head,
+                num_target_layers=2, head=head, **network,
             )  # fmt: skip
             number, specs, scheme = draw.randrange(10**6), verifier.specs(config), "int8" if name in rounded else None
             weights = fresh(specs, number, 0.35, noisy=True)

@@ -13,12 +13,17 @@ import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import BlockConfig
-from treeflash_jax.drafters.block.heads import HEADS, Unembed
+from treeflash_jax.drafters.block.heads import HEADS, Block, Unembed
+from treeflash_jax.drafters.block.heads.gru import GruSizes
+from treeflash_jax.drafters.block.heads.path_head import PathHead
+from treeflash_jax.drafters.block.heads.selector import SelectorSizes
 from treeflash_jax.engine.plan import resolve
 
 BATCH, V, D, DEPTHS = 3, 60, RANDOM_MODEL.hidden_size, RANDOM_DRAFTER.num_depths  # no other size is 60
 DRAFTER = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=V))
 TEMPERATURES = np.array([1.0, 0.7, 1.6])
+PATH_HEADS = [name for name, head in HEADS.items() if isinstance(head, PathHead)]
+TABLES = [name for name, head in HEADS.items() if head.is_trainable and name not in PATH_HEADS]
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +31,12 @@ def block():
     """Random tables, hidden states of a block, and anchors."""
     keys = jax.random.split(jax.random.key(0), 3)
     table_vd, other_vd = (0.3 * jax.random.normal(key, (V, D)) for key in keys[:2])
-    hidden_bqd = jax.random.normal(keys[2], (BATCH, DEPTHS + 1, D))
-    return Unembed(table_vd, other_vd, jnp.ones(D), 1e-6), hidden_bqd, jnp.asarray([5, 40, 11], jnp.int32)
+    hidden_bid = jax.random.normal(keys[2], (BATCH, DEPTHS, D))
+    return Unembed(table_vd, other_vd, jnp.ones(D), 1e-6), hidden_bid, jnp.asarray([5, 40, 11], jnp.int32)
 
 
-def sized(candidates: int, children: int, shortlist: int = 0) -> BlockConfig:
-    return replace(DRAFTER, candidates=candidates, children=children, shortlist=shortlist)
+def sized(candidates: int, children: int, shortlist: int = 0, **others) -> BlockConfig:
+    return replace(DRAFTER, candidates=candidates, children=children, shortlist=shortlist, **others)
 
 
 def make_weights(name: str):
@@ -42,11 +47,11 @@ def make_weights(name: str):
 
 def expand(name: str, block, drafter: BlockConfig, ids_z=None):
     """Returns the compiled function that gives the table of a block, over all tokens or these, and its arguments."""
-    unembed, hidden_bqd, anchor_b = block
+    unembed, hidden_bid, anchor_b = block
     if ids_z is not None:
         unembed = unembed.replace(unembed_vd=unembed.unembed_vd[ids_z], ids_v=jnp.asarray(ids_z))
-    arguments = make_weights(name), unembed, hidden_bqd, anchor_b, drafter, jnp.asarray(TEMPERATURES)
-    return jax.jit(HEADS[name].expand, static_argnums=4), arguments
+    arguments = make_weights(name), unembed, Block(hidden_bid, anchor_b, jnp.asarray(TEMPERATURES)), drafter
+    return jax.jit(HEADS[name].expand, static_argnums=3), arguments
 
 
 def run(name: str, block, drafter: BlockConfig, ids_z=None):
@@ -54,13 +59,14 @@ def run(name: str, block, drafter: BlockConfig, ids_z=None):
     return jax.tree.map(np.asarray, function(*arguments))
 
 
-@pytest.mark.parametrize(("name", "is_listed"), [*((name, False) for name in HEADS), ("mlp", True)])
+@pytest.mark.parametrize(("name", "is_listed"), [*((name, False) for name in TABLES), ("mlp", True)])
 @pytest.mark.parametrize("ids_z", [None, np.arange(1, V, 2)], ids=["all", "frequent"])
 def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is_listed, ids_z):
     """With all tokens, or all of a draft vocabulary, as candidates and children, and as a shortlist."""
-    unembed, hidden_bqd, anchor_b = block
+    unembed, hidden_bid, anchor_b = block
     head, params, size = HEADS[name], make_weights(name), V if ids_z is None else ids_z.size
-    table = run(name, block, sized(size, size, size if is_listed else 0), ids_z)
+    sizes = {"head_sizes": SelectorSizes(V)} if name == "selector" else {}
+    table = run(name, block, sized(size, size, size if is_listed else 0, **sizes), ids_z)
     _, depths, contexts, _ = table.tokens_bimc.shape
     before_bim = np.zeros((BATCH, depths, contexts), np.int32)
     before_bim[:, 0] = anchor_b[:, None]
@@ -69,8 +75,8 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is
             tokens, context = table.tokens_bimc[b, depth - 1], table.next_context_bimc[b, depth - 1]
             before_bim[b, depth, context[context >= 0]] = tokens[context >= 0]
     for depth in range(depths):
-        hidden_brd = jnp.repeat(hidden_bqd[:, depth + 1 : depth + 2], contexts, axis=1)
-        logits_brv = head.logits(params, unembed, jnp.asarray(before_bim[:, depth]), hidden_brd)
+        hidden_brd = jnp.repeat(hidden_bid[:, depth : depth + 1], contexts, axis=1)
+        logits_brv = head.logits(params, unembed, jnp.asarray(before_bim[:, depth]), hidden_brd, DRAFTER)
         if ids_z is not None:
             logits_brv = jnp.full_like(logits_brv, -jnp.inf).at[:, :, ids_z].set(logits_brv[:, :, ids_z])
         expected = jax.nn.log_softmax(logits_brv / TEMPERATURES[:, None, None], axis=-1)
@@ -79,23 +85,59 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "prefix"), [("lowrank-rnn", 0), ("gru", 0), ("gru", 2)])
+def test_lanes_along_a_path_are_the_logits_that_training_sees(block, name, prefix):
+    """Normalised over the candidates after the prefix, in which the tokens are those of the marginals."""
+    unembed, hidden_bid, anchor_b = block
+    sizes, listed = {"head_sizes": GruSizes(D, prefix)} if name == "gru" else {}, 9
+    drafter, head, params = sized(listed, listed, **sizes), HEADS[name], make_weights(name)
+
+    @jax.jit
+    def descend(params, unembed):
+        expander = head.expand(params, unembed, Block(hidden_bid, anchor_b, jnp.asarray(TEMPERATURES)), drafter)
+        state_bw, offers = expander.start(2), []
+        for depth in range(DEPTHS):
+            offers += [expander.children(jnp.int32(depth), state_bw)]
+            state_bw = expander.follow(jnp.int32(depth), state_bw, jnp.broadcast_to(jnp.asarray([1, 4]), (BATCH, 2)))
+        return offers
+
+    offers = descend(params, unembed)
+    path_biw = np.stack([tokens_bwc[:, [0, 1], [1, 4]] for tokens_bwc, _ in offers], axis=1)
+    anchor_b1w = np.broadcast_to(np.asarray(anchor_b)[:, None, None], (BATCH, 1, 2))
+    before_bwi = np.moveaxis(np.concatenate([anchor_b1w, path_biw[:, :-1]], axis=1), 1, 2)
+    both_bmd, before_bm = jnp.tile(hidden_bid, (1, 2, 1)), jnp.asarray(before_bwi.reshape(BATCH, -1))
+    logits_bwiv = np.reshape(head.logits(params, unembed, before_bm, both_bmd, drafter), (BATCH, 2, DEPTHS, V))
+    marginal_biv = np.asarray(HEADS["marginal"].logits({}, unembed, anchor_b, hidden_bid, drafter))
+    for depth, (tokens_bwc, log_probs_bwc) in enumerate(offers):
+        scores_bwv = logits_bwiv[:, :, depth] / TEMPERATURES[:, None, None]
+        if depth >= prefix:
+            is_off_bv = np.argsort(np.argsort(-marginal_biv[:, depth])) >= listed
+            scores_bwv = np.where(is_off_bv[:, None], -np.inf, scores_bwv)
+        expected = np.take_along_axis(log_softmax(scores_bwv, axis=-1), np.asarray(tokens_bwc), -1)
+        np.testing.assert_allclose(log_probs_bwc, expected, atol=2e-5)
+        assert (np.diff(log_probs_bwc) <= 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name, head in HEADS.items() if head.is_trainable])
 def test_a_fresh_head_drafts_from_the_marginals(block, name):
-    unembed, hidden_bqd, anchor_b = block
+    unembed, hidden_bid, anchor_b = block
     fresh = parameters.initialize(HEADS[name].specs(DRAFTER), jax.random.key(0))
-    drafter, one_b = sized(6, 5), jnp.ones(BATCH)
-    got = HEADS[name].expand(fresh, unembed, hidden_bqd, anchor_b, drafter, one_b)
-    plain = HEADS["marginal"].expand({}, unembed, hidden_bqd, anchor_b, drafter, one_b)
-    np.testing.assert_array_equal(got.tokens_bimc[:, :, :1], plain.tokens_bimc)
-    np.testing.assert_allclose(got.log_probs_bimc[:, :, :1], plain.log_probs_bimc, atol=2e-5)
+    given = unembed, Block(hidden_bid, anchor_b, jnp.ones(BATCH)), sized(V, 5)
+    got, plain = (HEADS[head].expand(params, *given) for head, params in ((name, fresh), ("marginal", {})))
+    for depth in range(DEPTHS):
+        tokens_bwc, log_probs_bwc = got.children(jnp.int32(depth), got.start(1))
+        np.testing.assert_array_equal(tokens_bwc[:, 0], plain.tokens_bimc[:, depth, 0])
+        np.testing.assert_allclose(log_probs_bwc[:, 0], plain.log_probs_bimc[:, depth, 0], atol=2e-5)
+        if name in PATH_HEADS:
+            break
 
 
 def test_a_short_list_keeps_the_mass_of_what_it_leaves_out(block):
     """Low rank: contexts are distributions over the vocabulary in which tokens off the list have their marginal logits."""
-    unembed, hidden_bqd, anchor_b = block
-    head, params, one_b = HEADS["lowrank"], make_weights("lowrank"), jnp.ones(BATCH)
-    table = head.expand(params, unembed, hidden_bqd, anchor_b, sized(4, 3), one_b)
-    before = unembed, anchor_b[:, None], hidden_bqd[:, 1:2]
+    unembed, hidden_bid, anchor_b = block
+    head, params = HEADS["lowrank"], make_weights("lowrank")
+    table = head.expand(params, unembed, Block(hidden_bid, anchor_b, jnp.ones(BATCH)), sized(4, 3))
+    before = unembed, anchor_b[:, None], hidden_bid[:, :1], DRAFTER
     logits = HEADS["marginal"].logits({}, *before), head.logits(params, *before)
     marginal, moved = (np.array(x[:, 0], np.float64) for x in logits)
     for b in range(BATCH):
@@ -119,13 +161,13 @@ def short_list(size: int) -> BlockConfig:
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_own(block, size):
     """The list, and the mass off it, by hand: scores of the head's full contexts, mass off the list from the marginals."""
-    table, (unembed, hidden_bqd, anchor_b) = run("mlp", block, short_list(size)), block
-    marginal_biv = np.asarray(HEADS["marginal"].logits({}, unembed, anchor_b, hidden_bqd[:, 1:]), np.float64)
+    table, (unembed, hidden_bid, anchor_b) = run("mlp", block, short_list(size)), block
+    marginal_biv = np.asarray(HEADS["marginal"].logits({}, unembed, anchor_b, hidden_bid, DRAFTER), np.float64)
     likely_biv = np.argsort(-marginal_biv, axis=-1, kind="stable")
     anchor_b1m = np.broadcast_to(np.asarray(anchor_b)[:, None, None], (BATCH, 1, M))
     before_bx = jnp.asarray(np.concatenate([anchor_b1m, likely_biv[:, :-1, :M]], axis=1).reshape(BATCH, -1))
-    hidden_bxd = jnp.repeat(hidden_bqd[:, 1:], M, axis=1)
-    corrected_bxv = HEADS["mlp"].logits(make_weights("mlp"), unembed, before_bx, hidden_bxd)
+    hidden_bxd = jnp.repeat(hidden_bid, M, axis=1)
+    corrected_bxv = HEADS["mlp"].logits(make_weights("mlp"), unembed, before_bx, hidden_bxd, DRAFTER)
     corrected_bimv = np.asarray(corrected_bxv, np.float64).reshape(BATCH, DEPTHS, M, V)
     assert table.tokens_bimc.shape[-1] == min(K, size * DEPTHS)
     for b, temperature in enumerate(TEMPERATURES):

@@ -171,8 +171,8 @@ BAD_MODELS = {
 }
 BAD_DRAFTERS = {
     "a key that changes numbers": ({"logit_scale": 4}, ("logit_scale",)),
-    "a causal block": ({"dflash_config": {"mask_token_id": 1, "causal": True}}, ("dflash_config", "causal")),
-    "unknown head": ({"treeflash_config": {"ar_approximation": "gru"}}, ("ar_approximation", "gru")),
+    "a head's key": ({"dflash_config": {"mask_token_id": 1, "emb_dim": 3}}, ("dflash_config", "emb_dim")),
+    "unknown head": ({"treeflash_config": {"ar_approximation": "ffn"}}, ("ar_approximation", "ffn")),
     "head as list": ({"treeflash_config": {"ar_approximation": ["swiglu"]}}, ("ar_approximation", "swiglu")),
     "cold draft": ({"treeflash_config": {"drafter_temperature": 0}}, ("drafter_temperature", "0")),
     "null dflash_config": ({"dflash_config": None}, ("dflash_config", "None")),

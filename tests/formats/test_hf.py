@@ -94,6 +94,7 @@ WRITTEN = {
     "treeflash": replace(BLOCK, head="lowrank", head_rank=3, num_nodes=10, drafter_temperature=0.5),
     "dflash": BLOCK,
     "speculators-dflash": BLOCK,
+    "speculators-dspark": replace(BLOCK, head="lowrank", head_rank=3, candidates=64, shifted=True),
 }  # fmt: skip
 
 
@@ -107,8 +108,8 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["dtype"] == "bfloat16"
     if "speculators" in dialect:
-        algorithm = "eagle3" if dialect == "speculators" else "dflash"
-        ids = raw[{"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}[algorithm]]
+        algorithm = "eagle3" if dialect == "speculators" else dialect.removeprefix("speculators-")
+        ids = raw["eagle_aux_hidden_state_layer_ids" if algorithm == "eagle3" else "aux_hidden_state_layer_ids"]
         assert ids == [1, 3], "the layers that these outputs enter"
         method = {"proposal_type": "greedy", "speculative_tokens": config.num_depths}
         method |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -167,7 +168,7 @@ def test_tensors_have_the_published_names_shapes_and_axes(tmp_path):
 
 
 def test_dflash_as_the_speculators_library_writes_it(tmp_path):
-    """With copies of the verifier's tables and settings of training; from a part of the vocabulary, it is refused."""
+    """With copies of the verifier's tables and settings of training."""
     params = drafter_params(PLAIN)
     model_files.save_drafter(tmp_path, PLAIN, params, dialect="speculators-dflash", dtype=jnp.float32)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -178,8 +179,9 @@ def test_dflash_as_the_speculators_library_writes_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert_same(model_files.load_drafter(tmp_path), (replace(PLAIN, verifier=("a/b",)), params))
     for change, message in (
-        ({"draft_vocab_size": 11}, "draft_vocab_size = 11 is not implemented, expected 12"),
-        ({"sample_from_anchor": True}, "sample_from_anchor = True is not implemented"),
+        ({"draft_vocab_size": 11}, "missing, the first is d2t"),
+        ({"draft_vocab_size": 13}, "draft_vocab_size = 13"),
+        ({"sample_from_anchor": True, "shift_label": False}, "shift_label false and sample_from_anchor true"),
         ({"projector_type": "domino"}, "projector_type = 'domino' is not implemented"),
         ({"aux_hidden_state_layer_ids": [0, 3]}, "target_layer_ids"),
         ({"emb_dim": 4}, "got key 'emb_dim', which changes numbers"),

@@ -179,8 +179,8 @@ def score_sums(
     unembed = Unembed(embed_vd=tables["embed"], unembed_vd=sampled_vectors(unembed_vd, sample), norm=norm, eps=eps)
 
     def drafter_logits(name: str, weights: Any) -> jax.Array:
-        weights = weights | {table: sampled_vectors(weights[table], sample) for table in HEADS[name].looked_up[1:]}
-        return HEADS[name].logits(weights, unembed, previous_bt, hidden_btd)
+        weights = weights | {table: sampled_vectors(weights[table], sample) for table in HEADS[name].scored}
+        return HEADS[name].logits(weights, unembed, previous_bt, hidden_btd, drafter)
 
     def by_block(logits_btv: jax.Array) -> jax.Array:
         return counted(logits_btv, sample).reshape(*previous_bni.shape, -1)
@@ -226,7 +226,7 @@ def drafting_flops(
     drafting = flops.product_flops([specs["fc"], keys_values], length) + flops.product_flops(specs["groups"], slots)
     drafting += flops.attention_flops(drafter.layers, slots, length / 2 + drafter.block_size)
     drafted, kind = settings.anchors * drafter.num_depths, HEADS[drafter.head]
-    products = [spec for name, spec in kind.specs(drafter).items() if name not in kind.looked_up[:1]]
+    products = [spec for name, spec in kind.specs(drafter).items() if name not in kind.looked_up]
     head = 2 * drafted * sum(math.prod(spec.shape) for spec in products)
     vocabulary = flops.vocabulary_flops(drafter.layers, drafted)
     if settings.vocabulary:

@@ -94,7 +94,8 @@ def draft_settings(
         defaults["candidates"] = min(SMALL_CANDIDATES, vocab_size)
         if not builder.is_chain and not has_nodes:
             most = min(drafter.num_nodes, SMALL_NODES)  # a tree is at most nodes - 1 deep
-            defaults["block_size"] = max(2, min(drafter.num_depths + 1, most))
+            if "block_size" in drafter.settings:
+                defaults["block_size"] = max(2, min(drafter.block_size, most))
             if drafter.lanes is not None and not builder.draws:
                 defaults["depths"] = min(drafter.num_depths, SMALL_DEPTHS)
     return {name: value for name, value in defaults.items() if name in drafter.settings}

@@ -115,7 +115,7 @@ class GenerateConfig:
 
     head: str | None = drafting(
         None,
-        "head of a block drafter, which conditions a token on the one before it; marginal turns it off",
+        "head of a block drafter, which conditions a token on those before it; marginal turns it off",
         unset="the drafter's own",
         choices=lambda: tuple(HEADS),
     )
@@ -138,7 +138,7 @@ class GenerateConfig:
     candidates: int | None = drafting(
         None,
         "most likely tokens per depth of a block drafter, from which trees are built (M in the TreeFlash paper)",
-        unset="16; on a CPU not using amx_bf16 8",
+        unset="the drafter's: 16, or 64 if its head follows the path; on a CPU not using amx_bf16 8",
         least=1,
         unit="tokens",
     )

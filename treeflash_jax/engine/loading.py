@@ -107,6 +107,7 @@ def load(
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
     if drafter is not None:
+        model_files.check_copies(drafter, verifier)
         drafter_params = model_files.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
         if steering is not None:
             drafter_params["steering"] = language_model_folder.load_steering(Path(steering), dtype, mesh)

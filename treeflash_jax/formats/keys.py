@@ -20,7 +20,8 @@ CHANGES = frozenset(
     llama_4_scaling_beta low_freq_factor mscale mscale_all_dim mrope_interleaved mrope_section
     original_max_position_embeddings short_factor truncate
 
-    causal causal_head emb_dim gru_hidden_dim is_causal markov_head_type markov_rank projector_type
+    attention_k_eq_v causal causal_head conv_group_size conv_kernel_size dspark_backbone_conv_enabled emb_dim gru_hidden_dim
+    is_causal lilicorr_enabled markov_head_type markov_rank output_multiplier projector_type swa_window_size use_swa
     pure_draft_prefix_len sample_from_anchor selector_rank selector_top_k shift_label sliding_window_non_causal
     next_layer_regular parallel_draft_step use_input_layernorm_in_first_layer use_last_layernorm use_mtp_layernorm
 

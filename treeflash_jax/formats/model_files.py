@@ -53,6 +53,28 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
     return config, _load(path, dialect, config, config.specs(), dtype, mesh)
 
 
+def check_copies(drafter: str | Path, source: str | Path) -> None:
+    """Raises ValueError if tables in a drafter's files, copies of the verifier's that are not read, differ from those.
+
+    The rounded tables of a GGUF file are not compared.
+
+    Args:
+      drafter: folder of the drafter.
+      source: folder or file of the verifier.
+    """
+    dialect, config = _find(drafter, "drafter")
+    other, verifier_config = _find(source, "verifier")
+    if not dialect.copies(config) or gguf_reader.is_gguf(source):
+        return
+    with tensor_files.open_folder(Path(drafter)) as copies, other.opened(Path(source), verifier_config) as tensors:
+        entries = other.entries(verifier_config, verifier.specs(verifier_config), tensors.keys())
+        for copy, name in dialect.copies(config).items():
+            original = entries.get(name, entries["embed"]).name  # a tied file has one table
+            if copy in copies and not storage.are_equal(copies[copy], tensors[original]):
+                got = f"{copy} differs from {original} of the verifier"
+                raise ValueError(f"{drafter}: got {got}, expected a copy: load the verifier that it was trained for")
+
+
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     """Returns the ids that end an answer of a verifier: those of its config and of a generation_config.json beside it.
 

@@ -1,28 +1,50 @@
 """The network of the DFlash block drafter, shared by drafting and training.
 
-Shape suffixes: b batch, t positions, j tapped layers x model, d model. `sizes` are those of the layers.
+DFlash2's layers also have convolutions over the slots of the block, before and after attention and feed-forward part:
 
-Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeFlash head (arXiv 2606.03819).
+    conv(x)_t = sum over taps a in (0, 1) of (base[side, a] + delta_t[side, a, group]) x_{t - a},   0 before slot 0
+
+The deltas of both sides come from the normed input of attention or feed-forward part, one for each group of channels.
+
+Shape suffixes: b batch, t positions, j tapped layers x model, d model, y sides (before, after), a taps, g groups of
+channels. `sizes` are those of the layers.
+
+Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeFlash head (arXiv 2606.03819). DFlash2:
+NeMo AutoModel.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import kv_cache, layers, quantized
 from treeflash_jax.models.config import ModelConfig
 
+CONVOLVED = ("attention", "mlp")
+SIDES, TAPS = 2, 2
 
-def specs(sizes: ModelConfig, num_taps: int) -> dict[str, Any]:
-    """Returns the specs of a backbone that reads `num_taps` layers of the verifier."""
+
+def specs(sizes: ModelConfig, num_taps: int, conv_group: int = 0) -> dict[str, Any]:
+    """Returns the specs of a backbone that reads `num_taps` layers of the verifier.
+
+    Args:
+      conv_group: channels per group of the convolutions; 0: no convolutions.
+    """
     d = sizes.hidden_size
+    layer = layers.layer_specs(sizes)
+    if conv_group:
+        kernel = Spec((SIDES, TAPS, d // conv_group, d), (None, None, None, "embed"), inputs=(3,), outputs=(0, 1, 2))
+        layer |= {f"{name}_conv": Spec((SIDES, TAPS, d), (None, None, None)) for name in CONVOLVED}
+        layer |= {f"{name}_conv_delta": kernel for name in CONVOLVED}
     return {
         "fc": Spec((num_taps * d, d), ("embed", None), inputs=(0,), outputs=(1,)),
         "hidden_norm": Spec((d,), (None,), "ones"),
-        "groups": [[layers.layer_specs(sizes) for _ in range(sizes.num_layers)]],
+        "groups": [[dict(layer) for _ in range(sizes.num_layers)]],
         "norm": Spec((d,), (None,), "ones"),
     }
 
@@ -59,15 +81,32 @@ def through_layers(
     """
     table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
 
-    @jax.jit  # traced once for all layers; XLA inlines the calls
+    @jax.jit  # traced once for all equal layers; XLA inlines the calls
     def layer(weights, x_btd, seen):
-        def mix(weights, x_btd):
-            q_bthe = layers.queries(weights, sizes, x_btd, table)
+        def attention(x_btd):
             new = layers.keys_values(weights, sizes, x_btd, table)
-            return attend(q_bthe, *new, seen), None
+            return layers.merge_heads(weights, attend(layers.queries(weights, sizes, x_btd, table), *new, seen))
 
-        return sharding.constrain(layers.decoder_layer(weights, x_btd, mix, sizes.rms_norm_eps)[0], ("batch", None, None))
+        for name, run in {"attention": attention, "mlp": partial(layers.swiglu, weights)}.items():
+            normed_btd = layers.rms_norm(x_btd, weights[f"{name}_norm"], sizes.rms_norm_eps)
+            x_btd = x_btd + convolved(weights, name, normed_btd, run)
+        return sharding.constrain(x_btd, ("batch", None, None))
 
     for weights, seen in zip((weights for group in params["groups"] for weights in group), context, strict=True):
         x_btd = layer(weights, x_btd, seen)
     return x_btd
+
+
+def convolved(weights: dict[str, Any], name: str, x_btd: jax.Array, run: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns conv(run(conv(x))) with the convolutions of attention or feed-forward part; run(x) in layers without."""
+    if f"{name}_conv" not in weights:
+        return run(x_btd)
+    delta_btyag = quantized.product("btd,yagd->btyag", x_btd, weights[f"{name}_conv_delta"])
+    group = x_btd.shape[-1] // delta_btyag.shape[-1]
+    kernel_btyad = weights[f"{name}_conv"] + jnp.repeat(delta_btyag, group, axis=-1)
+
+    def conv(side: int, x_btd: jax.Array) -> jax.Array:
+        before_btd = jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return kernel_btyad[:, :, side, 0] * x_btd + kernel_btyad[:, :, side, 1] * before_btd
+
+    return conv(1, run(conv(0, x_btd)))

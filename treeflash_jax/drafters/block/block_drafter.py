@@ -5,9 +5,9 @@ backbone.py has the network; heads/ turn a block into a transition table.
 A draft is one pass over the block [anchor, mask, ..., mask] against the verifier's features. The cache holds the context
 only: keys and values of fused features at positions 0 .. length - 1, written once. Block slots see the whole context and
 each other, and are dropped after the pass. Slot i of the block predicts the token at position start + i, where start is the
-anchor's.
+anchor's, so the anchor's slot predicts nothing. In a shifted block it predicts the token at start + 1 + i, so all slots do.
 
-Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (anchor included), d model.
+Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (anchor included), i draft depth, d model.
 
 Source: DFlash (arXiv 2602.06036) section 4, TreeFlash (arXiv 2606.03819).
 """
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from treeflash_jax.core.checks import expect
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Unembed
+from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
 from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs, draft_ids, listed_specs, require_fit
 from treeflash_jax.models import kv_cache, vocab
 from treeflash_jax.models.attention import tree_attention
@@ -41,10 +41,18 @@ class BlockConfig(DrafterConfig):
       block_size: length of the drafted block, anchor included; draft depths run 1 .. block_size - 1.
       mask_token_id: the token that fills the block's open slots.
       target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
-      num_target_layers: number of layers of the verifier that it was trained for.
-      head: name in `heads.HEADS`; it determines how a drafted token depends on the one before it.
+      num_target_layers: number of layers of the verifier that it was trained for; None: its files do not say.
+      shifted: whether a slot predicts the token after the one at its position (`shift_label`, `sample_from_anchor`).
+      causal_layers: layers in which block slots see no later slots.
+      sliding_layers: layers in which block slots see a window of the context.
+      window: a slot at position p sees context positions above p - window; 0 without sliding layers.
+      shared_window: whether all slots see the window of `window` positions before the anchor instead.
+      conv_group: channels per group of the layers' convolutions (DFlash2); 0: none.
+      head: name in `heads.HEADS`; it determines how a drafted token depends on those before it.
       head_rank: rank of a low-rank head; 256 in published files, and at most the drafter's width.
+      head_sizes: further sizes of the head, as its file defines; None: the usual ones.
       draft_vocab_size: number of the verifier's tokens that it drafts, the weight `offsets`; 0: all.
+      owns_vocabulary: whether its files list these tokens, and have vectors of no others in their tables.
       candidates: number of previous tokens kept per depth (M).
       children: number of likeliest next tokens kept after each of them (K).
       shortlist: number of likeliest marginal tokens per depth; the second stage of a conditional head scores those of all
@@ -64,10 +72,18 @@ class BlockConfig(DrafterConfig):
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
+    shifted: bool = False
+    causal_layers: tuple[int, ...] = ()
+    sliding_layers: tuple[int, ...] = ()
+    window: int = 0
+    shared_window: bool = False
+    conv_group: int = 0
     head: str = MARGINAL
     head_rank: int = 256
+    head_sizes: Any = None
     draft_vocab_size: int = 0
+    owns_vocabulary: bool = False
     candidates: int = 16
     children: int = 16
     shortlist: int = 0
@@ -82,7 +98,22 @@ class BlockConfig(DrafterConfig):
 
     @property
     def num_depths(self) -> int:
-        return self.block_size - 1
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the first drafted token."""
+        return 0 if self.shifted else 1
+
+    @property
+    def lanes(self) -> int | None:
+        return HEADS[self.head].lanes
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the fields in which its network differs from DFlash's."""
+        names = "shifted causal_layers sliding_layers conv_group owns_vocabulary".split()
+        return tuple(name for name in names if getattr(self, name))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -90,9 +121,10 @@ class BlockConfig(DrafterConfig):
 
     def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this drafter. Raises ValueError if it was made for another verifier."""
+        num_layers = self.num_target_layers or verifier.num_layers
         require_fit(
             hidden_size=(self.layers.hidden_size, verifier.hidden_size),
-            number_of_verifier_layers=(self.num_target_layers, verifier.num_layers),
+            number_of_verifier_layers=(num_layers, verifier.num_layers),
             vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
         )
         outside = [i for i in self.target_layer_ids if not 0 <= i < verifier.num_layers]
@@ -109,15 +141,18 @@ class BlockConfig(DrafterConfig):
         return self
 
     def limited(self, draft_vocab_size: int) -> Self:
+        if self.owns_vocabulary:
+            raise ValueError("got a draft vocabulary beside that of the drafter's own files, expected one of them")
         return replace(self, draft_vocab_size=draft_vocab_size)
 
     def configured(self, *, draft_vocabulary: str | None = None, **settings: Any) -> Self:
         """Returns the drafter with these settings. Raises ValueError for another head, a longer block, too many tokens."""
         has_list, heads = self.draft_vocab_size > 0, (MARGINAL, self.head)
+        is_whole = draft_vocabulary == ALL and not self.owns_vocabulary
         expect(
             draft_vocabulary != FREQUENT or has_list, "draft_vocabulary", draft_vocabulary, "all: it has no list of tokens"
         )
-        listed = 0 if draft_vocabulary == ALL else self.draft_vocab_size
+        listed = 0 if is_whole else self.draft_vocab_size
         vocab_size = listed or self.layers.vocab_size
         settings = {"candidates": min(self.candidates, vocab_size)} | settings
         drafter = replace(self, draft_vocab_size=listed, **settings)
@@ -135,44 +170,65 @@ class BlockConfig(DrafterConfig):
     def specs(self) -> dict[str, Any]:
         """Returns the specs of backbone, head and draft vocabulary. Embedding and vocabulary table are the verifier's."""
         listed = listed_specs(self.draft_vocab_size, self.layers.hidden_size)
-        return {"backbone": backbone.specs(self.layers, len(self.taps)), "head": HEADS[self.head].specs(self)} | listed
+        network = backbone.specs(self.layers, len(self.taps), self.conv_group)
+        return {"backbone": network, "head": HEADS[self.head].specs(self)} | listed
 
     def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
-        return ContextState(kv_cache.allocate(self.layers, batch, capacity, dtype))
+        context = kv_cache.allocate(self.layers, batch, capacity, dtype)
+        hidden_bd = jnp.zeros((batch, self.layers.hidden_size), dtype) if HEADS[self.head].reads_context else None
+        return ContextState(context, hidden_bd)
 
     def extend(
         self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
-        """Adds verifier features of the next committed positions to the context."""
+        """Adds verifier features of the next committed positions to the context; keeps the last fused feature if read."""
         positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
         new = backbone.context_kv(params["backbone"], self.layers, features_btj, positions_bt)
-        return ContextState(kv_cache.append(state.context, new, count_b))
+        hidden_bd = state.hidden_bd
+        if hidden_bd is not None:
+            last_b11 = jnp.maximum(count_b - 1, 0)[:, None, None]
+            last_b1j = jnp.take_along_axis(features_btj, last_b11, axis=1)
+            fused_b1d = backbone.fuse(params["backbone"], self.layers, last_b1j)
+            hidden_bd = jnp.where((count_b > 0)[:, None], fused_b1d[:, 0], hidden_bd).astype(hidden_bd.dtype)
+        return ContextState(kv_cache.append(state.context, new, count_b), hidden_bd)
 
     def draft(self, inputs: Inputs) -> Expander:
-        """Returns next-token distributions at every depth, given the token before; with `ngrams`, joined with n-grams."""
-        hidden_bqd = self.draft_block(inputs)
+        """Returns next-token distributions at every depth, given the tokens before; with `ngrams`, joined with n-grams."""
+        hidden_bid = self.draft_block(inputs)[:, self.first_slot :]
         embed_vd, norm = inputs.tables["embed"], inputs.params["backbone"]["norm"]
         unembed = Unembed(embed_vd, inputs.tables.get("unembed", embed_vd), norm, self.layers.rms_norm_eps)
         if self.draft_vocab_size:
             unembed = unembed.replace(unembed_vd=inputs.params["unembed"], ids_v=draft_ids(inputs.params))
         with jax.named_scope("expand"):
-            head = HEADS[self.head]
-            table = head.expand(inputs.params["head"], unembed, hidden_bqd, inputs.anchor_b, self, inputs.temperature_b)
-            return ngram.join(table, inputs, self.ngrams)
+            block = Block(hidden_bid, inputs.anchor_b, inputs.temperature_b, inputs.state.hidden_bd)
+            expander = HEADS[self.head].expand(inputs.params["head"], unembed, block, self)
+            return ngram.join(expander, inputs, self.ngrams)
 
     def draft_block(self, inputs: Inputs) -> jax.Array:
-        """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 (the anchor) is not a prediction."""
+        """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 is the anchor's."""
         anchor_b, context = inputs.anchor_b, inputs.state.context
         batch, size, length_b = anchor_b.shape[0], self.block_size, context.length_b
         masks_bq = jnp.full((batch, size - 1), self.mask_token_id, anchor_b.dtype)
         x_bqd = vocab.embed(inputs.tables["embed"], jnp.concatenate([anchor_b[:, None], masks_bq], axis=1))
-        everything_bqq = jnp.ones((batch, size, size), bool)
-
-        def attend(q_bqhe, k_bqke, v_bqke, prefix):
-            return tree_attention(q_bqhe, k_bqke, v_bqke, everything_bqq, prefix, length_b, implementation=inputs.attention)
-
         positions_bq = length_b[:, None] + jnp.arange(size)
-        return backbone.through_layers(inputs.params["backbone"], self.layers, x_bqd, positions_bq, context.layers, attend)
+        everything_bqq, earlier_bqq = (jnp.broadcast_to(x_qq, (batch, size, size)) for x_qq in (True, jnp.tri(size) > 0))
+        first_bq = (length_b[:, None] if self.shared_window else positions_bq + 1) - self.window
+        first_bq = jnp.broadcast_to(first_bq, positions_bq.shape)
+
+        def attend(q_bqhe, k_bqke, v_bqke, seen):
+            prefix, mask_bqq, first_bq = seen
+            how = {"first_bt": first_bq, "implementation": inputs.attention}
+            return tree_attention(q_bqhe, k_bqke, v_bqke, mask_bqq, prefix, length_b, **how)
+
+        seen = [
+            (
+                prefix,
+                earlier_bqq if layer in self.causal_layers else everything_bqq,
+                first_bq if layer in self.sliding_layers else None,
+            )
+            for layer, prefix in enumerate(context.layers)
+        ]
+        return backbone.through_layers(inputs.params["backbone"], self.layers, x_bqd, positions_bq, seen, attend)
 
 
 def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:

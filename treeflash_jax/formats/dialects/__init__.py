@@ -16,12 +16,13 @@ from treeflash_jax.formats.dialects.gguf import Gguf
 from treeflash_jax.formats.dialects.huggingface import HuggingFace
 from treeflash_jax.formats.dialects.language_model_folder import LanguageModel
 from treeflash_jax.formats.dialects.ngram_folder import Ngram
-from treeflash_jax.formats.dialects.speculators import SpeculatorsDFlash
+from treeflash_jax.formats.dialects.published_heads import DFlash2, Domino, DSpark, LiLiCorr
+from treeflash_jax.formats.dialects.speculators import SpeculatorsDFlash, SpeculatorsDFlash2, SpeculatorsDSpark
 from treeflash_jax.formats.keys import Keys
 
 KNOWN = (
-    HuggingFace(), Gguf(), DFlash(), TreeFlash(), Eagle3(), SpeculatorsDFlash(), Speculators(), DeepSpec(), Ngram(),
-    LanguageModel(HuggingFace()),
+    HuggingFace(), Gguf(), DFlash(), TreeFlash(), Domino(), DSpark(), DFlash2(), LiLiCorr(), Eagle3(), SpeculatorsDFlash(),
+    SpeculatorsDSpark(), SpeculatorsDFlash2(), Speculators(), DeepSpec(), Ngram(), LanguageModel(HuggingFace()),
 )  # fmt: skip
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 

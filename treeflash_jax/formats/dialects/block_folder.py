@@ -1,18 +1,23 @@
-"""Block drafters as published: DFlash without a head, TreeFlash with one.
+"""Block drafters as published: what their folders share; DFlash without a head, TreeFlash with one.
 
-    dflash       `dflash_config` in config.json, tensors without a prefix
+    dflash       `dflash_config` in config.json, tensors without a prefix; JetSpec's have causal blocks
     treeflash    also `treeflash_config`, tensors of the backbone under "model."
 
-Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819), their published PyTorch code.
+`published_heads` has the folders with other heads.
+
+Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819), JetSpec (arXiv 2606.18394), their published PyTorch code.
 """
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
+from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
 from treeflash_jax.formats import architectures
@@ -20,74 +25,174 @@ from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
+CONVOLUTION: dict[str, Entry] = {}
+for _name in backbone.CONVOLVED:
+    CONVOLUTION[f"{_name}_conv"] = Entry(f"{_name}_conv.base_kernel", order=(0, 1), is_stacked=True)
+    _delta = Entry(f"{_name}_conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3)
+    CONVOLUTION[f"{_name}_conv_delta"] = _delta
+LISTED = {"unembed": Entry("lm_head.weight", order=(0, 1)), "offsets": Entry("d2t")}  # of a draft vocabulary in files
+ALIGNMENT = ("shift_label", "sample_from_anchor")
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class DFlash(Dialect):
-    """The dialect of the published DFlash drafters."""
+class BlockFolder(Dialect):
+    """A folder with `dflash_config` in its config.json.
 
-    name = "dflash"
+    Attributes:
+      projectors: values of `projector_type`; the first is that of files without the key.
+      head_keys: keys of the head in dflash_config.
+      shifted: alignment of files that do not state it; None: they have to.
+      inert: prefixes of tensors without effect on drafts, such as confidence heads.
+      renamed: prefixes of tensors in some files, with what replaces them.
+    """
+
     part = "drafter"
     marks = ("dflash_config",)
     kind = "block"
-    class_name = "DFlashDraftModel"
     # Keys beside those of the layers. `thinking` and `verifier` are ours; other programs ignore them.
-    known: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map", "thinking", "verifier")
-    heads: Collection[str] = (MARGINAL,)  # that files can store
-    prefix = ""  # of the backbone's tensors in new files; both prefixes are read
+    known: tuple[str, ...] = tuple(
+        "dflash_config block_size num_target_layers auto_map thinking verifier is_causal".split()
+    )
+    projectors: tuple[str | None, ...] = (None,)
+    head_keys: tuple[str, ...] = ()
+    shifted: bool | None = False
+    inert: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = {}
+
+    def recognises(self, path: Path, keys: Keys) -> bool:
+        inside = keys.raw.get("dflash_config")
+        return isinstance(inside, dict) and inside.get("projector_type") in self.projectors
 
     def read_config(self, path: Path, keys: Keys) -> BlockConfig:
         dflash = keys.table("dflash_config", required=True)
-        dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
-        layers = architectures.recognise(keys).read(keys, self.known)
+        only = {
+            "projector_type": self.projectors, "attention_mode": ("gqa", None), "use_swa": (False, None),
+            "swa_window_size": (None, 0), "output_multiplier": (1.0, None), "final_logit_softcapping": (None,),
+        }  # fmt: skip
+        shared = ("mask_token_id", "target_layer_ids", "block_size", "causal_head", "causal", *ALIGNMENT)
+        dflash.check_only(only)
+        dflash.check_known({*shared, *only, *self.head_keys})
+        keys, sliding, window = read_windows(keys)
+        layers = architectures.recognise(keys).read(keys, {*self.known, *ALIGNMENT})
         if layers.num_experts:
             model_type = quoted(layers.model_type)
             raise ValueError(f"{keys.where}: got a drafter of model_type {model_type}, expected one without experts")
-        num_target_layers = keys.whole("num_target_layers")
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)
         else:
-            taps = default_target_layers(num_target_layers, layers.num_layers)
+            taps = default_target_layers(keys.whole("num_target_layers"), layers.num_layers)
         sizes = [table.raw["block_size"] for table in (keys, dflash) if "block_size" in table.raw]
         if sizes[1:] not in ([], sizes[:1]):
             raise ValueError(f"{keys.where}: got block_size both {' and '.join(map(quoted, sizes))}, expected one")
+        block_size = Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES)
+        if sliding and window < block_size:
+            raise ValueError(f"{keys.where}: got sliding_window {window}, expected at least block_size {block_size}")
+        is_causal = one_of_spellings((dflash, "causal_head"), (dflash, "causal"), (keys, "is_causal"))
+        shifted = one_of_spellings(*((table, key) for table in (keys, dflash) for key in ALIGNMENT))
+        shifted = self.default_alignment(dflash) if shifted is None else shifted
+        if shifted is None:
+            why = "whether slot i of the block predicts draft depth i (true) or i - 1 (false)"
+            raise ValueError(f"{keys.where}: got no shift_label in dflash_config, expected {why}")
+        # Files that do not say so have causal blocks in sliding layers only.
+        causal = sliding if is_causal is None else tuple(range(layers.num_layers)) if is_causal else ()
         return BlockConfig(
             layers=layers,
-            block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES),
+            block_size=block_size,
             mask_token_id=dflash.whole("mask_token_id", least=0),
             target_layer_ids=taps,
-            num_target_layers=num_target_layers,
+            num_target_layers=keys.whole("num_target_layers") if "num_target_layers" in keys.raw else None,
+            shifted=shifted,
+            causal_layers=causal,
+            sliding_layers=sliding,
+            window=window,
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
+            **self.read_head(keys, dflash, layers),
         )
+
+    def default_alignment(self, dflash: Keys) -> bool | None:
+        return self.shifted
+
+    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
+        """Returns fields of BlockConfig for the head."""
+        return {}
+
+    def copies(self, config: BlockConfig) -> dict[str, str]:
+        return {"embed_tokens.weight": "embed"} | ({} if config.owns_vocabulary else {"lm_head.weight": "unembed"})
+
+    @contextmanager
+    def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
+        """Opens the tensors, without copies of the verifier's and inert ones."""
+        with super().opened(path, config) as stored:
+            tensors = {}
+            for name, tensor in stored.items():
+                old = next((prefix for prefix in self.renamed if name.startswith(prefix)), "")
+                name = self.renamed.get(old, "") + name.removeprefix(old)
+                if name not in self.copies(config) and not name.startswith(tuple(self.inert)):
+                    tensors[name] = tensor
+            yield tensors
 
     def entries(self, config: BlockConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         prefix = self.prefix
         if names:
             prefix = "model." if any(name.startswith("model.") for name in names) else ""
         table = ARCHITECTURES[config.layers.model_type]
-        backbone = {name: replace(entry, name=prefix + entry.name) for name, entry in BACKBONE.items()}
-        backbone["groups"] = table.layer_entries(specs["backbone"]["groups"], prefix)
-        return {"backbone": backbone, "head": dict(HEADS[config.head].entries)}
+        entries = {name: replace(entry, name=prefix + entry.name) for name, entry in BACKBONE.items()}
+        [layers] = specs["backbone"]["groups"]
+        plain = [[{name: spec for name, spec in layer.items() if name not in CONVOLUTION} for layer in layers]]
+        entries["groups"] = table.layer_entries(plain, prefix)
+        for number, (layer, layer_specs) in enumerate(zip(entries["groups"][0], layers, strict=True)):
+            for name in CONVOLUTION.keys() & layer_specs.keys():
+                layer[name] = replace(CONVOLUTION[name], name=f"{prefix}layers.{number}.{CONVOLUTION[name].name}")
+        head = HEADS[config.head].entries
+        listed = {name: entry for name, entry in LISTED.items() if name in specs}
+        return {"backbone": entries, "head": {name: head[name] for name in specs["head"]}} | listed
+
+    prefix = ""  # of the backbone's tensors in new files; both prefixes are read
 
     def without_head(self, config: BlockConfig, params: dict[str, Any]) -> tuple[BlockConfig, dict[str, Any]]:
-        return replace(config, head=MARGINAL), params | {"head": {}}
+        return replace(config, head=MARGINAL, head_sizes=None), params | {"head": {}}
+
+
+class DFlash(BlockFolder):
+    """The dialect of the published DFlash drafters.
+
+    Attributes:
+      heads: heads that files can store.
+      options: names of `BlockConfig.extras` that files can store.
+    """
+
+    name = "dflash"
+    projectors = (None, "dflash")
+    class_name = "DFlashDraftModel"
+    heads: Collection[str] = (MARGINAL,)
+    options: Collection[str] = ()
+
+    def recognises(self, path: Path, keys: Keys) -> bool:
+        return Dialect.recognises(self, path, keys)
 
     def to_hf(self, config: BlockConfig) -> dict[str, Any]:
         if config.head not in self.heads:
+            expected = "none" if self.heads == (MARGINAL,) else " or ".join(self.heads)
             raise ValueError(
-                f"got a {config.head} head, expected none: {self.name} files cannot store it; "
+                f"got a {config.head} head, expected {expected}: {self.name} files cannot store it; "
                 "`treeflash convert --drop-head` removes it"
             )
+        if others := [name for name in config.extras if name not in self.options]:
+            raise ValueError(f"got a drafter with {' and '.join(others)}, expected none: {self.name} files cannot store it")
+        layers = {"num_target_layers": config.num_target_layers} if config.num_target_layers else {}
         return {
             "architectures": [self.class_name],
             **ARCHITECTURES[config.layers.model_type].to_hf(config.layers),
             "block_size": config.block_size,
             "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)},
-            "num_target_layers": config.num_target_layers,
-            "layer_types": ["full_attention"] * config.layers.num_layers,
+            **layers,
+            "layer_types": [FULL] * config.layers.num_layers,
             **({} if config.thinking is None else {"thinking": config.thinking}),
             **({"verifier": list(config.verifier)} if config.verifier else {}),
         }
@@ -105,12 +210,14 @@ class TreeFlash(DFlash):
 
     def read_config(self, path: Path, keys: Keys) -> BlockConfig:
         treeflash = keys.table("treeflash_config")
-        treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", "tau"})
+        treeflash.check_known(
+            {"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", "head_sizes", "tau"}
+        )
         heads = {head.file_name: name for name, head in HEADS.items()}
         head = treeflash.raw.get("ar_approximation")
         if not isinstance(head, str | None) or head not in heads:
             raise ValueError(f"{treeflash.where}: got ar_approximation {quoted(head)}, expected one of {list(heads)}")
-        return replace(
+        config = replace(
             super().read_config(path, keys),
             head=heads[head],
             head_rank=treeflash.whole("head_rank", BlockConfig.head_rank),
@@ -118,13 +225,43 @@ class TreeFlash(DFlash):
             drafter_temperature=treeflash.number("drafter_temperature", 1.0),
             tau=treeflash.number("tau") if "tau" in treeflash.raw else None,
         )
+        usual = HEADS[config.head].sizes(config)
+        if usual is None or "head_sizes" not in treeflash:
+            return config
+        sizes = treeflash.table("head_sizes")
+        sizes.check_known(asdict(usual))
+        read = {int: partial(sizes.whole, least=0), float: sizes.number}
+        given = {name: read[type(value)](name) for name, value in asdict(usual).items() if name in sizes}
+        return replace(config, head_sizes=replace(usual, **given))
 
     def to_hf(self, config: BlockConfig) -> dict[str, Any]:
+        sizes = HEADS[config.head].sizes(config)
         treeflash = {
             "candidate_tokens": config.num_nodes,
             "ar_approximation": HEADS[config.head].file_name,
             "drafter_temperature": config.drafter_temperature,
             **({} if config.tau is None else {"tau": config.tau}),
             **({} if config.head_rank == BlockConfig.head_rank else {"head_rank": config.head_rank}),
+            **({} if sizes is None else {"head_sizes": asdict(sizes)}),
         }
         return super().to_hf(config) | {"treeflash_config": treeflash}
+
+
+def read_windows(keys: Keys) -> tuple[Keys, tuple[int, ...], int]:
+    """Returns the keys as if all layers saw the whole context, the layers with a window, and its size (0: no window)."""
+    types = keys.raw.get("layer_types")
+    if not isinstance(types, list) or SLIDING not in types:
+        return keys, (), 0
+    keys.check_only({"use_sliding_window": (True,)})
+    full = {"layer_types": [FULL if name == SLIDING else name for name in types], "use_sliding_window": False}
+    sliding = tuple(number for number, name in enumerate(types) if name == SLIDING)
+    return Keys({**keys.raw, **full}, keys.where), sliding, keys.whole("sliding_window")
+
+
+def one_of_spellings(*spellings: tuple[Keys, str]) -> bool | None:
+    """Returns the value of a key with several names, None if none is there. Raises ValueError for two values."""
+    stated = [(key, keys.truth(key)) for keys, key in spellings if key in keys]
+    if len({value for _, value in stated}) > 1:
+        got = " and ".join(f"{key} {str(value).lower()}" for key, value in stated)
+        raise ValueError(f"{spellings[-1][0].where}: got {got}, expected one value")
+    return stated[0][1] if stated else None

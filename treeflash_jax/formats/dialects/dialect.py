@@ -39,6 +39,10 @@ class Dialect:
         """Returns the config. Raises ValueError for a key or value that is not implemented."""
         raise NotImplementedError
 
+    def copies(self, config: Any) -> dict[str, str]:
+        """Returns tensors that files may have as copies of the verifier's: the name in the verifier's specs, by theirs."""
+        return {}
+
     def opened(self, path: Path, config: Any) -> AbstractContextManager[dict[str, Tensor]]:
         """Opens the tensors by name, without those that no weight is read from."""
         return tensor_files.open_folder(path)

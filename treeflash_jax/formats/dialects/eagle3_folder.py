@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
@@ -126,7 +124,7 @@ class Eagle3(Dialect):
                 name: tensor for name, tensor in stored.items() if name != "t2d" and not name.startswith("verifier_")
             }
             if "d2t" in tensors:
-                _check_draft_vocabulary(path, config, tensors["d2t"], stored.get("t2d"))
+                speculators.check_draft_vocabulary(path, config, tensors["d2t"], stored.get("t2d"))
             if config.draft_vocab_size == config.layers.vocab_size:
                 tensors.pop("d2t", None)  # that of all tokens
             yield tensors
@@ -195,21 +193,3 @@ def _our_fields(keys: Keys) -> dict[str, Any]:
     whole = partial(keys.whole, most=MAX_NODES)
     kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
     return {name: kinds.get(name, keys.number)(name) for name in _OUR_FIELDS if name in keys.raw}
-
-
-def _check_draft_vocabulary(path: Path, config: Eagle3Config, d2t: Tensor, t2d: Tensor | None) -> None:
-    """Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d."""
-    vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
-    if tuple(d2t.get_shape()) != (size,):
-        raise ValueError(f"{path}: tensor d2t has shape {list(d2t.get_shape())}, expected [{size}] (draft_vocab_size)")
-    ids_z = np.arange(size) + np.asarray(d2t[0:size]).astype(np.int64)
-    if ids_z.min() < 0 or ids_z.max() >= vocab_size or (np.diff(ids_z) <= 0).any():
-        raise ValueError(
-            f"{path}: tensor d2t leaves the verifier's vocabulary or its order, expected i + d2t[i] to increase from 0 to "
-            f"at most {vocab_size - 1}"
-        )
-    if t2d is None:
-        return
-    is_list = tuple(t2d.get_shape()) == (vocab_size,)
-    if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
-        raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")

@@ -1,22 +1,27 @@
-"""Drafters of vLLM's speculators library, which name their verifier: what they share, and DFlash among them.
+"""Drafters of vLLM's speculators library, which name their verifier: what they share, and block drafters among them.
+
+Slots of sliding layers see the window of positions before the anchor.
 
 Source: vllm-project/speculators. EAGLE-3 drafters in this form are in eagle3_folder.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
-from treeflash_jax.formats.dialects.block_folder import DFlash
+from treeflash_jax.formats.dialects.block_folder import BlockFolder, DFlash
+from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.dialects.published_heads import DFlash2, DSpark
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
 VERSION = "0.7.0"  # of the library whose config.json is written
-COPIES = "embed_tokens.weight lm_head.weight verifier_lm_head.weight verifier_norm.weight t2d d2t".split()
 
 
 def read_verifier(keys: Keys) -> tuple[str, ...]:
@@ -42,49 +47,135 @@ def describe(algorithm: str, num_depths: int, verifier: tuple[str, ...]) -> dict
     }
 
 
-class SpeculatorsDFlash(DFlash):
-    """DFlash drafters that draft from the whole vocabulary."""
+def check_draft_vocabulary(path: Path, config: Any, d2t: Tensor, t2d: Tensor | None) -> None:
+    """Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d."""
+    vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
+    if tuple(d2t.get_shape()) != (size,):
+        raise ValueError(f"{path}: tensor d2t has shape {list(d2t.get_shape())}, expected [{size}] (draft_vocab_size)")
+    ids_z = np.arange(size) + np.asarray(d2t[0:size]).astype(np.int64)
+    if ids_z.min() < 0 or ids_z.max() >= vocab_size or (np.diff(ids_z) <= 0).any():
+        raise ValueError(
+            f"{path}: tensor d2t leaves the verifier's vocabulary or its order, expected i + d2t[i] to increase from 0 to "
+            f"at most {vocab_size - 1}"
+        )
+    if t2d is None:
+        return
+    is_list = tuple(t2d.get_shape()) == (vocab_size,)
+    if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
+        raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")
 
-    name = "speculators-dflash"
+
+class SpeculatorsBlock(BlockFolder):
+    """A block drafter with the sizes of its layers in `transformer_layer_config`.
+
+    Attributes:
+      algorithm: `speculators_model_type`.
+      is_noncausal: default of `sliding_window_non_causal`.
+      has_draft_vocabulary: whether files with a part of the vocabulary are implemented.
+    """
+
     marks = ("speculators_model_type", "transformer_layer_config")
+    algorithm: str
+    is_noncausal = False
+    has_draft_vocabulary = True
     outer_keys = frozenset(
         """architectures auto_map aux_hidden_state_layer_ids block_size draft_vocab_size dtype mask_token_id max_anchors
-        model_type num_target_layers projector_type sample_from_anchor shift_label speculators_config speculators_model_type
-        speculators_version target_hidden_size thinking tie_word_embeddings torch_dtype transformer_layer_config
-        transformers_version""".split()
+        model_type num_target_layers projector_type sample_from_anchor shift_label sliding_window_non_causal
+        speculators_config speculators_model_type speculators_version target_hidden_size thinking tie_word_embeddings
+        torch_dtype transformer_layer_config transformers_version""".split()
     )
 
     def recognises(self, path: Path, keys: Keys) -> bool:
-        return super().recognises(path, keys) and keys.raw["speculators_model_type"] == "dflash"
+        return Dialect.recognises(self, path, keys) and keys.raw["speculators_model_type"] == self.algorithm
 
     def read_config(self, path: Path, keys: Keys) -> BlockConfig:
-        keys.check_known(self.outer_keys)
-        keys.check_only({"projector_type": ("dflash",), "sample_from_anchor": (False,), "shift_label": (False, None)})
+        keys.check_known({*self.outer_keys, *self.head_keys})
         layers = keys.table("transformer_layer_config", required=True).raw
-        keys.check_only({"draft_vocab_size": (layers.get("vocab_size"),)})
+        vocab_size = layers.get("vocab_size")
+        if not self.has_draft_vocabulary:
+            keys.check_only({"draft_vocab_size": (vocab_size,)})
         taps = [number - 1 for number in keys.ids("aux_hidden_state_layer_ids", INT32)]  # counted as inputs of layers
         inside = {"mask_token_id": keys.raw.get("mask_token_id"), "target_layer_ids": taps}
+        here = (*self.head_keys, "projector_type", "shift_label", "sample_from_anchor")
+        inside |= {name: keys.raw[name] for name in here if name in keys}
         others = {name: keys.raw[name] for name in ("block_size", "num_target_layers", "thinking") if name in keys}
         config = super().read_config(path, Keys({**layers, **others, "dflash_config": inside}, keys.where))
-        return replace(config, verifier=read_verifier(keys))
+        size = keys.whole("draft_vocab_size", vocab_size, most=vocab_size)
+        is_noncausal = keys.truth("sliding_window_non_causal", self.is_noncausal)
+        return replace(
+            config,
+            verifier=read_verifier(keys),
+            causal_layers=() if is_noncausal else config.sliding_layers,
+            shared_window=bool(config.sliding_layers),
+            draft_vocab_size=0 if size == vocab_size else size,
+            owns_vocabulary=size != vocab_size,
+        )
+
+    def default_alignment(self, dflash: Keys) -> bool | None:
+        return self.shifted
+
+    def copies(self, config: BlockConfig) -> dict[str, str]:
+        return super().copies(config) | {"verifier_lm_head.weight": "unembed", "verifier_norm.weight": "norm"}
 
     @contextmanager
     def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
         """Opens the tensors, without copies of the verifier's weights and lists of the whole vocabulary."""
         with super().opened(path, config) as tensors:
-            yield {name: tensor for name, tensor in tensors.items() if name not in COPIES}
+            t2d = tensors.pop("t2d", None)
+            if not config.owns_vocabulary:
+                tensors.pop("d2t", None)
+            elif "d2t" in tensors:
+                check_draft_vocabulary(path, config, tensors["d2t"], t2d)
+            yield tensors
 
-    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
-        raw = super().to_hf(config)
-        outside = {name: raw.pop(name) for name in ("architectures", "block_size", "num_target_layers")}
+    def write(self, raw: dict[str, Any], config: BlockConfig, **head: Any) -> dict[str, Any]:
+        """Returns config.json, from that of a folder with `dflash_config`."""
+        outside = {name: raw.pop(name) for name in ("architectures", "block_size", "num_target_layers") if name in raw}
         outside |= {"thinking": raw.pop("thinking")} if "thinking" in raw else {}
         layers = {name: value for name, value in raw.items() if name not in ("dflash_config", "verifier")}
         return {
             **outside,
-            **describe("dflash", config.num_depths, config.verifier),
+            **describe(self.algorithm, config.num_depths, config.verifier),
             "mask_token_id": config.mask_token_id,
             "aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps],
             "draft_vocab_size": config.layers.vocab_size,
+            **head,
             "tie_word_embeddings": False,
             "transformer_layer_config": layers,
         }
+
+
+class SpeculatorsDFlash(SpeculatorsBlock, DFlash):
+    """DFlash drafters."""
+
+    name = "speculators-dflash"
+    algorithm = "dflash"
+
+    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
+        return self.write(super().to_hf(config), config)
+
+
+class SpeculatorsDSpark(SpeculatorsBlock, DSpark, DFlash):
+    """DSpark drafters. Those with a low-rank head and no state are written."""
+
+    name = "speculators-dspark"
+    algorithm = "dspark"
+    projectors = ("dspark",)
+    class_name = "DSparkDraftModel"
+    shifted = True
+    heads: Collection[str] = ("lowrank",)
+    options = ("shifted",)
+
+    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
+        head = {"markov_head_type": "vanilla", "markov_rank": config.head_rank, "enable_confidence_head": False}
+        head |= {"confidence_head_with_markov": False, "sample_from_anchor": config.shifted}
+        return self.write(super().to_hf(config), config, **head)
+
+
+class SpeculatorsDFlash2(SpeculatorsBlock, DFlash2):
+    """DFlash2 drafters."""
+
+    name = "speculators-dflash2"
+    algorithm = "dflash2"
+    is_noncausal = True
+    has_draft_vocabulary = False

@@ -24,14 +24,14 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def slot_repeater(num_slots: int, times: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that keeps slot 1 of a block once and repeats each later slot `times` times, from [b, slots, ...].
+    """Returns a function that keeps the first slot once and repeats each later slot `times` times, from [b, slots, ...].
 
     A gather; on a CPU, where a fusion that gathers takes twice as long, a repetition.
     """
-    index = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.repeat(jnp.arange(2, num_slots), times)])
+    index = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.repeat(jnp.arange(1, num_slots), times)])
 
     def repeated(slots: jax.Array) -> jax.Array:
-        return jnp.concatenate([slots[:, 1:2], jnp.repeat(slots[:, 2:], times, axis=1)], axis=1)
+        return jnp.concatenate([slots[:, :1], jnp.repeat(slots[:, 1:], times, axis=1)], axis=1)
 
     return lambda slots: lax.platform_dependent(slots, cpu=repeated, default=lambda slots: slots[:, index])
 

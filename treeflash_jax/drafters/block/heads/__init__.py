@@ -1,15 +1,28 @@
-"""Heads of block drafters: they condition a drafted token on the token before it (`block_head.Head`).
+"""Heads of block drafters: they condition a drafted token on tokens before it (`block_head.Head`).
 
 A head is one file with one line in HEADS.
 """
 
-from treeflash_jax.drafters.block.heads.block_head import Head, Unembed
+from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
+from treeflash_jax.drafters.block.heads.gru import GruHead
+from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrHead
 from treeflash_jax.drafters.block.heads.linear import LinearHead
-from treeflash_jax.drafters.block.heads.lowrank import LowRankHead
+from treeflash_jax.drafters.block.heads.lowrank import GatedLowRankHead, LowRankHead, RnnLowRankHead
 from treeflash_jax.drafters.block.heads.marginal import MarginalHead
 from treeflash_jax.drafters.block.heads.mlp import MlpHead
+from treeflash_jax.drafters.block.heads.selector import SelectorHead
 
 MARGINAL = "marginal"  # has no weights: every block drafter can draft with it
-HEADS: dict[str, Head] = {MARGINAL: MarginalHead(), "mlp": MlpHead(), "linear": LinearHead(), "lowrank": LowRankHead()}
+HEADS: dict[str, Head] = {
+    MARGINAL: MarginalHead(),
+    "mlp": MlpHead(),
+    "linear": LinearHead(),
+    "lowrank": LowRankHead(),
+    "lowrank-gated": GatedLowRankHead(),
+    "lowrank-rnn": RnnLowRankHead(),
+    "gru": GruHead(),
+    "selector": SelectorHead(),
+    "lilicorr": LiLiCorrHead(),
+}
 
-__all__ = ["HEADS", "MARGINAL", "Head", "Unembed"]
+__all__ = ["HEADS", "MARGINAL", "Block", "Head", "Unembed"]

@@ -1,7 +1,7 @@
-"""The protocol of a head, and the tables that heads read.
+"""The protocol of a head, and what heads read.
 
-Shape suffixes: b batch, q block slots, i draft depth, m contexts (a slot and the token before it), d model, v vocabulary, k
-likeliest tokens, z listed tokens.
+Shape suffixes: b batch, i draft depth, m contexts (a slot and the token before it), d model, v vocabulary, k likeliest
+tokens, z listed tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from flax import struct
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.models import vocab
 from treeflash_jax.models.layers import rms_norm
-from treeflash_jax.trees import TransitionTable
+from treeflash_jax.trees import Expander
 
 
 @struct.dataclass
@@ -46,48 +46,82 @@ class Unembed:
         return self.tokens(ids_bxk), log_probs_bxk
 
 
+@struct.dataclass
+class Block:
+    """A block after the backbone.
+
+    Attributes:
+      hidden_bid: hidden states, before the final norm, of the slots that predict each depth.
+      anchor_b: the last committed token.
+      temperature_b: temperature of the draft, above 0.
+      context_bd: fused features of the position before the anchor; None unless the head `reads_context`.
+    """
+
+    hidden_bid: jax.Array
+    anchor_b: jax.Array
+    temperature_b: jax.Array
+    context_bd: jax.Array | None = None
+
+
 class Head(ABC):
-    """A head of block drafters: it conditions a drafted token on the token before it.
+    """A head of block drafters: it conditions a drafted token on tokens before it.
 
     Attributes:
       file_name: `ar_approximation` in a TreeFlash drafter's config.json; None: no head.
       entries: location of each weight in a file, by name.
-      looked_up: names of weights of which `expand` reads single vectors only; so does training of the first one.
+      looked_up: names of weights of which only the vectors of previous tokens are read.
+      scored: names of tables with a vector for each drafted token; `expand` reads those of the candidates only.
+      lanes: default number of nodes per level that best-first search follows; None: all of them.
+      reads_context: whether it reads `Block.context_bd`.
+      is_trainable: whether it has `logits`.
     """
 
     file_name: ClassVar[str | None]
     entries: ClassVar[Mapping[str, Entry]]
     looked_up: ClassVar[tuple[str, ...]] = ()
+    scored: ClassVar[tuple[str, ...]] = ()
+    lanes: ClassVar[int | None] = None
+    reads_context: ClassVar[bool] = False
+    is_trainable: ClassVar[bool] = True
+
+    def sizes(self, drafter: Any) -> Any:
+        """Returns `drafter.head_sizes`, or the usual ones: a frozen dataclass; None for a head without further sizes."""
+        return None
 
     @abstractmethod
     def specs(self, drafter: Any) -> dict[str, Any]:
-        """Returns one `parameters.Spec` per weight. A fresh head should draft from the block's marginals.
+        """Returns one `parameters.Spec` per weight. A fresh head that is trained should draft from the block's marginals.
 
         Args:
           drafter: the `BlockConfig` that the head is part of.
         """
 
     @abstractmethod
-    def expand(
-        self,
-        params: dict[str, Any],
-        unembed: Unembed,
-        hidden_bqd: jax.Array,
-        anchor_b: jax.Array,
-        drafter: Any,
-        temperature_b: jax.Array,
-    ) -> TransitionTable:
-        """Returns the continuations that trees are built from.
+    def expand(self, params: dict[str, Any], unembed: Unembed, block: Block, drafter: Any) -> Expander:
+        """Returns the continuations that trees are built from: a `TransitionTable`, or a network that runs once per level.
 
         Args:
           drafter: `BlockConfig` with the numbers of candidates and children.
-          hidden_bqd: hidden states of the block before the final norm; slot 0 is the anchor.
-          temperature_b: above 0.
         """
 
-    @abstractmethod
-    def logits(self, params: dict[str, Any], unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array) -> jax.Array:
-        """Returns next-token logits [b, m, v] of block slots, given the token before each; for training."""
+    def logits(
+        self, params: dict[str, Any], unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array, drafter: Any
+    ) -> jax.Array:
+        """Returns next-token logits [b, m, v] of block slots, given the token before each; for training.
+
+        The contexts are the drafted slots of blocks, `drafter.num_depths` of each block after one another.
+        """
+        raise NotImplementedError
+
+
+def head_rank(drafter: Any) -> int:
+    """Returns the rank of a low-rank head, at most the drafter's width."""
+    return min(drafter.head_rank, drafter.layers.hidden_size)
+
+
+def scored_size(drafter: Any) -> int:
+    """Returns the number of tokens in the tables of `Head.scored`."""
+    return drafter.draft_vocab_size if drafter.owns_vocabulary else drafter.layers.vocab_size
 
 
 def mass_elsewhere(marginal_biv: jax.Array, listed_biz: jax.Array, temperature_b: jax.Array) -> jax.Array:

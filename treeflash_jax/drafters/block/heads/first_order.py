@@ -1,8 +1,8 @@
 """The two-stage approximation shared by first-order heads: candidates from the marginals, then all transitions at once.
 
-Shape suffixes: b batch, q block slots, i draft depth, m previous tokens of a depth, x = 1 + (i - 1) m contexts of the
-second stage (slot, previous token), c children kept, d model, v vocabulary, y likeliest tokens of a depth, z
-shortlisted tokens.
+Shape suffixes: b batch, i draft depth, q the slots that predict them, m previous tokens of a depth, x = 1 + (i - 1) m
+contexts of the second stage (slot, previous token), c children kept, d model, v vocabulary, y likeliest tokens of a
+depth, z shortlisted tokens.
 
 Source: TreeFlash (arXiv 2606.03819), two-stage approximation.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.drafters.block.heads.block_head import Head, Unembed, mass_elsewhere
+from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, mass_elsewhere
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import indexing, selection
 from treeflash_jax.trees import TransitionTable
@@ -43,12 +43,12 @@ class FirstOrderHead(Head):
           normed_bqd: hidden states after the drafter's final norm.
         """
 
-    def logits(self, params: Any, unembed: Unembed, previous_bx: jax.Array, hidden_bxd: jax.Array) -> jax.Array:
+    def logits(self, params, unembed: Unembed, previous_bx, hidden_bxd, drafter) -> jax.Array:
         embedding_bxd, normed_bxd = vocab.embed(unembed.embed_vd, previous_bx), unembed.normed(hidden_bxd)
         corrected_bxd = self.correct(params, embedding_bxd, lambda slots: slots, hidden_bxd, normed_bxd)
         return vocab.unembed(unembed.unembed_vd, unembed.normed(corrected_bxd))
 
-    def expand(self, params, unembed: Unembed, hidden_bqd, anchor_b, drafter, temperature_b) -> TransitionTable:
+    def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
         """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
 
         Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth; depth 0 has one,
@@ -58,16 +58,16 @@ class FirstOrderHead(Head):
         With a shortlist, stage two reads the vocabulary table for the shortlisted tokens only, which saves the second pass
         over it. A child off the list is never drafted: the output stays exact, but fewer tokens may be accepted.
         """
-        batch, size, _ = hidden_bqd.shape
-        depths, m = size - 1, drafter.candidates
-        normed_bqd = unembed.normed(hidden_bqd)
-        marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bqd[:, 1 : size if drafter.shortlist else size - 1])
+        hidden_bqd, temperature_b = block.hidden_bid, block.temperature_b
+        batch, depths, _ = hidden_bqd.shape
+        m, normed_bqd = drafter.candidates, unembed.normed(hidden_bqd)
+        marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bqd[:, : depths if drafter.shortlist else depths - 1])
         likely_biy = jnp.zeros((batch, 0, m), jnp.int32)
         if marginal_biv.shape[1]:
             _, likely_biy = vocab.top_k(marginal_biv, max(m, drafter.shortlist))
         candidates_bim = unembed.tokens(likely_biy[:, : depths - 1, :m])
-        previous_bx = jnp.concatenate([anchor_b[:, None], candidates_bim.reshape(batch, -1)], axis=1)
-        by_context = indexing.slot_repeater(size, m)
+        previous_bx = jnp.concatenate([block.anchor_b[:, None], candidates_bim.reshape(batch, -1)], axis=1)
+        by_context = indexing.slot_repeater(depths, m)
         corrected_bxd = self.correct(params, vocab.embed(unembed.embed_vd, previous_bx), by_context, hidden_bqd, normed_bqd)
         if drafter.shortlist:
             listed_biy = likely_biy[..., : drafter.shortlist]
@@ -113,7 +113,7 @@ def _shortlisted(
     tokens_biz = jnp.broadcast_to(tokens_bz[:, None], (*marginal_biv.shape[:2], tokens_bz.shape[1]))
     listed_biz = scaled(vocab.take(marginal_biv, tokens_biz))
     elsewhere_bi = mass_elsewhere(marginal_biv, listed_biz, temperature_b)
-    total_bx = jnp.logaddexp(jax.nn.logsumexp(scores_bxz, axis=-1), by_context(jnp.pad(elsewhere_bi, ((0, 0), (1, 0)))))
+    total_bx = jnp.logaddexp(jax.nn.logsumexp(scores_bxz, axis=-1), by_context(elsewhere_bi))
     values_bxc, at_bxc = selection.top_k(scores_bxz, min(children, scores_bxz.shape[-1]))
     tokens_bxc = unembed.tokens(jnp.take_along_axis(tokens_bz[:, None], at_bxc, axis=-1))
     return tokens_bxc, jnp.minimum(values_bxc - total_bx[..., None], 0)

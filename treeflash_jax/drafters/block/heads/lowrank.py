@@ -1,14 +1,18 @@
-"""A bigram correction of low rank, added to the marginal logits:
+"""A correction of low rank, added to the marginal logits:
 
-    logits(v | previous token a) = marginal(v) + <W1[a], W2[v]>
+    logits(v | previous token a) = marginal(v) + <u, W2[v]>
+
+    lowrank        u = W1[a]
+    lowrank-gated  u = W1[a] * sigmoid(Wg [z; W1[a]] + b), z the final-normed hidden state of the slot
+    lowrank-rnn    u = tanh(o), state' = g * state + (1 - g) * tanh(c), [g; c; o] = Wj [state; W1[a]; z] + b, sigmoid of g
 
 Vectors of two tables are read instead of a second pass over the vocabulary: the candidates of a depth are the likeliest
 tokens of its marginal. With W2 = 0 (how training starts) the head is the marginal one.
 
-Shape suffixes: b batch, q block slots, i draft depth, m contexts (slot, previous token), x candidates of a depth, c
-children kept, d model, k rank, v vocabulary.
+Shape suffixes: b batch, i draft depth, m contexts (slot, previous token), x candidates of a depth, c children kept, d
+model, k rank, v vocabulary; `...` is any leading axes.
 
-Source: DSpark / DeepSpec, "vanilla" Markov head.
+Source: DSpark (arXiv 2607.05147), Markov heads "vanilla", "gated" and "rnn".
 """
 
 from dataclasses import replace
@@ -18,56 +22,119 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads.block_head import Head, Unembed, mass_elsewhere
+from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, head_rank, mass_elsewhere, scored_size
+from treeflash_jax.drafters.block.heads.path_head import PathHead
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
+from treeflash_jax.models.quantized import product
 from treeflash_jax.trees import TransitionTable
+
+TABLES = {
+    "previous": Entry("markov_head.markov_w1.weight", order=(0, 1)),
+    "following": Entry("markov_head.markov_w2.weight", order=(0, 1)),
+}
+
+
+def table_specs(drafter: Any) -> dict[str, Spec]:
+    """Returns the specs of W1 and W2."""
+    rank = head_rank(drafter)
+    previous = Spec((drafter.layers.vocab_size, rank), ("vocab", None), inputs=(1,))
+    return {"previous": previous, "following": replace(previous, shape=(scored_size(drafter), rank), init="zeros")}
 
 
 class LowRankHead(Head):
     file_name = "lowrank"
-    entries: ClassVar[dict[str, Entry]] = {
-        "previous": Entry("markov_head.markov_w1.weight", order=(0, 1)),
-        "following": Entry("markov_head.markov_w2.weight", order=(0, 1)),
-    }
-    looked_up = ("previous", "following")
+    entries: ClassVar[dict[str, Entry]] = TABLES
+    looked_up = ("previous",)
+    scored = ("following",)
 
     def specs(self, drafter) -> dict[str, Any]:
-        shape = drafter.layers.vocab_size, min(drafter.head_rank, drafter.layers.hidden_size)
-        previous = Spec(shape, ("vocab", None), inputs=(1,))
-        return {"previous": previous, "following": replace(previous, init="zeros")}
+        return table_specs(drafter)
 
-    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd) -> jax.Array:
-        before_bmk = vocab.embed(params["previous"], previous_bm)
-        marginal_bmv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bmd))
-        return marginal_bmv + vocab.unembed(params["following"], before_bmk).astype(marginal_bmv.dtype)
+    def vectors(self, params: dict[str, Any], before: jax.Array, normed: jax.Array) -> jax.Array:
+        """Returns u [..., k] from W1[a] [..., k] and the final-normed hidden states of the slots [..., d]."""
+        return before
 
-    def expand(self, params, unembed: Unembed, hidden_bqd, anchor_b, drafter, temperature_b) -> TransitionTable:
+    def count_listed(self, drafter: Any) -> int:
+        """Returns the number of likeliest marginal tokens of a depth that are scored."""
+        return max(drafter.candidates, drafter.children, drafter.shortlist)
+
+    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
+        normed_bmd = unembed.normed(hidden_bmd)
+        vectors_bmk = self.vectors(params, vocab.embed(params["previous"], previous_bm), normed_bmd)
+        marginal_bmv = vocab.unembed(unembed.unembed_vd, normed_bmd)
+        return marginal_bmv + vocab.unembed(params["following"], vectors_bmk).astype(marginal_bmv.dtype)
+
+    def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
         """Returns the transition table [b, i, m, c] of q(token | previous token).
 
         Children come from the likeliest marginal tokens of their depth; tokens off that list keep their marginal mass.
         """
-        m, batch = drafter.candidates, anchor_b.shape[0]
-        listed = max(m, drafter.children, drafter.shortlist)
-        marginal_biv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd[:, 1:]))
+        listed = self.count_listed(drafter)
+        m, children, batch = min(drafter.candidates, listed), min(drafter.children, listed), block.anchor_b.shape[0]
+        normed_bid = unembed.normed(block.hidden_bid)
+        marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bid)
         dtype = jnp.promote_types(marginal_biv.dtype, jnp.float32)
         likely_bix, ids_bix = vocab.top_k(marginal_biv, listed)
         tokens_bix = unembed.tokens(ids_bix)
-        scale_b = temperature_b.astype(dtype)
+        scale_b = block.temperature_b.astype(dtype)
         likely_bix = likely_bix.astype(dtype) / scale_b[:, None, None]
         elsewhere_bi = mass_elsewhere(marginal_biv, likely_bix, scale_b)
 
-        anchor_b1m = jnp.broadcast_to(anchor_b[:, None, None], (batch, 1, m))
+        anchor_b1m = jnp.broadcast_to(block.anchor_b[:, None, None], (batch, 1, m))
         previous_bim = jnp.concatenate([anchor_b1m, tokens_bix[:, :-1, :m]], axis=1)
-        before_bimk, after_bixk = (
-            vocab.embed(params["previous"], previous_bim),
-            vocab.embed(params["following"], tokens_bix),
-        )
+        before_bimk = self.vectors(params, vocab.embed(params["previous"], previous_bim), normed_bid[:, :, None])
+        after_bixk = vocab.embed(params["following"], ids_bix if drafter.owns_vocabulary else tokens_bix)
         change_bimx = jnp.einsum("bimk,bixk->bimx", before_bimk, after_bixk, preferred_element_type=dtype)
         scores_bimx = likely_bix[:, :, None] + change_bimx / scale_b[:, None, None, None]
         total_bim = jnp.logaddexp(jax.nn.logsumexp(scores_bimx, axis=-1), elsewhere_bi[..., None])
-        values_bimc, at_bimc = selection.top_k(scores_bimx, drafter.children)
+        values_bimc, at_bimc = selection.top_k(scores_bimx, children)
         children_bimc = jnp.take_along_axis(tokens_bix[:, :, None], at_bimc, axis=-1)
         is_last_i111 = (jnp.arange(tokens_bix.shape[1]) == tokens_bix.shape[1] - 1)[:, None, None]
         next_context_bimc = jnp.where((at_bimc < m) & ~is_last_i111, at_bimc, -1).astype(jnp.int32)
         return TransitionTable(children_bimc, jnp.minimum(values_bimc - total_bim[..., None], 0), next_context_bimc)
+
+
+class GatedLowRankHead(LowRankHead):
+    file_name = "lowrank-gated"
+    entries: ClassVar[dict[str, Entry]] = TABLES | {
+        "gate": Entry("markov_head.gate_proj.weight", order=(1, 0)),
+        "gate_bias": Entry("markov_head.gate_proj.bias"),
+    }
+
+    def specs(self, drafter) -> dict[str, Any]:
+        width, rank = drafter.layers.hidden_size, head_rank(drafter)
+        gate = Spec((width + rank, rank), (None, None), inputs=(0,), outputs=(1,))
+        return table_specs(drafter) | {"gate": gate, "gate_bias": Spec((rank,), (None,), "zeros")}
+
+    def vectors(self, params, before, normed) -> jax.Array:
+        of_slot, of_token = jnp.split(params["gate"], [normed.shape[-1]])
+        gate = product("...d,dk->...k", normed, of_slot) + product("...k,kl->...l", before, of_token)
+        return before * jax.nn.sigmoid(gate + params["gate_bias"])
+
+
+class RnnLowRankHead(PathHead):
+    file_name = "lowrank-rnn"
+    entries: ClassVar[dict[str, Entry]] = TABLES | {
+        "joint": Entry("markov_head.joint_proj.weight", order=(1, 2, 0), row_axes=2),
+        "joint_bias": Entry("markov_head.joint_proj.bias", order=(0, 1), row_axes=2),
+    }
+    looked_up = ("previous",)
+    scored = ("following",)
+
+    def specs(self, drafter) -> dict[str, Any]:
+        width, rank = drafter.layers.hidden_size, head_rank(drafter)
+        joint = Spec((2 * rank + width, 3, rank), (None, None, None), inputs=(0,), outputs=(1, 2))
+        return table_specs(drafter) | {"joint": joint, "joint_bias": Spec((3, rank), (None, None), "zeros")}
+
+    def state_size(self, drafter) -> int:
+        return head_rank(drafter)
+
+    def step(self, params, unembed, state, token, normed) -> tuple[jax.Array, jax.Array]:
+        before = vocab.embed(params["previous"], token)
+        normed = jnp.broadcast_to(normed, (*token.shape, normed.shape[-1]))
+        read = jnp.concatenate([state.astype(before.dtype), before, normed.astype(before.dtype)], axis=-1)
+        joint = product("...j,jyk->...yk", read, params["joint"]) + params["joint_bias"]
+        gate, candidate, output = (joint[..., part, :] for part in range(3))
+        gate = jax.nn.sigmoid(gate)
+        return jnp.tanh(output), gate * state + (1 - gate) * jnp.tanh(candidate)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.drafters.block.heads.block_head import Head, Unembed
+from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import TransitionTable
 
@@ -21,11 +21,11 @@ class MarginalHead(Head):
     def specs(self, drafter) -> dict[str, Any]:
         return {}
 
-    def expand(self, params, unembed: Unembed, hidden_bqd, anchor_b, drafter, temperature_b) -> TransitionTable:
+    def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
         """Returns the transition table [b, i, 1, c] of the block's marginals."""
-        tokens_bic, log_probs_bic = unembed.likeliest(hidden_bqd[:, 1:], drafter.children, temperature_b)
+        tokens_bic, log_probs_bic = unembed.likeliest(block.hidden_bid, drafter.children, block.temperature_b)
         next_context_bic = jnp.zeros_like(tokens_bic).at[:, -1].set(-1)
         return TransitionTable(tokens_bic[:, :, None], log_probs_bic[:, :, None], next_context_bic[:, :, None])
 
-    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd) -> jax.Array:
+    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
         return vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bmd))

@@ -1,0 +1,179 @@
+"""The LiLiCorr head: attention over the candidates of all depths, then a score of every pair of adjacent candidates.
+
+    x     = candidate: its embedding, hidden state of its slot, marginal log-probability, slot and rank
+    x     = layers of attention among all candidates, with biases by distance of their slots
+    a     = fused verifier feature of the position before the anchor
+    f     = silu(W [x; a; x a]),   out, in = unit(W_out f), unit(W_in f)
+    score = s <out of the candidate before, in of this candidate>;  at depth 0 s <unit(W_anchor a), in>
+
+The scores replace the marginals: the softmax of a row of scores is the draft distribution.
+
+Shape suffixes: b batch, i draft depth, k candidates of a depth, t = i k candidates in order of depth, h width, a attention
+heads, e head dim, f factor width, c children kept.
+
+Source: LiLiCorr (arXiv 2608.20530).
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
+from treeflash_jax.models import vocab
+from treeflash_jax.models.backend import selection
+from treeflash_jax.models.layers import rms_norm
+from treeflash_jax.models.quantized import product
+from treeflash_jax.trees import TransitionTable
+
+FEATURES = 5
+LAYER_NORM_EPS = 1e-5  # of PyTorch, not in the config
+
+
+@dataclass(frozen=True)
+class LiLiCorrSizes:
+    """Sizes of the head.
+
+    Attributes:
+      top_k: candidates per depth.
+      width: width of the attention layers; 0: the drafter's, and embeddings are not projected.
+      logit_scale: factor of the cosines.
+      vector_eps: smallest length that a vector is divided by.
+    """
+
+    top_k: int = 8
+    width: int = 0
+    num_layers: int = 2
+    num_heads: int = 4
+    mlp_width: int = 64
+    factor_dim: int = 16
+    vector_eps: float = 1e-4
+    logit_scale: float = 8.0
+
+
+MAPS = {  # linear maps with a bias, by their names in files
+    "token": "token_proj", "hidden": "pass_hidden_proj", "feature_up": "feature_mlp.1", "feature_down": "feature_mlp.3",
+    "context": "context_proj", "factor": "factor_input_proj", "out": "out_head", "into": "in_head",
+    "anchor_out": "anchor_out_head", "mixed": "layers.{}.attn.out_proj", "up": "layers.{}.mlp.0",
+    "down": "layers.{}.mlp.2",
+}  # fmt: skip
+VECTORS = {  # all other weights
+    "feature_norm": "feature_mlp.0.weight", "feature_norm_bias": "feature_mlp.0.bias", "output_norm": "output_norm.weight",
+    "anchor_norm": "anchor_norm.weight", "attention_norm": "layers.{}.attn_norm.weight",
+    "mlp_norm": "layers.{}.mlp_norm.weight", "heads_bias": "layers.{}.attn.in_proj_bias", "same_slot": "same_slot_bias",
+}  # fmt: skip
+MATRICES = {"slot": "slot_embedding", "rank": "rank_embedding", "distance": "relative_slot_bias"}
+
+
+class LiLiCorrHead(Head):
+    file_name = "lilicorr"
+    entries: ClassVar[dict[str, Entry]] = {
+        **{name: Entry(f"lilicorr.{stored}.weight", order=(1, 0)) for name, stored in MAPS.items()},
+        **{f"{name}_bias": Entry(f"lilicorr.{stored}.bias") for name, stored in MAPS.items()},
+        **{name: Entry(f"lilicorr.{stored}") for name, stored in VECTORS.items()},
+        **{name: Entry(f"lilicorr.{stored}", order=(0, 1)) for name, stored in MATRICES.items()},
+        "heads": Entry("lilicorr.layers.{}.attn.in_proj_weight", order=(1, 0)),
+    }
+    reads_context = True
+    is_trainable = False
+
+    def sizes(self, drafter) -> LiLiCorrSizes:
+        return drafter.head_sizes or LiLiCorrSizes()
+
+    def specs(self, drafter) -> dict[str, Any]:
+        """Weights of the layers are stacked."""
+        sizes, d, slots = self.sizes(drafter), drafter.layers.hidden_size, drafter.num_depths
+        y, h, f = sizes.num_layers, sizes.width or d, sizes.factor_dim
+        maps = {
+            "hidden": (d, h), "feature_up": (FEATURES, h), "feature_down": (h, h), "context": (d, h), "factor": (3 * h, h),
+            "out": (h, f), "into": (h, f), "anchor_out": (h, f), "heads": (y, h, 3 * h), "mixed": (y, h, h),
+            "up": (y, h, sizes.mlp_width), "down": (y, sizes.mlp_width, h),
+        }  # fmt: skip
+        maps |= {"token": (d, h)} if sizes.width else {}
+        others = {"same_slot": (sizes.num_heads,), "slot": (slots, h), "rank": (sizes.top_k, h)}
+        others["distance"] = sizes.num_heads, 2 * slots + 1
+        norms = {"feature_norm": (FEATURES,), "output_norm": (h,), "anchor_norm": (h,)}
+        norms |= {"attention_norm": (y, h), "mlp_norm": (y, h)}
+
+        def specs(shapes: dict[str, tuple[int, ...]], init: str, **options: Any) -> dict[str, Spec]:
+            return {name: Spec(shape, (None,) * len(shape), init, **options) for name, shape in shapes.items()}
+
+        biases = {f"{name}_bias": (*shape[:-2], shape[-1]) for name, shape in maps.items()}
+        biases["feature_norm_bias"] = (FEATURES,)
+        return specs(maps, "normal") | specs(biases, "zeros") | specs(norms, "ones") | specs(others, "zeros")
+
+    def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
+        sizes, normed_bid = self.sizes(drafter), unembed.normed(block.hidden_bid)
+        logits_biv = vocab.unembed(unembed.unembed_vd, normed_bid)
+        values_bik, ids_bik = vocab.top_k(logits_biv, sizes.top_k)
+        log_probs_bik = values_bik - vocab.log_sum_exp(logits_biv)[..., None]
+        tokens_bik = unembed.tokens(ids_bik)
+        out_bikf, in_bikf, anchor_bf = self.factors(params, unembed, tokens_bik, log_probs_bik, normed_bid, block, drafter)
+        start_bk = jnp.einsum("bf,bkf->bk", anchor_bf, in_bikf[:, 0])
+        pairs_bikk = jnp.einsum("bikf,bilf->bikl", out_bikf[:, :-1], in_bikf[:, 1:])
+        start_b1kk = jnp.broadcast_to(start_bk[:, None, None], (len(start_bk), 1, sizes.top_k, sizes.top_k))
+        scores_bikk = sizes.logit_scale * jnp.concatenate([start_b1kk, pairs_bikk], axis=1)
+        scores_bikk = scores_bikk / block.temperature_b.astype(scores_bikk.dtype)[:, None, None, None]
+        children = min(drafter.children, sizes.top_k)
+        log_probs_bikc, at_bikc = selection.top_k(jax.nn.log_softmax(scores_bikk, axis=-1), children)
+        children_bikc = jnp.take_along_axis(tokens_bik[:, :, None], at_bikc, axis=-1)
+        is_last_i111 = (jnp.arange(at_bikc.shape[1]) == at_bikc.shape[1] - 1)[:, None, None]
+        return TransitionTable(children_bikc, log_probs_bikc, jnp.where(is_last_i111, -1, at_bikc).astype(jnp.int32))
+
+    def factors(self, params, unembed: Unembed, tokens_bik, log_probs_bik, normed_bid, block: Block, drafter) -> Any:
+        """Returns factors of unit length: out and in of every candidate, [b, i, k, f] each, and of the anchor, [b, f]."""
+        sizes, eps = self.sizes(drafter), unembed.eps
+        slots, num_candidates = tokens_bik.shape[1:]
+
+        def through(name: str, x: jax.Array) -> jax.Array:
+            return product("...h,hf->...f", x, params[name]) + params[f"{name}_bias"]
+
+        def unit(x: jax.Array) -> jax.Array:
+            return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), sizes.vector_eps)
+
+        embedding_bikd = vocab.embed(unembed.embed_vd, tokens_bik)
+        x_bikh = through("token", embedding_bikd) if sizes.width else embedding_bikd
+        x_bikh += through("hidden", normed_bid)[:, :, None] + self.features(params, through, log_probs_bik)
+        x_bikh += params["slot"][:slots, None] + params["rank"]
+        x_bth = x_bikh.reshape(len(x_bikh), slots * num_candidates, -1)
+        slot_t = jnp.repeat(jnp.arange(slots), num_candidates)
+        distance_tt = slot_t[:, None] - slot_t + params["distance"].shape[1] // 2
+        bias_att = params["distance"][:, distance_tt]
+        bias_att += params["same_slot"][:, None, None] * (slot_t[:, None] == slot_t)
+        for layer in range(sizes.num_layers):
+            weights = {name: weight[layer] for name, weight in params.items() if "{}" in self.entries[name].name}
+            x_bth += attention(weights, rms_norm(x_bth, weights["attention_norm"], eps), bias_att, sizes.num_heads)
+            hidden = product("bth,hf->btf", rms_norm(x_bth, weights["mlp_norm"], eps), weights["up"]) + weights["up_bias"]
+            x_bth += product("btf,fh->bth", jax.nn.silu(hidden), weights["down"]) + weights["down_bias"]
+        x_bth = rms_norm(x_bth, params["output_norm"], eps)
+        anchor_bh = rms_norm(through("context", block.context_bd), params["anchor_norm"], eps)
+        anchor_bth = jnp.broadcast_to(anchor_bh[:, None], x_bth.shape)
+        factor_bth = jax.nn.silu(through("factor", jnp.concatenate([x_bth, anchor_bth, x_bth * anchor_bth], axis=-1)))
+        shape = *tokens_bik.shape, sizes.factor_dim
+        out_bikf, in_bikf = (unit(through(name, factor_bth)).reshape(shape) for name in ("out", "into"))
+        return out_bikf, in_bikf, unit(through("anchor_out", anchor_bh))
+
+    def features(self, params, through: Any, log_probs_bik: jax.Array) -> jax.Array:
+        """Returns what a candidate's marginal log-probability and rank add to it, [b, i, k, h]."""
+        rank_k = jnp.arange(log_probs_bik.shape[2])
+        share_k = (rank_k / max(rank_k.size - 1, 1)).astype(log_probs_bik.dtype)
+        ranks = (jnp.broadcast_to(x_k, log_probs_bik.shape) for x_k in (share_k, (rank_k == 0).astype(share_k.dtype)))
+        of_probs = log_probs_bik, jnp.exp(log_probs_bik), log_probs_bik - log_probs_bik[..., :1]
+        x = jnp.stack([*of_probs, *ranks], axis=-1)
+        x -= jnp.mean(x, axis=-1, keepdims=True)
+        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + LAYER_NORM_EPS)
+        x = x.astype(params["feature_norm"].dtype) * params["feature_norm"] + params["feature_norm_bias"]
+        return through("feature_down", jax.nn.silu(through("feature_up", x)))
+
+
+def attention(weights: dict[str, jax.Array], x_bth: jax.Array, bias_att: jax.Array, num_heads: int) -> jax.Array:
+    """Returns attention of all candidates to all, with a bias for each pair."""
+    heads = product("bth,hx->btx", x_bth, weights["heads"]) + weights["heads_bias"]
+    q_btae, k_btae, v_btae = (part.reshape(*x_bth.shape[:2], num_heads, -1) for part in jnp.split(heads, 3, axis=-1))
+    dtype = jnp.promote_types(x_bth.dtype, jnp.float32)
+    scores_batt = jnp.einsum("btae,buae->batu", q_btae, k_btae, preferred_element_type=dtype) * q_btae.shape[-1] ** -0.5
+    weights_batt = jax.nn.softmax(scores_batt + bias_att, axis=-1).astype(v_btae.dtype)
+    mixed_bth = jnp.einsum("batu,buae->btae", weights_batt, v_btae).reshape(x_bth.shape)
+    return product("bth,hx->btx", mixed_bth, weights["mixed"]) + weights["mixed_bias"]

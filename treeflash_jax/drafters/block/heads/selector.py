@@ -1,0 +1,48 @@
+"""The selector of DFlash2: pairwise scores of adjacent candidates, added to the marginal logits.
+
+    logits(v | previous token a) = marginal(v) + <A[a] * P z, B[v]>
+
+Only the `top_k` likeliest tokens of a depth are candidates. z is the final-normed hidden state of the slot. With B = 0 the
+head is the marginal one.
+
+Source: DFlash2, as in NeMo AutoModel and vLLM's speculators.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.drafters.block.heads.block_head import head_rank
+from treeflash_jax.drafters.block.heads.lowrank import LowRankHead, table_specs
+from treeflash_jax.models.quantized import product
+
+
+@dataclass(frozen=True)
+class SelectorSizes:
+    """Number of candidates per depth."""
+
+    top_k: int = 16
+
+
+class SelectorHead(LowRankHead):
+    file_name = "selector"
+    entries: ClassVar[dict[str, Entry]] = {
+        "previous": Entry("candidate_selector.predecessor_codebook", order=(0, 1)),
+        "following": Entry("candidate_selector.successor_codebook", order=(0, 1)),
+        "hidden": Entry("candidate_selector.hidden_projection.weight", order=(1, 0)),
+    }
+
+    def sizes(self, drafter) -> SelectorSizes:
+        return drafter.head_sizes or SelectorSizes()
+
+    def specs(self, drafter) -> dict[str, Any]:
+        hidden = Spec((drafter.layers.hidden_size, head_rank(drafter)), (None, None), inputs=(0,), outputs=(1,))
+        return table_specs(drafter) | {"hidden": hidden}
+
+    def vectors(self, params, before, normed) -> jax.Array:
+        return before * product("...d,dk->...k", normed, params["hidden"])
+
+    def count_listed(self, drafter) -> int:
+        return min(super().count_listed(drafter), self.sizes(drafter).top_k)

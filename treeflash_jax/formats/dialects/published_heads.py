@@ -1,0 +1,188 @@
+"""Block drafters with heads as published: Domino, DSpark, DFlash2 and LiLiCorr. They are read.
+
+    domino      projector_type "domino" in dflash_config; a GRU over the path
+    dspark      projector_type "dspark" in dflash_config (SpecForge, ModelOpt), or its keys at top level (DeepSpec)
+    dflash2     selector_rank in dflash_config (z-lab, NeMo AutoModel): convolutions, and scores of adjacent candidates
+    lilicorr    projector_type "lilicorr" in dflash_config (ModelOpt)
+
+Confidence heads are not read: they estimate how much of a chain is accepted, and trees do not use them.
+
+Source: sgl-project/SpecForge, deepseek-ai/DeepSpec, NVIDIA/Model-Optimizer, NVIDIA-NeMo/Automodel, z-lab/dflash.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treeflash_jax.core.checks import expect
+from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.block.heads.gru import GruSizes
+from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
+from treeflash_jax.drafters.block.heads.selector import SelectorSizes
+from treeflash_jax.formats.dialects.block_folder import BlockFolder
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
+from treeflash_jax.models.config import ModelConfig
+
+PATH_CANDIDATES = 64  # per depth, as the published trees over heads that follow the path use
+
+
+class Domino(BlockFolder):
+    """The dialect of Domino drafters: SpecForge's, and those of the authors' code."""
+
+    name = "domino"
+    projectors = ("domino",)
+    known = (*BlockFolder.known, "emb_dim")
+    head_keys = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+    shifted = None  # the class's default is not what training writes
+    inert = ("confidence_head.",)
+    renamed = {"logit_head.": ""}
+
+    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
+        rank = dflash.whole("emb_dim")
+        if "emb_dim" in keys:
+            expect(
+                keys.whole("emb_dim") == rank, "emb_dim", keys.raw["emb_dim"], f"{rank}, as in dflash_config", keys.where
+            )
+        sizes = GruSizes(dflash.whole("gru_hidden_dim"), dflash.whole("pure_draft_prefix_len", 0, least=0))
+        most = Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size") - 1
+        expect(sizes.prefix <= most, "pure_draft_prefix_len", sizes.prefix, f"at most {most}", dflash.where)
+        return {"head": "gru", "head_rank": rank, "head_sizes": sizes, "candidates": PATH_CANDIDATES}
+
+
+class DSpark(BlockFolder):
+    """The dialect of DSpark drafters: SpecForge's and ModelOpt's; DeepSpec's have the keys at top level."""
+
+    name = "dspark"
+    projectors = ("dspark",)
+    top_keys = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type")
+    confidence_keys = tuple(
+        """enable_confidence_head use_confidence_head confidence_head_with_markov confidence_head_alpha
+        num_anchors target_model_type target_text_model_type""".split()
+    )
+    head_keys = (*top_keys, *confidence_keys, "dspark_backbone_conv_enabled")
+    shifted = None
+    inert = ("confidence_head.", "confidence_proj.")
+    renamed = {name: f"markov_head.{name}" for name in ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")}
+
+    def recognises(self, path: Path, keys: Keys) -> bool:
+        return super().recognises(path, keys) or all(key in keys.raw for key in ("markov_rank", "target_layer_ids"))
+
+    def read_config(self, path: Path, keys: Keys) -> BlockConfig:
+        if "dflash_config" not in keys.raw:
+            others = {key: value for key, value in keys.raw.items() if key not in self.head_keys}
+            inside = {key: value for key, value in keys.raw.items() if key in self.head_keys}
+            keys = Keys(others | {"dflash_config": inside | {"shift_label": True}}, keys.where)
+        return super().read_config(path, keys)
+
+    def default_alignment(self, dflash: Keys) -> bool | None:
+        return True if "attention_mode" in dflash else None  # SpecForge's files do not state it
+
+    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
+        dflash.check_only({"dspark_backbone_conv_enabled": (False, None)})
+        heads = {"vanilla": "lowrank", "gated": "lowrank-gated", "rnn": "lowrank-rnn"}
+        kind = dflash.raw.get("markov_head_type", "vanilla")
+        expect(kind in [*heads], "markov_head_type", kind, f"one of {', '.join(heads)}", dflash.where)
+        return {"head": heads[kind], "head_rank": dflash.whole("markov_rank"), "candidates": PATH_CANDIDATES}
+
+
+class DFlash2(BlockFolder):
+    """The dialect of DFlash2 drafters."""
+
+    name = "dflash2"
+    projectors = (None, "dflash2", "dflash")
+    head_keys = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+    renamed = {f"candidate_selector.{name}_codebook.weight": f"candidate_selector.{name}_codebook"
+               for name in ("predecessor", "successor")}  # fmt: skip
+
+    def recognises(self, path: Path, keys: Keys) -> bool:
+        return super().recognises(path, keys) and "selector_rank" in keys.raw["dflash_config"]
+
+    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
+        top_k = dflash.whole("selector_top_k", most=layers.vocab_size)
+        return {
+            "head": "selector",
+            "head_rank": dflash.whole("selector_rank"),
+            "head_sizes": SelectorSizes(top_k),
+            "candidates": top_k,
+            **read_convolution(dflash, layers),
+        }
+
+
+class LiLiCorr(BlockFolder):
+    """The dialect of LiLiCorr drafters, with names of tensors by ModelOpt or SGLang."""
+
+    name = "lilicorr"
+    projectors = ("lilicorr",)
+    sizes = tuple(
+        """candidate_topk hidden_size num_layers num_heads mlp_ratio factor_dim vector_eps logit_scale enabled""".split()
+    )
+    head_keys = (*(f"lilicorr_{key}" for key in sizes), "conv_kernel_size", "conv_group_size")
+    sglang = (
+        (r"^lilicorr\.feature_norm\.", "lilicorr.feature_mlp.0."),
+        (r"^lilicorr\.feature_mlp\.up_proj\.", "lilicorr.feature_mlp.1."),
+        (r"^lilicorr\.feature_mlp\.down_proj\.", "lilicorr.feature_mlp.3."),
+        (r"^(lilicorr\.layers\.\d+\.mlp)\.up_proj\.", r"\1.0."),
+        (r"^(lilicorr\.layers\.\d+\.mlp)\.down_proj\.", r"\1.2."),
+    )
+
+    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
+        dflash.check_only({"lilicorr_enabled": (True,)})
+        width = dflash.whole("lilicorr_hidden_size", least=0)
+        num_heads = dflash.whole("lilicorr_num_heads")
+        full = width or layers.hidden_size
+        if full % num_heads:
+            raise ValueError(f"{dflash.where}: got lilicorr_num_heads {num_heads} for width {full}, expected a divisor")
+        sizes = LiLiCorrSizes(
+            top_k=dflash.whole("lilicorr_candidate_topk", most=layers.vocab_size),
+            width=width,
+            num_layers=dflash.whole("lilicorr_num_layers"),
+            num_heads=num_heads,
+            mlp_width=int(full * dflash.number("lilicorr_mlp_ratio")),
+            factor_dim=dflash.whole("lilicorr_factor_dim"),
+            vector_eps=dflash.number("lilicorr_vector_eps"),
+            logit_scale=dflash.number("lilicorr_logit_scale"),
+        )
+        fields = {"head": "lilicorr", "head_sizes": sizes, "candidates": sizes.top_k}
+        return fields | (read_convolution(dflash, layers) if "conv_group_size" in dflash else {})
+
+    @contextmanager
+    def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
+        with super().opened(path, config) as stored:
+            tensors = {}
+            for name, tensor in stored.items():
+                for pattern, new in self.sglang:
+                    name = re.sub(pattern, new, name)
+                is_table = name in ("lilicorr.slot_embedding", "lilicorr.rank_embedding")  # with axes of size 1
+                tensors[name] = Squeezed(np.squeeze(tensor[:])) if is_table else tensor
+            yield tensors
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    """A small tensor without its axes of size 1."""
+
+    values: np.ndarray
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def get_dtype(self) -> str:
+        return {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}.get(self.values.dtype.name, self.values.dtype.name)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.values[index]
+
+
+def read_convolution(dflash: Keys, layers: ModelConfig) -> dict[str, int]:
+    """Returns the channels per group of DFlash2's convolutions."""
+    dflash.check_only({"conv_kernel_size": (2,)})
+    group = dflash.whole("conv_group_size")
+    if layers.hidden_size % group:
+        raise ValueError(f"{dflash.where}: got conv_group_size {group}, expected a divisor of {layers.hidden_size}")
+    return {"conv_group": group}
