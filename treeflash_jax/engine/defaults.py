@@ -18,7 +18,7 @@ from treeflash_jax.trees import Builder
 # of tau to speedup of four sets of prompts. By the instructions of the products, then by number of sequences.
 BREAK_EVEN_TAU = {"bfloat16": {1: 1.75, 2: 2.2, 4: 3.3}, "float32": {1: 2.15, 2: 2.2, 4: 3.2}}
 USUAL_TAU = 2.0  # assumed if a drafter states none
-# 1 to 9 % faster than 5 for three of four sets of prompts, 4 % slower for the fourth. With n-grams alone, 2 to 6 % faster
+# 1 to 9 % faster than 5 for three of four sets of prompts, 4 % slower for the fourth. With n-grams alone, 2 to 7 % faster
 # than 16 for all of four sets.
 SMALL_NODES = 8
 SMALL_CANDIDATES = 8  # 16 add 3 ms to a round of 8 nodes and nothing to tau
