@@ -115,17 +115,17 @@ def test_training_attends_with_the_kernel_of_the_device():
         refused(partial(choose, Device(backend, "NVIDIA H200"), name), words)
 
 
-@pytest.mark.parametrize("kind, chunk, attention, wide", [
-    ("cpu", 64, ["streamed", "xla"], jnp.dtype("float32")), ("gpu", 128, ["xla", "xla"], None),
-    ("tpu", 128, ["xla", "xla"], None),
+@pytest.mark.parametrize("kind, chunk, attention, prefill, wide", [
+    ("cpu", 64, ["streamed", "xla"], "streamed", jnp.dtype("float32")), ("gpu", 128, ["xla", "xla"], "blocked", None),
+    ("tpu", 128, ["xla", "xla"], "blocked", None),
 ])  # fmt: skip
-def test_a_plan_is_made_for_a_device_that_is_not_here(tiny, kind, chunk, attention, wide):
+def test_a_plan_is_made_for_a_device_that_is_not_here(tiny, kind, chunk, attention, prefill, wide):
     """On a CPU, the residual stream is wider than weights in 16 bits."""
     dtypes = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64
     plans = {dtype: plan(tiny, Device(kind), dtype, builder="best-first") for dtype in dtypes}
     assert {made.prefill_chunk for made in plans.values()} == {chunk}
     assert [made.attention for made in plans.values()][:2] == attention
-    assert {made.for_prefill().attention for made in plans.values()} == {attention[0]}
+    assert {made.for_prefill().attention for made in plans.values()} == {prefill}
     for dtype, made in plans.items():
         residual = {part.residual_dtype for part in (made, made.for_prefill(), made.one_token())}
         assert residual == {wide if dtype in (jnp.bfloat16, jnp.float16) else None}

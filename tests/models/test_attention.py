@@ -18,6 +18,7 @@ from refusals import refused
 
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
+from treeflash_jax.models import attention as attention_module
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.kv_cache import AXES, LayerKV
@@ -25,9 +26,17 @@ from treeflash_jax.trees import ancestor_mask
 
 B, T, S, H, K, E = 4, 7, 704, 6, 2, 16
 LENGTHS = {"edges": (0, 1, 127, 128), "full": (129, 640, 703, 704), "short": (0, 0, 64, 65), "ragged": (704, 3, 0, 130)}
-NAMES = ["streamed", *(["pallas-gpu"] if jax.default_backend() in ("cpu", "gpu") else [])]
+NAMES = ["streamed", "blocked", *(["pallas-gpu"] if jax.default_backend() in ("cpu", "gpu") else [])]
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0] * T, [0, 0, 0, 2, 2, 2, 4]], jnp.int32)
+BLOCK = 96  # divides none of the capacities
 attention = jax.jit(tree_attention, static_argnames="implementation")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module, "BLOCK", BLOCK)
+        yield
 
 
 def arguments(lengths, dtype=np.float32, *, queries=T, heads=H, kv_heads=K, slots=S, poison=lambda length: length):
@@ -76,9 +85,9 @@ def finite(arrays):
 
 
 def needed(name: str, longest: int, slots: int = S):
-    """The end of the last block that a sequence needs; "streamed" reads as many quarters for all as for the longest."""
-    size = {"streamed": slots // 4, "pallas-gpu": 64}[name]
-    return lambda length: -(-(longest if name == "streamed" else length) // size) * size
+    """The end of the last block that a sequence needs; "streamed" and "blocked" read as much for all as for the longest."""
+    size = {"streamed": slots // 4, "blocked": BLOCK, "pallas-gpu": 64}[name]
+    return lambda length: -(-(length if name == "pallas-gpu" else longest) // size) * size
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,7 +3,9 @@
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) are the
-compiler's own report of the programs, which are compiled from shapes alone. The exit status is 1 if a device is too small.
+compiler's own report of the programs, which are compiled from shapes alone. On accelerators it also prints how many
+operations a round launches: on a GPU each takes over a microsecond, however little it does. The exit status is 1 if a
+device is too small.
 """
 
 import argparse
@@ -22,11 +24,12 @@ from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.timed import print_progress, running
 from treeflash_jax.core import files, parameters, programs, sharding
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_MEMORY, Device, here
+from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_KINDS, TPU_MEMORY, Device, describe_mesh, here
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.batching import make_batch, round_capacity
+from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
@@ -92,12 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
-    result = {"shape": shapes.short_name(shape), "drafter": drafted, "topology": device.kind, "mesh": sizes}
-    result |= {"batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
+    result = {"shape": shapes.short_name(shape), "drafter": drafted, "topology": arguments.topology or device.kind}
+    result |= {"mesh": sizes, "batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
         compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize)
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}
+        if not device.is_cpu:
+            result["launches"] = count_launches(compiled[1].as_text())
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
@@ -127,7 +132,8 @@ def compile_programs(
         place = sharding.sharding(("batch",) + (None,) * (x.ndim - 1), x.shape, mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
+    is_merged = merges_weights(describe_mesh(mesh), plan.verifier.num_kv_heads, mesh)
+    weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize, is_merged), dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.drafter.specs(), dtype, mesh))
     inputs = make_batch([], batch_size=batch, capacity=capacity, dtype=dtype)
@@ -142,6 +148,17 @@ def compile_programs(
         return prefill, programs.compile_lowered(lowered, mesh)
 
 
+def count_launches(text: str) -> int:
+    """Returns the number of operations that one iteration of a program's loop launches, from its compiled text.
+
+    These are fusions, calls of kernels, sorts and copies: about one kernel each. Conditionals and inner loops count
+    nothing; of several loops, the largest counts.
+    """
+    computations = dict(re.findall(r"^(ENTRY|%?[\w.-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    bodies = re.findall(r" while\(.* body=(%?[\w.-]+)", computations["ENTRY"])
+    return max(len(re.findall(r"[\])}] (?:copy|custom-call|fusion|sort)\(", computations[body])) for body in bodies)
+
+
 def describe(result: dict[str, Any]) -> list[str]:
     memory, limit = result["bytes_per_device"], result["bytes_limit"]
     names = {"verifier_cache": "verifier's cache", "drafter_cache": "drafter's cache", "rest": "state and padding"}
@@ -150,6 +167,8 @@ def describe(result: dict[str, Any]) -> list[str]:
     lines += [f"  {names.get(part, part):24}{in_units(size):>12}" for part, size in memory.items() if part != "resident"]
     if limit is not None:
         lines.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
+    if "launches" in result:
+        lines.append(f"  {result['launches']:,} operations launched in a round")
     return lines if "round" in memory else [*lines, "weights and caches only: nothing was compiled"]
 
 
@@ -164,11 +183,13 @@ def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
-    """Returns the mesh, the bytes of a device, and their kind, which is the name of a topology."""
+    """Returns the mesh, the bytes of a device, and the kind of device whose defaults the programs have."""
     topology, device, limit, count = arguments.topology, here(), None, jax.device_count()
     if topology:
         family, _, sizes = topology.partition(":")
-        limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("tpu" if family in TPU_MEMORY else "gpu", topology)
+        limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("gpu", f"NVIDIA {family.upper()}")
+        if family in TPU_MEMORY:
+            device = Device("tpu", next(kind for kind, name in TPU_KINDS.items() if name == family))
         if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", sizes):
             raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
         count = math.prod(map(int, (sizes or "1").split("x")))

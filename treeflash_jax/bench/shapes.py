@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.core import programs, sharding
+from treeflash_jax.core import devices, programs, sharding
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.core.settings import field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import DRAFTERS, locate
@@ -140,7 +141,8 @@ def random_pair(
     No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
     that trees fill up as those of a trained head.
     """
-    specs = verifier.specs(model), drafter.specs()
+    is_merged = merges_weights(devices.describe_mesh(mesh), model.num_kv_heads, mesh)
+    specs = verifier.specs(model, is_merged=is_merged), drafter.specs()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None) -> jax.Array:

@@ -226,7 +226,7 @@ class GenerateConfig:
     )
     attention: str | None = running(
         None,
-        "implementation of attention: xla reads whole caches; streamed and pallas-gpu only their filled part. "
+        "implementation of attention: xla reads whole caches; streamed, blocked and pallas-gpu only their filled part. "
         "pallas-gpu is the default on H100 and H200 in bfloat16",
         unset="chosen by device and dtype",
         choices=lambda: CHOICES,

@@ -14,7 +14,7 @@ from treeflash_jax.core.checks import expect, fit, quoted, suggesting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import pairs
-from treeflash_jax.engine.defaults import choose_dtype
+from treeflash_jax.engine.defaults import choose_dtype, merges_weights
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.formats import draft_vocabulary, model_files
@@ -22,6 +22,7 @@ from treeflash_jax.formats.dialects import language_model_folder
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.verifier import merge
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 logger = logging.getLogger("treeflash_jax")
@@ -114,6 +115,8 @@ def load(
     config, verifier_params = model_files.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     if drafter is not None:
         drafter_params = drafter_params | draft_vocabulary.load(drafter, drafter_params, verifier_params, mesh)
+    if merges_weights(devices.describe_mesh(mesh), config.num_kv_heads, mesh):
+        merge(verifier_params)
     return TreeFlash(
         config,
         Weights(verifier_params, drafter_params),

@@ -5,11 +5,12 @@ positions in a prefill chunk, everything in a drafter's block, itself alone in a
 exists.
 
 "xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
-prefix. The Pallas kernel reads each prefix block by block under an online softmax. "splash", "cudnn" and "chunked" are for
-packed sequences without a prefix, in training.
+prefix; "blocked" the blocks that hold it one after the other, so that it keeps the logits of one block only. The Pallas
+kernel reads each prefix block by block under an online softmax. "splash", "cudnn" and "chunked" are for packed sequences
+without a prefix, in training.
 
-Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, h query heads, k key/value heads,
-g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.
+Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, x keys of either kind, h query
+heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from treeflash_jax.models.kv_cache import LayerKV
 
 QUARTERS = 4  # shares of the cache that "streamed" reads, whichever hold the longest prefix
 SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which "xla" is faster, as measured on CPUs
+BLOCK = 8192  # slots that "blocked" reads at a time
 TRAINING_CHUNK = 256  # queries
 
 
@@ -123,6 +125,42 @@ def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
+def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+    """Adds up one block of the cache after the other under an online softmax, up to the longest prefix."""
+    slots = 0 if prefix is None else prefix.keys_bkse.shape[2]
+    if slots <= BLOCK:
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+
+    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+        q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
+
+        def add(sums, keys_bkxe, values_bkxe, seen_btx):
+            mixed_bkqe, total_bkq1, before_bkq1 = sums
+            logits_bkqx = _logits(q_bkqe, keys_bkxe, seen_btx)
+            peak_bkq1 = jnp.maximum(before_bkq1, jnp.max(logits_bkqx, axis=-1, keepdims=True))
+            weights_bkqx, kept_bkq1 = jnp.exp(logits_bkqx - peak_bkq1), jnp.exp(before_bkq1 - peak_bkq1)
+            total_bkq1 = total_bkq1 * kept_bkq1 + jnp.sum(weights_bkqx, axis=-1, keepdims=True)
+            return mixed_bkqe * kept_bkq1 + _mix(weights_bkqx, values_bkxe), total_bkq1, peak_bkq1
+
+        def add_block(index, sums):
+            first = index * BLOCK
+            start = jnp.minimum(first, slots - BLOCK)  # the last block overlaps the one before
+            block = jax.tree.map(lambda x_bkse: lax.dynamic_slice_in_dim(x_bkse, start, BLOCK, axis=2), prefix)
+            slots_x = start + jnp.arange(BLOCK)
+            seen_b1x = ((slots_x >= first) & (slots_x < length_b[:, None]))[:, None]
+            return add(sums, block.keys_bkse, block.values_bkse, seen_b1x)
+
+        wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
+        zero_bkq1 = jnp.zeros((*q_bkqe.shape[:3], 1), wide)
+        nothing = jnp.zeros(q_bkqe.shape, wide), zero_bkq1, zero_bkq1 - jnp.inf
+        sums = add(nothing, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu)
+        blocks = (jnp.max(length_b) + (BLOCK - 1)) // BLOCK
+        mixed_bkqe, total_bkq1, _ = lax.fori_loop(0, blocks, add_block, sums)
+        return _ungroup_queries(mixed_bkqe / total_bkq1, q_bthe)
+
+    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+
+
 def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     """Runs the kernel over the prefix and merges its shares with the softmax over the new positions."""
     if prefix is None:
@@ -188,6 +226,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": _xla,
     **dict.fromkeys(TRAINING, _chunked),
     "streamed": _streamed,
+    "blocked": _blocked,
     "pallas-gpu": _pallas_gpu,
 }
 

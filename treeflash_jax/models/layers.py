@@ -1,6 +1,7 @@
 """The pieces of a decoder layer, shared by verifier and drafter.
 
-Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e head dim, f ffn.
+Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, g query heads of one key/value head (in
+merged weights also its key and value), e head dim, f ffn, x gate and up.
 """
 
 import math
@@ -17,11 +18,17 @@ from treeflash_jax.models.config import ModelConfig, Rope
 from treeflash_jax.models.quantized import product
 
 Params = dict[str, Any]
+# Weights that `merge` joins: maps of the same input, and the norms and biases of their results.
+MERGED = ("q", "k", "v", "gate", "up", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
 Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
 
 
-def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
-    """Returns the specs of one decoder layer, dense or with experts. Linear maps are stored as on disk, [out, in]."""
+def layer_specs(config: ModelConfig, is_sparse: bool = False, is_merged: bool = False) -> Params:
+    """Returns the specs of one decoder layer, dense or with experts. Linear maps are stored as on disk, [out, in].
+
+    Args:
+      is_merged: whether the layer is one after `merge`.
+    """
     d, h, k, e, f = (
         config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
     )  # fmt: skip
@@ -46,7 +53,37 @@ def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
     if config.qkv_bias:
         specs["q_bias"] = Spec((h, e), ("heads", None), "zeros")
         specs |= {name: Spec((k, e), ("kv_heads", None), "zeros") for name in ("k_bias", "v_bias")}
+    if is_merged:
+        g, specs = h // k, {name: spec for name, spec in specs.items() if name not in MERGED}
+        specs["qkv"] = Spec((k, g + 2, e, d), ("kv_heads", None, None, "embed"), inputs=(3,), outputs=(0, 1, 2))
+        if not is_sparse:
+            specs["gate_up"] = Spec((2, f, d), (None, "ffn", "embed"), inputs=(2,), outputs=(0, 1))
+        if config.qk_norm:
+            specs["qk_norm"] = Spec((g + 1, e), (None, None), "ones")
+        if config.qkv_bias:
+            specs["qkv_bias"] = Spec((k, g + 2, e), ("kv_heads", None, None), "zeros")
     return specs
+
+
+@jax.jit
+def merge(params: Params) -> Params:
+    """Returns one array for each group of weights in MERGED, of those of one layer.
+
+    In "qkv" every key/value head has its query heads, its key and its value, so that a mesh shards all three alike.
+    """
+
+    def by_kv_head(q_he: jax.Array, k_ke: jax.Array, v_ke: jax.Array) -> jax.Array:
+        q_kge = q_he.reshape(k_ke.shape[0], -1, *k_ke.shape[1:])
+        return jnp.concatenate([q_kge, k_ke[:, None], v_ke[:, None]], axis=1)
+
+    merged = {"qkv": jax.tree.map(by_kv_head, params["q"], params["k"], params["v"])}
+    if "gate" in params:
+        merged["gate_up"] = jax.tree.map(lambda *maps_fd: jnp.stack(maps_fd), params["gate"], params["up"])
+    if "q_norm" in params:
+        merged["qk_norm"] = jnp.stack([params["q_norm"]] * (merged["qkv"].shape[1] - 2) + [params["k_norm"]])
+    if "q_bias" in params:
+        merged["qkv_bias"] = by_kv_head(params["q_bias"], params["k_bias"], params["v_bias"])
+    return merged
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -115,6 +152,23 @@ def _projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> ja
     return out if bias is None else out + bias.astype(out.dtype)
 
 
+def queries_keys_values(
+    params: Params, config: ModelConfig, x_btd: jax.Array, table: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `queries` and `keys_values`, of merged weights or others."""
+    if "qkv" not in params:
+        return queries(params, config, x_btd, table), *keys_values(params, config, x_btd, table)
+    x_btkge = product("btd,kged->btkge", x_btd, params["qkv"])
+    if config.qkv_bias:
+        x_btkge += params["qkv_bias"].astype(x_btkge.dtype)
+    qk_btkge = x_btkge[..., :-1, :]
+    if config.qk_norm:
+        qk_btkge = rms_norm(qk_btkge, params["qk_norm"], config.rms_norm_eps)
+    qk_btkge = rotate(qk_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(qk_btkge.shape)
+    q_bthe = qk_btkge[..., :-1, :].reshape(*x_btd.shape[:2], config.num_heads, config.head_dim)
+    return q_bthe, qk_btkge[..., -1, :], x_btkge[..., -1, :]
+
+
 def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
     """Returns rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
     q_bthe = _projected("btd,hed->bthe", x_btd, params, "q")
@@ -142,8 +196,10 @@ def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
 
 def swiglu(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
     """Returns down(silu(gate x) * (up x + shift)); without a shift, a plain SwiGLU."""
-    gate_btf = product("btd,fd->btf", x_btd, params["gate"])
-    up_btf = product("btd,fd->btf", x_btd, params["up"])
+    if "gate_up" in params:
+        gate_btf, up_btf = jnp.moveaxis(product("btd,xfd->btxf", x_btd, params["gate_up"]), 2, 0)
+    else:
+        gate_btf, up_btf = (product("btd,fd->btf", x_btd, params[name]) for name in ("gate", "up"))
     up_btf = up_btf if shift_btf is None else up_btf + shift_btf.astype(up_btf.dtype)
     return product("btf,df->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
 

@@ -39,15 +39,28 @@ class Output:
     routes: tuple[jax.Array, ...] = ()
 
 
-def specs(config: ModelConfig, quantize: str | None = None) -> dict[str, Any]:
-    """Returns the spec of every weight, matrices quantised by the scheme. Tied models have no `unembed`."""
+def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = False) -> dict[str, Any]:
+    """Returns the spec of every weight, matrices quantised by the scheme. Tied models have no `unembed`.
+
+    Args:
+      is_merged: whether the specs are those of the weights after `merge`.
+    """
     table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
     tree = {
         "embed": table,
-        "groups": [[layers.layer_specs(config, is_sparse) for _ in range(size)] for is_sparse, size in config.runs],
+        "groups": [
+            [layers.layer_specs(config, is_sparse, is_merged) for _ in range(size)] for is_sparse, size in config.runs
+        ],
         "norm": Spec((config.hidden_size,), (None,), "ones"),
     }
     return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize)
+
+
+def merge(params: dict[str, Any]) -> None:
+    """Stores maps of the same input as one array (`layers.merge`), in place: devices hold those of one layer twice."""
+    for weights in (weights for group in params["groups"] for weights in group):
+        parts = {name: weights.pop(name) for name in layers.MERGED if name in weights}
+        weights |= jax.block_until_ready(layers.merge(parts))
 
 
 def forward(
@@ -86,8 +99,8 @@ def forward(
         ids = []
 
         def attend(weights, x_btd):
-            q_bthe = layers.queries(weights, config, x_btd, table)
-            new = seen = layers.keys_values(weights, config, x_btd, table)
+            q_bthe, *new = layers.queries_keys_values(weights, config, x_btd, table)
+            new = seen = tuple(new)
             if earlier_kv is not None:
                 seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier_kv, new, strict=True)]
             return tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention), new

@@ -1,0 +1,58 @@
+"""Weights of q, k, v and of gate, up as one array each: the same results, in the shards that a mesh divides."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from answers import PROMPTS, TREE, random_weights
+from conftest import FOLDERS, RANDOM_MODEL, needs_8_devices
+
+import treeflash_jax as tf
+from treeflash_jax.core import parameters
+from treeflash_jax.core.devices import Device
+from treeflash_jax.engine import defaults, loading
+from treeflash_jax.models import quantized, verifier
+
+EXPERTS = replace(RANDOM_MODEL, model_type="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
+KINDS = {
+    "qwen3": (RANDOM_MODEL, None), "int8": (RANDOM_MODEL, "int8"), "experts": (EXPERTS, None),
+    "qwen2": (replace(RANDOM_MODEL, model_type="qwen2", qk_norm=False, qkv_bias=True), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_give_the_same_hidden_states_keys_and_values(kind, float64):
+    config, scheme = KINDS[kind]
+    specs = verifier.specs(config)
+    weights = random_weights(specs, dtype=jnp.float64)
+    weights = jax.tree.map(lambda spec, x: quantized.compress(x, spec, scheme), specs, weights, is_leaf=parameters.is_spec)
+    tokens_bt, positions_bt = jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]])
+
+    def run():
+        out = verifier.forward(weights, config, tokens_bt, positions_bt, verifier.causal_mask(1, 3))
+        return out.hidden_btd, out.new_kv
+
+    separate = run()
+    verifier.merge(weights)
+    expected = parameters.abstract(verifier.specs(config, scheme, is_merged=True), jnp.float64)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), weights) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+    jax.tree.map(lambda got, x: np.testing.assert_allclose(got, x, atol=1e-12), run(), separate)
+
+
+@needs_8_devices
+def test_a_device_that_merges_loads_merged_shards_and_answers_alike(trained, monkeypatch):
+    monkeypatch.setattr(loading, "merges_weights", lambda *_: True)
+    model = tf.load(**FOLDERS, mesh=tf.make_mesh(4, 2))
+    layer = model.weights.verifier["groups"][0][0]
+    assert {"q", "k", "v", "gate", "up"}.isdisjoint(layer)
+    assert layer["qkv"].sharding.spec[0] == "model" and layer["gate_up"].sharding.spec[1] == "model"
+    merged, separate = (pair.generate(PROMPTS, **TREE, max_new_tokens=16) for pair in (model, trained))
+    assert [result.ids for result in merged] == [result.ids for result in separate]
+
+
+def test_accelerators_merge_unless_a_mesh_divides_query_heads_alone():
+    gpu, mesh = Device("gpu", "NVIDIA H200"), jax.sharding.AbstractMesh((1, 4), ("data", "model"))
+    assert [defaults.merges_weights(device, 8) for device in (gpu, Device("tpu"), Device("cpu"))] == [True, True, False]
+    assert [defaults.merges_weights(gpu, heads, mesh) for heads in (8, 2)] == [True, False]
