@@ -99,3 +99,15 @@ def test_a_program_that_could_not_be_compiled_is_compiled_again(monkeypatch):
             programs.call(function, x)
     monkeypatch.undo()
     assert programs.call(function, x).tolist() == [1, 2, 3]
+
+
+def test_only_rounds_are_compiled_with_the_options_of_rounds(monkeypatch):
+    def decode(x):
+        return x + 1
+
+    tpu, x = devices.Device("tpu"), jnp.arange(3)
+    assert tpu.compiler_options == {} and tpu.decoding_options == {"xla_tpu_offload_gather_to_sparsecore": "false"}
+    monkeypatch.setattr(devices.Device, "decoding_options", {"no_such_option": "1"})
+    assert programs.call(jax.jit(lambda x: x + 1), x).tolist() == [1, 2, 3]
+    with pytest.raises(Exception, match="no_such_option"):
+        programs.call(jax.jit(decode), x)

@@ -200,7 +200,7 @@ class Bench:
         return unite(self.slots, self.marks)
 
     def compile(self, function: Any, *args: Any, **static: Any) -> Callable[..., Any]:
-        return programs.compile_lowered(function.lower(*args, **static), self.model.mesh)
+        return programs.compile_lowered(function.lower(*args, **static), self.model.mesh, function.__name__)
 
     def build(self, prefill: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""

@@ -37,6 +37,8 @@ ALLOWED_INSTRUCTIONS = {"AMX": BFLOAT16_INSTRUCTIONS, "AMX_FP16": BFLOAT16_INSTR
 # CPU fusions around matrix products give wrong numbers in jaxlib 0.10.2 (jax-ml/jax#39103) and crash in 0.10.2 and 0.11.0
 # (#39257). This option passes only products to the library YNNPACK: correct, and as fast. 0.12 does not need it.
 WITHOUT_PRODUCT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+# Since jax 0.11, XLA offloads gathers of a round to a TPU's sparse cores, which can make it half as long again (#40553).
+WITHOUT_SPARSE_CORES = {"xla_tpu_offload_gather_to_sparsecore": "false"}
 HAS_WRONG_FUSIONS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 
 
@@ -62,6 +64,11 @@ class Device:
     def compiler_options(self) -> dict[str, str]:
         """Argument `compiler_options` of `jax.jit` for every program of this device."""
         return WITHOUT_PRODUCT_FUSIONS if self.is_cpu and HAS_WRONG_FUSIONS else {}
+
+    @property
+    def decoding_options(self) -> dict[str, str]:
+        """`compiler_options` for programs that run rounds."""
+        return WITHOUT_SPARSE_CORES if self.backend == "tpu" else self.compiler_options
 
     @property
     def ridge(self) -> int | None:

@@ -78,19 +78,21 @@ def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = N
         with (clock or Clock()).compiling(function.__name__, _note()):
             lowered = function.lower(*args, **static)
     thread = ThreadPoolExecutor(1)
-    _programs[key] = Program(function, thread.submit(compile_lowered, lowered, mesh))
+    _programs[key] = Program(function, thread.submit(compile_lowered, lowered, mesh, function.__name__))
     thread.shutdown(wait=False)
     return _programs[key]
 
 
-def compile_lowered(lowered: Any, mesh: Any) -> Any:
+def compile_lowered(lowered: Any, mesh: Any, name: str = "") -> Any:
     """Compiles a program, or reads it from JAX's cache; those of several CPU devices are not stored there.
+
+    A program named "decode" has the device's options for rounds.
 
     XLA:CPU may start the collectives of a program from the cache in different orders, which then wait for each other for
     ever. The setting that JAX looks at when it stores a program is restored afterwards.
     """
     device = devices.describe_mesh(mesh)
-    options = device.compiler_options
+    options = device.decoding_options if name == "decode" else device.compiler_options
     if mesh is None or mesh.size == 1 or not device.is_cpu:
         return lowered.compile(options)
     with _unstored:

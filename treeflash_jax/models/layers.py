@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax.core import programs
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import experts
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -65,7 +66,7 @@ def layer_specs(config: ModelConfig, is_sparse: bool = False, is_merged: bool = 
     return specs
 
 
-@jax.jit
+@programs.jit
 def merge(params: Params) -> Params:
     """Returns one array for each group of weights in MERGED, of those of one layer.
 
