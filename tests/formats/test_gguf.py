@@ -173,6 +173,20 @@ def test_tokens_have_their_roles(tmp_path):
     assert words["tokenizer.ggml.tokens"][2] == "<|im_end|>" and config.eos_token_ids == (0, 2), "by the text of the token"
 
 
+def test_tokens_without_types_are_noted(tmp_path):
+    """Also when the file is converted."""
+    untyped = write_small(tmp_path / "untyped.gguf", {"tokenizer.ggml.token_type": None})
+    for read in (Tokenizer.load, lambda path: model_files.convert_gguf(path, tmp_path / "out")):
+        with pytest.warns(UserWarning, match=r"untyped.gguf: got no tokenizer.ggml.token_type"):
+            read(untyped)
+
+
+def test_unknown_metadata_is_noted(tmp_path):
+    unknown = write_small(tmp_path / "small.gguf", changes={"key_of_next_month": 1})
+    with pytest.warns(UserWarning, match=r"llama: unknown keys \['key_of_next_month'\] are ignored"):
+        model_files.read_verifier_config(unknown)
+
+
 def test_files_without_a_tokenizer_take_ids(tmp_path):
     path = write(tmp_path / "x.gguf", LLAMA, as_gguf(save_hf(tmp_path, LLAMA), LLAMA), EOS)
     assert Tokenizer.load(path) is None

@@ -89,6 +89,7 @@ REFUSED = {
     "pre-tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.pre": "tekken"}), "tokenizer.ggml.pre = 'tekken'"),
     "no tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": None}), "tokenizer.ggml.tokens = None"),
     "types of tokens": (lambda p: write_small(p, {"tokenizer.ggml.token_type": [1]}), "damaged vocabulary"),
+    "no merges": (lambda p: write_small(p, {"tokenizer.ggml.merges": None}), "ggml.merges = None, expected pairs"),
     "merges": (lambda p: write_small(p, {"tokenizer.ggml.merges": ["abc"]}), "damaged vocabulary"),
     "merges of numbers": (lambda p: write_small(p, {"tokenizer.ggml.merges": [1, 2]}), "ggml.merges = 1, expected pairs"),
     "unknown type of token": (lambda p: write_small(p, {"tokenizer.ggml.token_type": [77]}), "token_type = 77, expected"),

@@ -1,14 +1,13 @@
 """Files of results: records of answers, one a line and all of one run; and JSON files to which commands add."""
 
 import json
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import parse_json, quoted, read_json
+from treeflash_jax.core.checks import parse_json, quoted, read_json, warn
 
 Record = dict[str, Any]
 
@@ -39,7 +38,7 @@ def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[in
             value = parse_json(line)
         except ValueError as error:
             if start is not None and not line.endswith(b"\n") and start.startswith(line[: len(start)]):
-                warnings.warn(f"{path}:{number}: the last line is cut off and left out", stacklevel=2)
+                warn(f"{path}:{number}: the last line is cut off and left out")
                 break
             raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
         if not isinstance(value, dict):

@@ -12,6 +12,7 @@ import os
 import re
 import reprlib
 import types
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 QUOTED = 60  # characters of a value in a message
 LONGEST_PATH = 120  # characters of a path in a message
-LINE = 300  # characters of a message with another library's text
+LINE = 300  # characters of a message
 INT32 = 2**31 - 1
 # Pydantic's names of limits.
 LIMITS = {"least": "ge", "most": "le", "above": "gt", "below": "lt", "min_length": "min_length"}
@@ -40,6 +41,8 @@ WORDS = {  # patterns in pydantic's messages and their replacements
     "less than": "below",
 }
 
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # without tabs and line breaks
+
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, QUOTED, QUOTED, QUOTED
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
@@ -54,10 +57,34 @@ def quoted(value: Any, size: int = QUOTED) -> str:
     return clipped(text.encode("utf-8", "backslashreplace").decode(), size)
 
 
+def printable(text: str) -> str:
+    """Replaces control characters other than tabs and line breaks, which terminals obey, by escapes such as \\x1b."""
+    return CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
+
+
 def clipped(text: object, size: int = LINE) -> str:
-    """Formats text, such as another library's error, as one line of at most `size` characters."""
-    line = " ".join(str(text).split())
+    """Formats text, such as a name in a file or an error, as one line of at most `size` characters for a message."""
+    line = printable(" ".join(str(text).split()))
     return line if len(line) <= size else line[: size - 4] + " ..."
+
+
+def warn(text: str) -> None:
+    """Warns the caller of the calling function."""
+    warnings.warn(clipped(text), stacklevel=3)
+
+
+def clipping(function: T) -> T:
+    """Makes a function raise errors of one line that is clipped: they name files and what is in them."""
+
+    @functools.wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        except (ValueError, FileNotFoundError) as error:
+            error.args = (clipped(error),)
+            raise
+
+    return checked
 
 
 def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") -> None:

@@ -6,7 +6,7 @@ Source: ggml-org/llama.cpp, src/llama-vocab.cpp (pre-tokenizers and their defaul
 import json
 from typing import Any
 
-from treeflash_jax.core.checks import INT32
+from treeflash_jax.core.checks import INT32, warn
 from treeflash_jax.formats.gguf_reader import File
 
 CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
@@ -56,8 +56,10 @@ def _tokenizer(file: File) -> Any:
     keys.value(str, "tokenizer.ggml.model", None, "'gpt2' (byte-level BPE)", choices=lambda: ("gpt2",))
     kind = _PRE[keys.value(str, "tokenizer.ggml.pre", None, f"one of {list(_PRE)}", choices=lambda: tuple(_PRE))]
     tokens = keys.value(list[str], "tokenizer.ggml.tokens", None, "the texts of the vocabulary")
+    if "tokenizer.ggml.token_type" not in keys:
+        warn(f"{keys.where}: got no tokenizer.ggml.token_type, by which control tokens such as <|im_end|> differ from text")
     kinds = keys.value(list[int], "tokenizer.ggml.token_type", [1] * len(tokens), "types from 0 to 6", least=0, most=6)
-    pairs = keys.value(list[str], "tokenizer.ggml.merges", [], "pairs of tokens like 'a b'")
+    pairs = keys.value(list[str], "tokenizer.ggml.merges", None, "pairs of tokens like 'a b'", min_length=1)
     vocab, merges = {token: i for i, token in enumerate(tokens)}, [tuple(pair.split(" ")) for pair in pairs]
     known = all(len(merge) == 2 and {*merge, "".join(merge)} <= vocab.keys() for merge in merges)
     if len(vocab) != len(tokens) or len(kinds) != len(tokens) or not known:

@@ -1,11 +1,10 @@
 """Values of a config file: read by key, each of its type and within its bounds, or refused in one line."""
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from treeflash_jax.core.checks import INT32, fit, quoted
+from treeflash_jax.core.checks import INT32, fit, quoted, warn
 
 # Keys that change numbers: of models, rope settings, drafters, GGUF files. Keys that are neither here nor known to a reader
 # of configs are ignored with a warning: releases of transformers and llama.cpp add keys every month.
@@ -81,7 +80,7 @@ class Keys:
         if changing := CHANGES.intersection(unknown):
             raise ValueError(f"{self.where}: got key {quoted(min(changing))}, which changes numbers and is not implemented")
         if unknown:
-            warnings.warn(f"{self.where}: unknown keys {quoted(unknown, 160)} are ignored", stacklevel=2)
+            warn(f"{self.where}: unknown keys {quoted(unknown, 160)} are ignored")
 
     def check_only(self, accepted: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError for a value that is not implemented; an absent key has the first one. 1 does not equal true."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import expect, quoted, read_json
+from treeflash_jax.core.checks import expect, quoted, read_json, warn
 from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, storage, tensor_files, tokenizer
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
@@ -186,7 +185,7 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
 def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | None = None) -> Any:
     with dialect.opened(Path(path), config) as tensors:
         if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
-            warnings.warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again", stacklevel=3)
+            warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again")
         entries = dialect.entries(config, specs, tensors.keys())
         finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
         return storage.load(Path(path), tensors, specs, entries, dtype, mesh, finish)
