@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -69,10 +70,11 @@ def test_outputs_never_replace_what_is_not_theirs(tmp_path, capsys, run, text):
 
 def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
     system = fsspec.filesystem("memory")
-    for name in ("config.json", "inside/weights"):
+    for name in ("config.json", "inside/model.safetensors", "video.bin"):
         system.pipe(f"/models/drafter/{name}", name.encode())
     folder = files.fetch("memory://models/drafter")
-    assert folder.name == "drafter" and (folder / "inside" / "weights").read_bytes() == b"inside/weights"
+    assert folder.name == "drafter"
+    assert snapshot(folder) == {name: name.encode() for name in ("config.json", "inside/model.safetensors")}
     (folder / "kept").touch()
     assert files.fetch("memory://models/drafter/") == folder and (folder / "kept").exists()
     assert files.fetch("memory://models/drafter/config.json").read_text() == "config.json"
@@ -80,6 +82,20 @@ def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
     assert (files.fetch("memory://models/drafter") / "config.json").read_text() == "new" and not folder.exists()
     words = "memory://models/other cannot be read ", "no such file or folder", "; gs:// needs"
     refused(lambda: files.fetch("memory://models/other"), *words)
+
+
+def test_urls_that_cannot_be_read_get_one_line(own_cache, tmp_path):
+    for url in ("data://x", "nothing://x", "http://127.0.0.1:9/x", "zip://x::" + str(tmp_path), "memory://" + "x" * 5000):
+        refused(lambda url=url: files.fetch(url), url[:100], "cannot be read")
+
+
+@pytest.mark.parametrize("url", ["zip://drafter::{}", "zip://::{}"])
+def test_names_behind_a_url_stay_inside_the_folder(own_cache, tmp_path, url):
+    with zipfile.ZipFile(tmp_path / "bundle.zip", "w") as bundle:
+        bundle.writestr("drafter/config.json", "{}")
+        bundle.writestr("drafter/../../../../evil.json", "{}")
+    refused(lambda: files.fetch(url.format(tmp_path / "bundle.zip")), "got the name", "expected one inside the folder")
+    assert not [*tmp_path.rglob("*.json")]
 
 
 @pytest.mark.parametrize("suite", ["run", "latency"])

@@ -147,7 +147,7 @@ def _open(source: Source) -> tuple[Sequence[Any], Callable[[Any], str], Callable
     if source.path.startswith(HUB):
         records = _load_hub(source.path)
         return range(len(records)), lambda number: f"{source.path}, record {number}", records.__getitem__
-    named = fetch(source.path) if "://" in source.path else Path(source.path).expanduser()
+    named = fetch(source.path, ("*",)) if "://" in source.path else Path(source.path).expanduser()
     is_text = source.format == "text"
     if any(character in source.path for character in "*?["):
         files = sorted(path for path in map(Path, glob.glob(str(named), recursive=True)) if path.is_file())

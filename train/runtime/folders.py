@@ -80,7 +80,7 @@ def append(path: epath.Path, text: str) -> None:
     if is_remote(path):
         path.write_text((path.read_text() if path.exists() else "") + text)
     else:
-        with path.open("a") as file:
+        with files.naming(path), path.open("a") as file:
             file.write(text)
 
 

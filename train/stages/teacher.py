@@ -18,7 +18,7 @@ from flax import struct
 
 from train.data.packing import Batch, Corpus, PackedDataset
 from train.runtime import hosts, watch
-from treeflash_jax.core import programs, sharding
+from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
@@ -97,6 +97,7 @@ def _write(packed: PackedDataset, paths: Sequence[Path], batch_size: int, run: C
     parts = [path.with_name(path.name + ".part") for path in paths]
     hosts.say(f"recording {len(packed):,} sequences in {paths[0].parent}")
     with ExitStack() as stack:
+        stack.enter_context(files.naming(paths[0].parent))
         streams = [stack.enter_context(part.open("wb")) for part in parts]
         bar = stack.enter_context(watch.Bar("recording", total=len(packed)))
         for first in range(0, len(packed), batch_size):

@@ -144,8 +144,9 @@ def run(arguments: argparse.Namespace) -> int:
         several = {"format": arguments.format, "temperatures": sampling["temperature"], "seeds": sampling["seed"]}
         for record in harness.measure(measured, prompts, known=tuple(records), **several):
             records.append(record | {"phases": phases.get(record["system"])})
-            output.write(json.dumps(records[-1]) + "\n")
-            output.flush()
+            with files.naming(arguments.out):
+                output.write(json.dumps(records[-1]) + "\n")
+                output.flush()
     report.show(report.summarise(records))
     return 0
 

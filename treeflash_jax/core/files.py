@@ -11,12 +11,16 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from treeflash_jax.core.checks import LONGEST_PATH, clipped, expect
+
 LAST = "config.json"  # written last: a folder without it is no model
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.gguf")
 PART = re.compile(r"\..+\.part-[0-9a-f]{16}")  # names of unfinished outputs
 DAY = 24 * 60 * 60
 
@@ -26,10 +30,13 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeflash"
 
 
-def fetch(url: str) -> Path:
+def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
     """Returns a local copy of the file or folder at a URL such as gs://bucket/drafter; downloads it again if it changed.
 
-    Raises FileNotFoundError if there is none, and ValueError if it cannot be read.
+    Args:
+      kinds: patterns of the names of the files that are copied from a folder.
+
+    Raises FileNotFoundError if there is none, and ValueError if it cannot be read or a name leads out of the folder.
     """
     import fsspec  # slow to import
     from filelock import FileLock
@@ -37,24 +44,31 @@ def fetch(url: str) -> Path:
     try:
         system, source = fsspec.url_to_fs(url, use_listings_cache=False)
         entries = system.find(source, detail=True)
-        if not entries:
+        names = {path: path.removeprefix(source.rstrip("/")).lstrip("/") for path in entries}  # "" for a single file
+        names = {path: name for path, name in names.items() if not name or any(fnmatch(name, kind) for kind in kinds)}
+        if not names:
             raise FileNotFoundError("no such file or folder")
-        name, version = (
-            hashlib.sha256(str(x).encode()).hexdigest()[:16] for x in (url.rstrip("/"), sorted(entries.items()))
-        )
-        folder = user_cache() / "downloads" / name
-        target = folder / version / source.rpartition("/")[2]
+        for name in names.values():
+            expect(".." not in re.split(r"[/\\]", name), "the name", name, "one inside the folder")
+        facts = url.rstrip("/"), sorted(entries.items())
+        key, version = (hashlib.sha256(str(fact).encode()).hexdigest()[:16] for fact in facts)
+        folder = user_cache() / "downloads" / key
+        target = folder / version / (Path(source).name or "folder")
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             if not target.parent.exists():
                 for old in folder.iterdir():
                     shutil.rmtree(old)
                 with filled(target.parent) as part:
-                    system.get(source, str(part / target.name), recursive=True)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+                    for path, name in names.items():
+                        copy = part / target.name / name
+                        copy.parent.mkdir(parents=True, exist_ok=True)
+                        system.get_file(path, str(copy))
+    except Exception as error:  # of a file system, which may be that of any package
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(f"{url} cannot be read ({reason}); gs:// needs pip install treeflash-jax[gcs]") from None
+        reason = clipped(str(error) or type(error).__name__, 120)
+        place = clipped(url, LONGEST_PATH)
+        raise kind(f"{place} cannot be read ({reason}); gs:// needs pip install treeflash-jax[gcs]") from None
     return target
 
 
@@ -79,7 +93,7 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[Any]) -> None
       content: text, bytes, or buffers that are written one after another.
     """
     path = Path(os.path.abspath(path))
-    with _as_value_error(path):
+    with naming(path):
         part = _part(path.parent, path.name)
         try:
             content = content.encode() if isinstance(content, str) else content
@@ -116,20 +130,21 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
     target = Path(os.path.abspath(target))
     check_folder(target, overwrite=overwrite)
     exists = target.is_dir()
-    with _as_value_error(target):
+    with naming(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         part = _part(target if exists else target.parent, target.name)
         part.mkdir()
     try:
         yield part
-        with _as_value_error(target):
+        with naming(target):
             _move(part, target) if exists else os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager
-def _as_value_error(target: Path) -> Iterator[None]:
+def naming(target: str | os.PathLike) -> Iterator[None]:
+    """Converts an OSError of the block, such as that of a full disk, to a ValueError that names what was written."""
     try:
         yield
     except OSError as error:
