@@ -23,8 +23,8 @@ from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.memory import find_devices
 from treeflash_jax.cli.arguments import Parser
-from treeflash_jax.core import devices, files, parameters, sharding
-from treeflash_jax.core.checks import UnknownSetting
+from treeflash_jax.core import devices, files, parameters, sharding, terminal
+from treeflash_jax.core.checks import UnknownSetting, clipped
 from treeflash_jax.engine.defaults import choose_training_attention
 
 
@@ -84,10 +84,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.out:
             files.write(args.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     except (ValueError, UnknownSetting, OSError, jax.errors.JaxRuntimeError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"error: {clipped(error)}", file=sys.stderr)
         return 2
     chip = result["bytes_per_chip"]
-    print(f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens")
+    terminal.show(f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens")
     print(f"bytes per chip: {chip['total'] / 2**30:.2f} GiB ({chip['temporary'] / 2**30:.2f} GiB temporary)")
     print(f"FLOPs: {result['flops_per_step']:.3g} a step, {result['flops_per_chip']:.3g} a chip")
     return 0

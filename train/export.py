@@ -27,7 +27,7 @@ from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import TrainTask, abstract_batch, abstract_state, make_optimizer
 from train.stages.drafting import DraftingStage, make_task, read_drafter_config, read_stored, read_verifier
 from train.stages.registry import read_stage
-from treeflash_jax.core import files, sharding
+from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import clipped, read_json
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.pairs import HUB_IDS
@@ -97,7 +97,7 @@ def main(settings: ExportStage) -> None:
         tau = model_files.read_drafter_config(out).tau  # some dialects have no field for it
         stored = dataclasses.replace(drafter, tau=tau)
         files.write(out / "README.md", card(settings, trained, stored, dialect, step))
-    print(f"wrote {settings.out} from step {step}\n{line}")
+    terminal.show(f"wrote {settings.out} from step {step}\n{line}")
 
 
 def read_params(settings: ExportStage, trained: DraftingStage, task: TrainTask) -> tuple[int, Any]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -134,6 +135,15 @@ def test_names_are_printed_as_they_are(tmp_path, capsys):
     path = write_lines(tmp_path / "results.jsonl", [record])
     assert main(["bench", "report", str(path)]) == 0
     assert "run[a][/b] :100:" in capsys.readouterr().out
+
+
+def test_names_in_a_terminal_have_no_control_characters(tmp_path, capsys, monkeypatch):
+    record = make_record("p", "treeflash-8", [[2]], 1.0) | {"system": "treeflash-8, \x1b]0;owned\x9c"}
+    path = write_lines(tmp_path / "results.jsonl", [record])
+    for is_terminal, name in ((True, r"\x1b]0;owned\x9c"), (False, "\x1b]0;owned\x9c")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        assert main(["bench", "report", str(path)]) == 0
+        assert name in capsys.readouterr().out
 
 
 def changed(**changes):

@@ -37,6 +37,11 @@ def test_ids_become_plain_numbers():
         assert encoded == [1, 2] and all(type(i) is int for i in encoded)
 
 
+def test_long_records_get_short_messages():
+    for record in ({"k" * 10**5: 1}, {f"k{i}": 1 for i in range(5000)}, {"turns": "x" * 10**6}):
+        refused(lambda record=record: prompts.read_messages(record), "got ", ", expected ")
+
+
 def test_text_parts_are_the_lines_of_a_message(tiny):
     joined = [{"role": "user", "content": "Name a\ncolour."}]
     assert tiny.encode(PARTS) == tiny.encode(joined) != tiny.encode(CHAT)

@@ -1,12 +1,10 @@
 """Runs and results behind gs:// URLs, without a network: every file ends up there, and none in a folder named gs:."""
 
-import errno
 import json
-import os
+import resource
 import statistics
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import fsspec
@@ -156,12 +154,14 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypa
     assert tokenizer.template == {"enable_thinking": bool(given) and bool(expected)}
 
 
-def test_a_full_disk_is_named(monkeypatch, tmp_path):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "open", fail)
-    refused(lambda: folders.append(epath.Path(tmp_path / "log.jsonl"), "x"), "log.jsonl: No space left on device")
+def test_a_full_disk_is_named(tmp_path):
+    """No file may grow beyond 10 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        refused(lambda: folders.append(epath.Path(tmp_path / "log.jsonl"), "x" * 100), "log.jsonl: File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_what_failed_is_not_sent(bucket):

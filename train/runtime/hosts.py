@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
 from train.runtime.run_config import MeshConfig
-from treeflash_jax.core import sharding
+from treeflash_jax.core import sharding, terminal
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.devices import describe_mesh, here
 
@@ -59,10 +59,9 @@ def wait(name: str) -> None:
 def introduce(mesh: jax.sharding.Mesh, output: str) -> None:
     """Prints on every process its number, its devices, the mesh, and the output folder or file."""
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    print(
+    terminal.show(
         f"process {jax.process_index() + 1} of {jax.process_count()}: {jax.local_device_count()} of {jax.device_count()} "
-        f"devices ({here().kind}), mesh {sizes}, {output}",
-        flush=True,
+        f"devices ({here().kind}), mesh {sizes}, {output}"
     )
 
 
@@ -85,7 +84,7 @@ def is_first() -> bool:
 def say(text: str) -> None:
     """Prints on the first host."""
     if is_first():
-        print(text, flush=True)
+        terminal.show(text)
 
 
 def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> None:

@@ -93,7 +93,7 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
     try:
         config = parse(cls, words)
     except (ValueError, UnknownSetting, OSError) as error:
-        print(f"{command}: error: {error} (see python -m {command} --help)", file=sys.stderr)
+        print(f"{command}: error: {clipped(error)} (see python -m {command} --help)", file=sys.stderr)
         sys.exit(2)
     try:
         programs.keep_on_disk()
@@ -103,7 +103,7 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
             logging.getLogger(name).disabled = True
         main(config)
     except (ValueError, UnknownSetting, OSError) as error:
-        print(f"{command}: error: {error}", file=sys.stderr)
+        print(f"{command}: error: {clipped(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -24,7 +24,7 @@ from treeflash_jax.bench import harness, report, shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
 from treeflash_jax.bench.timed import measure_copies, print_progress
-from treeflash_jax.core import devices, files, sharding
+from treeflash_jax.core import devices, files, sharding, terminal
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
@@ -150,12 +150,12 @@ def show(result: Result) -> None:
         cells = median, f"{low} - {high}", floor, f"{ratio:.2f}" if ratio < 1000 else "> 1000"
         table.add_row(time["phase"], str(time["nodes"] or "-"), *cells)
     names = [name for name in settings if name not in ("shape", "weights", "nodes", "drawn")]
-    print(
+    terminal.show(
         f"{settings['shape']}, {settings['weights']} weights; "
-        + ", ".join(f"{name} {settings[name]}" for name in names if settings[name] is not None),
-        f"{hardware['device']} ({hardware['backend']}): copy {result['copy_bytes_per_second'] / 1e9:.4g} GB/s a device; "
-        + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
-        sep="\n",
+        + ", ".join(f"{name} {settings[name]}" for name in names if settings[name] is not None)
+        + "\n"
+        + f"{hardware['device']} ({hardware['backend']}): copy {result['copy_bytes_per_second'] / 1e9:.4g} GB/s a device; "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     )
     report.table_console().print(table)
     for entry in result["rounds"]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.timed import print_progress, running
-from treeflash_jax.core import files, parameters, programs, sharding
+from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_KINDS, TPU_MEMORY, Device, describe_mesh, here
 from treeflash_jax.core.settings import add_options, option_values, setting
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     result["fits"] = None if limit is None else memory["total"] <= limit
     if arguments.out:
         files.write(arguments.out, json.dumps(earlier | {request_name(result): result}, indent=1) + "\n")
-    print("\n".join(describe(result)))
+    terminal.show("\n".join(describe(result)))
     return int(result["fits"] is False)
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from treeflash_jax.bench.bench_records import PEER, SHARED, Record, is_comparable, read_records, record_key
 from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, conclude
 from treeflash_jax.core.settings import add_options, setting
+from treeflash_jax.core.terminal import Console
 
 RESAMPLES = 2000  # of the bootstrap
 WIDTH = 140  # of tables that do not go to a terminal
@@ -242,7 +242,7 @@ def _describe(summary: dict[str, Any]) -> str:
 
 def table_console() -> Console:
     """Returns the console for tables: as wide as the terminal, or WIDTH if they go to a file."""
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
+    return Console(markup=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
 def make_table(title: str, columns: Sequence[str]) -> Table:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core import programs, sharding
+from treeflash_jax.core.checks import clipped
 
 CALLS = 64  # maximal number of calls in a sample
 SAMPLE_SECONDS = 0.02
@@ -20,7 +21,7 @@ PHASE_SECONDS = 6.0  # slow phases get fewer samples, at least two
 
 
 def print_progress(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(clipped(text), file=sys.stderr)
 
 
 @dataclass

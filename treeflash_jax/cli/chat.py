@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.settings import setting
+from treeflash_jax.core.terminal import shown
 from treeflash_jax.engine.batching import Session
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
@@ -70,7 +72,7 @@ def converse(model: TreeFlash, console: Console, max_new_tokens: int | None = No
                 text, last = _turn(model, console, messages, replace(config, max_new_tokens=room), session)
                 messages.append({"role": "assistant", "content": text})
             except ValueError as error:
-                console.print(f"error: {error}", markup=False)
+                console.print(f"error: {clipped(error)}", markup=False)
                 messages.pop()
 
 
@@ -137,7 +139,7 @@ class Lines(Live):
         self.last = ""
 
     def write(self, text: str) -> None:
-        *lines, self.last = (self.last + text).split("\n")
+        *lines, self.last = (self.last + shown(text, self.console.is_terminal)).split("\n")
         for line in lines:
             self._print(line)
         self.update(Text(self.last), refresh=True)

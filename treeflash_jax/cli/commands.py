@@ -10,7 +10,6 @@ from collections import Counter
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from treeflash_jax import __version__
 from treeflash_jax.bench import latency, memory, report, run
@@ -19,8 +18,9 @@ from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
 from treeflash_jax.cli.chat import ChatOptions, converse, ending
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import LINE, LONGEST_PATH, UnknownSetting, clipped
+from treeflash_jax.core.checks import LONGEST_PATH, UnknownSetting, clipped
 from treeflash_jax.core.settings import add_options, field_names
+from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, model_files
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     except (ValueError, UnknownSetting, OSError) as error:
-        print(f"treeflash: error: {clipped(error, 2 * LINE)}", file=sys.stderr)
+        print(f"treeflash: error: {clipped(error)}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
@@ -118,7 +118,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     status = 0
     for result in model.stream(prompts, **settings) if is_streamed else model.generate(prompts, **settings):
         if isinstance(result, Chunk):
-            print(result.text, end="", flush=True)
+            show(result.text, end="")
             continue
         status = 130 if result.finished == "interrupted" else status
         if arguments.json:
@@ -128,7 +128,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         if is_streamed:
             print()
         else:
-            print(" ".join(map(str, result.ids)) if result.text is None else result.text)
+            show(" ".join(map(str, result.ids)) if result.text is None else result.text)
         print(
             f"[{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
             f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s, "
@@ -140,7 +140,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     settings = given_settings(arguments)
-    converse(load_model(arguments), Console(highlight=False, emoji=False), **settings)
+    converse(load_model(arguments), Console(), **settings)
     return 0
 
 
@@ -170,7 +170,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         model_files.convert_gguf(source, arguments.target, arguments.dtype or "float32")
     else:
         model_files.convert_drafter(source, arguments.target, arguments.to, drop_head=arguments.drop_head)
-    print(f"wrote {arguments.target}")
+    show(f"wrote {arguments.target}")
     return 0
 
 

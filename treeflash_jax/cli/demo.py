@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import product
 
 from rich.columns import Columns
-from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -24,6 +23,7 @@ from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options, setting
+from treeflash_jax.core.terminal import Console, shown
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.model_options import ModelOptions
 
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.svg is not None:
         files.check_output(arguments.svg)
-    pair, console = arguments.pair, Console(highlight=False, emoji=False)
+    pair, console = arguments.pair, Console()
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
         console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
     with ExitStack() as stack:
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
             tree = Text(f"{TREE}\n{_draw(results)}\n")
         console.print(tree, table := _table(pair, records))
         if arguments.svg is not None:
-            pictured = Console(highlight=False, emoji=False, record=True, width=console.width, file=io.StringIO())
+            pictured = Console(record=True, width=console.width, file=io.StringIO())
             pictured.print(f"[bold]{prompt}[/bold]", streams, tree, table)
             title = f"treeflash demo: {model.device.kind}, {model.dtype.name}"
             picture = pictured.export_svg(title=title, font_aspect_ratio=0.6)  # the width of Fira Code's letters
@@ -151,7 +151,8 @@ def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Tex
             clocks[name] += time.perf_counter() - start
             if isinstance(piece, tf.Chunk):
                 passes[name] = piece.rounds + 1
-                texts[name].append(piece.text, style=SEVERAL if len(piece.ids) > 1 and piece.rounds else "")
+                style = SEVERAL if len(piece.ids) > 1 and piece.rounds else ""
+                texts[name].append(shown(piece.text, console.is_terminal), style)
                 continue
             if piece.finished == "interrupted":  # Ctrl-C, which ends the demo too
                 raise KeyboardInterrupt

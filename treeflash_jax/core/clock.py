@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
+from treeflash_jax.core.checks import clipped
+
 logger = logging.getLogger("treeflash_jax")
 SILENT_SECONDS = 1.0
 REPORT_SECONDS = 2.0  # between two log lines about the same prompt
@@ -14,7 +16,7 @@ REPORT_SECONDS = 2.0  # between two log lines about the same prompt
 @contextmanager
 def slow(text: str) -> Iterator[None]:
     """Logs `text` if the block takes longer than a second."""
-    timer = threading.Timer(SILENT_SECONDS, logger.warning, (text,))
+    timer = threading.Timer(SILENT_SECONDS, logger.warning, (clipped(text),))
     timer.daemon = True
     timer.start()
     try:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import devices, sharding
-from treeflash_jax.core.checks import expect, fit, quoted, suggesting
+from treeflash_jax.core.checks import clipping, expect, fit, quoted, suggesting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import pairs
@@ -29,6 +29,7 @@ logger = logging.getLogger("treeflash_jax")
 
 
 @suggesting
+@clipping
 def load(
     verifier: str | Path,
     *,

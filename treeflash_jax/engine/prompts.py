@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
-from treeflash_jax.core.checks import fit, quoted, suggestion
+from treeflash_jax.core.checks import QUOTED, clipped, fit, quoted, suggestion
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -113,9 +113,10 @@ def read_messages(record: Any) -> list[dict[str, str]]:
             raise ValueError(f"got an empty text in {key!r}, expected text")
         return [{"role": "user", "content": turn} for turn in value]
     if key == "turns":
-        raise ValueError(f"got turns {value!r}, expected a list of one or more texts")
+        raise ValueError(f"got turns {quoted(value)}, expected a list of one or more texts")
     if not isinstance(value, list) or not value:
-        raise ValueError(f"got keys {', '.join(map(repr, record)) or 'none'}, expected {RECORD_FORMS}")
+        keys = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"got keys {clipped(keys, QUOTED)}, expected {RECORD_FORMS}")
     messages = []
     for message in value:
         role, content = (

@@ -37,7 +37,7 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
         held = {name: {*handle.keys()} for name, handle in handles.items()}
         for tensor, name in (listed or {}).items():
             if tensor not in held[name]:
-                raise ValueError(f"{folder / name}: no tensor {tensor}, which the index says it holds")
+                raise ValueError(f"{folder / name}: no tensor {clipped(tensor, QUOTED)}, which the index says it holds")
         listed = listed or {tensor: name for name in names for tensor in held[name]}
         yield {tensor: handles[name].get_slice(tensor) for tensor, name in listed.items()}
 

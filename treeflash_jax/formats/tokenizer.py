@@ -5,13 +5,12 @@ Ctrl-C stops one that never ends.
 """
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from treeflash_jax.core.checks import clipped, quoted
+from treeflash_jax.core.checks import clipped, quoted, warn
 from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
 FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
@@ -58,7 +57,7 @@ class Tokenizer:
         ids = self.encode_texts([text])[0]
         if len(ids) > 1 and ids[0] == ids[1] and self.encode_texts([text], add_special_tokens=False)[0] == ids[1:]:
             token = quoted(self.inner.decode(ids[:1]))
-            warnings.warn(f"got text that begins with {token}, which the tokenizer adds again; leave it out", stacklevel=3)
+            warn(f"got text that begins with {token}, which the tokenizer adds again; leave it out")
         return ids
 
     def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
