@@ -45,7 +45,7 @@ def converse(model: TreeFlash, console: Console, max_new_tokens: int | None = No
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
     model.has_noted_plain = True  # printed here instead
     config = GenerateConfig().updated(**settings)
-    call = model.prepare(HELLO, config)
+    call = model.prepare(HELLO, replace(config, max_new_tokens=max_new_tokens or config.max_new_tokens))
     if not call.plan.drafts:
         why = "nothing is drafted" if config.builder == "none" else model.why_plain(config)
         console.print(f"[dim]decoding one token at a time: {why}[/dim]")
