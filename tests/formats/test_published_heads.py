@@ -79,6 +79,19 @@ def test_spellings_of_causal_blocks(changes, causal):
     assert parse("drafter", raw).causal_layers == causal
 
 
+@pytest.mark.parametrize(("changes", "width", "conv_group"), [
+    ({}, 32, 0), ({"lilicorr_hidden_size": 0}, 64, 0), ({"lilicorr_hidden_size": 64}, 64, 0),
+    ({"conv_kernel_size": 0, "conv_group_size": 0}, 32, 0), ({"conv_kernel_size": 2, "conv_group_size": 16}, 32, 16),
+])  # fmt: skip
+def test_sizes_of_lilicorr(changes, width, conv_group):
+    """Embeddings are projected to a width other than the drafter's; 0 is no other width, and no convolution."""
+    config = parse("drafter", inside(read_raw("lilicorr"), **changes))
+    specs = config.specs()
+    assert (config.head_sizes.width, config.head_sizes.mlp_width, config.conv_group) == (width, 2 * width, conv_group)
+    assert ("token" in specs["head"]) == (width != 64)
+    assert ("mlp_conv" in specs["backbone"]["groups"][0][0]) == (conv_group > 0)
+
+
 def test_keys_of_the_speculators_library():
     raw = read_raw("dspark_speculators")
     assert (parse("drafter", raw).causal_layers, parse("drafter", raw).shared_window) == ((0,), True)

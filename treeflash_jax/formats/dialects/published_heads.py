@@ -133,23 +133,23 @@ class LiLiCorr(BlockFolder):
 
     def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
         dflash.check_only({"lilicorr_enabled": (True,)})
-        width = dflash.whole("lilicorr_hidden_size", least=0)
+        width = dflash.whole("lilicorr_hidden_size", least=0) or layers.hidden_size
         num_heads = dflash.whole("lilicorr_num_heads")
-        full = width or layers.hidden_size
-        if full % num_heads:
-            raise ValueError(f"{dflash.where}: got lilicorr_num_heads {num_heads} for width {full}, expected a divisor")
+        if width % num_heads:
+            raise ValueError(f"{dflash.where}: got lilicorr_num_heads {num_heads} for width {width}, expected a divisor")
         sizes = LiLiCorrSizes(
-            top_k=dflash.whole("lilicorr_candidate_topk", most=layers.vocab_size),
             width=width,
+            top_k=dflash.whole("lilicorr_candidate_topk", most=layers.vocab_size),
             num_layers=dflash.whole("lilicorr_num_layers"),
             num_heads=num_heads,
-            mlp_width=int(full * dflash.number("lilicorr_mlp_ratio")),
+            mlp_width=int(width * dflash.number("lilicorr_mlp_ratio")),
             factor_dim=dflash.whole("lilicorr_factor_dim"),
             vector_eps=dflash.number("lilicorr_vector_eps"),
             logit_scale=dflash.number("lilicorr_logit_scale"),
         )
         fields = {"head": "lilicorr", "head_sizes": sizes, "candidates": sizes.top_k}
-        return fields | (read_convolution(dflash, layers) if "conv_group_size" in dflash else {})
+        is_convolved = any(dflash.raw.get(key) for key in ("conv_kernel_size", "conv_group_size"))  # 0: no convolutions
+        return fields | (read_convolution(dflash, layers) if is_convolved else {})
 
     @contextmanager
     def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
@@ -159,7 +159,7 @@ class LiLiCorr(BlockFolder):
                 for pattern, new in self.sglang:
                     name = re.sub(pattern, new, name)
                 is_table = name in ("lilicorr.slot_embedding", "lilicorr.rank_embedding")  # with axes of size 1
-                tensors[name] = Squeezed(np.squeeze(tensor[:])) if is_table else tensor
+                tensors[name] = Squeezed(tensor[:].reshape(-1, tensor.get_shape()[-1])) if is_table else tensor
             yield tensors
 
 

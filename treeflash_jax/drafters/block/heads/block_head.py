@@ -14,8 +14,9 @@ from flax import struct
 
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.models import vocab
+from treeflash_jax.models.backend import selection
 from treeflash_jax.models.layers import rms_norm
-from treeflash_jax.trees import Expander
+from treeflash_jax.trees import Expander, TransitionTable
 
 
 @struct.dataclass
@@ -136,3 +137,18 @@ def mass_elsewhere(marginal_biv: jax.Array, listed_biz: jax.Array, temperature_b
     whole_bi = vocab.log_sum_exp(marginal_biv.astype(listed_biz.dtype) / scale_b11)
     share_bi = jnp.sum(jnp.exp(listed_biz - whole_bi[..., None]), axis=-1)
     return whole_bi + jnp.log(jnp.maximum(1 - share_bi, 0))
+
+
+def candidate_table(tokens_bix: jax.Array, log_probs_bimx: jax.Array, children: int) -> TransitionTable:
+    """Returns the table of transitions between candidates of adjacent depths, with up to `children` of each context.
+
+    Args:
+      tokens_bix: candidates of every depth.
+      log_probs_bimx: their log-probabilities after the first m candidates of the depth before; at depth 0, the anchor.
+    """
+    depths, m, count = log_probs_bimx.shape[1:]
+    values_bimc, at_bimc = selection.top_k(log_probs_bimx, min(children, count))
+    children_bimc = jnp.take_along_axis(tokens_bix[:, :, None], at_bimc, axis=-1)
+    is_last_i11 = (jnp.arange(depths) == depths - 1)[:, None, None]
+    next_context_bimc = jnp.where((at_bimc < m) & ~is_last_i11, at_bimc, -1).astype(jnp.int32)
+    return TransitionTable(children_bimc, values_bimc, next_context_bimc)

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
+from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, candidate_table
 from treeflash_jax.models import vocab
-from treeflash_jax.models.backend import selection
 from treeflash_jax.models.layers import rms_norm
 from treeflash_jax.models.quantized import product
 from treeflash_jax.trees import TransitionTable
@@ -37,14 +36,14 @@ class LiLiCorrSizes:
     """Sizes of the head.
 
     Attributes:
+      width: width of the attention layers; embeddings are projected to it if it is not the drafter's.
       top_k: candidates per depth.
-      width: width of the attention layers; 0: the drafter's, and embeddings are not projected.
       logit_scale: factor of the cosines.
       vector_eps: smallest length that a vector is divided by.
     """
 
+    width: int
     top_k: int = 8
-    width: int = 0
     num_layers: int = 2
     num_heads: int = 4
     mlp_width: int = 64
@@ -80,18 +79,18 @@ class LiLiCorrHead(Head):
     is_trainable = False
 
     def sizes(self, drafter) -> LiLiCorrSizes:
-        return drafter.head_sizes or LiLiCorrSizes()
+        return drafter.head_sizes or LiLiCorrSizes(drafter.layers.hidden_size)
 
     def specs(self, drafter) -> dict[str, Any]:
         """Weights of the layers are stacked."""
         sizes, d, slots = self.sizes(drafter), drafter.layers.hidden_size, drafter.num_depths
-        y, h, f = sizes.num_layers, sizes.width or d, sizes.factor_dim
+        y, h, f = sizes.num_layers, sizes.width, sizes.factor_dim
         maps = {
             "hidden": (d, h), "feature_up": (FEATURES, h), "feature_down": (h, h), "context": (d, h), "factor": (3 * h, h),
             "out": (h, f), "into": (h, f), "anchor_out": (h, f), "heads": (y, h, 3 * h), "mixed": (y, h, h),
             "up": (y, h, sizes.mlp_width), "down": (y, sizes.mlp_width, h),
         }  # fmt: skip
-        maps |= {"token": (d, h)} if sizes.width else {}
+        maps |= {"token": (d, h)} if h != d else {}
         others = {"same_slot": (sizes.num_heads,), "slot": (slots, h), "rank": (sizes.top_k, h)}
         others["distance"] = sizes.num_heads, 2 * slots + 1
         norms = {"feature_norm": (FEATURES,), "output_norm": (h,), "anchor_norm": (h,)}
@@ -114,13 +113,10 @@ class LiLiCorrHead(Head):
         start_bk = jnp.einsum("bf,bkf->bk", anchor_bf, in_bikf[:, 0])
         pairs_bikk = jnp.einsum("bikf,bilf->bikl", out_bikf[:, :-1], in_bikf[:, 1:])
         start_b1kk = jnp.broadcast_to(start_bk[:, None, None], (len(start_bk), 1, sizes.top_k, sizes.top_k))
-        scores_bikk = sizes.logit_scale * jnp.concatenate([start_b1kk, pairs_bikk], axis=1)
-        scores_bikk = scores_bikk / block.temperature_b.astype(scores_bikk.dtype)[:, None, None, None]
-        children = min(drafter.children, sizes.top_k)
-        log_probs_bikc, at_bikc = selection.top_k(jax.nn.log_softmax(scores_bikk, axis=-1), children)
-        children_bikc = jnp.take_along_axis(tokens_bik[:, :, None], at_bikc, axis=-1)
-        is_last_i111 = (jnp.arange(at_bikc.shape[1]) == at_bikc.shape[1] - 1)[:, None, None]
-        return TransitionTable(children_bikc, log_probs_bikc, jnp.where(is_last_i111, -1, at_bikc).astype(jnp.int32))
+        cosines_bikk = jnp.concatenate([start_b1kk, pairs_bikk], axis=1)
+        scale_b = sizes.logit_scale / block.temperature_b.astype(cosines_bikk.dtype)
+        log_probs_bikk = jax.nn.log_softmax(scale_b[:, None, None, None] * cosines_bikk, axis=-1)
+        return candidate_table(tokens_bik, log_probs_bikk[:, :, : drafter.candidates], drafter.children)
 
     def factors(self, params, unembed: Unembed, tokens_bik, log_probs_bik, normed_bid, block: Block, drafter) -> Any:
         """Returns factors of unit length: out and in of every candidate, [b, i, k, f] each, and of the anchor, [b, f]."""
@@ -131,10 +127,11 @@ class LiLiCorrHead(Head):
             return product("...h,hf->...f", x, params[name]) + params[f"{name}_bias"]
 
         def unit(x: jax.Array) -> jax.Array:
+            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
             return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), sizes.vector_eps)
 
         embedding_bikd = vocab.embed(unembed.embed_vd, tokens_bik)
-        x_bikh = through("token", embedding_bikd) if sizes.width else embedding_bikd
+        x_bikh = through("token", embedding_bikd) if "token" in params else embedding_bikd
         x_bikh += through("hidden", normed_bid)[:, :, None] + self.features(params, through, log_probs_bik)
         x_bikh += params["slot"][:slots, None] + params["rank"]
         x_bth = x_bikh.reshape(len(x_bikh), slots * num_candidates, -1)

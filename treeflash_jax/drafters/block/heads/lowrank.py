@@ -22,10 +22,17 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, head_rank, mass_elsewhere, scored_size
+from treeflash_jax.drafters.block.heads.block_head import (
+    Block,
+    Head,
+    Unembed,
+    candidate_table,
+    head_rank,
+    mass_elsewhere,
+    scored_size,
+)
 from treeflash_jax.drafters.block.heads.path_head import PathHead
 from treeflash_jax.models import vocab
-from treeflash_jax.models.backend import selection
 from treeflash_jax.models.quantized import product
 from treeflash_jax.trees import TransitionTable
 
@@ -71,7 +78,7 @@ class LowRankHead(Head):
         Children come from the likeliest marginal tokens of their depth; tokens off that list keep their marginal mass.
         """
         listed = self.count_listed(drafter)
-        m, children, batch = min(drafter.candidates, listed), min(drafter.children, listed), block.anchor_b.shape[0]
+        m, batch = min(drafter.candidates, listed), block.anchor_b.shape[0]
         normed_bid = unembed.normed(block.hidden_bid)
         marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bid)
         dtype = jnp.promote_types(marginal_biv.dtype, jnp.float32)
@@ -88,11 +95,8 @@ class LowRankHead(Head):
         change_bimx = jnp.einsum("bimk,bixk->bimx", before_bimk, after_bixk, preferred_element_type=dtype)
         scores_bimx = likely_bix[:, :, None] + change_bimx / scale_b[:, None, None, None]
         total_bim = jnp.logaddexp(jax.nn.logsumexp(scores_bimx, axis=-1), elsewhere_bi[..., None])
-        values_bimc, at_bimc = selection.top_k(scores_bimx, children)
-        children_bimc = jnp.take_along_axis(tokens_bix[:, :, None], at_bimc, axis=-1)
-        is_last_i111 = (jnp.arange(tokens_bix.shape[1]) == tokens_bix.shape[1] - 1)[:, None, None]
-        next_context_bimc = jnp.where((at_bimc < m) & ~is_last_i111, at_bimc, -1).astype(jnp.int32)
-        return TransitionTable(children_bimc, jnp.minimum(values_bimc - total_bim[..., None], 0), next_context_bimc)
+        log_probs_bimx = jnp.minimum(scores_bimx - total_bim[..., None], 0)
+        return candidate_table(tokens_bix, log_probs_bimx, drafter.children)
 
 
 class GatedLowRankHead(LowRankHead):
