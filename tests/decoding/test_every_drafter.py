@@ -48,7 +48,7 @@ ACCEPTED = {
     "frequent": replace(FEW, layers=replace(FEW_TOKENS, num_layers=1), draft_vocab_size=10),
     "gru": replace(FEW, head="gru", shifted=True, causal_layers=(0, 1)),
     "selector": replace(
-        FEW, head="selector", head_sizes=SelectorSizes(6), conv_group=4, causal_layers=(0,), sliding_layers=(0,), window=5
+        FEW, head="selector", head_sizes=SelectorSizes(8), conv_group=2, causal_layers=(0,), sliding_layers=(0,), window=4
     ),
     "lilicorr": replace(FEW, head="lilicorr", sliding_layers=(1,), window=7, shared_window=True),
     "eagle3": Eagle3Config(

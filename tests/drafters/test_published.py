@@ -191,7 +191,7 @@ def test_lilicorr_scores_of_adjacent_candidates():
     logits_ikk = np.concatenate([start_1kk, expected["log_pair"][0]])
     close(scores(case, expected["candidates"]), log_softmax(logits_ikk, axis=-1))
     np.testing.assert_array_equal(walk(case), expected["walk_tokens"])
-    whole, few = (case.drafter.configured(candidates=count).draft(case.inputs) for count in (8, 3))
+    whole, few = (compiled(case, candidates=count) for count in (8, 3))
     np.testing.assert_array_equal(few.tokens_bimc, whole.tokens_bimc[:, :, :3])
     next_bimc = np.asarray(whole.next_context_bimc[:, :, :3])
     np.testing.assert_array_equal(few.next_context_bimc, np.where(next_bimc < 3, next_bimc, -1))
