@@ -57,9 +57,9 @@ from answers import make_pair  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
-from treeflash_jax.core import devices, parameters, programs  # noqa: E402
+from treeflash_jax.core import parameters, programs  # noqa: E402
 from treeflash_jax.drafters.block.block_drafter import BlockConfig  # noqa: E402
-from treeflash_jax.engine import pairs  # noqa: E402
+from treeflash_jax.engine import loading, pairs  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
 from treeflash_jax.formats import model_files  # noqa: E402
 from treeflash_jax.models import verifier  # noqa: E402
@@ -102,7 +102,7 @@ RANDOM_DRAFTER = BlockConfig(
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:tau is")  # of pairs with random weights
     if jax.default_backend() != "cpu":  # pairs load in float32 here too
-        devices.Device.dtype = jnp.dtype(jnp.float32)
+        loading.choose_dtype = lambda device: jnp.dtype(jnp.float32)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -23,7 +23,7 @@ from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.memory import find_devices
 from treeflash_jax.cli.arguments import Parser
-from treeflash_jax.core import devices, files, parameters, sharding, terminal
+from treeflash_jax.core import files, parameters, sharding, terminal
 from treeflash_jax.core.checks import UnknownSetting, clipped
 from treeflash_jax.engine.defaults import choose_training_attention
 
@@ -51,7 +51,7 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any]) -> dict[
         "batch": settings.loop.batch,
         "accumulate": settings.loop.accumulate,
         "sequence_length": settings.data.sequence_length,
-        "attention": choose_training_attention(devices.describe_mesh(mesh), settings.attention),
+        "attention": choose_training_attention(sharding.device(mesh), settings.attention),
         "bytes_per_chip": {
             "state_and_weights": held,
             "temporary": memory.temp_size_in_bytes,
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         earlier = read_kept(args.out, "bytes_per_chip", inside=True)
         settings = read_stage(names[0], [word for word in args.settings if "=" in word])
         chips = find_devices(args.topology)
-        result = {"topology": args.topology or devices.describe(chips[0]).kind}
+        result = {"topology": args.topology or sharding.device().kind}
         result |= compile_step(settings, args.shape, chips)
         trained = "+".join(result["trains"])
         key = f"{args.shape} {trained} {result['topology']} batch {result['batch']} {result['attention']}"

@@ -24,7 +24,7 @@ from treeflash_jax import GenerateConfig, make_mesh
 from treeflash_jax.bench import latency, phases, shapes
 from treeflash_jax.bench import timed as timers
 from treeflash_jax.cli import commands
-from treeflash_jax.core.devices import here
+from treeflash_jax.core import sharding
 from treeflash_jax.decoding import rounds
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 
@@ -182,7 +182,7 @@ def made_up(monkeypatch):
             return [{"phase": s, "nodes": n, "ms": t} | same for (s, n), t in zip(kinds, times, strict=True)]
 
     monkeypatch.setattr(latency, "Bench", Made)
-    monkeypatch.setattr(shapes, "random_pair", lambda *_, **__: SimpleNamespace(mesh=None, device=here()))
+    monkeypatch.setattr(shapes, "random_pair", lambda *_, **__: SimpleNamespace(mesh=None, device=sharding.device()))
     monkeypatch.setattr(latency, "measure_copies", lambda: RATE)
     return asked
 

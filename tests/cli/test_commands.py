@@ -195,7 +195,7 @@ def test_chat_remembers_the_conversation(capsys, monkeypatch):
 
 
 def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatch):
-    context, rooms, prepare = tiny.verifier.max_positions, [], TreeFlash.prepare
+    context, rooms, prepare = tiny.verifier.max_positions, [], chat.Call.prepare
     length = len(tiny.encode("Hello."))
 
     def stream(model, messages, config, session):
@@ -217,7 +217,7 @@ def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatc
             raise ValueError("got caches, expected less")
         return prepare(model, prompts, config, *how)
 
-    monkeypatch.setattr(TreeFlash, "prepare", refuse)
+    monkeypatch.setattr(chat.Call, "prepare", refuse)
     monkeypatch.setattr(console, "input", Mock(side_effect=["Hello.", "/quit"]))
     chat.converse(tiny, console)
     assert rooms[-1] == (context - length) // 4

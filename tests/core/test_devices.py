@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import treeflash_jax as tf
-from treeflash_jax.core import devices, programs
+from treeflash_jax.core import devices, programs, sharding
 
 
 def test_features_are_read_from_the_flags(tmp_path):
@@ -77,7 +77,7 @@ def test_float32_is_float32_on_accelerators(monkeypatch):
 
     with jax.default_matmul_precision(None):
         assert not precision(jnp.float32)
-        monkeypatch.setattr(devices, "describe_mesh", lambda mesh: devices.Device("gpu"))
+        monkeypatch.setattr(sharding, "device", lambda mesh=None: devices.Device("gpu"))
         assert precision(jnp.float32) and not precision(jnp.bfloat16)
     with jax.default_matmul_precision("default"):
         assert not precision(jnp.float32), "the user's choice stays"

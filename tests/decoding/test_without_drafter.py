@@ -13,10 +13,11 @@ from rich.console import Console
 from treeflash_jax import TreeFlash, make_mesh
 from treeflash_jax.bench.check import check
 from treeflash_jax.cli.chat import converse
-from treeflash_jax.core import devices
+from treeflash_jax.core import sharding
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.model import Call
 
 PROMPT = [3, 4, 5, 17, 29]
 
@@ -48,7 +49,7 @@ H100, CPU = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("cpu", features=froze
 ])  # fmt: skip
 def test_large_batches_get_smaller_trees_on_known_accelerators(trained, monkeypatch, device, data, batch, nodes):
     """Nodes x sequences of a data shard stay within the ridge (295 tokens on an H100), unless the caller sets them."""
-    monkeypatch.setattr(devices, "describe", lambda _: device)
+    monkeypatch.setattr(sharding, "device", lambda mesh: device)
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trained.weights)
     model = TreeFlash(trained.verifier, weights, drafter=trained.drafter, mesh=make_mesh(data) if data > 1 else None)
 
@@ -57,7 +58,7 @@ def test_large_batches_get_smaller_trees_on_known_accelerators(trained, monkeypa
 
     assert plan().num_nodes == nodes and plan().drafts == (nodes > 1)
     note = "drafting does not pay on NVIDIA H100 80GB HBM3 for 512 sequences at a time (nodes=8 drafts anyway)"
-    assert model.why_plain(GenerateConfig(), batch) == (note if nodes == 1 else None)
+    assert Call.prepare(model, [[1]] * batch).why_plain == (note if nodes == 1 else None)
     assert plan(nodes=8).num_nodes == 8
     assert plan(builder="hybrid").num_nodes == max(nodes, 2)
     assert plan(lanes=5).num_nodes == max(nodes, 6)

@@ -15,7 +15,8 @@ from train import drafter, head
 from train.data import packing
 from train.runtime import hosts, training_state, watch
 from train.stages import drafting, registry
-from treeflash_jax.core import devices, parameters, sharding
+from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.models import verifier
@@ -89,7 +90,7 @@ def test_verifier_and_blocks_attend_as_the_device_does(toy, monkeypatch, kind, e
     """Chosen for the devices of the mesh, in the verifier and in the backbone, whose layers are traced once."""
     asked = []
     monkeypatch.setattr(packed_attention, "supports", lambda name, *arrays: bool(asked.append(name)))
-    monkeypatch.setattr(devices, "describe_mesh", lambda mesh: devices.Device(mesh))
+    monkeypatch.setattr(sharding, "device", Device)
     task = drafting.make_task(toy_training.settings(toy), MODEL, WITH_HEAD, kind)
     params, frozen = (parameters.abstract(specs, "float32", None) for specs in (task.specs, task.frozen_specs))
     jax.eval_shape(task.sums, params, frozen, make_batch((20, 20)), jax.random.split(jax.random.key(0), 2))

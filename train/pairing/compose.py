@@ -26,7 +26,7 @@ from train.respond import RespondConfig, question
 from train.runtime import folders, run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
-from treeflash_jax.core import devices
+from treeflash_jax.core import sharding
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.defaults import choose_dtype, choose_training_lengths, choose_training_vocabulary
 from treeflash_jax.engine.pairs import locate
@@ -110,7 +110,7 @@ class Composer:
 
     @property
     def block_size(self) -> int:
-        return self.settings.block_size or choose_training_lengths(devices.here())[0]
+        return self.settings.block_size or choose_training_lengths(sharding.device())[0]
 
     def check(self) -> None:
         """Composes all stages without answers, so that a wrong setting is refused at once."""
@@ -137,7 +137,7 @@ class Composer:
             verifier=settings.verifier,
             sources=(dataclasses.replace(source, hold_out=_hold_out(usable)),),
             out=str(settings.path("responses.jsonl")),
-            max_new_tokens=min(choose_training_lengths(devices.here())[1], context - longest),
+            max_new_tokens=min(choose_training_lengths(sharding.device())[1], context - longest),
             max_prompt_tokens=longest,
             batch=min(64, len(prompts)),
             seed=settings.seed,
@@ -188,7 +188,7 @@ class Composer:
     def _training(self, name: str, responded: RespondConfig, answers: Corpus, steps: int) -> dict[str, Any]:
         """Returns the settings that both training stages have."""
         settings, data, is_head = self.settings, self._data(responded), name == "head"
-        sample = choose_training_vocabulary(devices.here()) * data.sequence_length
+        sample = choose_training_vocabulary(sharding.device()) * data.sequence_length
         objective = ObjectiveConfig(
             loss="forward-kl",
             decay=4.0 if self.block_size <= 8 else 7.0,
@@ -202,7 +202,7 @@ class Composer:
             verifier=settings.verifier,
             sources=(Source(path=responded.out, format="responses", hold_out=_hold_out(range(answers.num_documents))),),
             data=data,
-            compute_dtype=choose_dtype(devices.here()).name,
+            compute_dtype=choose_dtype(sharding.device()).name,
             objective=objective,
             evaluate=EvaluateConfig(nodes=(16,)),
             # The head has been trained with its backbone before.

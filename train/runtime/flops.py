@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from treeflash_jax.core import devices
+from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
@@ -38,5 +38,5 @@ def vocabulary_flops(config: ModelConfig, tokens: float) -> float:
 
 def peak_flops(count: int) -> float | None:
     """Returns the peak FLOP/s of `count` devices in bfloat16, by their data sheet; None if not known, as on CPUs."""
-    rates = devices.here().peak_rates
+    rates = sharding.device().peak_rates
     return rates[0] * count if rates else None

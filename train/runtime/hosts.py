@@ -13,7 +13,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import sharding, terminal
 from treeflash_jax.core.checks import clipped
-from treeflash_jax.core.devices import describe_mesh, here
 
 # Prefixes of JAX's errors if no cluster is detected, and if this process has already used its devices.
 ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")
@@ -46,7 +45,7 @@ def connect(*, notes_sigterm: bool = False) -> None:
         return
     if not (notes_sigterm and jax.process_count() > 1):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if jax.process_count() > 1 and here().is_cpu:  # programs of XLA:CPU read from a cache wait for each other forever
+    if jax.process_count() > 1 and sharding.device().is_cpu:  # XLA:CPU programs from a cache wait for each other forever
         jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -61,7 +60,7 @@ def introduce(mesh: jax.sharding.Mesh, output: str) -> None:
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     terminal.show(
         f"process {jax.process_index() + 1} of {jax.process_count()}: {jax.local_device_count()} of {jax.device_count()} "
-        f"devices ({here().kind}), mesh {sizes}, {output}"
+        f"devices ({sharding.device().kind}), mesh {sizes}, {output}"
     )
 
 
@@ -70,7 +69,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = jax.devices() if devices is None else devices
     data = config.data or max(1, len(devices) // max(1, config.fsdp * config.model))
     mesh = sharding.make_mesh(data, config.model, devices, fsdp=config.fsdp)
-    if mesh.size > 1 and describe_mesh(mesh).is_cpu and jax.config.jax_enable_compilation_cache:
+    if mesh.size > 1 and sharding.device(mesh).is_cpu and jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)  # for the same reason as above
         compilation_cache.reset_cache()  # JAX looks at the setting only once
     return mesh

@@ -32,7 +32,7 @@ from train.evaluate import EvaluateConfig, assemble, make_tau_measure
 from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import SumsFunction, TrainTask, place
 from train.stages.teacher import record
-from treeflash_jax.core import devices, parameters, sharding
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
@@ -184,7 +184,7 @@ def copy_weights(tree: Any) -> Any:
 
 def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> TrainTask:
     """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
-    settings = replace(settings, attention=choose_training_attention(devices.describe_mesh(mesh), settings.attention))
+    settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
     specs = drafter.specs()
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
     return TrainTask(
@@ -212,7 +212,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     settings.check(drafter, model, corpus, tokenizer)
     task = make_task(settings, model, drafter, mesh)
     if settings.data.record:
-        attention = choose_training_attention(devices.describe_mesh(mesh), settings.attention)
+        attention = choose_training_attention(sharding.device(mesh), settings.attention)
         recorded = dict(model=model, taps=drafter.taps, batch_size=settings.loop.batch, attention=attention, mesh=mesh)
         corpus = record(corpus, settings.data.record, weights=weights, **recorded)
     stored = read_stored(settings, drafter, corpus.answer_counts(model.vocab_size))

@@ -16,7 +16,7 @@ from treeflash_jax.decoding.accepting import VERIFY_STREAM
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine import defaults
 from treeflash_jax.engine.batching import make_batch
-from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.model import Call, TreeFlash
 from treeflash_jax.engine.plan import NO_DRAFTER
 from treeflash_jax.engine.prompts import Prompt
 from treeflash_jax.engine.requests import Request
@@ -99,7 +99,7 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
         raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
     builder = settings.get("builder") or "best-first"  # also on a device where drafting does not pay
     expect(builder != "none", "builder", "none", "one that drafts: without it there is nothing to compare")
-    call = model.prepare(prompts, None, settings | {"builder": builder})
+    call = Call.prepare(model, prompts, None, settings | {"builder": builder})
     rule = call.plan.rule
     if rule != "sample-and-match" and any(request.temperature > 0 for request in call.requests):
         raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")

@@ -24,7 +24,7 @@ from treeflash_jax.bench import harness, report, shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
 from treeflash_jax.bench.timed import measure_copies, print_progress
-from treeflash_jax.core import devices, files, sharding, terminal
+from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     verifier, drafter = shapes.find_pair(*names)
     if not is_real and arguments.head and hasattr(drafter, "head"):
         drafter = replace(drafter, head=arguments.head)
-    dtype = jnp.dtype(arguments.dtype or choose_dtype(devices.here()))
+    dtype = jnp.dtype(arguments.dtype or choose_dtype(sharding.device()))
     plans = make_plans(verifier, drafter, arguments, dtype)
     check_sizes(plans, arguments.batch, arguments.context, mesh)
     results = read_kept(arguments.out, "schema", "results").get("results", [])
@@ -115,7 +115,7 @@ def make_plans(
     fields["builder"] = fields["builder"] or "best-first"  # also if drafting does not pay
     for nodes in arguments.nodes or [None]:
         config = GenerateConfig(**fields | {"nodes": nodes})
-        plan = resolve(config, verifier, drafter, dtype=dtype, device=devices.here())
+        plan = resolve(config, verifier, drafter, dtype=dtype, device=sharding.device())
         if not plan.drafts:
             raise ValueError("got builder 'none', expected one that drafts: one-token steps are always timed")
         if nodes not in (None, plan.num_nodes):

@@ -24,7 +24,7 @@ from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.timed import print_progress, running
 from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_KINDS, TPU_MEMORY, Device, describe_mesh, here
+from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_KINDS, TPU_MEMORY, Device
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
@@ -132,7 +132,7 @@ def compile_programs(
         place = sharding.sharding(("batch",) + (None,) * (x.ndim - 1), x.shape, mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    is_merged = merges_weights(describe_mesh(mesh), plan.verifier.num_kv_heads, mesh)
+    is_merged = merges_weights(sharding.device(mesh), plan.verifier.num_kv_heads, mesh)
     weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize, is_merged), dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.drafter.specs(), dtype, mesh))
@@ -184,7 +184,7 @@ def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
     """Returns the mesh, the bytes of a device, and the kind of device whose defaults the programs have."""
-    topology, device, limit, count = arguments.topology, here(), None, jax.device_count()
+    topology, device, limit, count = arguments.topology, sharding.device(), None, jax.device_count()
     if topology:
         family, _, sizes = topology.partition(":")
         limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("gpu", f"NVIDIA {family.upper()}")

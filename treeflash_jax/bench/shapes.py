@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.core import devices, programs, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.core.settings import field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
@@ -141,7 +141,7 @@ def random_pair(
     No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
     that trees fill up as those of a trained head.
     """
-    is_merged = merges_weights(devices.describe_mesh(mesh), model.num_kv_heads, mesh)
+    is_merged = merges_weights(sharding.device(mesh), model.num_kv_heads, mesh)
     specs = verifier.specs(model, is_merged=is_merged), drafter.specs()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 

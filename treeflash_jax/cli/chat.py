@@ -13,7 +13,7 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import shown
 from treeflash_jax.engine.batching import Session
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.model import Call, TreeFlash
 from treeflash_jax.engine.results import Chunk, Result
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
@@ -45,9 +45,9 @@ def converse(model: TreeFlash, console: Console, max_new_tokens: int | None = No
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
     model.has_noted_plain = True  # printed here instead
     config = GenerateConfig().updated(**settings)
-    call = model.prepare(HELLO, replace(config, max_new_tokens=max_new_tokens or config.max_new_tokens))
+    call = Call.prepare(model, HELLO, replace(config, max_new_tokens=max_new_tokens or config.max_new_tokens))
     if not call.plan.drafts:
-        why = "nothing is drafted" if config.builder == "none" else model.why_plain(config)
+        why = call.why_plain or "nothing is drafted"
         console.print(f"[dim]decoding one token at a time: {why}[/dim]")
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []
@@ -81,7 +81,7 @@ def _room(model: TreeFlash, messages: list[dict[str, str]], config: GenerateConf
     room = max(1, model.verifier.max_positions - len(model.encode(messages)))
     while room > LEAST_ROOM:
         with suppress(ValueError):
-            model.prepare(messages, replace(config, max_new_tokens=room))
+            Call.prepare(model, messages, replace(config, max_new_tokens=room))
             break
         room //= 2
     return room

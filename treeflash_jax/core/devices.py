@@ -82,35 +82,11 @@ class Device:
         return PEAK_RATES[max(names, key=len)] if names else None
 
 
-@functools.cache
-def _first_process() -> int:
-    return os.getpid()
-
-
-def check_process() -> None:
-    """Raises RuntimeError in a process forked after the first call: without JAX's threads, it would wait for ever."""
-    if os.getpid() != _first_process():
-        raise RuntimeError(
-            "got a process that was forked from one with a model, expected a new one: JAX does not survive a fork; use "
-            "multiprocessing.get_context('spawn') and load the model in each process"
-        )
-
-
-def here() -> Device:
-    """Returns the default device."""
-    return describe(jax.devices()[0])
-
-
 def describe(device: Any) -> Device:
     """Returns the `Device` of a JAX device, which may be an abstract one for compiling ahead of time."""
     is_cpu = device.platform == "cpu"
     features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if is_cpu else frozenset()
     return Device(device.platform, device.device_kind, features)
-
-
-def describe_mesh(mesh: Any) -> Device:
-    """Returns the device of a mesh; the default device for None."""
-    return here() if mesh is None else describe(mesh.devices.flat[0])
 
 
 def usable(features: frozenset[str], flags: str) -> frozenset[str]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from treeflash_jax.core import devices, files, sharding
+from treeflash_jax.core import files, sharding
 from treeflash_jax.core.clock import Clock
 
 KEPT_SECONDS = 0.1  # shortest compilation whose program commands store on disk
@@ -83,6 +83,20 @@ def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = N
     return _programs[key]
 
 
+@functools.cache
+def _first_process() -> int:
+    return os.getpid()
+
+
+def check_process() -> None:
+    """Raises RuntimeError in a process forked after the first call: without JAX's threads, it would wait for ever."""
+    if os.getpid() != _first_process():
+        raise RuntimeError(
+            "got a process that was forked from one with a model, expected a new one: JAX does not survive a fork; use "
+            "multiprocessing.get_context('spawn') and load the model in each process"
+        )
+
+
 def compile_lowered(lowered: Any, mesh: Any, name: str = "") -> Any:
     """Compiles a program, or reads it from JAX's cache; those of several CPU devices are not stored there.
 
@@ -91,7 +105,7 @@ def compile_lowered(lowered: Any, mesh: Any, name: str = "") -> Any:
     XLA:CPU may start the collectives of a program from the cache in different orders, which then wait for each other for
     ever. The setting that JAX looks at when it stores a program is restored afterwards.
     """
-    device = devices.describe_mesh(mesh)
+    device = sharding.device(mesh)
     options = device.decoding_options if name == "decode" else device.compiler_options
     if mesh is None or mesh.size == 1 or not device.is_cpu:
         return lowered.compile(options)
@@ -110,7 +124,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     For functions called directly; `call` compiles the others. Not callable inside another jitted function: JAX
     accepts compiler options only for the outermost.
     """
-    jitted = functools.cache(lambda: jax.jit(function, compiler_options=devices.here().compiler_options, **options))
+    jitted = functools.cache(lambda: jax.jit(function, compiler_options=sharding.device().compiler_options, **options))
     return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
 
 
@@ -121,7 +135,7 @@ def _precision(leaves: Sequence[Any], mesh: Any) -> str | None:
     """
     chosen = jax.config.jax_default_matmul_precision
     is_wide = all(x.dtype.itemsize >= 4 for x in leaves if jax.numpy.issubdtype(x.dtype, np.floating))
-    return "highest" if chosen is None and is_wide and not devices.describe_mesh(mesh).is_cpu else chosen
+    return "highest" if chosen is None and is_wide and not sharding.device(mesh).is_cpu else chosen
 
 
 def compiled(function: Any = None) -> list[Program]:

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from treeflash_jax.core.checks import fit, quoted, whole
+from treeflash_jax.core.devices import Device, describe
 
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
@@ -61,6 +62,11 @@ def check(mesh: Mesh | None) -> None:
     fit(Mesh | None, mesh, "mesh")
     if mesh is not None and not {"data", "model"} <= {*mesh.axis_names}:
         raise ValueError(f"got a mesh of axes {quoted(mesh.axis_names)}, expected 'data' and 'model' (make_mesh)")
+
+
+def device(mesh: Mesh | None = None) -> Device:
+    """Returns the kind of a mesh's devices; of the default device for None."""
+    return describe(jax.devices()[0] if mesh is None else mesh.devices.flat[0])
 
 
 def parse_sizes(text: str) -> dict[str, int]:

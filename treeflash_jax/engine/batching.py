@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import devices, programs, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
@@ -82,7 +82,7 @@ def make_batch(requests: Sequence[Request], *, batch_size: int, capacity: int, d
       dtype: dtype of the model; settings are at least float32.
       mesh: mesh that shards the batch; None for one device.
     """
-    devices.check_process()
+    programs.check_process()
     batch_size = sharding.padded(batch_size, mesh)
     unused = replace(requests[0], ids=[0], max_new_tokens=1) if requests else Request(ids=[0])
     slots = [*requests, *[unused] * (batch_size - len(requests))]

@@ -93,7 +93,7 @@ def memory_limit(mesh=None) -> int | None:
 
 def usable_memory(mesh=None) -> int | None:
     """Returns the bytes of memory of a device: `memory_limit`, or on CPUs its share of the host's memory."""
-    if not devices.describe_mesh(mesh).is_cpu:
+    if not sharding.device(mesh).is_cpu:
         return memory_limit(mesh)
     total, count = devices.host_memory(), 1 if mesh is None else len(mesh.local_devices)
     return total and total // max(count, 1)

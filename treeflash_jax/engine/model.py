@@ -1,18 +1,18 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
-A call becomes requests (requests.py) and the plan of its programs (plan.py). Batches of requests are decoded (batching.py,
+A `Call` has requests (requests.py) and the plan of its programs (plan.py). Batches of requests are decoded (batching.py,
 decoding/), and results are read from the state of a batch (results.py).
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import jax.numpy as jnp
 
-from treeflash_jax.core import devices, parameters, sharding
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import fit, whole
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding.runner import Runner
@@ -36,22 +36,66 @@ logger = logging.getLogger("treeflash_jax")
 
 @dataclass(frozen=True)
 class Call:
-    """A validated `generate` call.
+    """A validated `generate` call of a model.
 
     Attributes:
       requests: one per prompt and sample.
       batch_size: number of sequences decoded together.
+      why_plain: reason why the call drafts nothing although its builder is not "none"; None if it drafts.
     """
 
+    model: "TreeFlash"
     requests: list[Request]
     plan: DecodePlan
     batch_size: int
+    why_plain: str | None
+
+    @staticmethod
+    def prepare(
+        model: "TreeFlash",
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerateConfig | None = None,
+        settings: Mapping[str, Any] | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> "Call":
+        """Checks a call against the pair and the memory of its device; computes nothing. Raises what `generate` raises."""
+        config = fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
+        config = (config or GenerateConfig()).updated(**settings or {})
+        verifier, drafter, mesh = model.verifier, model.drafter, model.mesh
+        ids = encode_each(as_list(prompts), model.encode)
+        ends = {"tokenizer": model.tokenizer, "stop_ids": model.stop_ids}
+        requests = make_requests(ids, config, verifier, drafter, **ends, indices=indices)
+        batch_size = config.batch_size or choose_batch_size(len(requests))
+        plan, reason = model.plan(config, batch_size), None
+        if not plan.drafts and config.builder != "none":
+            reason = why_plain(config, drafter, **model._place(batch_size))
+        longest = max(request.length for request in requests)
+        together = [batch_size]
+        if 1 < batch_size < len(requests):
+            together.append(refill_size(batch_size))
+        needs = footprint(
+            verifier,
+            drafter,
+            dtype=model.dtype,
+            mesh=mesh,
+            batch=sum(sharding.padded(size, mesh) for size in together),
+            capacity=largest_capacity(plan, longest, max(request.max_new_tokens for request in requests)),
+            drafts=plan.drafts,
+            quantize=model.quantize,
+        )
+        check_memory(needs, usable_memory(mesh), mesh)
+        return Call(model, requests, plan, batch_size, reason)
+
+    def start(self, clock: Clock, session: Session | None = None) -> BatchDecoder:
+        """Prefills the first requests; with a session, the only one."""
+        runner = Runner(self.plan, self.model.weights, self.model.mesh, clock)
+        return BatchDecoder(self.requests, self.batch_size, runner, session)
 
 
 class TreeFlash:
     """A verifier and its drafter, ready to generate.
 
-    Users call `generate`, `generate_each`, `stream` and `warmup`; other methods serve commands, benchmarks and training.
+    `generate`, `generate_each` and `stream` answer prompts; `encode` and `plan` show what they would read and run.
 
     Example:
       >>> import treeflash_jax as tf
@@ -84,7 +128,7 @@ class TreeFlash:
         self.verifier, self.weights = verifier, weights
         self.drafter, self.tokenizer = drafter, tokenizer
         self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
-        self.mesh, self.device = mesh, devices.describe_mesh(mesh)
+        self.mesh, self.device = mesh, sharding.device(mesh)
         self.names = names
         self.has_noted_plain = False  # the note that nothing is drafted is logged once
 
@@ -138,7 +182,7 @@ class TreeFlash:
             verifier computes NaN.
           RuntimeError: this process was forked from the one that loaded the model.
         """
-        call = self.prepare(prompts, config, settings, indices)
+        call = self._prepare(prompts, config, settings, indices)
         results = with_totals([result for _, result in sorted(self._serve(call), key=itemgetter(0))])
         if call.plan.num_nodes > 1 and not self.drafter.may_offer_nothing:
             warn_of_low_tau(results)
@@ -164,7 +208,7 @@ class TreeFlash:
         Raises:
           TypeError, ValueError: see `generate`; raised when the first answer is requested.
         """
-        yield from self._serve(self.prepare(prompts, config, settings, indices))
+        yield from self._serve(self._prepare(prompts, config, settings, indices))
 
     def stream(
         self,
@@ -190,12 +234,12 @@ class TreeFlash:
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         fit(Session | None, session, "session", says="a tf.Session")
-        call = self.prepare(prompt, config, settings | {"batch_size": 1})
+        call = self._prepare(prompt, config, settings | {"batch_size": 1})
         if len(call.requests) != 1:
             samples = 1 + call.requests[-1].sample
             got = f"samples {samples} and {len(call.requests) // samples} prompts"
             raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
-        decoder = self.start(call, Clock(), session)
+        decoder = call.start(Clock(), session)
         reader = Reader(decoder, self.tokenizer)
         sent, shown = 0, ""
         try:
@@ -232,8 +276,8 @@ class TreeFlash:
         """
         prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
-        call, clock = self.prepare([[0] * prompt_tokens] * num_prompts, config, settings), Clock()
-        self.start(call, clock).compile()
+        call, clock = self._prepare([[0] * prompt_tokens] * num_prompts, config, settings), Clock()
+        call.start(clock).compile()
         return clock.compile_seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -244,61 +288,24 @@ class TreeFlash:
         """Returns the plan of the programs for these settings and a batch of this size; see `plan.resolve`."""
         return resolve(config, self.verifier, self.drafter, **self._place(batch_size))
 
-    def why_plain(self, config: GenerateConfig, batch_size: int = 1) -> str | None:
-        """Returns the reason why a call drafts nothing although its builder is not "none"; None if it drafts."""
-        return why_plain(config, self.drafter, **self._place(batch_size))
-
     def _place(self, batch_size: int) -> dict[str, Any]:
         sequences = sharding.per_shard(batch_size, self.mesh)
         return {"dtype": self.dtype, "device": self.device, "sequences": sequences}
 
-    def prepare(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        config: GenerateConfig | None = None,
-        settings: dict[str, Any] | None = None,
-        indices: Sequence[int] | None = None,
-    ) -> Call:
-        """Checks a call against the pair and the memory of its device; computes nothing. Raises what `generate` raises."""
-        config = fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
-        config = (config or GenerateConfig()).updated(**settings or {})
-        ids = encode_each(as_list(prompts), self.encode)
-        ends = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
-        requests = make_requests(ids, config, self.verifier, self.drafter, **ends, indices=indices)
-        batch_size = config.batch_size or choose_batch_size(len(requests))
-        plan = self.plan(config, batch_size)
-        if not plan.drafts and config.builder != "none" and not self.has_noted_plain:
+    def _prepare(self, *arguments: Any) -> Call:
+        """Returns `Call.prepare`; logs once why nothing is drafted."""
+        call = Call.prepare(self, *arguments)
+        if call.why_plain is not None and not self.has_noted_plain:
             self.has_noted_plain = True
-            reason = self.why_plain(config, batch_size)
-            logger.warning(f"{reason}: decoding one token at a time (builder 'none' does so without this note)")
-        longest = max(request.length for request in requests)
-        together = [batch_size]
-        if 1 < batch_size < len(requests):
-            together.append(refill_size(batch_size))
-        needs = footprint(
-            self.verifier,
-            self.drafter,
-            dtype=self.dtype,
-            mesh=self.mesh,
-            batch=sum(sharding.padded(size, self.mesh) for size in together),
-            capacity=largest_capacity(plan, longest, max(request.max_new_tokens for request in requests)),
-            drafts=plan.drafts,
-            quantize=self.quantize,
-        )
-        check_memory(needs, usable_memory(self.mesh), self.mesh)
-        return Call(requests, plan, batch_size)
-
-    def start(self, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
-        """Prefills the first requests of a call; with a session, its only request."""
-        runner = Runner(call.plan, self.weights, self.mesh, clock)
-        return BatchDecoder(call.requests, call.batch_size, runner, session)
+            logger.warning(f"{call.why_plain}: decoding one token at a time (builder 'none' does so without this note)")
+        return call
 
     def _serve(self, call: Call) -> Iterator[tuple[int, Result]]:
         """Decodes a call; yields each answer with its number."""
         unanswered = {request.number: request for request in call.requests}
         rounds = ROUNDS_PER_STOP_CHECK if any(request.stop for request in call.requests) else ROUNDS_PER_DISPATCH
         try:
-            decoder = self.start(call, Clock())
+            decoder = call.start(Clock())
             reader = Reader(decoder, self.tokenizer)
             for ready in decoder.run(rounds, reader.has_stop):
                 numbers = [decoder.slots.held[slot].number for slot in ready]

@@ -90,9 +90,35 @@ def forward(
     """
     table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
     x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
-    dtype, length_b = x_btd.dtype, None if cache is None else cache.length_b
+    dtype = x_btd.dtype
     x_btd = x_btd.astype(residual_dtype or dtype)
     tapped, new_kv, routes = {}, [], []
+    layer = _make_layer(config, table, mask_btu, None if cache is None else cache.length_b, attention)
+    for index, weights in enumerate(weights for group in params["groups"] for weights in group):
+        prefix = None if cache is None else cache.layers[index]
+        earlier_kv = None if earlier is None else earlier[index]
+        shift_btf = None if shift is None else shift(index)
+        with jax.named_scope(f"layer_{index}"):
+            x_btd, new, ids = layer(weights, x_btd, prefix, earlier_kv, shift_btf)
+        if index in taps:
+            tapped[index] = x_btd.astype(dtype)
+        new_kv.append(new)
+        routes += ids
+    return Output(
+        hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps).astype(x_btd.dtype),
+        features_btj=jnp.concatenate([tapped[i] for i in taps] or [jnp.zeros((*tokens_bt.shape, 0), dtype)], axis=-1),
+        new_kv=tuple(new_kv),
+        routes=tuple(routes),
+    )
+
+
+def _make_layer(
+    config: ModelConfig, table: Any, mask_btu: jax.Array, length_b: jax.Array | None, attention: str
+) -> Callable[..., tuple[jax.Array, Any, list[jax.Array]]]:
+    """Returns a function of a layer's weights, input, cache, earlier keys and values, and shift.
+
+    It returns the layer's output, its new keys and values and, of a sparse layer, the experts.
+    """
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
     def layer(weights, x_btd, prefix, earlier_kv, shift_btf):
@@ -115,22 +141,7 @@ def forward(
         x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
         return sharding.constrain(x_btd, ("batch", None, None)), new, ids
 
-    for index, weights in enumerate(weights for group in params["groups"] for weights in group):
-        prefix = None if cache is None else cache.layers[index]
-        earlier_kv = None if earlier is None else earlier[index]
-        shift_btf = None if shift is None else shift(index)
-        with jax.named_scope(f"layer_{index}"):
-            x_btd, new, ids = layer(weights, x_btd, prefix, earlier_kv, shift_btf)
-        if index in taps:
-            tapped[index] = x_btd.astype(dtype)
-        new_kv.append(new)
-        routes += ids
-    return Output(
-        hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps).astype(x_btd.dtype),
-        features_btj=jnp.concatenate([tapped[i] for i in taps] or [jnp.zeros((*tokens_bt.shape, 0), dtype)], axis=-1),
-        new_kv=tuple(new_kv),
-        routes=tuple(routes),
-    )
+    return layer
 
 
 def logits(params: dict[str, Any], hidden_btd: jax.Array) -> jax.Array:
