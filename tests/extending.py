@@ -27,11 +27,11 @@ def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys, setti
     assert generated(capsys, *pair, *ASK, *options) == result.ids
     results, prompts = tmp_path / "results.jsonl", tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": 1, "turns": [CHAT[0]["content"]]}) + "\n")
-    words = ["--pair", str(verifier), str(folder), "--systems", "ar", "treeflash", "--prompts", str(prompts), *options]
+    words = [*pair, "--systems", "ar", "treeflash", "--prompts", str(prompts), *options]
     assert main(["bench", "run", *words, "--max-new-tokens", "8", "--out", str(results)]) == 0
     assert main(["bench", "report", str(results)]) == 0
     assert "treeflash" in capsys.readouterr().out
-    words = ["--pair", str(verifier), str(folder), "--context", "20", "--repeats", "1", *options]
+    words = [*pair, "--context", "20", "--repeats", "1", *options]
     assert main(["bench", "latency", *words, "--out", str(tmp_path / "latency.json")]) == 0
     shape = verifier if verifier == "tiny" else verifier / "config.json"
     words = ["--shape", str(shape), "--drafter-shape", str(folder / "config.json"), "--no-compile", "--dtype", "float32"]

@@ -59,16 +59,16 @@ def tau() -> str:
     for greedy in runs["greedy"]["rows"]:
         system = greedy["system"].partition("@")[0]
         name, measured = SYSTEMS[system.partition("-")[0]], (greedy, sampled[system])
-        ratios = [f"; {interval(row['tau_ratio'])}" if "TreeFlash" in name else "" for row in measured]
-        cells = [f"{row['tau']:.2f}{ratio}" for row, ratio in zip(measured, ratios, strict=True)]
-        rows.append([name, greedy["nodes"] or "", *cells])
+        taus = [f"{row['tau']:.2f}" for row in measured]
+        ratios = [interval(row["tau_ratio"]) if "TreeFlash" in name else "" for row in measured]
+        rows.append([name, greedy["nodes"] or "", taus[0], ratios[0], taus[1], ratios[1]])
     settings, where, versions = (runs["greedy"][key] for key in ("settings", "hardware", "versions"))
     caption = (
         f"{runs['greedy']['rows'][0]['prompts']} prompts, at most {settings['max_new_tokens']} new tokens, "
         f"{settings['dtype']} on {where['cores']} CPU cores, batch {settings['batch_size']}, jax {versions['jax']}; "
         "commands in [tau_gsm8k.json](notebooks/results/tau_gsm8k.json)."
     )
-    header = "drafted by | nodes | tau, T = 0; over the marginal tree | tau, T = 1; over the marginal tree"
+    header = "drafted by | nodes | tau, T = 0 | over the marginal tree | tau, T = 1 | over the marginal tree"
     return section(header, rows, caption)
 
 
@@ -176,7 +176,7 @@ def latency() -> str:
         sizes = {name: settings[name] for name in ("batch", "context", "candidates", "children", "dtype")}
         options = " ".join(f"--{name} {value}" for name, value in sizes.items())
         nodes = " ".join(map(str, settings["nodes"]))
-        commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
+        commands.append(f"treeflash bench latency --verifier tiny --nodes {nodes} {options} --out latency.json")
     where = f"{result['hardware']['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}"
     note = f"{where}, jax {result['versions']['jax']}:"
     return section(f"candidates, children | {PHASES}", _phase_rows(results, "candidates"), note, commands)

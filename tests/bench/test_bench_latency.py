@@ -30,6 +30,7 @@ from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
 SMALL += ["--candidates", "4", "--children", "4"]
+TINY = ["--verifier", "tiny"]
 SHARED, OF_A_TREE = ("step", "prefill", "draft"), ("tree", "verify", "accept", "commit", "round")
 RATE = 1e9  # bytes per second
 
@@ -223,11 +224,11 @@ def test_results_of_other_settings_are_kept(made_up, tmp_path):
     (["--shape", "qwen9"], "got shape 'qwen9', expected one of qwen3-0.6b"),
     (["--shape", str(PAIR / "drafter")], "expected a verifier's"),
     (["--shape", "qwen3-4b", "--drafter-shape", str(PAIR / "drafter")], "drafter does not fit the verifier"),
-    (["--pair", str(PAIR / "verifier"), str(PAIR / "drafter"), "--shape", "tiny"], "got --pair, expected a verifier and"),
-    (["--nodes", "16", "--context", "8", "2000"], "got --context 2000, expected at most 1775"),
-    (["--builder", "none"], "got builder 'none', expected one that drafts"),
-    (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
-    (["--mesh", "2x1", "--batch", "3"], "got --batch 3 on a mesh with a data axis of 2"),
+    (["--verifier", "tiny", "--shape", "tiny"], "got a shape and --verifier or --drafter, expected sizes or a pair"),
+    ([*TINY, "--nodes", "16", "--context", "8", "2000"], "got --context 2000, expected at most 1775"),
+    ([*TINY, "--builder", "none"], "got builder 'none', expected one that drafts"),
+    ([*TINY, "--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
+    ([*TINY, "--mesh", "2x1", "--batch", "3"], "got --batch 3 on a mesh with a data axis of 2"),
 ])  # fmt: skip
 def test_mistakes_end_with_one_line_before_anything_is_measured(made_up, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(latency, "measure_copies", lambda: pytest.fail("measured"))

@@ -13,18 +13,19 @@ from refusals import mistake, refused
 from toy_training import read_lines, write_lines
 
 import treeflash_jax as tf
-from treeflash_jax.bench import bench_records, check, report, run
+from treeflash_jax.bench import bench_records, check, harness, report, run
 from treeflash_jax.bench.harness import Peer
 from treeflash_jax.bench.prompt_sets import FORMATS
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
+from treeflash_jax.engine import model_options
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"
 PROMPTS = [{"id": "cows", "turns": [FIRST, SECOND], "reference": "12"}, {"id": 7, "turns": ["Name a colour."]}]
-SMALL = "--systems ar marginal treeflash --nodes 8 --candidates 4 --children 4 --max-new-tokens 8".split()
+SMALL = "--verifier tiny --systems ar marginal treeflash --nodes 8 --candidates 4 --children 4 --max-new-tokens 8".split()
 SYSTEMS = ["ar", "marginal-8", "treeflash-8"]
 
 
@@ -47,13 +48,13 @@ def fake(tiny, monkeypatch):
         answer |= {"text": f"answer {call}", "ids": fake.ids(config), "builder": config.builder}
         return [tf.Result(**answer, seconds=seconds, compile_seconds=compile_seconds) for _ in inputs]
 
-    def load(*_, thinking, template, **__):
+    def load(*, thinking, template, **_):
         model = copy(tiny)
         model.tokenizer = Tokenizer(tiny.tokenizer.inner, {"enable_thinking": thinking, **(template or {})})
         return model
 
     monkeypatch.setattr(tf.TreeFlash, "generate", generate)
-    monkeypatch.setattr(run.tf, "load", load)
+    monkeypatch.setattr(model_options, "load", load)
     return fake
 
 
@@ -65,7 +66,7 @@ def bench(out, *options, status=0):
 
 @pytest.mark.slow
 def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.tf, "load", lambda *_, **__: tiny)
+    monkeypatch.setattr(model_options, "load", lambda **_: tiny)
     records = bench(tmp_path / "out.jsonl", *small, "--temperature", "0", "1")
     keys = [(p, s, t, 0) for p in ("cows", "7") for t in (0.0, 1.0) for s in SYSTEMS]
     assert sorted(map(bench_records.record_key, records)) == sorted(keys)
@@ -84,7 +85,7 @@ def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
     about |= {"drafter_temperature": f"max({tiny.drafter.drafter_temperature:g}, min(T, 1))", "temperature": 0.0}
     about |= {"seed": 0, "format": "chat"}
     about |= {"template": {"enable_thinking": False}, "dtype": "float32", "quantize": None, "batch_size": 1}
-    about |= {"verifier": "tiny", "drafter": "tiny", "drafter_source": "tiny", "stop_ids": None}
+    about |= {"verifier": "tiny", "drafter": "tiny", "stop_ids": None}
     assert (settings | about).items() <= record["settings"].items()
     assert record["hardware"]["backend"] == "cpu" and set(record["versions"]) == {"jax", "treeflash_jax", "python"}
     plain = next(r for r in records if r["system"] == "ar")
@@ -121,6 +122,15 @@ def test_answers_that_differ_fail_unless_it_is_at_a_near_tie(fake, small, tmp_pa
     records = bench(tmp_path / "sampled", *small, "--systems", "ar", "treeflash:builder=paths", "--temperature", "1")
     assert not any(record["differences"] for record in records), "other samples by design"
     assert "tokens compared" not in capsys.readouterr().out
+
+
+def test_differences_are_judged_by_the_filters_of_the_run(fake, small, tmp_path, monkeypatch):
+    asked, tie = [], check.Divergence(index=2, drafted=9, plain=7, gap=0.0, rounding=0.0)
+    monkeypatch.setattr(harness, "divergence", lambda model, request, *ids: asked.append(request) or tie)
+    fake.ids = lambda config: [5, 6, 7, 8] if config.builder == "none" else [5, 6, 9, 8]
+    sampled = "--systems ar treeflash --temperature 0.5 --top-k 5 --top-p 0.9".split()
+    bench(tmp_path / "out.jsonl", *small, *sampled)
+    assert [(request.temperature, request.top_k, request.top_p) for request in asked] == 2 * [(0.5, 5, 0.9)]
 
 
 def test_a_batch_shares_its_seconds(fake, small, tmp_path):
@@ -191,11 +201,10 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
         (fresh, ["--max-new-tokens", "1500"], "prompt 'cows': got 30"),
         (fresh, ["--format", "raw"], "prompt 'cows': got 2 turns, expected one turn alone"),
         (fresh, ["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
-        (out, ["--pair", "tiny", "tiny=other"], "got drafter_source 'other', but 'tiny' in earlier records"),
+        (out, ["--drafter", "tiny=other"], "got drafter 'tiny=other', but 'tiny' in earlier records"),
         (out, ["--stop-ids", "7"], "got stop_ids [7], but None in earlier records"),
         (fresh, ["--other", "ar=cat"], "got --other 'ar=cat', expected NAME=COMMAND with a name that no other system has"),
         (fresh, ["--other", "cat"], "got --other 'cat', expected NAME=COMMAND"),
-        (fresh, ["--phases", "0"], "phases '0', expected"),
         (fresh, ["--prompt-ids", " "], "got --prompt-ids and --prompts"),
     ):
         mistake(capsys, main, ["bench", "run", "--out", str(path), *small, *more], words)
@@ -210,19 +219,6 @@ def test_other_programs_without_an_answer_are_refused(tiny, code):
     with Popen([sys.executable, "-c", code], bufsize=0, stdin=PIPE, stdout=PIPE) as program:
         peer = Peer(name="other", model=tiny, config=tf.GenerateConfig(), command="python", program=program)
         refused(lambda: peer.answer([[5, 6]], 0.0, [0]), "got ", "expected one JSON line per prompt")
-
-
-def test_phases_reach_answers_that_were_there(fake, small, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "out.jsonl"
-    bench(out, *small)
-    capsys.readouterr()
-    times = {"context": 30, "ms": {"round": 2.0, "step": 1.0}}
-    monkeypatch.setattr(run, "time_phases", lambda system, context, temperature: times)
-    asked = len(fake.calls)
-    records = bench(out, *small, "--phases", "30")
-    assert len(fake.calls) == asked and "ms by phase, after 30 tokens" in capsys.readouterr().out
-    expected = {"ar": None, "marginal-8": times, "treeflash-8": times}
-    assert {record["system"]: record["phases"] for record in records} == expected
 
 
 def test_names_of_systems_hold_their_settings():
@@ -249,56 +245,47 @@ def test_names_of_systems_hold_their_settings():
 def test_trees_of_equal_settings_are_measured_once(tiny, monkeypatch):
     names = ["marginal:builder=hybrid", "treeflash:builder=hybrid"]
     names.append(f"treeflash@{tiny.drafter.drafter_temperature:g}:builder=hybrid")  # fixed, also at T = 1
-    words = ["bench", "run", "--out", "out", "--nodes", "8", "--systems", *names]
+    words = ["bench", "run", "--out", "out", "--verifier", "tiny", "--nodes", "8", "--systems", *names]
     arguments = commands.parser().parse_args(words)
     for head, expected in (("marginal", 2), ("mlp", 3)):
         model = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head=head))
-        monkeypatch.setattr(run.tf, "load", lambda *_, model=model, **__: model)
+        monkeypatch.setattr(model_options, "load", lambda model=model, **_: model)
         assert len(run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))) == expected
 
 
 def test_drafters_are_systems_with_one_baseline_and_their_own_options():
-    words = ["--pair", "tiny", "shipped=tiny", "ngram", "--nodes", "4", "--candidates", "5", "--out", "x"]
+    words = ["--verifier", "tiny", "--drafter", "shipped=tiny", "ngram", "--nodes", "4", "--candidates", "5", "--out", "x"]
     arguments = commands.parser().parse_args(["bench", "run", *words])
     systems = run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))
     trees = [f"{name}, shipped" for name in ("chain", "marginal-4", "treeflash-4", "joined-4")]
     assert [system.name for system in systems] == ["ar", *trees, "chain, ngram", "treeflash-4, ngram"]
     assert [system.settings()["candidates"] for system in systems] == [None, 5, 5, 5, 5, None, None]
-    assert [system.settings()["drafter"] for system in systems[1:]] == 4 * ["shipped"] + 2 * ["ngram"]
+    assert [system.settings()["drafter"] for system in systems[1:]] == 4 * ["shipped=tiny"] + 2 * ["ngram"]
     assert systems[1].model.weights.verifier is systems[-1].model.weights.verifier, "one copy in memory"
 
 
 @pytest.mark.slow
-def test_drafters_are_compared_in_turns_with_the_times_of_their_phases(short, small, tmp_path, capsys):
+def test_drafters_are_compared_in_turns(short, small, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    options = [*small, "--pair", str(short), f"itself={short}", "ngram", "--systems", "ar", "chain", "treeflash"]
-    options += ["--nodes", "2", "4", "--phases", "30"]
-    records = bench(out, *options)
-    assert main(["bench", "report", str(out)]) == 0
-    printed = capsys.readouterr().out
+    drafters = ["--verifier", str(short), "--drafter", f"itself={short}", "ngram"]
+    records = bench(out, *small, *drafters, "--systems", "ar", "chain", "treeflash", "--nodes", "2", "4")
     names = [f"{name}, {drafter}" for drafter in ("itself", "ngram") for name in ("chain", "treeflash-2", "treeflash-4")]
     assert [record["system"] for record in records[:7]] == ["ar", *names] and len(records) == 14
-    assert "ms by phase, after 30 tokens" in printed and "FAIL" not in printed
-    phases = {record["system"]: record["phases"] for record in records}
-    assert phases.pop("ar") is None
-    assert {*phases["treeflash-4, itself"]["ms"]} == {*"draft tree verify accept commit round step prefill".split()}
-    assert all(times["context"] == 30 and min(times["ms"].values()) > 0 for times in phases.values())
+    assert "FAIL" not in capsys.readouterr().out
     systems = {system["system"]: system for system in report.summarise(records)["systems"]}
     assert systems["treeflash-4, itself"]["acceptance_by_depth"][0] == 1, "a model accepts what it drafted itself"
-    write_lines(out, records[:9])
-    again = {record["system"]: record["phases"] for record in bench(out, *options)}
-    assert again == phases | {"ar": None}, "times are kept"
 
 
-@pytest.mark.parametrize("pair, words", [
-    (["tiny"], "got --pair tiny, expected a verifier and drafters"),
-    (["tiny", "a=tiny", "a=ngram"], "expected a verifier and drafters of different labels"),
-    (["tiny", "none"], "expected a verifier and drafters of different labels"),
-    (["tiny", "ngram", "--systems", "marginal"], "drafters of kind 'ngram' do not have it"),
-    (["tiny", "tiny", "--phases", "9999"], "got --context 9999, expected at most"),
+@pytest.mark.parametrize("verifier, drafters, words", [
+    ("tiny", ["a=tiny", "a=ngram"], "got --drafter a=tiny a=ngram, expected one or more drafters of different labels"),
+    ("tiny", ["none"], "got --drafter none, expected one or more drafters"),
+    (str(PAIR / "verifier"), [], "got --drafter none, expected one or more drafters"),
+    ("tiny", ["ngram", "--systems", "marginal"], "drafters of kind 'ngram' do not have it"),
 ])  # fmt: skip
-def test_bad_drafters_and_sizes_end_with_one_line(tmp_path, capsys, pair, words):
-    mistake(capsys, main, ["bench", "run", "--pair", *pair, "--out", str(tmp_path / "out.jsonl")], words)
+def test_bad_drafters_end_with_one_line(tmp_path, capsys, verifier, drafters, words):
+    drafters = drafters and ["--drafter", *drafters]
+    options = ["--verifier", verifier, *drafters, "--out", str(tmp_path / "out.jsonl")]
+    mistake(capsys, main, ["bench", "run", *options], words)
     assert not [*tmp_path.iterdir()]
 
 
@@ -310,7 +297,8 @@ for line in sys.stdin:
     answer = {"ids": question["prompt"][:1]} if sys.argv[1:] else {"text": "an answer", "tokens": 4}
     print(json.dumps(answer | {"seconds": 0.1}), flush=True)
 """
-GREEDY = ["--pair", str(PAIR / "verifier"), str(PAIR / "drafter"), "--prompt-ids", "3 4 5", "--stop-ids", ""]
+GREEDY = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"), "--stop-ids", ""]
+GREEDY += ["--prompt-ids", "3 4 5"]
 GREEDY += "--systems ar treeflash-16 --seed 0 1 --candidates 8 --children 8 --max-new-tokens 12".split()
 
 

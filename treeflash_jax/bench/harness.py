@@ -37,7 +37,6 @@ class System:
     Attributes:
       config: settings of `generate`; temperature and seed are replaced by those that are measured.
       pair: names of verifier and drafter, for the records.
-      drafter_source: what the drafter was loaded from.
 
     Example:
       >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))
@@ -48,7 +47,6 @@ class System:
     model: tf.TreeFlash
     config: tf.GenerateConfig
     pair: tuple[str, str | None] = ("tiny", "tiny")
-    drafter_source: str | None = None
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
         """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of those of the call.
@@ -71,11 +69,9 @@ class System:
         settings |= asdict(plan.shape) | describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
         settings["stop_ids"] = config.stop_ids and list(config.stop_ids)
         if not plan.drafts:
-            unset = "drafter", "drafter_source", "drafter_temperature", "nodes", "acceptance"
-            return settings | dict.fromkeys(unset)
+            return settings | dict.fromkeys(("drafter", "drafter_temperature", "nodes", "acceptance"))
         least = f"max({model.drafter.drafter_temperature:g}, min(T, 1))"
-        settings |= {"drafter": self.pair[1], "drafter_source": self.drafter_source}
-        return settings | {"drafter_temperature": config.drafter_temperature or least}
+        return settings | {"drafter": self.pair[1], "drafter_temperature": config.drafter_temperature or least}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +166,9 @@ def measure(
                     continue
                 record = make_record(system, prompt, results, format, temperature, seed)
                 others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
-                requests = [
-                    Request(ids=turn.prompt_ids, temperature=temperature, seed=prompt.seed(seed)) for turn in results
-                ]
+                sampled = {name: getattr(system.config, name) for name in ("top_k", "top_p")}
+                sampled |= {"temperature": temperature, "seed": prompt.seed(seed)}
+                requests = [Request(ids=turn.prompt_ids, **sampled) for turn in results]
                 record["differences"] = compare(system.model, record, filter(None, others), requests)
                 records[record_key(record)] = record
                 yield record

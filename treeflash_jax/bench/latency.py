@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -30,8 +29,7 @@ from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.defaults import choose_dtype
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model_options import ModelOptions
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.model_options import ModelOptions, load_model
 from treeflash_jax.engine.plan import resolve
 from treeflash_jax.models.config import ModelConfig
 
@@ -43,9 +41,8 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions(shapes.Shapes):
-    """Pair and sizes to time; lists are measured in all combinations."""
+    """Sizes to time; lists are measured in all combinations."""
 
-    pair: str | None = setting(None, "verifier and drafter to measure with their weights, instead of a shape", unit="model")
     batch: int = setting(1, "sequences decoded together", least=1, unit="sequences")
     context: int = setting(256, "tokens in the cache", least=1, unit="tokens")
     repeats: int = setting(9, "timed samples of a phase", least=1, unit="samples")
@@ -53,31 +50,33 @@ class LatencyOptions(shapes.Shapes):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    several = ["pair", "batch", "context", "nodes"]
+    several = ["batch", "context", "nodes"]
+    add_options(parser, ModelOptions, ["verifier", "drafter", "dtype", "quantize", "mesh"])
     add_options(parser, LatencyOptions, several=several, batch=[1], context=[256])
-    add_options(parser, ModelOptions, ["dtype", "quantize", "mesh"])
     add_options(parser, GenerateConfig, [*shapes.TREE_OPTIONS, "nodes", "temperature"], several=several)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures every combination, and prints and writes the results. All arguments are checked before."""
-    mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
-    names = [arguments.shape or "tiny", arguments.drafter_shape]
-    is_real = arguments.pair is not None or names == ["tiny", None]
-    if arguments.pair:
-        if arguments.shape or arguments.drafter_shape or len(arguments.pair) != 2:
-            raise ValueError("got --pair, expected a verifier and a drafter, and no shape")
-        names = [str(locate(name, part)) for name, part in zip(arguments.pair, ("verifier", "drafter"), strict=True)]
-    verifier, drafter = shapes.find_pair(*names)
-    if not is_real and arguments.head and hasattr(drafter, "head"):
-        drafter = replace(drafter, head=arguments.head)
-    dtype = jnp.dtype(arguments.dtype or choose_dtype(sharding.device()))
+    is_random = arguments.shape is not None or arguments.drafter_shape is not None
+    if is_random and (arguments.verifier is not None or arguments.drafter is not None):
+        raise ValueError("got a shape and --verifier or --drafter, expected sizes or a pair with its weights")
+    if is_random:
+        shape = arguments.shape or "tiny"
+        verifier, drafter = shapes.find_pair(shape, arguments.drafter_shape)
+        if arguments.head and hasattr(drafter, "head"):
+            drafter = replace(drafter, head=arguments.head)
+        mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
+        dtype, names = jnp.dtype(arguments.dtype or choose_dtype(sharding.device(mesh))), [shape]
+    else:
+        model = load_model(arguments)
+        verifier, drafter, mesh, dtype, names = model.verifier, model.drafter, model.mesh, model.dtype, model.names
     plans = make_plans(verifier, drafter, arguments, dtype)
     check_sizes(plans, arguments.batch, arguments.context, mesh)
     results = read_kept(arguments.out, "schema", "results").get("results", [])
     settings = {
-        "shape": " + ".join(map(shapes.short_name, arguments.pair or names[:1])),
-        "weights": "real" if is_real else "random",
+        "shape": " + ".join(map(shapes.short_name, names)),
+        "weights": "random" if is_random else "real",
         **shapes.describe_tree(plans[0]),
         "dtype": dtype.name,
         "mesh": None if mesh is None else dict(mesh.shape),
@@ -89,10 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
     print_progress("measuring the machine's copy rate")
     rate = measure_copies()
-    print_progress(f"{'loading' if is_real else 'drawing'} the weights of {settings['shape']}")
-    options = {"dtype": dtype, "mesh": mesh, "quantize": arguments.quantize}
-    make = partial(tf.load, names[0], drafter=names[1]) if is_real else partial(shapes.random_pair, verifier, drafter)
-    model = make(**options)
+    if is_random:
+        print_progress(f"drawing the weights of {settings['shape']}")
+        model = shapes.random_pair(verifier, drafter, dtype, mesh, arguments.quantize)
     for batch, context in cells:
         print_progress(f"compiling and timing the phases at batch {batch}, context {context}")
         sizes = {"batch": batch, "context": context}

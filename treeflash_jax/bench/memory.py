@@ -76,7 +76,7 @@ class MemoryOptions(shapes.Shapes):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, MemoryOptions)
+    add_options(parser, MemoryOptions, shape="tiny")
     add_options(parser, ModelOptions, ["quantize"])
     add_options(parser, GenerateConfig, [*shapes.TREE_OPTIONS, "nodes"])
 
@@ -84,8 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the memory that the request needs; returns 1 if a device cannot hold it."""
     mesh, limit, device = _devices(arguments)
-    shape = arguments.shape or "tiny"
-    model, drafter = shapes.find_pair(shape, arguments.drafter_shape)
+    model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, round_capacity(arguments.context)
     sizes, quantize = dict(mesh.shape), arguments.quantize
@@ -95,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
-    result = {"shape": shapes.short_name(shape), "drafter": drafted, "topology": arguments.topology or device.kind}
+    result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted, "topology": arguments.topology or device.kind}
     result |= {"mesh": sizes, "batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):

@@ -112,7 +112,6 @@ def _summarise_system(name: str, systems: dict[str, Answers], against: str) -> d
         **_compare_answers([(mine[key], plain[key]) for key in mine.keys() & plain.keys()]),
         "against": other,
         "tau_ratio": paired_ratio(mine, systems.get(other, {}), "committed", "rounds"),
-        "phases": next((record["phases"] for record in records if record.get("phases")), None),
     }
 
 
@@ -206,19 +205,8 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
         speed.add_row(*key, f"{system['tokens_per_second']:.0f}", format_interval(system["speedup"]), same)
         if shares := system["acceptance_by_depth"]:
             depths.add_row(*key, *(f"{100 * share:.0f}" for share in shares + [0.0] * (depth - len(shares))))
-    tables = (table for table in (tokens, speed, depths, _phases(systems)) if table.row_count)
+    tables = (table for table in (tokens, speed, depths) if table.row_count)
     (console or table_console()).print(*tables, _describe(summary))
-
-
-def _phases(systems: Sequence[dict[str, Any]]) -> Table:
-    timed = {system["system"]: system["phases"] for system in systems if system["phases"]}
-    phases = dict.fromkeys(phase for times in timed.values() for phase in times["ms"] if phase not in ("prefill", "step"))
-    contexts = ", ".join(sorted({str(times["context"]) for times in timed.values()}))
-    table = make_table(f"ms by phase, after {contexts} tokens", ["*system", *phases, "step", "round / step"])
-    for name, times in timed.items():
-        cells = [f"{times['ms'][phase]:.2f}" if phase in times["ms"] else "-" for phase in (*phases, "step")]
-        table.add_row(name, *cells, f"{times['ms']['round'] / times['ms']['step']:.2f}")
-    return table
 
 
 def _describe(summary: dict[str, Any]) -> str:

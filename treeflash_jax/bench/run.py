@@ -1,7 +1,7 @@
 """Compares systems on the same prompts, one JSON line per answered prompt: `treeflash bench run --out results.jsonl`.
 
-    treeflash bench run --prompts gsm8k.jsonl --format math --limit 64 --systems ar chain marginal treeflash \\
-        --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
+    treeflash bench run --verifier smollm2 --prompts gsm8k.jsonl --format math --limit 64 \\
+        --systems ar chain marginal treeflash --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
 
 The names of systems are explained in treeflash_jax/bench/README.md. Answers already in --out are not repeated; a file of
 other settings, versions or hardware is refused and left as it is.
@@ -18,21 +18,17 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
-import treeflash_jax as tf
 from treeflash_jax.bench import bench_records, harness, report
 from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import Peer, System
-from treeflash_jax.bench.phases import Bench, check_sizes
 from treeflash_jax.bench.prompt_sets import BUNDLED, FORMATS, BenchPrompt, choose_prompts, empty_chat
 from treeflash_jax.core import files
-from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import add_options, field_names, fit_field, option_values, setting
+from treeflash_jax.engine import pairs
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model_options import ModelOptions
-from treeflash_jax.engine.pairs import NO_DRAFTER
+from treeflash_jax.engine.model_options import ModelOptions, choose_verifier, load_model
 from treeflash_jax.engine.prompts import parse_ids
 
-REPEATS = 9  # timed samples of a phase
 SYSTEMS: dict[str, dict[str, Any]] = {
     "ar": {"builder": "none"},
     "chain": {"builder": "chain", "head": "marginal", "ngrams": 0},
@@ -47,7 +43,12 @@ NAME = re.compile(r"([a-z]+)(?:-(\d+))?(?:@(\d+\.?\d*))?((?::\w+=[^:]+)*)")  # a
 class RunOptions:
     """Pair, prompts and systems of a comparison."""
 
-    pair: str = setting("tiny tiny", "verifier and one or more [LABEL=]DRAFTER: folders, Hub ids or names", unit="model")
+    drafter: str | None = setting(
+        None,
+        "one or more drafters, each as in `treeflash generate` or LABEL=DRAFTER",
+        unset="the drafter that ships for the named verifier",
+        unit="model",
+    )
     prompts: str | None = setting(None, "JSONL files of prompts", unset="a bundled set", unit="file")
     format: str = setting("chat", "how prompts are worded", choices=lambda: tuple(FORMATS))
     limit: int | None = setting(
@@ -62,15 +63,13 @@ class RunOptions:
     other: Sequence[str] = setting(
         (), "another program that decodes greedily, as in bench/peers; may be given several times", unit="name=command"
     )
-    phases: int | None = setting(
-        None, "also time the phases of a round, with this number of tokens in the cache", least=1, unit="tokens"
-    )
     out: str = setting(help="JSONL file to which results are appended", unit="file")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    several = "pair prompts systems nodes temperature seed".split()
-    add_options(parser, RunOptions, several=several, pair=["tiny", "tiny"], systems=list(SYSTEMS))
+    several = "drafter prompts systems nodes temperature seed".split()
+    add_options(parser, ModelOptions, ["verifier"])
+    add_options(parser, RunOptions, several=several, systems=list(SYSTEMS))
     add_options(parser, ModelOptions, ["dtype", "quantize", "thinking", "template"])
     by_name = {"head", "builder", "acceptance", "drafter_temperature"}  # chosen by the names of systems
     options = {*field_names(GenerateConfig, "drafting", "tree")} - by_name
@@ -133,19 +132,13 @@ def run(arguments: argparse.Namespace) -> int:
             config = replace(base.config, builder="none")
             measured.append(Peer(name=name, model=base.model, config=config, command=command, program=program))
         check(measured, prompts, arguments, records)
-        phases = {record["system"]: record["phases"] for record in records if record["phases"]}
-        for system in measured if arguments.phases else ():
-            is_timed = system.name in phases and phases[system.name]["context"] == arguments.phases
-            if system.model.plan(system.config).drafts and not is_timed:
-                phases[system.name] = time_phases(system, arguments.phases, sampling["temperature"][0])
-        records = [record | {"phases": phases.get(record["system"])} for record in records]
         bench_records.write_records(arguments.out, records)  # without a last one that was cut off
         output = stack.enter_context(open(arguments.out, "a", encoding="utf-8"))
         several = {"format": arguments.format, "temperatures": sampling["temperature"], "seeds": sampling["seed"]}
         for record in harness.measure(measured, prompts, known=tuple(records), **several):
-            records.append(record | {"phases": phases.get(record["system"])})
+            records.append(record)
             with files.naming(arguments.out):
-                output.write(json.dumps(records[-1]) + "\n")
+                output.write(json.dumps(record) + "\n")
                 output.flush()
     report.show(report.summarise(records))
     return 0
@@ -170,16 +163,16 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     With several drafters, a system's name ends with its drafter. Each of them gets the options that it has, and no system
     whose name asks for another; options that are off need not be known to it.
     """
-    verifier, *words = arguments.pair
-    labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
-    if not words or len(labels) < len(words) or NO_DRAFTER in labels.values():
-        raise ValueError(f"got --pair {' '.join(arguments.pair)}, expected a verifier and drafters of different labels")
+    verifier = choose_verifier(arguments.verifier)
+    words = arguments.drafter or [pairs.default_drafter(verifier)]
+    labels = {label or name: (name, word) for word in words for label, _, name in [word.rpartition("=")]}
+    if len(labels) < len(words) or any(name == pairs.NO_DRAFTER for name, _ in labels.values()):
+        raise ValueError(f"got --drafter {' '.join(words)}, expected one or more drafters of different labels")
     listed, known = ("nodes", "temperature", "seed"), {*field_names(GenerateConfig, "drafting")}
     shared = {key: value for key, value in option_values(arguments, GenerateConfig).items() if key not in listed}
     systems: dict[str, System] = {}
-    for label, drafter in labels.items():
-        with slow(f"loading {verifier} and {drafter}"):
-            model = tf.load(verifier, drafter=drafter, **option_values(arguments, ModelOptions))
+    for label, (drafter, word) in labels.items():
+        model = load_model(arguments, verifier=verifier, drafter=drafter)
         for system in systems.values():  # keeps one copy of the verifier
             model.weights = model.weights.replace(verifier=system.model.weights.verifier)
         missing = known - {*model.drafter.settings}
@@ -190,20 +183,9 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
             dropped = {key for key in settings.keys() & missing if len(labels) > 1 or not settings[key]}
             config = GenerateConfig(**{key: value for key, value in settings.items() if key not in dropped})
             ending = f", {label}" if len(labels) > 1 and config.builder != "none" else ""
-            pair = verifier, label
-            new = System(name=name + ending, model=model, config=config, pair=pair, drafter_source=drafter)
+            new = System(name=name + ending, model=model, config=config, pair=(verifier, word))
             systems.setdefault(json.dumps(new.settings()), new)  # settings of no effect are refused
     return list(systems.values())
-
-
-def time_phases(system: System, context: int, temperature: float) -> dict[str, Any]:
-    """Returns {"context", "ms"}: tokens in the cache, and median times by phase; "step" is that of one token."""
-    plan, batch = system.model.plan(system.config), system.config.batch_size
-    check_sizes([plan], [batch], [context], system.model.mesh)
-    with slow(f"timing the phases of {system.name}"):
-        bench = Bench(system.model, [plan], batch=batch, context=context, temperature=temperature)
-        medians = bench.sample(REPEATS)
-    return {"context": context, "ms": {phase: 1e3 * seconds for (phase, _), seconds in medians.items()}}
 
 
 def check(

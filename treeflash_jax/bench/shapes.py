@@ -66,7 +66,10 @@ class Shapes:
     """A pair by its sizes."""
 
     shape: str | None = setting(
-        None, f"one of {', '.join(VERIFIERS)}, or a verifier's config.json or its folder", unset="tiny", unit="shape"
+        None,
+        f"one of {', '.join(VERIFIERS)}, or a verifier's config.json or its folder",
+        unset="the pair of --verifier and --drafter, with its weights",
+        unit="shape",
     )
     drafter_shape: str | None = setting(
         None, "a drafter's config.json, the name of a language model, or ngram", unset="the published sizes", unit="file"

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import treeflash_jax as tf
-from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import UnknownSetting, clipped, quoted, suggestion
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import add_options, field_names, option_values, setting
-from treeflash_jax.engine import pairs
 from treeflash_jax.engine.generate_config import GROUPS, REFUSED, GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.prompts import Text, parse_ids
@@ -68,20 +65,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with one line, without the usage text."""
         self.exit(2, f"{self.prog}: error: {clipped(message, 240)} (see {self.prog} --help)\n")
-
-
-def load_model(arguments: argparse.Namespace) -> tf.TreeFlash:
-    """Loads the model of the options; prints a line if that is the toy pair by default."""
-    if arguments.verifier is None:
-        arguments.verifier = pairs.default_verifier()
-        if arguments.verifier == "tiny":
-            why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
-            print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
-    given = option_values(arguments, ModelOptions)
-    given["mesh"] = tf.make_mesh(**sharding.parse_sizes(given["mesh"])) if given["mesh"] else None
-    loaded = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, pairs.NO_DRAFTER)]
-    with slow(f"loading {' and '.join(loaded)}"):
-        return tf.load(**given)
 
 
 def add_settings(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> Any:

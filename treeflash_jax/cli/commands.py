@@ -15,13 +15,14 @@ from treeflash_jax import __version__
 from treeflash_jax.bench import latency, memory, report, run
 from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, check, conclude, meaning
 from treeflash_jax.cli import demo
-from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, load_model, parse_prompts
+from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, parse_prompts
 from treeflash_jax.cli.chat import ChatOptions, converse, ending
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import LONGEST_PATH, UnknownSetting, clipped
 from treeflash_jax.core.settings import add_options, field_names
 from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine import pairs
+from treeflash_jax.engine.model_options import load_model
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, model_files
 

@@ -201,7 +201,6 @@ ALIASES = {
     "temperature": "do_sample sample temp",
     "verifier": "model name model_id model_name model_name_or_path pretrained_model_name_or_path target_model base_model m "
     "pair",
-    "pair": "model verifier drafter",
     "shape": "model verifier",
     "drafter": "draft draft_model assistant_model speculative_model",
     "nodes": "tree_size num_nodes num_draft_tokens num_speculative_tokens num_assistant_tokens draft_tokens",

@@ -113,8 +113,7 @@ def _locate(
     """Finds the files of a pair, downloading those of Hub ids and URLs. Arguments are those of `load`."""
     for argument, path in {"verifier": verifier, "drafter": drafter, "steering": steering}.items():
         fit(str | Path if argument == "verifier" else str | Path | None, path, argument)
-    if drafter is None:
-        drafter = verifier if str(verifier) in pairs.VERIFIERS else pairs.NO_DRAFTER
+    drafter = pairs.default_drafter(verifier) if drafter is None else drafter
     names, has_drafter = (str(verifier), str(drafter)), str(drafter) != pairs.NO_DRAFTER
     verifier = pairs.locate(verifier, "verifier", revisions[0], local_files_only)
     if has_drafter:

@@ -66,6 +66,11 @@ def default_verifier() -> str:
     return "tiny" if gguf_reader.is_gguf(path) and find_spec("gguf") is None else "smollm2"
 
 
+def default_drafter(verifier: str | Path) -> str:
+    """Returns the drafter that ships for a verifier, otherwise "none"."""
+    return str(verifier) if str(verifier) in VERIFIERS else NO_DRAFTER
+
+
 def _refuse_revision(revision: str | None, name: str | Path, part: Part) -> None:
     argument = "drafter_revision" if part == "drafter" else "revision"
     expect(revision is None, argument, revision, f"none with {quoted(str(name), LONGEST_PATH)}, which is not from the Hub")
