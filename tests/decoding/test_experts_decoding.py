@@ -1,18 +1,17 @@
-"""A mixture of experts as a verifier of whole answers: on a mesh as on one device, in int8, checked, measured."""
+"""A mixture of experts as a verifier of whole answers: on a mesh as on one device, in int8, checked."""
 
-import json
 from dataclasses import replace
 
+import jax
 import pytest
 from answers import PROMPTS, SAMPLED, TREE, make_pair
 from compiled import gathered_shapes
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 
-from treeflash_jax import make_mesh
-from treeflash_jax.cli import commands
+from treeflash_jax import GenerateConfig, make_mesh
+from treeflash_jax.bench import phases
 from treeflash_jax.core import programs
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
-from treeflash_jax.formats.architectures import ARCHITECTURES
 
 MODEL = replace(
     RANDOM_MODEL, num_experts=16, experts_per_token=2, expert_size=8, normalize_experts=True, dense_layers=(1,),
@@ -39,20 +38,14 @@ def test_eight_devices_answer_as_one_and_no_round_moves_weights(sizes):
     assert not [shape for shape in gathered if len(shape) > 2 and {*shape[-2:]} == matrix], "weights travel"
 
 
-def test_bench_latency_counts_experts(tmp_path, capsys):
-    """Per layer and number of nodes; the floor of a verify pass follows the count."""
-    (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES["qwen3_moe"].to_hf(MODEL)))
-    sizes = "--nodes 3 8 --batch 2 --context 40 --candidates 4 --children 4 --repeats 2 --dtype float32".split()
-    out = tmp_path / "out.json"
-    assert commands.main(["bench", "latency", "--shape", str(tmp_path / "config.json"), *sizes, "--out", str(out)]) == 0
-    [result] = json.loads(out.read_text())["results"]
-    counted = {count["tokens"]: count for count in result["experts"]}
-    assert list(counted) == [1, 3, 8] and all(len(count["by_layer"]) == 2 for count in counted.values())
-    means = [sum(count["by_layer"]) / 2 for count in counted.values()]
-    assert 2 <= means[0] <= 4 and means == sorted(means) and means[-1] <= 16
-    assert counted[8]["at_random"] == pytest.approx(16 * (1 - (14 / 16) ** 16))
-    verify = {stage["nodes"]: stage["bytes"] for stage in result["phases"] if stage["phase"] == "verify"}
-    of_expert = 2 * 3 * 4 * 32 * 8  # in both sparse layers
-    grown = verify[8] - verify[3] - (means[2] - means[1]) * of_expert
-    assert 0 < grown < 5 * 2 * 64, "a few numbers of each node beside the experts"
-    assert "experts that a layer reads in a pass over 8 tokens" in capsys.readouterr().out
+def test_floors_of_a_step_and_a_verify_pass_count_the_experts_of_one_token():
+    model = make_pair(MODEL, DRAFTER)
+    bench = phases.Bench(model, [model.plan(GenerateConfig(**TREE))], batch=1, context=40)
+    layers = [layer for group in model.weights.verifier["groups"] for layer in group if "router" in layer]
+    experts = sum(layer[name].nbytes for layer in layers for name in ("expert_gate", "expert_up", "expert_down"))
+    read_whole = {name: tree for name, tree in model.weights.verifier.items() if name != "embed"}  # beside `unembed`
+    least = sum(x.nbytes for x in jax.tree.leaves(read_whole)) - experts * (1 - 2 / 16)
+    read = {timed.phase: timed.reads for timed in bench.timed}
+    cached = 40 * 3 * 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
+    for phase in ("step", "verify"):
+        assert least + cached <= read[phase] < least + cached + 4096

@@ -65,7 +65,7 @@ def test_a_new_drafter_has_the_published_kind_of_layers():
         assert fresh_layers(other, 2) == replace(other, num_layers=2)
 
 
-def test_logits_and_routes_in_both_layouts():
+def test_logits_in_both_layouts():
     config, params = model_files.load_verifier(FOLDER / "apart")
     expected = np.load(FOLDER / "expected.npz")
     assert config.runs == ((True, 2), (False, 1), (True, 1)) and config.normalize_experts
@@ -73,8 +73,6 @@ def test_logits_and_routes_in_both_layouts():
     out, logits = read_texts(params, config, tokens, taps=(1,))
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
     np.testing.assert_allclose(out.features_btj, expected["after_second_layer"], atol=1e-4)
-    assert [ids.shape for ids in out.routes] == [(*tokens.shape, 2)] * 3
-    assert set(np.unique(np.stack(out.routes))) == {0, 1, 2, 3}
     fused_config, fused = model_files.load_verifier(FOLDER / "fused")
     assert fused_config == config
     jax.tree.map(np.testing.assert_array_equal, fused, params)

@@ -13,7 +13,6 @@ from treeflash_jax import make_mesh
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.models import experts, quantized
 from treeflash_jax.models.backend import expert_sums
-from treeflash_jax.models.experts import distinct_experts
 
 CONFIG = replace(RANDOM_MODEL, hidden_size=8, num_experts=6, experts_per_token=2, expert_size=4, normalize_experts=True)
 pytestmark = pytest.mark.usefixtures("float64")
@@ -77,21 +76,8 @@ def test_every_form_is_the_loop_over_tokens_and_experts(name):
     assert expect.get(name, True) and (name != "an expert no token picks" or counts_x[4] == 0)
     for form, got_nd in run_every_form(weights, jnp.asarray(x_nd), weight_nk, ids_nk).items():
         np.testing.assert_allclose(got_nd, expected_nd, atol=1e-12, err_msg=form)
-    got_btd, ids_btk = experts.mixture(weights, config, jnp.asarray(x_nd)[None])
+    got_btd = experts.mixture(weights, config, jnp.asarray(x_nd)[None])
     np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)
-    np.testing.assert_array_equal(ids_btk[0], expected_nk)
-
-
-def test_distinct_experts_are_counted_and_match_the_formula_of_random_routing():
-    rng = np.random.default_rng(0)
-    ids_btk = np.argsort(rng.random((4, 5, 6)), axis=-1)[..., :2]
-    expected = [len(np.unique(sequences)) for sequences in (ids_btk, ids_btk[:2], ids_btk[2:])]
-    assert experts.count_distinct(jnp.asarray(ids_btk), 6) == expected[0]
-    assert experts.count_distinct(jnp.asarray(ids_btk), 6, shards=2) == sum(expected[1:]) / 2
-    for sequences in (1, 4, 16, 64):
-        drawn = [len(np.unique(np.argsort(rng.random((sequences, 128)), axis=-1)[:, :8])) for _ in range(100)]
-        uniform = distinct_experts(128, 8, sequences)
-        assert abs(np.mean(drawn) - uniform) <= 3 * np.std(drawn) / 10 + 1e-9
 
 
 def test_flops_of_a_pass_count_the_experts_of_every_token():
@@ -105,7 +91,7 @@ def test_flops_of_a_pass_count_the_experts_of_every_token():
 def test_more_tokens_than_a_block_are_run_block_by_block():
     weights = make_weights(CONFIG)
     x_nd = np.random.default_rng(1).normal(size=(expert_sums.BLOCK + 3, 8))
-    got_btd, _ = jax.jit(lambda weights, x: experts.mixture(weights, CONFIG, x))(weights, jnp.asarray(x_nd)[None])
+    got_btd = jax.jit(lambda weights, x: experts.mixture(weights, CONFIG, x))(weights, jnp.asarray(x_nd)[None])
     np.testing.assert_allclose(got_btd[0], oracle(weights, CONFIG, x_nd)[0], atol=1e-12)
 
 

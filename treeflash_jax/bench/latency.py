@@ -16,7 +16,6 @@ from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 import treeflash_jax as tf
 from treeflash_jax.bench import harness, report, shapes
@@ -131,11 +130,6 @@ def make_result(
     rounds = [{"nodes": nodes, "round_over_step": ms["round", nodes] / ms["step", None]} for nodes in settings["nodes"]]
     result = {"settings": settings, **harness.environment(model), "copy_bytes_per_second": rate}
     result |= {"phases": list(times), "rounds": rounds, "compile_seconds": bench.compile_seconds}
-    if bench.experts:
-        result["experts"] = [
-            {"tokens": tokens, "of": model.verifier.num_experts, "by_layer": counts, "at_random": at_random}
-            for tokens, (counts, at_random) in bench.experts.items()
-        ]
     return result
 
 
@@ -158,10 +152,4 @@ def show(result: Result) -> None:
     report.table_console().print(table)
     for entry in result["rounds"]:
         print(f"  round / step at {entry['nodes']} nodes: {entry['round_over_step']:.2f}")
-    for read in result.get("experts", ()):
-        counts = read["by_layer"]
-        print(
-            f"  experts that a layer reads in a pass over {read['tokens']} tokens a sequence: {np.mean(counts):.1f} of "
-            f"{read['of']} (from {min(counts):.1f} to {max(counts):.1f} by layer; {read['at_random']:.1f} at random)"
-        )
     print(f"  compiled and warmed up before, in {result['compile_seconds']:.0f} s", flush=True)

@@ -8,13 +8,13 @@ of all phases are interleaved. Buffers with a slot axis are handed from call to 
 positions that sequences have reached are reset before every sample, so contexts stay within ROUNDS rounds of the request.
 
 A phase's floor is the time of reading once, at the measured rate of copies, the arrays that its program reads: weights, the
-cached positions of the context, and results of the phase before. Of a mixture of experts, the chosen experts count.
+cached positions of the context, and results of the phase before. Of a mixture of experts, those of one token count.
 
-Shape suffixes: b batch, n tree nodes, k experts of a token.
+Shape suffixes: b batch, n tree nodes.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.bench.timed import Timed, running, sample_in_turns
-from treeflash_jax.core import parameters, programs, sharding
+from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
@@ -33,7 +33,6 @@ from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.requests import make_requests
 from treeflash_jax.models import verifier
-from treeflash_jax.models.experts import count_distinct, distinct_experts
 
 # From a program and a number of calls to a function that enqueues them and returns arrays to wait for.
 Prepare = Callable[[Callable[..., Any], int], Callable[[], Any]]
@@ -108,8 +107,6 @@ class Bench:
 
     Attributes:
       compile_seconds: time of compiling and warming up all phases.
-      experts: of a mixture of experts, by tokens per sequence (1, and the nodes of each plan): distinct experts that each
-        layer reads on one device, and their number if routing were random.
     """
 
     def __init__(
@@ -130,7 +127,6 @@ class Bench:
         """
         self.model, self.plans, self.weights = model, list(plans), model.weights
         self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
-        self.experts: dict[int, tuple[list[float], float]] = {}
         self.batch, self.context = batch, context
         positions, self.capacity = slots_for(context, plans)
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
@@ -148,46 +144,36 @@ class Bench:
     def measure(self, bytes_per_second: float, repeats: int) -> list[dict[str, Any]]:
         """Times all phases; returns `Timed.summarise` of each, with its floor at this rate of copies."""
         self.sample(repeats)
-        return [timed.summarise(self.count_bytes(timed), bytes_per_second) for timed in self.timed]
+        return [timed.summarise(bytes_per_second) for timed in self.timed]
 
-    def count_bytes(self, timed: Timed) -> float:
-        """Returns the bytes that a unit of a phase reads on one device."""
-        size = timed.reads
-        if timed.reads_of_experts and (counted := self.experts.get(timed.nodes or 1)) and timed.phase != "prefill":
-            size -= timed.reads_of_experts * (1 - np.mean(counted[0]) / self.model.verifier.num_experts)
-        return float(size / timed.units)
+    def find_reads(self, program: Any, arguments: Sequence[Any], parts: Sequence[int] | None = None) -> float:
+        """Returns the bytes of the arrays that a program reads on one device.
 
-    def find_reads(self, program: Any, arguments: Sequence[Any], parts: Sequence[int] | None = None) -> dict[str, float]:
-        """Returns the bytes of the arrays that a program reads, and those of experts among them, on one device.
-
-        An embedding table beside a separate vocabulary table is left out: few of its vectors are looked up.
+        An embedding table beside a separate vocabulary table is left out, since few of its vectors are looked up. Of the
+        experts, only those of a single token count.
 
         Args:
           parts: arguments that count; None: all.
         """
-        weights, shares = self.weights, {}
-        held = {id(leaf) for leaf in jax.tree.leaves(weights)}
+        weights, config, total = self.weights, self.model.verifier, 0.0
+        held = {id(leaf): 1.0 for leaf in jax.tree.leaves(weights)}
+        specs = jax.tree.leaves(verifier.specs(config, self.model.quantize), is_leaf=parameters.is_spec)
+        for spec, leaf in zip(specs, jax.tree.leaves(weights.verifier), strict=True):
+            if spec.axes[0] == "experts":
+                held[id(leaf)] = config.experts_per_token / config.num_experts
         if "unembed" in weights.verifier:
-            shares = {id(leaf): 0.0 for leaf in jax.tree.leaves(weights.verifier["embed"])}
-        specs = jax.tree.leaves(verifier.specs(self.model.verifier, self.model.quantize), is_leaf=parameters.is_spec)
-        experts = zip(specs, jax.tree.leaves(weights.verifier), strict=True)
-        experts = {id(leaf) for spec, leaf in experts if spec.axes[0] == "experts"}
-        reads = {"reads": 0.0, "reads_of_experts": 0.0}
+            held |= {id(leaf): 0.0 for leaf in jax.tree.leaves(weights.verifier["embed"])}
 
         def add(array: jax.Array, layout: Any) -> None:
-            if layout is None:  # the compiler dropped it
-                return
-            share = shares.get(id(array), 1.0)
-            if id(array) not in held and self.capacity in array.shape[1:]:
-                share = self.context / self.capacity
-            reads["reads"] += share * device_bytes(array)
-            if id(array) in experts:
-                reads["reads_of_experts"] += device_bytes(array)
+            nonlocal total
+            if layout is not None:  # the compiler did not drop it
+                filled = self.context / self.capacity if self.capacity in array.shape[1:] else 1.0
+                total += held.get(id(array), filled) * device_bytes(array)
 
         layouts = program.input_shardings[0]
         for part in range(len(arguments)) if parts is None else parts:
             jax.tree.map(add, arguments[part], layouts[part])
-        return reads
+        return total
 
     def sample(self, repeats: int) -> dict[tuple[str, int | None], float]:
         """Times all phases in turns; returns the median seconds of each, by phase and nodes."""
@@ -221,7 +207,6 @@ class Bench:
         verified = run("verify", function=VERIFY, make_args=lambda state: (weights, state, tree))
         if not bool(jnp.isfinite(verified.logits_bnv).all()):
             raise ValueError(f"{self.where}: got logits that are not finite")
-        self.count_experts(plan, verified.routes)
         accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, tree, proposal, verified.logits_bnv))
 
         def commit(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
@@ -239,14 +224,6 @@ class Bench:
         reads = self.find_reads(program, arguments, parts=(0, 2, 3, 4))  # slots are written, not read
         self.add("commit", plan.num_nodes, program, commit, reads)
 
-    def count_experts(self, plan: DecodePlan, routes: Sequence[jax.Array]) -> None:
-        """Counts the experts that a one-token step and a pass over the tree read, layer by layer."""
-        config, shards = plan.verifier, 1 if self.model.mesh is None else self.model.mesh.shape["data"]
-        for tokens in (1, plan.num_nodes) if routes else ():  # the root is the token of a one-token step
-            counts = [count_distinct(ids_bnk[:, :tokens], config.num_experts, shards) for ids_bnk in routes]
-            at_random = distinct_experts(config.num_experts, config.experts_per_token, self.batch // shards * tokens)
-            self.experts[tokens] = [float(x) for x in sharding.to_host(counts)], at_random
-
     def run(self, phase: str, nodes: int | None, function: Any, make_args: MakeArgs, **static: Any) -> Any:
         """Compiles a phase without effect on the state, adds it, and returns its output."""
         arguments = make_args(self.state)
@@ -263,13 +240,13 @@ class Bench:
         nodes: int | None,
         program: Callable[..., Any],
         prepare: Prepare,
-        reads: Mapping[str, float],
+        reads: float,
         *,
         warm: int = 1,
         **sizes: int,
     ) -> Any:
         """Adds a phase, and returns the output of its last of `warm` calls."""
-        self.timed.append(Timed(phase, nodes, partial(prepare, program), **reads, **sizes))
+        self.timed.append(Timed(phase, nodes, partial(prepare, program), reads=reads, **sizes))
         return jax.block_until_ready(self.timed[-1].prepare(warm)())
 
     def add_rounds(self, phase: str, nodes: int | None, plan: DecodePlan, fields: dict[str, Any]) -> None:

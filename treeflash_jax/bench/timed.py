@@ -33,7 +33,7 @@ class Timed:
       prepare: returns, for a number of calls, a function that enqueues them and returns an array to wait for.
       least, most: limits of `calls`, the number of calls per sample.
       units: divides the time of a call (tokens of a prefill).
-      reads, reads_of_experts: bytes of the arrays that a call reads on one device, and of experts' weights among them.
+      reads: bytes of the arrays that a call reads on one device.
       seconds: time of one unit, per sample.
     """
 
@@ -44,7 +44,6 @@ class Timed:
     most: int = CALLS
     units: int = 1
     reads: float = 0.0
-    reads_of_experts: float = 0.0
     calls: int = 1
     samples: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -62,8 +61,9 @@ class Timed:
         self.calls = max(self.least, min(self.most, math.ceil(SAMPLE_SECONDS / seconds)))
         self.samples = min(repeats, max(2, int(PHASE_SECONDS / (self.calls * seconds))))
 
-    def summarise(self, size: float, bytes_per_second: float) -> dict[str, Any]:
-        """Returns milliseconds (median and quartiles) of one call or token, and those of reading `size` bytes."""
+    def summarise(self, bytes_per_second: float) -> dict[str, Any]:
+        """Returns milliseconds (median and quartiles) of one call or token, and its floor: those of its reads."""
+        size = self.reads / self.units
         low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
         times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * size / bytes_per_second}
         counts = {"bytes": size, "samples": len(self.seconds), "calls": self.calls}

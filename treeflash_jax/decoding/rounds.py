@@ -33,13 +33,11 @@ class Verified:
       logits_bnv: logits of all nodes, in the compute dtype, possibly sharded over the vocabulary; None after `keep_path`.
       features_btj: tapped features of all nodes.
       new_kv: keys and values of all nodes, for `kv_cache.append`.
-      routes: experts of all nodes, by sparse layer; read by benchmarks only.
     """
 
     logits_bnv: jax.Array | None
     features_btj: jax.Array
     new_kv: kv_cache.NewKV
-    routes: tuple[jax.Array, ...] = ()
 
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
@@ -147,7 +145,7 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
             taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
         )  # fmt: skip
         logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
-        return Verified(logits_bnv, out.features_btj, out.new_kv, out.routes)
+        return Verified(logits_bnv, out.features_btj, out.new_kv)
 
 
 def commit_path(

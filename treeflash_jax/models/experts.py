@@ -35,11 +35,10 @@ def specs(config: ModelConfig) -> dict[str, Spec]:
     }
 
 
-def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> tuple[jax.Array, jax.Array]:
+def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> jax.Array:
     """Computes the feed-forward part of a sparse layer: sum over a token's experts of weight * down(silu(gate x) * up x).
 
-    Of the normed residual stream, returns the sum [b, t, d] in its dtype, and the experts of every token [b, t, k] in order
-    of decreasing weight.
+    Takes the normed residual stream, and returns the sum in its dtype.
     """
     weights = {name: params[name] for name in specs(config)}
     mesh = sharding.current()
@@ -51,7 +50,7 @@ def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> tu
         experts, _, ffn = _partition(specs(config)["expert_gate"], mesh)
         tokens = sharding.partition(("batch", None, None), x_btd.shape, mesh)
         run = partial(_local_mixture, config=config, experts=experts, ffn=ffn)
-        return sharding.per_device(run, mesh, (places, tokens), (tokens, tokens))(weights, x_btd)
+        return sharding.per_device(run, mesh, (places, tokens), tokens)(weights, x_btd)
 
 
 def route(router: jax.Array, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,29 +67,13 @@ def route(router: jax.Array, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.
     return weight_nk.astype(x_nd.dtype), ids_nk
 
 
-def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
-    """Returns the expected number of distinct experts if every token chooses at random: E (1 - (1 - k / E)^n).
-
-    Tokens of one text choose alike, so real counts are lower: `treeflash bench latency` measures them.
-    """
-    return experts * (1 - (1 - per_token / experts) ** tokens)
-
-
-def count_distinct(ids_btk: jax.Array, experts: int, shards: int = 1) -> jax.Array:
-    """Counts the experts that the tokens of one device go through, averaged over the devices that split the batch."""
-    ids_ya = ids_btk.reshape(shards, -1)
-    is_read_yx = jnp.any(ids_ya[..., None] == jnp.arange(experts), axis=1)
-    return jnp.sum(is_read_yx) / shards
-
-
 def _local_mixture(
     weights: dict[str, Any], x_btd: jax.Array, config: ModelConfig, experts: str | None = None, ffn: str | None = None
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """`mixture` on one device; `experts`, `ffn`: mesh axes that split the experts and the width of each, if any."""
     if quantized.quantization_scheme(weights):  # as in `quantized.product`: no wide copy outlives its layer
         x_btd, weights = lax.optimization_barrier((x_btd, weights))
-    batch, tokens, _ = x_btd.shape
-    x_nd, held = x_btd.reshape(batch * tokens, -1), weights["expert_gate"].shape[0]
+    x_nd, held = x_btd.reshape(-1, x_btd.shape[-1]), weights["expert_gate"].shape[0]
     weight_nk, ids_nk = route(weights["router"], config, x_nd)
     local_nk = ids_nk - lax.axis_index(experts) * held if experts else ids_nk
     is_held_nk = (local_nk >= 0) & (local_nk < held)
@@ -98,7 +81,7 @@ def _local_mixture(
     y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, jnp.where(is_held_nk, local_nk, held))
     if axes := tuple(name for name in (experts, ffn) if name):
         y_nd = lax.psum(y_nd, axes)
-    return y_nd.astype(x_btd.dtype).reshape(x_btd.shape), ids_nk.reshape(batch, tokens, -1)
+    return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)
 
 
 def _wide(x: jax.Array) -> Any:

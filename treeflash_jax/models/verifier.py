@@ -4,7 +4,7 @@ One function serves prefill chunks, single tokens, chains and trees: they differ
 separate call on the positions that are read (`vocab.unembed`).
 
 Shape suffixes: b batch, t new positions, u new positions as keys, x positions of `earlier`, d model, j tapped layers
-x model, v vocabulary, k experts of a token.
+x model, v vocabulary.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,11 @@ class Output:
       features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order;
         of width 0 without taps.
       new_kv: keys and values of the new positions, for `kv_cache.append`.
-      routes: experts of the new positions, [b, t, k] for every sparse layer; unused routes are not computed.
     """
 
     hidden_btd: jax.Array
     features_btj: jax.Array
     new_kv: kv_cache.NewKV
-    routes: tuple[jax.Array, ...] = ()
 
 
 def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = False) -> dict[str, Any]:
@@ -92,38 +90,34 @@ def forward(
     x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
     dtype = x_btd.dtype
     x_btd = x_btd.astype(residual_dtype or dtype)
-    tapped, new_kv, routes = {}, [], []
+    tapped, new_kv = {}, []
     layer = _make_layer(config, table, mask_btu, None if cache is None else cache.length_b, attention)
     for index, weights in enumerate(weights for group in params["groups"] for weights in group):
         prefix = None if cache is None else cache.layers[index]
         earlier_kv = None if earlier is None else earlier[index]
         shift_btf = None if shift is None else shift(index)
         with jax.named_scope(f"layer_{index}"):
-            x_btd, new, ids = layer(weights, x_btd, prefix, earlier_kv, shift_btf)
+            x_btd, new = layer(weights, x_btd, prefix, earlier_kv, shift_btf)
         if index in taps:
             tapped[index] = x_btd.astype(dtype)
         new_kv.append(new)
-        routes += ids
     return Output(
         hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps).astype(x_btd.dtype),
         features_btj=jnp.concatenate([tapped[i] for i in taps] or [jnp.zeros((*tokens_bt.shape, 0), dtype)], axis=-1),
         new_kv=tuple(new_kv),
-        routes=tuple(routes),
     )
 
 
 def _make_layer(
     config: ModelConfig, table: Any, mask_btu: jax.Array, length_b: jax.Array | None, attention: str
-) -> Callable[..., tuple[jax.Array, Any, list[jax.Array]]]:
+) -> Callable[..., tuple[jax.Array, Any]]:
     """Returns a function of a layer's weights, input, cache, earlier keys and values, and shift.
 
-    It returns the layer's output, its new keys and values and, of a sparse layer, the experts.
+    It returns the layer's output, and its new keys and values.
     """
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
     def layer(weights, x_btd, prefix, earlier_kv, shift_btf):
-        ids = []
-
         def attend(weights, x_btd):
             q_bthe, *new = layers.queries_keys_values(weights, config, x_btd, table)
             new = seen = tuple(new)
@@ -134,12 +128,10 @@ def _make_layer(
         def mlp(weights, x_btd):
             if "router" not in weights:
                 return layers.swiglu(weights, x_btd, shift_btf)
-            y_btd, ids_btk = experts.mixture(weights, config, x_btd)
-            ids.append(ids_btk)
-            return y_btd
+            return experts.mixture(weights, config, x_btd)
 
         x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
-        return sharding.constrain(x_btd, ("batch", None, None)), new, ids
+        return sharding.constrain(x_btd, ("batch", None, None)), new
 
     return layer
 
