@@ -124,7 +124,7 @@ def test_named_options_exist(capsys):
     """Every option that the pages name is an option of some command, to the letter."""
     for command in ("generate", "check", "convert", "bench run", "bench latency", "bench memory"):
         with pytest.raises(SystemExit):
-            commands.main([*command.split(), "--help"])
+            commands.main([*command.split(), "--help-all" if command in ("generate", "check") else "--help"])
     with pytest.raises(SystemExit):
         train_compile.main(["--help"])
     known = {*re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out), "--spot", "--worker"}  # of gcloud

@@ -132,7 +132,7 @@ def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first
     given = tf.GenerateConfig(**option_values(arguments, tf.GenerateConfig))
     assert given == tf.GenerateConfig()
     with pytest.raises(SystemExit):
-        main(["generate", "--help"])
+        main(["generate", "--help-all"])
     text = capsys.readouterr().out
     shown = re.sub(r"-|\s", "", text)  # lines are broken at spaces and hyphens
     assert "onlyitshowsthoseoflogprobsandexpectedlengths" in shown
@@ -144,6 +144,9 @@ def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first
     described = tf.GenerateConfig.__doc__.split("\nAttributes:\n")[1].split("\n\n")[0]
     assert names == re.findall(r"^  (\w+): ", described, flags=re.MULTILINE)
     assert len(names) == 10 and {"max_new_tokens", "temperature", "nodes"} < set(names) and "advanced: tree" in advanced
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert capsys.readouterr().out.rstrip() == text.partition("\nadvanced: model")[0].rstrip()
 
 
 @pytest.mark.slow

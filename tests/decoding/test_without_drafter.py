@@ -58,7 +58,7 @@ def test_large_batches_get_smaller_trees_on_known_accelerators(trained, monkeypa
 
     assert plan().num_nodes == nodes and plan().drafts == (nodes > 1)
     note = "drafting does not pay on NVIDIA H100 80GB HBM3 for 512 sequences at a time (nodes=8 drafts anyway)"
-    assert Call.prepare(model, [[1]] * batch).why_plain == (note if nodes == 1 else None)
+    assert Call.prepare(model, [[1]] * batch, None, {"batch_size": batch}).why_plain == (note if nodes == 1 else None)
     assert plan(nodes=8).num_nodes == 8
     assert plan(builder="hybrid").num_nodes == max(nodes, 2)
     assert plan(lanes=5).num_nodes == max(nodes, 6)

@@ -14,6 +14,8 @@ from treeflash_jax.engine.generate_config import GROUPS, REFUSED, GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.prompts import Text, parse_ids
 
+ADVANCED = "advanced:"  # how titles of groups of options begin that only --help-all shows
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
@@ -25,8 +27,19 @@ class PromptOptions:
     prompt_ids: Sequence[str] = setting((), 'token ids, like "3 4 5"', unit="ids")
 
 
+class HelpAll(argparse.Action):
+    """Prints the help text with the groups of advanced options, which `Parser` leaves out of it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.shows_advanced = True
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with positional words between options and one-line errors, which name what was probably meant."""
+
+    shows_advanced = False
 
     def __init__(self, **keywords: Any):
         super().__init__(**keywords, allow_abbrev=False)
@@ -54,6 +67,8 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Returns the help text; its usage line names only required arguments."""
+        if not self.shows_advanced:
+            self._action_groups = [group for group in self._action_groups if not (group.title or "").startswith(ADVANCED)]
         words = ["%(prog)s [options]"]
         for action in self._actions:
             if action.required or not action.option_strings:
@@ -76,9 +91,10 @@ def add_settings(parser: argparse.ArgumentParser, without: Collection[str] = ())
     add("model", ModelOptions, field_names(ModelOptions, basic=True))
     add("settings", GenerateConfig, field_names(GenerateConfig, basic=True))
     output = parser.add_argument_group("output")
-    add("advanced: model", ModelOptions, field_names(ModelOptions, basic=False))
+    parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show this help message with the advanced options")
+    add(f"{ADVANCED} model", ModelOptions, field_names(ModelOptions, basic=False))
     for group, title in GROUPS.items():
-        add(f"advanced: {title}", GenerateConfig, field_names(GenerateConfig, group, basic=False))
+        add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, group, basic=False))
     for name in REFUSED:
         parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
     return output
