@@ -170,7 +170,7 @@ class GenerateConfig:
         None,
         "kind of draft: a tree of the most likely nodes (best-first) or of sampled nodes (paths, delayed, "
         "without-replacement, hybrid); one path (walk: the most likely token after each token; chain: DFlash's, the most "
-        "likely token of each depth); or none, one token at a time",
+        "likely token of each depth); or none, one token at a time, whatever the other drafting settings are",
         unset="best-first; none without a drafter, or if drafting is not expected to pay and no drafting setting is given",
         choices=lambda: ("none", *BUILDERS),
         basic=True,
