@@ -7,7 +7,8 @@ x draws.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
+
+from treeflash_jax.core import struct
 
 
 @struct.dataclass
@@ -57,7 +58,7 @@ class Proposal:
     node_bx: jax.Array
     slot_bx: jax.Array
     kind_bx: jax.Array
-    depths: int = struct.field(pytree_node=False)
+    depths: int = struct.static()
 
 
 def root_only(anchor_b: jax.Array) -> DraftTree:
