@@ -32,6 +32,7 @@ CONFIG = {  # of pydantic
     "coerce_numbers_to_str": True,
 }
 
+PLAIN = {bool, int, float, str}
 WORDS = {  # patterns in pydantic's messages and their replacements
     r"\w+ should (be|have) |Unable to parse \w+ \w+ as |, (unable|exceeded)[^,]*?(?= or |$)| after validation, not 0": "",
     r"an instance of Sequence|a valid (tuple|list)|'\w+' instances are not allowed as a Sequence value": "a list",
@@ -141,7 +142,9 @@ def _without_arrays(value: Any) -> Any:
         return list(value)
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
         return value.tolist()
-    return type(value)(map(_without_arrays, value)) if type(value) in (list, tuple) else value
+    if type(value) not in (list, tuple) or {*map(type, value)} <= PLAIN:  # a vocabulary has 10^5 texts
+        return value
+    return type(value)(map(_without_arrays, value))
 
 
 @functools.lru_cache(1024)
