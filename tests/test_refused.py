@@ -16,9 +16,8 @@ from refusals import mistake, refused, understood
 
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
-from treeflash_jax.core import devices
 from treeflash_jax.core.devices import Device
-from treeflash_jax.engine import prompts
+from treeflash_jax.engine import device_memory, prompts
 from treeflash_jax.engine.generate_config import LOAD_ARGUMENTS, GenerateConfig
 from treeflash_jax.engine.plan import resolve
 from treeflash_jax.engine.requests import find_stops
@@ -159,7 +158,7 @@ def test_arguments_of_functions(trained, monkeypatch):
         model = replace(RANDOM_MODEL, vocab_size=2**17)
         plan = partial(resolve, GenerateConfig(**sizes), model, wide, dtype=jnp.float32, device=Device("gpu"))
         refused(plan, "candidates", "67,108,864")
-    monkeypatch.setattr(devices, "host_memory", lambda: 2**34)
+    monkeypatch.setattr(device_memory, "host_memory", lambda: 2**34)
     refused(lambda: tf.load("tiny").generate([[5]], batch_size=2**16, max_new_tokens=2000), "caches", "16.00 GiB")
     for data_axis in ("x", None, 1.5, 0, HUGE):
         refused(lambda data_axis=data_axis: tf.make_mesh(data_axis), "data")

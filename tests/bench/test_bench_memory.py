@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from answers import make_runner, prefilled
 from compiled import moved_shapes
@@ -284,10 +285,10 @@ def test_a_mesh_shares_what_one_device_cannot_hold(no_compute, monkeypatch):
 def test_limits_of_devices_that_say_and_of_kinds_that_are_known():
     def device(kind, limit=None, error=None):
         stats = Mock(return_value=limit and {"bytes_limit": limit}, side_effect=error)
-        return SimpleNamespace(device_kind=kind, memory_stats=stats)
+        return SimpleNamespace(device_kind=kind, platform="any", memory_stats=stats)
 
     def limit(*devices):
-        return memory_limit(SimpleNamespace(local_devices=devices))
+        return memory_limit(SimpleNamespace(local_devices=devices, devices=np.array(devices)))
 
     gib, silent = 2**30, jax.errors.JaxRuntimeError("only supported for addressable devices")
     assert limit(device("NVIDIA H200", 100 * gib), device("NVIDIA L4", 18 * gib)) == 18 * gib

@@ -1,6 +1,6 @@
 """Properties of devices: instruction sets, memory and peak rates. `engine.defaults` has the defaults that follow from them.
 
-Only this module queries the devices present. A `Device` is a plain value, also for devices that are not present.
+A `Device` is a plain value, also for devices that are not present; `sharding.device` returns that of a mesh.
 """
 
 import functools
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import jax
 
 # Bytes of memory per chip, and JAX's names of TPU kinds. Source: Google Cloud's pages on TPUs; NVIDIA's data sheets.
 TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
@@ -81,6 +79,11 @@ class Device:
         names = [name for name in PEAK_RATES if re.match(rf"{name}\b", self.kind)]  # an L40 is no L4
         return PEAK_RATES[max(names, key=len)] if names else None
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes of memory of a TPU; None for other chips, whose memory JAX knows."""
+        return TPU_MEMORY.get(TPU_KINDS.get(self.kind))
+
 
 def describe(device: Any) -> Device:
     """Returns the `Device` of a JAX device, which may be an abstract one for compiling ahead of time."""
@@ -106,30 +109,3 @@ def cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
         return frozenset()
     flags = next((line for line in lines if line.split(":")[0].strip() in ("flags", "Features")), ":")
     return frozenset(flags.split(":", 1)[1].split())
-
-
-def memory(device: Any) -> int | None:
-    """Returns the bytes that JAX may use on a device; None if unknown, as on a CPU."""
-    try:
-        stats = device.memory_stats()
-    except (jax.errors.JaxRuntimeError, NotImplementedError):  # abstract devices
-        stats = None
-    return (stats or {}).get("bytes_limit") or TPU_MEMORY.get(TPU_KINDS.get(device.device_kind))
-
-
-@functools.cache
-def host_memory() -> int | None:
-    """Returns the bytes of host memory available to this process, swap included; None if unknown."""
-
-    def number(path: str, name: str) -> int | None:
-        """Reads an entry of /proc in KiB or, without a name, the number in a control group's file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError:
-            return None
-        match = re.search(rf"^{name}:\s*(\d+) kB" if name else r"^(\d+)$", text, flags=re.MULTILINE)
-        return int(match[1]) * (1024 if name else 1) if match else None
-
-    memory, swap = (number("/proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
-    groups = [number("/sys/fs/cgroup/memory.max", ""), number("/sys/fs/cgroup/memory/memory.limit_in_bytes", "")]
-    return min((size + (swap or 0) for size in (memory, *groups) if size), default=None)

@@ -5,12 +5,14 @@ Temporaries of programs are not counted; `treeflash bench memory` reads them fro
 
 import functools
 import math
+import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from treeflash_jax.core import devices, parameters, sharding
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models import verifier as verifiers
@@ -87,15 +89,41 @@ def _state_bytes(state: Any, mesh: Any) -> int:
 
 def memory_limit(mesh=None) -> int | None:
     """Returns the bytes that JAX may use on a device of the mesh or the default device; None if not known, as on a CPU."""
-    limits = [devices.memory(device) for device in (jax.local_devices()[:1] if mesh is None else mesh.local_devices)]
-    return min((limit for limit in limits if limit), default=None)
+    limits = [_stated_limit(device) for device in (jax.local_devices()[:1] if mesh is None else mesh.local_devices)]
+    return min((limit for limit in limits if limit), default=sharding.device(mesh).memory)
+
+
+def _stated_limit(device: Any) -> int | None:
+    """Returns the bytes that JAX may use on a device; None if the device does not say, as a CPU or an abstract one."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # abstract devices
+        return None
+
+
+@functools.cache
+def host_memory() -> int | None:
+    """Returns the bytes of host memory available to this process, swap included; None if unknown."""
+
+    def number(path: str, name: str) -> int | None:
+        """Reads an entry of /proc in KiB or, without a name, the number in a control group's file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError:
+            return None
+        match = re.search(rf"^{name}:\s*(\d+) kB" if name else r"^(\d+)$", text, flags=re.MULTILINE)
+        return int(match[1]) * (1024 if name else 1) if match else None
+
+    memory, swap = (number("/proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
+    groups = [number("/sys/fs/cgroup/memory.max", ""), number("/sys/fs/cgroup/memory/memory.limit_in_bytes", "")]
+    return min((size + (swap or 0) for size in (memory, *groups) if size), default=None)
 
 
 def usable_memory(mesh=None) -> int | None:
     """Returns the bytes of memory of a device: `memory_limit`, or on CPUs its share of the host's memory."""
     if not sharding.device(mesh).is_cpu:
         return memory_limit(mesh)
-    total, count = devices.host_memory(), 1 if mesh is None else len(mesh.local_devices)
+    total, count = host_memory(), 1 if mesh is None else len(mesh.local_devices)
     return total and total // max(count, 1)
 
 
