@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
-    result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
+    result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
+    result |= {"dtype": dtype.name, "quantize": quantize}
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
         compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize)
