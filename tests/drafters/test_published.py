@@ -1,7 +1,7 @@
 """Block drafters with heads against numbers of the published code: JetSpec, Domino, DSpark, DFlash2, LiLiCorr.
 
 Random weights, on the verifier of a_treeflash: numerics and alignments, not how much is accepted. Folders are in
-tests/data/published; those of DSpark's gated and recurrent heads have no backbone.
+tests/data/published; those of DSpark's gated and recurrent heads have no backbone, that of dflash2 a part of one layer.
 """
 
 from dataclasses import replace
@@ -22,8 +22,10 @@ from scipy.special import log_softmax
 import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.drafters import Inputs
+from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.formats import model_files
+from treeflash_jax.models.layers import rms_norm, swiglu
 
 FOLDER, VERIFIER = DATA / "published", DATA / "conformance" / "a_treeflash" / "verifier"
 TOLERANCE = 2e-4
@@ -182,6 +184,25 @@ def test_dflash2_scores_of_adjacent_candidates():
     np.testing.assert_array_equal(walk(case), expected["walk_tokens"])
     wide = compiled(case, candidates=64, children=64, shortlist=64)
     assert wide.tokens_bimc.shape == (1, 7, 16, 16), "no more candidates than the file's"
+
+
+def test_dflash2_convolutions_around_a_feed_forward_part():
+    """NeMo's numbers on both sides of it, in the first layer; the folder has no other tensors."""
+    tensors = load_file(FOLDER / "dflash2" / "model.safetensors")
+    tensors = {name.removeprefix("layers.0."): jnp.asarray(tensor) for name, tensor in tensors.items()}
+    expected = dict(np.load(FOLDER / "dflash2" / "expected.npz"))
+    weights = {name: tensors[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down")}
+    weights["mlp_conv"] = tensors["mlp_conv.base_kernel"]
+    weights["mlp_conv_delta"] = tensors["mlp_conv.kernel_projection.weight"].reshape(2, 2, 4, 64)
+    normed_btd = rms_norm(jnp.asarray(expected["after_attention"]), tensors["post_attention_layernorm.weight"], 1e-6)
+    passed = {}
+
+    def run(x_btd):
+        passed["prepared"] = x_btd
+        return swiglu(weights, x_btd)
+
+    close(backbone.convolved(weights, "mlp", normed_btd, run), expected["mlp_conv_finished"])
+    close(passed["prepared"], expected["mlp_conv_prepared"])
 
 
 def test_lilicorr_scores_of_adjacent_candidates():
