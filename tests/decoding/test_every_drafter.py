@@ -118,7 +118,7 @@ def test_drafted_output_is_one_token_output(float64, kind, name):
 
 ON_A_MESH = [("block", TREE), ("frequent", TREE)]
 for how in (TREE, {"builder": "walk"}, {"builder": "paths", "nodes": 8}):
-    ON_A_MESH += [(kind, how) for kind in ("eagle3", "language_model", "ngram")]
+    ON_A_MESH += [(kind, how) for kind in ("eagle3", "language_model", "ngram", "gru")]
 
 
 @needs_8_devices

@@ -16,6 +16,7 @@ import pytest
 from answers import read_texts
 from conftest import DATA
 from published_configs import deepspec_folder
+from refusals import refused
 from safetensors.numpy import load_file
 from scipy.special import log_softmax
 
@@ -150,6 +151,8 @@ def test_dspark_logits_from_a_part_of_the_vocabulary():
     order_z = np.argsort(table.tokens_bimc[0, 0, 0])
     np.testing.assert_array_equal(table.tokens_bimc[0, 0, 0][order_z], ids_z)
     close(table.log_probs_bimc[0, 0, 0][order_z], log_softmax(logits_bniv[0, 0, 0]))
+    refused(lambda: drafter.configured(draft_vocabulary="all"), "expected frequent: its files have vectors of no other")
+    refused(lambda: drafter.limited(5), "beside that of the drafter's own files")
 
 
 @pytest.mark.parametrize(("form", "head"), [("dspark_gated", "lowrank-gated"), ("dspark_rnn", "lowrank-rnn")])

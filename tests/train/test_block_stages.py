@@ -129,6 +129,8 @@ def test_a_head_goes_on_where_it_was(toy, tmp_path):
         lambda: drafting.read_drafter_config(settings, MODEL),
         "got a drafter with head 'marginal' to be kept, expected 'mlp'",
     )
+    start = dataclasses.replace(WITH_HEAD, shifted=True, causal_layers=(0,))
+    refused(lambda: settings.drafter_config(MODEL, start), "got a drafter with shifted and causal_layers, expected")
 
 
 def test_the_most_frequent_tokens_of_answers_are_listed_beside_the_drafter(toy, tmp_path, monkeypatch):

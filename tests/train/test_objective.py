@@ -193,10 +193,11 @@ def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
     refused(lambda: draw(batch, size=20, keys_b=keys), words)
 
 
-def test_a_sample_of_all_tokens_changes_nothing(case):
+@pytest.mark.parametrize("head", ["lowrank", "gru"])
+def test_a_sample_of_all_tokens_changes_nothing(case, head):
     frozen, batch, keys, _ = case
-    drafter_ = dataclasses.replace(DRAFTER, head="lowrank")
-    params = {"head": random_weights(HEADS["lowrank"].specs(drafter_), 5)}
+    drafter_ = dataclasses.replace(DRAFTER, head=head)
+    params = {"head": random_weights(HEADS[head].specs(drafter_), 5)}
     sampled_sums, sums = (
         drafting_sums(params, frozen, batch, keys, settings=settings, drafter=drafter_)
         for settings in (dataclasses.replace(OBJECTIVE, vocabulary=64), OBJECTIVE)

@@ -148,11 +148,12 @@ class BlockConfig(DrafterConfig):
     def configured(self, *, draft_vocabulary: str | None = None, **settings: Any) -> Self:
         """Returns the drafter with these settings. Raises ValueError for another head, a longer block, too many tokens."""
         has_list, heads = self.draft_vocab_size > 0, (MARGINAL, self.head)
-        is_whole = draft_vocabulary == ALL and not self.owns_vocabulary
+        is_listed = draft_vocabulary != ALL or not self.owns_vocabulary
+        expect(is_listed, "draft_vocabulary", draft_vocabulary, "frequent: its files have vectors of no other tokens")
         expect(
             draft_vocabulary != FREQUENT or has_list, "draft_vocabulary", draft_vocabulary, "all: it has no list of tokens"
         )
-        listed = 0 if is_whole else self.draft_vocab_size
+        listed = 0 if draft_vocabulary == ALL else self.draft_vocab_size
         vocab_size = listed or self.layers.vocab_size
         settings = {"candidates": min(self.candidates, vocab_size)} | settings
         drafter = replace(self, draft_vocab_size=listed, **settings)

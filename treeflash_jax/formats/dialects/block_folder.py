@@ -30,11 +30,15 @@ from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
-CONVOLUTION: dict[str, Entry] = {}
-for _name in backbone.CONVOLVED:
-    CONVOLUTION[f"{_name}_conv"] = Entry(f"{_name}_conv.base_kernel", order=(0, 1), is_stacked=True)
-    _delta = Entry(f"{_name}_conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3)
-    CONVOLUTION[f"{_name}_conv_delta"] = _delta
+KERNELS = {
+    "conv": Entry("conv.base_kernel", order=(0, 1), is_stacked=True),
+    "conv_delta": Entry("conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3),
+}
+CONVOLUTION = {
+    f"{part}_{name}": replace(entry, name=f"{part}_{entry.name}")
+    for part in backbone.CONVOLVED
+    for name, entry in KERNELS.items()
+}
 LISTED = {"unembed": Entry("lm_head.weight", order=(0, 1)), "offsets": Entry("d2t")}  # of a draft vocabulary in files
 ALIGNMENT = ("shift_label", "sample_from_anchor")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -63,6 +67,7 @@ class BlockFolder(Dialect):
     shifted: bool | None = False
     inert: tuple[str, ...] = ()
     renamed: Mapping[str, str] = {}
+    prefix = ""  # of the backbone's tensors in new files; both prefixes are read
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         inside = keys.raw.get("dflash_config")
@@ -152,8 +157,6 @@ class BlockFolder(Dialect):
         head = HEADS[config.head].entries
         listed = {name: entry for name, entry in LISTED.items() if name in specs}
         return {"backbone": entries, "head": {name: head[name] for name in specs["head"]}} | listed
-
-    prefix = ""  # of the backbone's tensors in new files; both prefixes are read
 
     def without_head(self, config: BlockConfig, params: dict[str, Any]) -> tuple[BlockConfig, dict[str, Any]]:
         return replace(config, head=MARGINAL, head_sizes=None), params | {"head": {}}
