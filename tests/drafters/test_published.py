@@ -51,7 +51,7 @@ def read(form: str) -> SimpleNamespace:
     empty, tables = drafter.init(1, 32, jnp.float32), weights.verifier
     state = drafter.extend(weights.drafter, tables, empty, out.features_btj, None, length_b, attention="xla")
     inputs = Inputs(weights.drafter, tables, state, anchor_b, jnp.ones(1), drafter.num_depths, prompt_bt, length_b)
-    return SimpleNamespace(form=form, drafter=drafter, expected=expected, inputs=inputs)
+    return SimpleNamespace(form=form, drafter=drafter, expected=expected, inputs=inputs, features=out.features_btj)
 
 
 def compiled(case: SimpleNamespace, function: Any = lambda expander: expander, **changes):
@@ -219,6 +219,16 @@ def test_lilicorr_scores_of_adjacent_candidates():
     np.testing.assert_array_equal(few.tokens_bimc, whole.tokens_bimc[:, :, :3])
     next_bimc = np.asarray(whole.next_context_bimc[:, :, :3])
     np.testing.assert_array_equal(few.next_context_bimc, np.where(next_bimc < 3, next_bimc, -1))
+
+
+def test_lilicorr_keeps_the_last_feature_of_a_context_in_parts():
+    case = read("lilicorr")
+    state = case.drafter.init(1, 32, jnp.float32)
+    for start, count in ((0, 7), (7, 13), (20, 0)):
+        features_btj = jnp.pad(case.features, ((0, 0), (0, 20), (0, 0)))[:, start : start + 16]
+        args = case.inputs.params, case.inputs.tables, state, features_btj, None, jnp.asarray([count])
+        state = case.drafter.extend(*args, attention="xla")
+    np.testing.assert_allclose(state.hidden_bd, case.inputs.state.hidden_bd, atol=1e-5)
 
 
 def test_causal_blocks():
