@@ -1,14 +1,24 @@
 """Processors of logits: equal to those of transformers, lossless in float64 with every draft, nothing without them."""
 
+import itertools
+import json
+import operator
+import re
+from pathlib import Path
+
+import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import drafted_as_plain, make_pair, prefilled, slow_unless
 from compiled import gathered_shapes
-from conftest import DATA, RANDOM_MODEL, compilations, needs_8_devices
+from conftest import DATA, FEW_TOKENS, RANDOM_MODEL, compilations, needs_8_devices
+from refusals import refused
 from test_every_drafter import TEXTS, accepted_pair
 
 from treeflash_jax import GenerateConfig, make_mesh, trees
+from treeflash_jax.bench.check import check
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, processors
 from treeflash_jax.decoding.state import DecodeState
@@ -60,8 +70,6 @@ PROCESSED = {
 }
 SAMPLED = {"temperature": [1.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
 DRAFT = {"nodes": 8, "children": 6}
-
-
 KINDS = "language_model", "frequent", "ngram"
 CASES = [slow_unless(kind == KINDS[0], kind, name) for kind in KINDS for name in PROCESSED]
 
@@ -75,14 +83,12 @@ def test_drafted_output_is_one_token_output(float64, kind, name):
         settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 2} | settings | PROCESSED[name]
         results = drafted_as_plain(pair, TEXTS, draft, **settings)
         accepted += sum(length - 1 for result in results for length in result.accept_lengths)
-        plain = pair.generate(TEXTS, builder="none", **{x: y for x, y in settings.items() if x not in PROCESSED[name]})
-        assert (
-            [result.ids for result in results] != [result.ids for result in plain]
-            or name == "min_p"
-            and not settings.get("seed")
-        )
-        least = settings.get("min_new_tokens", [1] * 3)
-        assert all(len(result.ids) >= least for result, least in zip(results, least, strict=True))
+        others = {setting: value for setting, value in settings.items() if setting not in PROCESSED[name]}
+        unprocessed = pair.generate(TEXTS, builder="none", **others)
+        is_filter_of_greedy = name == "min_p" and "seed" not in settings
+        assert is_filter_of_greedy or [result.ids for result in results] != [result.ids for result in unprocessed]
+        lengths = [len(result.ids) for result in results]
+        assert all(map(operator.ge, lengths, settings.get("min_new_tokens", lengths)))
     assert accepted
 
 
@@ -124,6 +130,116 @@ def test_nothing_recompiles_when_only_values_change(float64):
     with compilations() as compiled:
         run(5)
     assert not compiled
+
+
+# Processors of users: the examples of the package's page.
+
+PAGE = Path(loops.__file__).parents[1] / "README.md"
+EXAMPLES = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL) if "logits_bnv" in code]
+
+
+def run_example(number: int, **names) -> dict:
+    names = {"jax": jax, "jnp": jnp, "flax": flax} | names
+    exec(EXAMPLES[number], names)
+    return names
+
+
+@pytest.mark.parametrize("kind", ["language_model", pytest.param("frequent", marks=pytest.mark.slow)])
+def test_answers_of_an_automaton_are_those_of_one_token_decoding(float64, kind):
+    """Every state of a random table admits four or more tokens of twelve."""
+    pair, rng = accepted_pair(kind), np.random.default_rng(0)
+    next_sv = rng.integers(0, 5, (5, FEW_TOKENS.vocab_size))
+    next_sv[rng.random(next_sv.shape) < 0.4] = -1
+    assert (next_sv >= 0).sum(1).min() >= 4
+    processor = run_example(1)["Automaton"](jnp.asarray(next_sv, jnp.int32))
+    accepted = 0
+    for settings in ({}, SAMPLED | {"presence_penalty": 0.5}):
+        settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 2, "processor": processor} | settings
+        results = drafted_as_plain(pair, TEXTS, DRAFT | ({"candidates": 6} if kind == "frequent" else {}), **settings)
+        accepted += sum(length - 1 for result in results for length in result.accept_lengths)
+        for result in results:
+            state = 0
+            for token in result.ids:
+                state = next_sv[state, token]
+                assert state >= 0
+    assert accepted
+    other = processor.replace(next_sv=jnp.where(processor.next_sv < 0, -1, 0))
+    with compilations() as compiled:
+        pair.generate(TEXTS, **DRAFT, **settings | {"processor": other})
+    assert "jit(decode)" not in compiled, "a table is an argument"
+
+
+def test_a_function_sees_the_last_token_of_every_node(float64):
+    """No even token after an even one."""
+    pair, is_even_v = accepted_pair("language_model"), np.arange(FEW_TOKENS.vocab_size) % 2 == 0
+
+    def alternate(logits_bnv, history):
+        is_even_bn1 = (history.last_bn % 2 == 0)[..., None]
+        return jnp.where(is_even_bn1 & is_even_v, -jnp.inf, logits_bnv)
+
+    settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 3, "processor": alternate}
+    results = drafted_as_plain(pair, TEXTS, DRAFT, **settings)
+    texts = [[prompt[-1], *result.ids] for prompt, result in zip(TEXTS, results, strict=True)]
+    assert not any(a % 2 == b % 2 == 0 for text in texts for a, b in itertools.pairwise(text))
+    assert max(length for result in results for length in result.accept_lengths) > 1
+    refused(lambda: pair.generate(TEXTS, processor=3), "got processor 3, expected")
+
+    class Counter:
+        def advance(self, state, tokens): ...
+
+        def __call__(self, logits_bnv, history): ...
+
+    refused(lambda: pair.generate(TEXTS, processor=Counter()), "expected a pytree, such as a flax.struct.dataclass")
+
+
+def json_table(tiny) -> np.ndarray:
+    """Next states for one or two pairs of a short key and a number: {"ab": 12, "c": 3}."""
+    letter, digit = "abcdefghijklmnopqrstuvwxyz", "0123456789"
+    steps = {0: [("{", 1)], 1: [('"', 2)], 2: [(letter, 3)], 3: [(letter, 4), ('"', 5)], 4: [('"', 5)]}
+    steps |= {5: [(":", 6)], 6: [(" ", 7)], 7: [(digit, 8)], 8: [(digit, 9), (",", 10), ("}", 19)]}
+    steps |= {9: [(",", 10), ("}", 19)], 10: [(" ", 11)], 11: [('"', 12)], 12: [(letter, 13)], 13: [('"', 14)]}
+    steps |= {14: [(":", 15)], 15: [(" ", 16)], 16: [(digit, 17)], 17: [(digit, 18), ("}", 19)], 18: [("}", 19)], 19: []}
+    next_sv = np.full((20, tiny.verifier.vocab_size), -1, np.int32)
+    for token in range(tiny.verifier.vocab_size):
+        text = tiny.tokenizer.decode([token])
+        for first in steps if text else ():
+            state = first
+            for character in text:
+                state = next((after for accepted, after in steps.get(state, ()) if character in accepted), -1)
+            next_sv[first, token] = state
+    next_sv[19, list(tiny.stop_ids)] = 19
+    return next_sv
+
+
+def test_an_automaton_makes_json(tiny):
+    processor = run_example(1)["Automaton"](jnp.asarray(json_table(tiny)))
+    chats = ["Tom has 3 apples.", "Add 5 and 6."]
+    for settings in ({}, {"temperature": 1.2, "seed": 3}):
+        results = drafted_as_plain(tiny, chats, {"nodes": 8}, processor=processor, max_new_tokens=40, **settings)
+        for result in results:
+            parsed = json.loads(result.text)
+            assert result.finished == "stop" and parsed and all(isinstance(number, int) for number in parsed.values())
+        *_, streamed = tiny.stream(chats[0], processor=processor, max_new_tokens=40, nodes=8, **settings)
+        assert streamed.ids == results[0].ids
+    [case] = check(tiny, chats[:1], processor=processor, max_new_tokens=40, nodes=8)
+    assert case.divergence is None
+
+
+def test_the_example_of_a_function_works(tiny):
+    asked = "Tom has 3 apples."
+
+    def words(**settings) -> list[str]:
+        ids = tiny.generate(asked, max_new_tokens=40, nodes=8, **settings)[0].ids
+        return [tiny.tokenizer.decode([token]).strip() for token in ids]
+
+    after_digits = [b for a, b in itertools.pairwise(words()) if a.isdigit() and b and not b.isdigit()]
+    banned = after_digits[0]
+    code = EXAMPLES[0].replace('("egg", "eggs")', f"({banned!r},)")
+    assert code != EXAMPLES[0]
+    names = {"jax": jax, "jnp": jnp, "model": tiny}
+    exec(code, names)
+    answer = words(processor=names["processor"])
+    assert not any(a.isdigit() and b == banned for a, b in itertools.pairwise(answer))
 
 
 @needs_8_devices

@@ -108,7 +108,7 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
     if any(result.finished == "interrupted" for result in [*drafted, *plain]):
         raise KeyboardInterrupt
     return [
-        Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids))
+        Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids, call.processor))
         for request, a, b in zip(call.requests, drafted, plain, strict=True)
     ]
 
@@ -146,7 +146,9 @@ def explanation(divergence: Divergence, dtype: Any) -> str:
     return f"the two candidates' logits are {divergence.gap:.2g} apart, more than {dtype} rounding explains"
 
 
-def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: list[int]) -> Divergence | None:
+def divergence(
+    model: TreeFlash, request: Request, drafted: list[int], plain: list[int], processor: Any = None
+) -> Divergence | None:
     """Finds the first difference of two answers to one request; None if they are equal."""
     if drafted == plain:
         return None
@@ -159,7 +161,7 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
     static = {"config": model.verifier, "dtype": defaults.choose_residual_dtype(model.device, model.dtype)}
     logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, **static))
     largest = np.abs(logits_v[[token for token in tokens if token is not None]]).max()
-    logits_v = _process(logits_v, request, plain[:index])
+    logits_v = _process(logits_v, request, plain[:index], processor)
     with sharding.ambient(model.mesh):
         key, dtype = jax.random.key(request.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
         for number in (request.index, *filter(None, [request.sample]), VERIFY_STREAM, len(prefix)):
@@ -177,12 +179,12 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
 
 
-def _process(logits_v: np.ndarray, request: Request, answer: list[int]) -> np.ndarray:
+def _process(logits_v: np.ndarray, request: Request, answer: list[int], processor: Any) -> np.ndarray:
     """Returns the processed logits of the token after a prompt and the beginning of its answer."""
     tokens_bs, length_b, sampling = make_batch([request], batch_size=1, capacity=request.length, dtype=logits_v.dtype)
     state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
-    state, answer_bni = processors.start(state, logits_v.size), np.array(answer, np.int32)[None, None]
-    return np.asarray(processors.process(jnp.asarray(logits_v)[None, None], state, answer_bni))[0, 0]
+    state, answer_bni = processors.start(state, logits_v.size, processor), jnp.asarray(answer, jnp.int32)[None, None]
+    return np.asarray(processors.process(jnp.asarray(logits_v)[None, None], state, answer_bni, processor))[0, 0]
 
 
 def _filter_margins(logits_v: np.ndarray, ids: list[int], request: Request) -> tuple[np.ndarray, np.ndarray]:

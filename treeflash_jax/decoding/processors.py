@@ -7,6 +7,13 @@ the processed distribution. Drafters do not see processed logits.
 The order is that of transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
 and `frequency_penalty`, `min_new_tokens`, the user's processor; then temperature and filters (`acceptance.target`).
 
+A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns the logits; at least
+one per node is above -inf. It is a jittable function, or a pytree with `__call__`, whose arrays are arguments of the programs:
+`jax.tree_util.Partial(function, *arrays)`, or a `flax.struct.dataclass`. One with a state has two more methods:
+
+    start(tokens_bs, length_b): returns the state [b, ...] after each prompt.
+    advance(state, tokens): returns the state after one more token; both have leading axes [b] or [b, n].
+
 Shape suffixes: b batch, n tree nodes, i depth, s token slots, p emitted tokens, x entries of a list, v vocabulary.
 """
 
@@ -17,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import struct
+from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.state import Counts, DecodeState
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import pick
@@ -103,6 +111,15 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
 
 def has_state(processor: Any) -> bool:
     return hasattr(processor, "advance")
+
+
+def as_pytree(processor: Any) -> Any:
+    """Returns a user's processor as a pytree of arrays. Raises ValueError for one that has a state and is none."""
+    if not jax.tree_util.all_leaves([processor]):
+        return jax.device_put(processor)
+    expected = "a pytree, such as a flax.struct.dataclass, since it has a state"
+    expect(not has_state(processor), "processor", processor, expected)
+    return jax.tree_util.Partial(processor)
 
 
 def _penalize_texts(logits_bnv: jax.Array, penalties_b3: jax.Array, counts: Counts, path_bni: jax.Array) -> jax.Array:

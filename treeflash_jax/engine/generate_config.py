@@ -1,7 +1,7 @@
 """`GenerateConfig`: the settings of a call, each declared once, with its type, default, limits and help."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -20,7 +20,7 @@ MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
     "num_beams": "beam search does not sample from the verifier",
-    "grammar": "constrained decoding needs a mask per tree node",
+    "grammar": "a processor can admit the tokens of an automaton; treeflash_jax/README.md has one",
     "raw": 'text to be continued is given as tf.Text("...") in Python, and with --prompt on the command line',
 }
 # Arguments of `load` that users give to a call.
@@ -111,6 +111,10 @@ class GenerateConfig:
     )
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling(
         None, "ids of the tokens that end an answer", least=0, unset="the model's own", unit="ids"
+    )
+
+    processor: Callable[..., Any] | None = setting(  # not an option of commands: without a group
+        None, "function of logits and `decoding.processors.History` that returns logits", unset="none"
     )
 
     head: str | None = drafting(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import fit, whole
 from treeflash_jax.core.clock import Clock
+from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
@@ -42,6 +43,7 @@ class Call:
       requests: one per prompt and sample.
       batch_size: number of sequences decoded together.
       why_plain: reason why the call drafts nothing although its builder is not "none"; None if it drafts.
+      processor: the user's processor of logits as a pytree; None for none.
     """
 
     model: "TreeFlash"
@@ -49,6 +51,7 @@ class Call:
     plan: DecodePlan
     batch_size: int
     why_plain: str | None
+    processor: Any
 
     @staticmethod
     def prepare(
@@ -84,11 +87,14 @@ class Call:
             quantize=model.quantize,
         )
         check_memory(needs, usable_memory(mesh), mesh)
-        return Call(model, requests, plan, batch_size, reason)
+        processor = None if config.processor is None else processors.as_pytree(config.processor)
+        return Call(model, requests, plan, batch_size, reason, processor)
 
     def start(self, clock: Clock, session: Session | None = None) -> BatchDecoder:
         """Prefills the first requests; with a session, the only one."""
-        runner = Runner(self.plan, self.model.weights, self.model.mesh, clock)
+        model = self.model
+        processor = sharding.place(self.processor, model.mesh, over_batch=False)
+        runner = Runner(self.plan, model.weights.replace(processor=processor), model.mesh, clock)
         return BatchDecoder(self.requests, self.batch_size, runner, session)
 
 

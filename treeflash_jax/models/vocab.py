@@ -182,10 +182,10 @@ def filter_threshold(
       temperature: above 0; like top_k (0 keeps all), top_p (1 keeps all) and min_p (0 keeps all), it is broadcastable to
         [...].
     """
-    least = _wide(jnp.max(logits, axis=-1)) + temperature * jnp.log(min_p)
-    temperature = jnp.asarray(temperature, _wide(logits[..., 0]).dtype)[..., None]
     lowest = ordered(jnp.asarray(-jnp.inf, logits.dtype))
     peak = jnp.max(logits, axis=-1, keepdims=True)
+    least = _wide(peak[..., 0]) + temperature * jnp.log(min_p)
+    temperature = jnp.asarray(temperature, _wide(logits[..., 0]).dtype)[..., None]
 
     def at_least(cut: jax.Array) -> jax.Array:
         return ordered(logits) >= cut[..., None]
