@@ -161,7 +161,7 @@ def test_named_files_and_links_exist(page):
         headings = re.findall(r"^#+ (.*)$", target, flags=re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert not anchor or anchor in anchors, f"{link}#{anchor}"
-    of_models = {"config.json", "tokenizer.json", "draft_vocabulary.json"}
+    of_models = {"config.json", "generation_config.json", "tokenizer.json", "draft_vocabulary.json"}
     for name in set(FILES.findall(PAGES[page])) - of_models:
         assert any((folder / name).exists() for folder in (here, ROOT, RESULTS, ROOT / "treeflash_jax")), name
 

@@ -86,7 +86,8 @@ def add_settings(parser: argparse.ArgumentParser, without: Collection[str] = ())
     """Adds the options of the model and of GenerateConfig; returns a group for those of output, after the basic ones."""
 
     def add(title: str, cls: type, chosen: list[str]) -> None:
-        add_options(parser.add_argument_group(title), cls, [name for name in chosen if name not in without])
+        chosen = [name for name in chosen if name not in (*without, "processor")]  # a function: in Python only
+        add_options(parser.add_argument_group(title), cls, chosen)
 
     add("model", ModelOptions, field_names(ModelOptions, basic=True))
     add("settings", GenerateConfig, field_names(GenerateConfig, basic=True))

@@ -7,9 +7,10 @@ the processed distribution. Drafters do not see processed logits.
 The order is that of transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
 and `frequency_penalty`, `min_new_tokens`, the user's processor; then temperature and filters (`acceptance.target`).
 
-A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns the logits; at least
-one per node is above -inf. It is a jittable function, or a pytree with `__call__`, whose arrays are arguments of the programs:
-`jax.tree_util.Partial(function, *arrays)`, or a `flax.struct.dataclass`. One with a state has two more methods:
+A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns the logits; at
+least one per node is above -inf. It is a jittable function, or a pytree with `__call__`, whose arrays are arguments of
+the programs: `jax.tree_util.Partial(function, *arrays)`, or a dataclass (`jax.tree_util.register_dataclass`). One with a
+state has two more methods:
 
     start(tokens_bs, length_b): returns the state [b, ...] after each prompt.
     advance(state, tokens): returns the state after one more token; both have leading axes [b] or [b, n].
@@ -117,7 +118,7 @@ def as_pytree(processor: Any) -> Any:
     """Returns a user's processor as a pytree of arrays. Raises ValueError for one that has a state and is none."""
     if not jax.tree_util.all_leaves([processor]):
         return jax.device_put(processor)
-    expected = "a pytree, such as a flax.struct.dataclass, since it has a state"
+    expected = "a pytree (jax.tree_util.register_dataclass), since it has a state"
     expect(not has_state(processor), "processor", processor, expected)
     return jax.tree_util.Partial(processor)
 

@@ -113,8 +113,14 @@ class GenerateConfig:
         None, "ids of the tokens that end an answer", least=0, unset="the model's own", unit="ids"
     )
 
-    processor: Callable[..., Any] | None = setting(  # not an option of commands: without a group
-        None, "function of logits and `decoding.processors.History` that returns logits", unset="none"
+    processor: Callable[..., Any] | None = sampling(
+        None, "function of logits and `decoding.processors.History` that returns logits, in Python only", unset="none"
+    )
+    sampling: str | None = sampling(
+        None,
+        "model: take temperature, filters and repetition penalty from the verifier's generation_config.json, unless given",
+        unset="greedy, or as given",
+        choices=lambda: ("model",),
     )
 
     head: str | None = drafting(

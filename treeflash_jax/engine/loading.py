@@ -90,7 +90,8 @@ def load(
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
     weights, stop_ids = _read_weights(pair, dtype, mesh, quantize), model_files.stop_ids(pair.verifier, config)
     parts = {"drafter": drafter_config, "tokenizer": tokenizer, "stop_ids": stop_ids}
-    return TreeFlash(config, weights, **parts, mesh=mesh, names=pair.names)
+    recommended = model_files.read_generation_config(pair.verifier)
+    return TreeFlash(config, weights, **parts, mesh=mesh, names=pair.names, recommended=recommended)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.batching import BatchDecoder, Session, choose_batch_size, largest_capacity, refill_size
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig
+from treeflash_jax.engine.model_sampling import take_recommended
 from treeflash_jax.engine.plan import resolve, why_plain
 from treeflash_jax.engine.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.requests import Request, make_requests
@@ -44,6 +45,7 @@ class Call:
       batch_size: number of sequences decoded together.
       why_plain: reason why the call drafts nothing although its builder is not "none"; None if it drafts.
       processor: the user's processor of logits as a pytree; None for none.
+      recommended: line that says what `sampling="model"` took; None without it.
     """
 
     model: "TreeFlash"
@@ -52,6 +54,7 @@ class Call:
     batch_size: int
     why_plain: str | None
     processor: Any
+    recommended: str | None
 
     @staticmethod
     def prepare(
@@ -64,6 +67,9 @@ class Call:
         """Checks a call against the pair and the memory of its device; computes nothing. Raises what `generate` raises."""
         config = fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
         config = (config or GenerateConfig()).updated(**settings or {})
+        recommended = None
+        if config.sampling == "model":
+            config, recommended = take_recommended(config, model.recommended)
         verifier, drafter, mesh = model.verifier, model.drafter, model.mesh
         ids = encode_each(as_list(prompts), model.encode)
         ends = {"tokenizer": model.tokenizer, "stop_ids": model.stop_ids}
@@ -88,7 +94,7 @@ class Call:
         )
         check_memory(needs, usable_memory(mesh), mesh)
         processor = None if config.processor is None else processors.as_pytree(config.processor)
-        return Call(model, requests, plan, batch_size, reason, processor)
+        return Call(model, requests, plan, batch_size, reason, processor, recommended)
 
     def start(self, clock: Clock, session: Session | None = None) -> BatchDecoder:
         """Prefills the first requests; with a session, the only one."""
@@ -118,6 +124,7 @@ class TreeFlash:
       mesh: mesh of the weights; None for one device.
       device: kind of the devices that the programs run on.
       names: names under which the verifier and the drafter were loaded.
+      recommended: content of the verifier's generation_config.json, for the setting `sampling="model"`.
     """
 
     def __init__(
@@ -130,13 +137,14 @@ class TreeFlash:
         stop_ids: Sequence[int] = (),
         mesh: Any = None,
         names: tuple[str, str] = ("", ""),
+        recommended: Mapping[str, Any] | None = None,
     ):
         self.verifier, self.weights = verifier, weights
         self.drafter, self.tokenizer = drafter, tokenizer
         self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
         self.mesh, self.device = mesh, sharding.device(mesh)
-        self.names = names
-        self.has_noted_plain = False  # the note that nothing is drafted is logged once
+        self.names, self.recommended = names, recommended or {}
+        self.has_noted_plain = self.has_noted_sampling = False  # notes are logged once
 
     def __repr__(self) -> str:
         def show(name: str, kind: str, weights: Any) -> str:
@@ -299,8 +307,11 @@ class TreeFlash:
         return {"dtype": self.dtype, "device": self.device, "sequences": sequences}
 
     def _prepare(self, *arguments: Any) -> Call:
-        """Returns `Call.prepare`; logs once why nothing is drafted."""
+        """Returns `Call.prepare`; logs once why nothing is drafted, and once what the model recommends."""
         call = Call.prepare(self, *arguments)
+        if call.recommended is not None and not self.has_noted_sampling:
+            self.has_noted_sampling = True
+            logger.warning(call.recommended)
         if call.why_plain is not None and not self.has_noted_plain:
             self.has_noted_plain = True
             logger.warning(f"{call.why_plain}: decoding one token at a time (builder 'none' does so without this note)")

@@ -74,14 +74,19 @@ def check_copies(drafter: str | Path, source: str | Path) -> None:
                 raise ValueError(f"{drafter}: got {got}, expected a copy: load the verifier that it was trained for")
 
 
+def read_generation_config(path: str | Path) -> dict[str, Any]:
+    """Returns the content of the generation_config.json of a verifier; empty without one. Raises ValueError if damaged."""
+    file = Path(path) / "generation_config.json"
+    return read_json(file) if os.path.lexists(file) else {}
+
+
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     """Returns the ids that end an answer of a verifier: those of its config and of a generation_config.json beside it.
 
     Raises ValueError for a damaged file or bad ids.
     """
-    generation = Path(path) / "generation_config.json"
-    raw = read_json(generation) if os.path.lexists(generation) else {}
-    ids = Keys(raw, str(generation)).ids("eos_token_id", config.vocab_size - 1, required=False)
+    keys = Keys(read_generation_config(path), f"{path}/generation_config.json")
+    ids = keys.ids("eos_token_id", config.vocab_size - 1, required=False)
     return tuple(sorted({*config.eos_token_ids, *ids}))
 
 

@@ -1,0 +1,52 @@
+"""The setting `sampling="model"`: values of generation_config.json."""
+
+import json
+import shutil
+
+import pytest
+from conftest import FOLDERS
+from refusals import refused
+
+import treeflash_jax as tf
+from treeflash_jax.cli.commands import main
+from treeflash_jax.engine.model_sampling import take_recommended
+
+QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "eos_token_id": 2}
+
+
+VALUES = {name: value for name, value in QWEN.items() if name not in ("do_sample", "eos_token_id")}
+OTHERS = {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 1, "suppress_tokens": [4], "_from_model_config": 2}
+
+
+@pytest.mark.parametrize("content, expected, words", [
+    (QWEN, VALUES, "takes temperature 0.6, top_k 20, top_p 0.95, repetition_penalty 1.05 from generation_config.json"),
+    ({"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}, "takes min_p 0.1, temperature 1.0 from"),
+    ({"temperature": 0.7}, {"temperature": 0.7}, "takes temperature 0.7"),
+    ({"do_sample": False, "temperature": 0.7, "top_k": 9}, {"top_k": 9}, "takes temperature 0.0, top_k 9 from"),
+    ({}, {}, "takes nothing"),
+    (QWEN | OTHERS, VALUES, "not implemented and ignored: no_repeat_ngram_size, suppress_tokens"),
+])  # fmt: skip
+def test_values_are_taken_and_others_named(content, expected, words):
+    config, note = take_recommended(tf.GenerateConfig(sampling="model"), content)
+    assert config == tf.GenerateConfig(sampling="model", **expected) and words in note
+    given, note = take_recommended(tf.GenerateConfig(temperature=0.3), content)
+    assert given.temperature == 0.3 and "temperature 0" not in note, "what a call sets stays"
+
+
+def test_a_call_samples_as_its_model_recommends(tmp_path, caplog, capsys):
+    folder = shutil.copytree(FOLDERS["verifier"], tmp_path / "verifier")
+    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"top_p": 0.8}))
+    model, prompt = tf.load(folder), [3, 4, 5, 6]
+    own = {name: QWEN[name] for name in ("temperature", "top_k", "repetition_penalty")} | {"top_p": 0.8}
+    [asked] = model.generate([prompt], sampling="model", seed=3, max_new_tokens=30)
+    [plain] = model.generate([prompt], sampling="model", seed=4, max_new_tokens=30)
+    assert asked.ids == model.generate([prompt], **own, seed=3, max_new_tokens=30)[0].ids != plain.ids
+    notes = [record.getMessage() for record in caplog.records if "generation_config" in record.getMessage()]
+    assert len(notes) == 1 and "top_p 0.8" in notes[0]
+    assert model.generate([prompt], max_new_tokens=30)[0].ids == model.generate([prompt], seed=9, max_new_tokens=30)[0].ids
+    words = "--sampling model --seed 3 --max-new-tokens 30 --prompt-ids".split()
+    assert main(["generate", "--verifier", str(folder), "--dtype", "float32", *words, "3 4 5 6"]) == 0
+    assert capsys.readouterr().out.split() == [*map(str, asked.ids)]
+    (folder / "generation_config.json").write_text(json.dumps({"top_p": 7}))
+    refused(lambda: tf.load(folder).generate([prompt], sampling="model"), "generation_config.json: got top_p 7")
+    refused(lambda: model.generate([prompt], sampling="greedy"), "got sampling 'greedy', expected 'model'")
