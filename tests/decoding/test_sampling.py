@@ -10,8 +10,8 @@ def test_every_prompt_has_its_own_settings(tiny):
     """The third prompt joins the batch later, with more stop ids than the first two."""
     text = tiny.generate(CHATS[:1], max_new_tokens=40, **TREE)[0].text
     settings = {
-        "max_new_tokens": [40, 12, 30], "temperature": [0.0, 0.8, 1.2], "top_k": [0, 9, 0], "top_p": [1.0, 1.0, 0.95],
-        "min_p": [0.0, 0.2, 0.01], "seed": [1, 2, 3], "stop": [[text[9:14]], [], []], "stop_ids": [[], [2], [*range(20)]],
+        "max_new_tokens": [40, 3, 30], "temperature": [0.0, 0.8, 1.2], "top_k": [0, 9, 0], "top_p": [1.0, 1.0, 0.95],
+        "min_p": [0.0, 0.2, 0.01], "seed": [1, 2, 3], "stop": [[text[-8:]], [], []], "stop_ids": [[], [2], [*range(20)]],
     }  # fmt: skip
     together = tiny.generate(CHATS, batch_size=2, **settings, **TREE)
     for number, (chat, result) in enumerate(zip(CHATS, together, strict=True)):
@@ -19,7 +19,7 @@ def test_every_prompt_has_its_own_settings(tiny):
         [alone] = tiny.generate([chat], batch_size=2, **own, **TREE)
         assert (result.ids, result.text, result.finished) == (alone.ids, alone.text, alone.finished)
     assert [result.finished for result in together] == ["stop", "length", "stop"], "by a string, the limit, an id"
-    assert together[0].text == text[: text.index(text[9:14])]
+    assert together[0].text == text[: text.index(text[-8:])]
 
 
 def test_one_seed_gives_every_prompt_and_sample_a_stream_of_its_own(tiny):
