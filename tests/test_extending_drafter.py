@@ -9,13 +9,14 @@ import pytest
 import toy_training
 from answers import drafted_as_plain
 from extending import CHAT, goes_through_everything
+from flax import struct
 from refusals import refused
 
 import treeflash_jax as tf
 from train import compile as compiling
 from train.stages import drafting, registry
 from treeflash_jax import drafters, trees
-from treeflash_jax.core import parameters, struct
+from treeflash_jax.core import parameters
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.formats import model_files

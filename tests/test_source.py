@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TRAIN_FILES = sorted((PACKAGE.parent / "train").rglob("*.py"))
 # A folder imports from itself and from those before it; `__init__` is the package.
 LAYERS = "core models trees drafters acceptance decoding formats engine __init__ bench cli __main__".split()
-HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax", "pydantic")
+HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx", "pydantic")
 HEAVY += ("jax.experimental.pallas",)
 
 

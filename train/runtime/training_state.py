@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.data.packing import Batch
 from train.runtime.run_config import OptimizerConfig
-from treeflash_jax.core import parameters, sharding, struct
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
 
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from train.data.packing import Batch
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.models import vocab

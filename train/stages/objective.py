@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jax import lax
 
 from train.data.packing import Batch
@@ -28,7 +29,6 @@ from train.runtime import flops
 from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
-from treeflash_jax.core import struct
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.backbone import context_kv

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import struct
 
 from train.data.packing import Batch, Corpus, PackedDataset
 from train.runtime import hosts, watch
-from treeflash_jax.core import files, programs, sharding, struct
+from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig

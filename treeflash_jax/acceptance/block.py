@@ -11,10 +11,10 @@ Source: block verification (arXiv 2403.10444).
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from treeflash_jax.acceptance.draws import Draws, DrawsRule
-from treeflash_jax.core import struct
 from treeflash_jax.trees import DraftTree
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from treeflash_jax.acceptance.rule import Rule
 from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, accept, follow
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask, pick
 from treeflash_jax.trees.containers import DETERMINISTIC, WITHOUT_REPLACEMENT
@@ -62,7 +63,7 @@ class Draws:
     is_fixed_bx: jax.Array
     is_removed_bx: jax.Array
     earlier_bxy: jax.Array
-    depths: int = struct.static()
+    depths: int = struct.field(pytree_node=False)
 
     def gather(self, x_bnc: jax.Array) -> jax.Array:
         """Returns the parents' values at the drawn tokens, [b, x]."""

@@ -6,9 +6,9 @@ support, x requested tokens or draws (n - 1).
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
-from treeflash_jax.core import struct
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import DraftTree, ancestor_mask, pick
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from treeflash_jax import acceptance, trees
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.models import verifier, vocab

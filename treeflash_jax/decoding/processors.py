@@ -22,9 +22,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
-from treeflash_jax.core import struct
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.state import Counts, DecodeState
 from treeflash_jax.models import vocab

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
+from flax import struct
 
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.config import ModelConfig

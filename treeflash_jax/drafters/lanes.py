@@ -31,9 +31,10 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.drafters import ngram
@@ -103,9 +104,9 @@ class LaneExpander:
     shared: Any
     position_b: jax.Array
     first: LaneState
-    step: Step = struct.static()
-    scratch: Any = struct.static()
-    num_depths: int = struct.static()
+    step: Step = struct.field(pytree_node=False)
+    scratch: Any = struct.field(pytree_node=False)
+    num_depths: int = struct.field(pytree_node=False)
     is_table = False
 
     def start(self, width: int) -> LaneState:

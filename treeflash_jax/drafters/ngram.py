@@ -18,9 +18,10 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 from treeflash_jax.drafters.protocol import DrafterConfig, Inputs, State
 from treeflash_jax.trees.containers import pick
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from treeflash_jax.core import struct
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import KVCache

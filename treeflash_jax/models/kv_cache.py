@@ -10,8 +10,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 from treeflash_jax.models.backend import indexing
 from treeflash_jax.models.config import ModelConfig
 

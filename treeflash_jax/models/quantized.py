@@ -12,9 +12,10 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
-from treeflash_jax.core import programs, sharding, struct
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.core.parameters import Spec, is_spec

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import experts, kv_cache, layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention

@@ -7,8 +7,7 @@ x draws.
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from treeflash_jax.core import struct
+from flax import struct
 
 
 @struct.dataclass
@@ -58,7 +57,7 @@ class Proposal:
     node_bx: jax.Array
     slot_bx: jax.Array
     kind_bx: jax.Array
-    depths: int = struct.static()
+    depths: int = struct.field(pytree_node=False)
 
 
 def root_only(anchor_b: jax.Array) -> DraftTree:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from treeflash_jax.core import struct
 from treeflash_jax.trees.containers import pick
 
 

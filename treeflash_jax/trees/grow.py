@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from treeflash_jax.core import struct
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.trees.containers import DETERMINISTIC, NO_TOKEN, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick

@@ -14,9 +14,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
-from treeflash_jax.core import sharding, struct
+from treeflash_jax.core import sharding
 
 KINDS = ("splash", "cudnn")
 LANES = 128  # sides of splash attention's blocks are multiples
@@ -55,7 +56,7 @@ class PackedMask:
     segments_bt: jax.Array
     segments_bx: jax.Array
     packed_bt: jax.Array | None = None
-    rule: BlockRule | None = struct.static(default=None)
+    rule: BlockRule | None = struct.field(pytree_node=False, default=None)
 
     def dense(self) -> jax.Array:
         """Returns the mask as an array [b, t, x]."""

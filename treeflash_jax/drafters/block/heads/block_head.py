@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from treeflash_jax.core import struct
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
@@ -31,7 +31,7 @@ class Unembed:
     embed_vd: jax.Array
     unembed_vd: jax.Array
     norm: jax.Array
-    eps: float = struct.static()
+    eps: float = struct.field(pytree_node=False)
     ids_v: jax.Array | None = None
 
     def tokens(self, ids: jax.Array) -> jax.Array:
