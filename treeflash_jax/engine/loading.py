@@ -54,12 +54,11 @@ def load(
     Args:
       verifier: "smollm2" (SmolLM2-135M-Instruct), the toy model "tiny", or the folder, GGUF file, URL (gs://bucket/model)
         or Hub id of a Qwen3 (dense or a mixture of experts), Qwen2 or Llama model.
-      drafter: the folder, URL or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter, or of a small language model with the
-        verifier's vocabulary; "ngram", which copies what followed the last tokens earlier in the text; or "none" to decode
-        one token at a time. The default is the drafter that ships for "smollm2" and "tiny", and none for other verifiers.
+      drafter: the folder, URL or Hub id of a block drafter (DFlash, TreeFlash, Domino, DSpark, DFlash2, JetSpec, LiLiCorr),
+        an EAGLE-3 drafter, or a small language model of the same vocabulary; "ngram", which copies what followed the last
+        tokens earlier in the text; or "none". The default is the drafter that ships for "smollm2" and "tiny", else none.
       mesh: a (data, model) mesh from `make_mesh`. The default is one device.
-      dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
-        instructions.
+      dtype: dtype of weights, caches and activations; default bfloat16, or float32 on CPUs without such instructions.
       quantize: "int8" stores the verifier's matrices in int8, with a scale per output channel; drafted output then equals
         the one-token output of the quantized verifier.
       revision, drafter_revision: Hub revisions.

@@ -15,9 +15,11 @@ GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code
 
 
 # Settings of an answer that may have a value per prompt.
-PENALTIES = "repetition_penalty presence_penalty frequency_penalty".split()
-EACH = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_ids", *PENALTIES]
-EACH += ["logit_bias", "min_new_tokens"]
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+EACH = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_ids", *PENALTIES, "logit_bias",
+    "min_new_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,51 +83,66 @@ def make_requests(
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")
-    vocabulary, context = verifier.vocab_size, verifier.max_positions
-
-    def each(name: str, values: Any) -> Sequence[Any]:
-        is_shared = name in ("stop", "stop_ids") and all(isinstance(value, str | int) for value in values or ())
-        if is_shared or not isinstance(values, Sequence):
-            return [values] * len(prompts)
-        if len(values) != len(prompts):
-            what = "indices" if name == "indices" else f"values of {name}"
-            raise ValueError(f"got {len(values)} {what} for {len(prompts)} prompts, expected one per prompt")
-        return values
-
     if indices is None:
         indices = [0] * len(prompts) if isinstance(config.seed, Sequence) else range(len(prompts))
-    indices = each("indices", fit(Sequence[int], indices, "indices", least=0, below=2**32))
-    columns = zip(*(each(name, getattr(config, name)) for name in EACH), strict=True)
+    indices = fit(Sequence[int], indices, "indices", least=0, below=2**32)
+    if len(indices) != len(prompts):
+        raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
+    columns = zip(*(_each(name, getattr(config, name), len(prompts)) for name in EACH), strict=True)
     given = {name for name in EACH if getattr(config, name) != getattr(GenerateConfig, name)}
     requests: list[Request] = []
     for number, (ids, index, values) in enumerate(zip(prompts, indices, columns, strict=True)):
-        outside = [i for i in ids if not 0 <= i < vocabulary]
-        if outside:
-            raise ValueError(f"prompt {number}: got id {quoted(outside[0])}, expected 0 to {vocabulary - 1}")
         settings = dict(zip(EACH, values, strict=True))
-        most = settings["max_new_tokens"]
-        if len(ids) + most > context:
-            raise ValueError(
-                f"prompt {number}: got {len(ids)} prompt tokens + {most} new tokens, "
-                f"expected at most {context} together (the verifier's context)"
-            )
+        _check_prompt(number, ids, settings["max_new_tokens"], verifier)
         if settings["temperature"] < GREEDY_BELOW:
             settings["temperature"] = 0.0
+        settings["drafter_temperature"] = choose_drafter_temperature(config, drafter, settings["temperature"])
         stops = settings["stop"], stop_ids if settings["stop_ids"] is None else settings["stop_ids"]
-        settings["stop"], settings["stop_ids"] = find_stops(*stops, tokenizer, vocabulary)
-        penalties, biases = tuple(settings.pop(name) for name in PENALTIES), settings.pop("logit_bias") or {}
-        for token in biases:
-            expect(0 <= token < vocabulary, "logit_bias of id", token, f"0 to {vocabulary - 1}")
-        expect(settings["min_new_tokens"] <= most, "min_new_tokens", settings["min_new_tokens"], f"at most {most}")
-        settings |= {
-            "ids": ids,
-            "index": index,
-            "drafter_temperature": choose_drafter_temperature(config, drafter, settings["temperature"]),
-            "penalties": penalties if given & {*PENALTIES} else None,
-            "logit_bias": tuple(biases.items()) if "logit_bias" in given else None,
-            "min_new_tokens": settings["min_new_tokens"] if "min_new_tokens" in given else None,
-        }
-        requests += [Request(**settings, sample=j, number=len(requests) + j) for j in range(config.samples)]
+        settings["stop"], settings["stop_ids"] = find_stops(*stops, tokenizer, verifier.vocab_size)
+        settings |= _processing(settings, given, verifier.vocab_size)
+        settings = {name: value for name, value in settings.items() if name not in PENALTIES}
+        requests += [
+            Request(ids=ids, index=index, sample=j, number=len(requests) + j, **settings) for j in range(config.samples)
+        ]
+    return _padded(requests)
+
+
+def _each(name: str, values: Any, num_prompts: int) -> Sequence[Any]:
+    """Returns the value of a setting for each prompt. Raises ValueError for a list of another length."""
+    is_shared = name in ("stop", "stop_ids") and all(isinstance(value, str | int) for value in values or ())
+    if is_shared or not isinstance(values, Sequence):
+        return [values] * num_prompts
+    if len(values) != num_prompts:
+        raise ValueError(f"got {len(values)} values of {name} for {num_prompts} prompts, expected one per prompt")
+    return values
+
+
+def _check_prompt(number: int, ids: list[int], max_new_tokens: int, verifier: ModelConfig) -> None:
+    outside = [i for i in ids if not 0 <= i < verifier.vocab_size]
+    if outside:
+        raise ValueError(f"prompt {number}: got id {quoted(outside[0])}, expected 0 to {verifier.vocab_size - 1}")
+    if len(ids) + max_new_tokens > verifier.max_positions:
+        raise ValueError(
+            f"prompt {number}: got {len(ids)} prompt tokens + {max_new_tokens} new tokens, "
+            f"expected at most {verifier.max_positions} together (the verifier's context)"
+        )
+
+
+def _processing(settings: dict[str, Any], given: set[str], vocab_size: int) -> dict[str, Any]:
+    """Returns the fields of a Request that process logits, None for those that no prompt of the call has."""
+    least, most, biases = settings["min_new_tokens"], settings["max_new_tokens"], settings["logit_bias"] or {}
+    expect(least <= most, "min_new_tokens", least, f"at most {most}")
+    for token in biases:
+        expect(0 <= token < vocab_size, "logit_bias of id", token, f"0 to {vocab_size - 1}")
+    return {
+        "penalties": tuple(settings[name] for name in PENALTIES) if given & {*PENALTIES} else None,
+        "logit_bias": tuple(biases.items()) if "logit_bias" in given else None,
+        "min_new_tokens": least if "min_new_tokens" in given else None,
+    }
+
+
+def _padded(requests: list[Request]) -> list[Request]:
+    """Returns the requests with lists of one length each."""
     for name, padding in (("stop_ids", -1), ("logit_bias", (NO_TOKEN, 0.0))):
         longest = max(len(getattr(request, name) or ()) for request in requests)
         for number, request in enumerate(requests):
