@@ -152,10 +152,11 @@ def test_answers_of_an_automaton_are_those_of_one_token_decoding(float64, kind):
     next_sv[rng.random(next_sv.shape) < 0.4] = -1
     assert (next_sv >= 0).sum(1).min() >= 4
     processor = run_example(1)["Automaton"](jnp.asarray(next_sv, jnp.int32))
+    draft = DRAFT | ({"candidates": 6} if kind == "frequent" else {})
     accepted = 0
     for settings in ({}, SAMPLED | {"presence_penalty": 0.5}):
         settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 2, "processor": processor} | settings
-        results = drafted_as_plain(pair, TEXTS, DRAFT | ({"candidates": 6} if kind == "frequent" else {}), **settings)
+        results = drafted_as_plain(pair, TEXTS, draft, **settings)
         accepted += sum(length - 1 for result in results for length in result.accept_lengths)
         for result in results:
             state = 0
@@ -165,7 +166,7 @@ def test_answers_of_an_automaton_are_those_of_one_token_decoding(float64, kind):
     assert accepted
     other = dataclasses.replace(processor, next_sv=jnp.minimum(processor.next_sv, 0))
     with compilations() as compiled:
-        pair.generate(TEXTS, **DRAFT, **settings | {"processor": other})
+        pair.generate(TEXTS, **draft, **settings | {"processor": other})
     assert "jit(decode)" not in compiled, "a table is an argument"
 
 

@@ -121,7 +121,7 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
 
     for change, says in (
         ({"width": 31}, "another pair"), ({"num_layers": 3}, "another pair"), ({"taps": [0, 1, 3]}, "0 to 2"),
-        ({"rank": -1}, "rank"), ({"taps": [0, 1]}, "three layers"), ({"wide": 1}, "wide"),
+        ({"rank": -1}, "rank"), ({"taps": [0, 1]}, "three layers"),
     ):  # fmt: skip
         (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config) | change))
         refused(lambda: tf.load(**pair, steering=tmp_path / "steers"), says)
