@@ -7,8 +7,8 @@ the processed distribution. Drafters do not see processed logits.
 The order is that of transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
 and `frequency_penalty`, `min_new_tokens`, the user's processor; then temperature and filters (`acceptance.target`).
 
-A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns the logits; at
-least one per node is above -inf. It is a jittable function, or a pytree with `__call__`, whose arrays are arguments of
+A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns logits. Each
+node needs one above -inf. It is a jittable function, or a pytree with `__call__`, whose arrays are arguments of
 the programs: `jax.tree_util.Partial(function, *arrays)`, or a dataclass (`jax.tree_util.register_dataclass`). One with a
 state has two more methods:
 
@@ -59,7 +59,7 @@ class History:
 
 
 def start(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
-    """Returns the state with what processors keep of its prompts; nothing if no processor needs anything."""
+    """Returns the state with what processors keep of its prompts; unchanged if no processor needs anything."""
     if state.sampling.penalties_b3 is not None:
         is_prompt_bs = jnp.arange(state.capacity) < state.end_b[:, None]
         ids_bs = jnp.where(is_prompt_bs, state.tokens_bs, NO_TOKEN)
@@ -124,7 +124,7 @@ def as_pytree(processor: Any) -> Any:
 
 
 def _penalize_texts(logits_bnv: jax.Array, penalties_b3: jax.Array, counts: Counts, path_bni: jax.Array) -> jax.Array:
-    """Returns logits penalized for each node's text: for that of its root, and again for the tokens of its path."""
+    """Returns logits penalized for the root's text; those of path tokens also count the tokens of the path."""
     in_answer_bv = counts.in_answer_bv
     is_seen_bv = counts.in_prompt_bv | (in_answer_bv > 0)
     penalized_bnv = _penalize(logits_bnv, penalties_b3, in_answer_bv[:, None], is_seen_bv[:, None])

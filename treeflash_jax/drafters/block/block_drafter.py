@@ -1,6 +1,6 @@
 """DFlash block drafters with or without a head on top: marginal trees (DDTree), TreeFlash, and heads of other kinds.
 
-backbone.py has the network; heads/ turn a block into a transition table.
+backbone.py has the network; a head (heads/) turns a block into a transition table or runs once per level.
 
 A draft is one pass over the block [anchor, mask, ..., mask] against the verifier's features. The cache holds the context
 only: keys and values of fused features at positions 0 .. length - 1, written once. Block slots see the whole context and
@@ -38,7 +38,8 @@ class BlockConfig(DrafterConfig):
 
     Attributes:
       layers: sizes of the drafter's own decoder layers.
-      block_size: length of the drafted block, anchor included; draft depths run 1 .. block_size - 1.
+      block_size: length of the drafted block, anchor included; draft depths run 1 .. block_size - 1, or
+        1 .. block_size if shifted.
       mask_token_id: the token that fills the block's open slots.
       target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
       num_target_layers: number of layers of the verifier that it was trained for; None: its files do not say.
