@@ -112,7 +112,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings given by options. Raises UnknownSetting for one in REFUSED."""
+    """Returns the settings of a command line, defaults included. Raises UnknownSetting for one in REFUSED."""
     for name, reason in REFUSED.items():
         if getattr(arguments, name) is not None:
             raise UnknownSetting(f"--{name.replace('_', '-')} is not supported: {reason}")

@@ -118,7 +118,7 @@ class GenerateConfig:
     )
     sampling: str | None = sampling(
         None,
-        "model: take temperature, filters and repetition penalty from the verifier's generation_config.json, unless given",
+        "model: temperature, filters and repetition penalty, if at their defaults, are those of generation_config.json",
         unset="greedy, or as given",
         choices=lambda: ("model",),
     )
