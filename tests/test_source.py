@@ -1,10 +1,9 @@
-"""The source itself: layers, cycles, names of files, and how little an import brings in."""
+"""The source itself: layers, cycles, and how little an import brings in."""
 
 import ast
 import json
 import subprocess
 import sys
-from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -59,33 +58,6 @@ def test_no_modules_import_each_other():
 
     graph = {name: {module(other) for other in imports(path)} - {name, ""} for name, path in modules.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
-
-
-def test_files_have_different_names_and_the_root_of_the_package_is_small():
-    counts = Counter(path.name for path in (*FILES, *TRAIN_FILES) if path.name != "__init__.py")
-    assert not [name for name, count in counts.items() if count > 1]
-    names = {path.name for path in PACKAGE.iterdir()} - {"assets", "py.typed", "README.md", "__pycache__"}
-    assert len(names) <= 12, names
-
-
-def test_only_devices_asks_which_backend_or_chip_runs():
-    for path in (*FILES, *TRAIN_FILES):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)]
-        assert not {node.attr for node in nodes} & {"default_backend", "device_kind"} or path.name == "devices.py", path
-
-
-def test_functions_that_are_called_directly_are_compiled_with_the_options_of_the_device():
-    """By `programs.jit`; `jax.jit` alone serves what `programs.call`, `bench.phases` or `train.compile` compiles.
-
-    Inside programs, `jax.jit` makes JAX trace repeated pieces once.
-    """
-    compiled_elsewhere = "programs check loops phases compile draft_vocabulary quantized".split()
-    traced_once = "containers backbone ngram levels verifier kv_cache".split()
-    for path in (*FILES, *TRAIN_FILES):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)]
-        jitted = [node for node in nodes if ast.unparse(node) == "jax.jit"]
-        is_known = path.stem in (*compiled_elsewhere, *traced_once)
-        assert not jitted or is_known, f"{path}:{jitted[0].lineno} uses jax.jit, not programs.jit"
 
 
 def test_importing_the_library_is_quick_and_light():

@@ -62,10 +62,12 @@ def tau() -> str:
         taus = [f"{row['tau']:.2f}" for row in measured]
         ratios = [interval(row["tau_ratio"]) if "TreeFlash" in name else "" for row in measured]
         rows.append([name, greedy["nodes"] or "", taus[0], ratios[0], taus[1], ratios[1]])
+        assert all(row["identical"] == row["responses"] for row in measured), "the caption says so"
     settings, where, versions = (runs["greedy"][key] for key in ("settings", "hardware", "versions"))
     caption = (
         f"{runs['greedy']['rows'][0]['prompts']} prompts, at most {settings['max_new_tokens']} new tokens, "
         f"{settings['dtype']} on {where['cores']} CPU cores, batch {settings['batch_size']}, jax {versions['jax']}; "
+        "all answers equal those of one-token decoding; "
         "commands in [tau_gsm8k.json](notebooks/results/tau_gsm8k.json)."
     )
     header = "drafted by | nodes | tau, T = 0 | over the marginal tree | tau, T = 1 | over the marginal tree"
@@ -150,6 +152,30 @@ def train_batches() -> str:
         memory, slope = (TPU_MEMORY | GPU_MEMORY)[kind[0].split(":")[0]], (large - small) / (many - few)
         rows.append([*kind, f"{slope / GIB:.2f} GiB", chips * int(few + (memory - small) / slope)])
     return table("topology | trains | attention | memory of a sequence | largest batch", rows)
+
+
+def pod_minutes() -> str:
+    """Formats the least times of the stages of Qwen3-4B: FLOPs or bytes over the rates of data sheets."""
+    from treeflash_jax.bench import shapes
+    from treeflash_jax.core.devices import PEAK_RATES
+
+    steps = [step for step in read("train_steps.json").values() if step["shape"] == "qwen3-4b"]
+    flops = {len(step["trains"]): step["flops_per_step"] / step["batch"] / step["sequence_length"] for step in steps}
+    model = shapes.find_verifier("qwen3-4b")
+    cache = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim  # bytes per token
+    read_per_step = 8.04e9 + 64 * 1000 * cache  # of 64 answers
+    rows = []
+    for stage, tokens in (("respond", 1e8), ("drafter", 6e8), ("head", 1e8)):
+        cells = [stage, f"{tokens:.0e}".replace("+0", "")]
+        for chips, kind in ((16, "TPU v5 lite"), (8, "NVIDIA H200")):
+            peak, bandwidth = PEAK_RATES[kind]
+            if stage == "respond":
+                seconds = tokens / 64 * read_per_step / (bandwidth * chips)
+            else:
+                seconds = tokens * flops[1 if stage == "drafter" else 2] / (chips * peak)
+            cells.append(f"{seconds / 60:.0f} min")
+        rows.append(cells)
+    return table("stage | tokens | 16 v5e | 8 H200", rows)
 
 
 PHASES = "nodes | draft | tree | verify | accept | commit | round | one-token step | round / step"
@@ -421,7 +447,7 @@ def near_ties() -> str:
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
 SHOWN += (latency_h200, round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
 SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu)
-SHOWN += (shipped_nodes,)
+SHOWN += (shipped_nodes, pod_minutes)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
