@@ -12,7 +12,8 @@ from scipy.special import log_softmax
 
 from treeflash_jax import trees
 from treeflash_jax.drafters import ngram
-from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level, likeliest_children, scratch_specs
+from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level, scratch_specs
+from treeflash_jax.models import vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.kv_cache import KVCache, LayerKV
 
@@ -49,7 +50,7 @@ def step(shared: dict, level: Level) -> LaneState:
 
 
 def offered(shared: dict, hidden_bwd: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return likeliest_children(shared["unembed"], hidden_bwd, CHILDREN, jnp.ones(BATCH), shared["ids"])
+    return vocab.likeliest(shared["unembed"], hidden_bwd, CHILDREN, jnp.ones(BATCH), shared["ids"])
 
 
 def expander(shared: dict, depths: int = DEPTHS, step=step) -> LaneExpander:

@@ -89,7 +89,7 @@ WRITTEN = {
     "language_model": LanguageModelConfig(layers=MODELS["llama"]),
     "speculators": Eagle3Config(
         layers=replace(MODELS["llama"], num_layers=1), target_hidden_size=8, draft_vocab_size=12, own_embedding=True,
-        taps=(0, 2), num_taps=2, taps_are_inputs=True, verifier=NAMED,
+        taps=(0, 2), num_taps=2, verifier=NAMED,
     ),
     "treeflash": replace(BLOCK, head="lowrank", head_rank=3, num_nodes=10, drafter_temperature=0.5),
     "dflash": BLOCK,

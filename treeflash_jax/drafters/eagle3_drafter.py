@@ -25,7 +25,6 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters import lanes
 from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level
 from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_fit
 from treeflash_jax.models import kv_cache, layers, quantized, vocab
@@ -45,7 +44,6 @@ class Eagle3Config(LaneDrafterConfig):
       target_hidden_size: hidden size of the verifier.
       taps: 0-based verifier layers whose output (residual stream) it reads; None: the rule of the EAGLE repository, which
         depends on the verifier's depth (`fitted`).
-      taps_are_inputs: whether the file names layers by their inputs; for messages, since `taps` are outputs.
       draft_vocab_size: number of tokens that it can draft; if smaller than the verifier's vocabulary, the weight `offsets`
         lists them.
       own_embedding: whether it has an embedding table; else it reads the verifier's.
@@ -62,7 +60,6 @@ class Eagle3Config(LaneDrafterConfig):
     target_hidden_size: int
     taps: tuple[int, ...] | None = None
     num_taps: int = 3
-    taps_are_inputs: bool = False
     draft_vocab_size: int
     own_embedding: bool = False
     fc_norm: bool = False
@@ -76,18 +73,13 @@ class Eagle3Config(LaneDrafterConfig):
 
     def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this config with its tapped layers. Raises ValueError if it was made for another verifier."""
+        taps = default_taps(verifier.num_layers) if self.taps is None else self.taps
         require_fit(
+            verifier,
+            taps,
             hidden_size=(self.target_hidden_size, verifier.hidden_size),
             vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
         )
-        taps = default_taps(verifier.num_layers) if self.taps is None else self.taps
-        outside = [tap for tap in taps if not 0 <= tap < verifier.num_layers]
-        if outside:
-            shift, read = (1, "inputs") if self.taps_are_inputs else (0, "outputs")
-            raise ValueError(
-                f"drafter does not fit the verifier: its layer ids {[tap + shift for tap in outside]}, read as {read} of "
-                f"layers, are outputs of layers {outside}, but the verifier has layers 0 to {verifier.num_layers - 1}"
-            )
         return replace(self, taps=taps)
 
     def specs(self) -> Params:
@@ -241,5 +233,5 @@ class LayerStep:
         """Returns the children below the layer's outputs."""
         (params, *_, temperature_b), ids_z = shared, draft_ids(shared[0])
         normed_bwd = normed(params, self.config, hidden_bwd)
-        offered = lanes.likeliest_children(params["unembed"], normed_bwd, self.config.children, temperature_b, ids_z)
+        offered = vocab.likeliest(params["unembed"], normed_bwd, self.config.children, temperature_b, ids_z)
         return LaneState(hidden_bwd, kv, *offered)

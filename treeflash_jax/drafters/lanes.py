@@ -20,7 +20,7 @@ values:
 Networks without attention keep nothing: `scratch` and LaneState.kv are then ().
 
 Shape suffixes: b batch, w lanes, c children kept, i scratch slots of a lane (one per level that is run), x = w i + w keys
-that tokens may see, k key/value heads, e head dim, d model, v vocabulary, z draft vocabulary.
+that tokens may see, k key/value heads, e head dim.
 
 Source: EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840), tree drafting.
 """
@@ -39,7 +39,6 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.protocol import DrafterConfig, Inputs
-from treeflash_jax.models import vocab
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import KVCache
 from treeflash_jax.trees import Expander
@@ -175,17 +174,6 @@ def scratch_specs(context: KVCache) -> tuple[tuple[Spec, Spec], ...]:
         return Spec((heads, size), ("kv_heads", None), dtype=slots_bkse.dtype)
 
     return tuple((spec(layer.keys_bkse), spec(layer.values_bkse)) for layer in context.layers)
-
-
-def likeliest_children(
-    table_vd: jax.Array, hidden_bwd: jax.Array, children: int, temperature_b: jax.Array, ids_z: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the likeliest tokens after normed hidden states and their log-probabilities, [b, w, c] each.
-
-    The table is that of the verifier's vocabulary, or of a draft vocabulary with the verifier's ids `ids_z`.
-    """
-    tokens_bwc, log_probs_bwc = vocab.likeliest(table_vd, hidden_bwd, children, temperature_b)
-    return tokens_bwc if ids_z is None else ids_z[tokens_bwc], log_probs_bwc
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.drafters import lanes, steering
+from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level
 from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs
 from treeflash_jax.drafters.steering import SteeringConfig
-from treeflash_jax.models import kv_cache
+from treeflash_jax.models import kv_cache, vocab
 from treeflash_jax.models import verifier as model
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
@@ -137,5 +137,5 @@ class ModelStep:
         """Returns the children below the model's hidden states."""
         params, _, temperature_b = shared
         table_vd = params.get("unembed", params["embed"])
-        offered = lanes.likeliest_children(table_vd, hidden_bwd, self.config.children, temperature_b, draft_ids(params))
+        offered = vocab.likeliest(table_vd, hidden_bwd, self.config.children, temperature_b, draft_ids(params))
         return LaneState((), kv, *offered)

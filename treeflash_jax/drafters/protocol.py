@@ -5,7 +5,7 @@ the drafter, z draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -196,15 +196,21 @@ class DrafterConfig(ABC):
         raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected {expected}")
 
 
-def require_fit(**sizes: tuple[Any, Any]) -> None:
-    """Raises ValueError unless every pair of sizes, by name, is equal in the drafter and the verifier."""
-    for name, (drafter, verifier) in sizes.items():
-        if drafter != verifier:
+def require_fit(verifier: ModelConfig, taps: Sequence[int], **sizes: tuple[Any, Any]) -> None:
+    """Raises ValueError unless the verifier has all tapped layers, and every pair of sizes (drafter, verifier) is equal."""
+    for name, (got, expected) in sizes.items():
+        if got != expected:
             name = name.replace("_", " ")
             raise ValueError(
-                f"drafter does not fit the verifier: {name} is {drafter} in the drafter and {verifier} in the verifier; "
+                f"drafter does not fit the verifier: {name} is {got} in the drafter and {expected} in the verifier; "
                 "load the drafter that was trained for this verifier"
             )
+    outside = [tap for tap in taps if not 0 <= tap < verifier.num_layers]
+    if outside:
+        raise ValueError(
+            f"drafter does not fit the verifier: it reads verifier layers {outside}, "
+            f"but the verifier has layers 0 to {verifier.num_layers - 1}"
+        )
 
 
 def draft_ids(params: Mapping[str, Any]) -> jax.Array | None:

@@ -135,11 +135,12 @@ def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> 
 
 
 def likeliest(
-    table_vd: jax.Array | Quantized, hidden_btd: jax.Array, k: int, temperature_b: jax.Array
+    table_vd: jax.Array | Quantized, hidden_btd: jax.Array, k: int, temperature_b: jax.Array, ids_v: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the k likeliest tokens after each hidden state and their log-probabilities, [b, t, k] each.
 
-    `top_log_probs` of `unembed`, over at most CHUNK_BYTES of logits at a time.
+    `top_log_probs` of `unembed`, over at most CHUNK_BYTES of logits at a time. `ids_v` are the verifier's ids of a draft
+    vocabulary; None: the table is the verifier's.
     """
     batch, positions = hidden_btd.shape[:2]
     mesh = sharding.current()
@@ -147,7 +148,8 @@ def likeliest(
     chunks = min(positions, -(-size // CHUNK_BYTES))
 
     def chunk_log_probs(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return top_log_probs(unembed(table_vd, hidden_bxd), k, temperature_b[:, None, None])
+        ids_bxk, log_probs_bxk = top_log_probs(unembed(table_vd, hidden_bxd), k, temperature_b[:, None, None])
+        return ids_bxk if ids_v is None else ids_v[ids_bxk], log_probs_bxk
 
     if chunks == 1:
         return chunk_log_probs(hidden_btd)

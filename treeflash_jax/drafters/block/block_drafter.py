@@ -124,16 +124,12 @@ class BlockConfig(DrafterConfig):
         """Returns this drafter. Raises ValueError if it was made for another verifier."""
         num_layers = self.num_target_layers or verifier.num_layers
         require_fit(
+            verifier,
+            self.taps,
             hidden_size=(self.layers.hidden_size, verifier.hidden_size),
             number_of_verifier_layers=(num_layers, verifier.num_layers),
             vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
         )
-        outside = [i for i in self.target_layer_ids if not 0 <= i < verifier.num_layers]
-        if outside:
-            raise ValueError(
-                f"drafter does not fit the verifier: it reads verifier layers {outside}, "
-                f"but the verifier has layers 0 to {verifier.num_layers - 1}"
-            )
         if not 0 <= self.mask_token_id < verifier.vocab_size:
             raise ValueError(
                 f"drafter does not fit the verifier: mask id {self.mask_token_id} lies outside "

@@ -91,7 +91,6 @@ class Eagle3(Dialect):
             target_hidden_size=target,
             taps=ids if ids is None or not self.ids_are_inputs else tuple(i - 1 for i in ids),
             num_taps=3 if ids is None else len(ids),
-            taps_are_inputs=self.ids_are_inputs,
             draft_vocab_size=draft_vocab_size,
             own_embedding=target != layers.hidden_size or "embed_tokens.weight" in tensor_files.names(folder),
             norm_output=self.norm_is_optional and keys.truth("norm_output", False),

@@ -43,8 +43,7 @@ class Unembed:
 
     def likeliest(self, hidden_bxd: jax.Array, k: int, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the k likeliest tokens after each hidden state and their log-probabilities, [b, x, k] each."""
-        ids_bxk, log_probs_bxk = vocab.likeliest(self.unembed_vd, self.normed(hidden_bxd), k, temperature_b)
-        return self.tokens(ids_bxk), log_probs_bxk
+        return vocab.likeliest(self.unembed_vd, self.normed(hidden_bxd), k, temperature_b, self.ids_v)
 
 
 @struct.dataclass
