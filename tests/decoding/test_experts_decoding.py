@@ -45,7 +45,7 @@ def test_floors_of_a_step_and_a_verify_pass_count_the_experts_of_one_token():
     experts = sum(layer[name].nbytes for layer in layers for name in ("expert_gate", "expert_up", "expert_down"))
     read_whole = {name: tree for name, tree in model.weights.verifier.items() if name != "embed"}  # beside `unembed`
     least = sum(x.nbytes for x in jax.tree.leaves(read_whole)) - experts * (1 - 2 / 16)
-    read = {timed.phase: timed.reads for timed in bench.timed}
+    read = {phase.name: phase.reads for phase in bench.phases}
     cached = 40 * 3 * 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
     for phase in ("step", "verify"):
         assert least + cached <= read[phase] < least + cached + 4096

@@ -1,13 +1,19 @@
 """Files of results: records of answers, one a line and all of one run; and JSON files to which commands add."""
 
 import json
+import os
+import platform
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax
+
+import treeflash_jax as tf
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import parse_json, quoted, read_json, warn
+from treeflash_jax.core.checks import clipped, parse_json, quoted, read_json, warn
 
 Record = dict[str, Any]
 
@@ -16,6 +22,18 @@ SCHEMA = 4
 SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p stop_ids attention".split()
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
+
+
+def print_progress(text: str) -> None:
+    print(clipped(text), file=sys.stderr)
+
+
+def environment(model: tf.TreeFlash) -> Record:
+    """Returns versions and hardware. Records that differ in them are never compared."""
+    versions = {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()}
+    device, count = model.device, 1 if model.mesh is None else model.mesh.size
+    hardware = {"backend": device.backend, "device": device.kind, "devices": count, "cores": os.cpu_count()}
+    return {"versions": versions, "hardware": hardware}
 
 
 def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[int, Record]]:

@@ -6,24 +6,19 @@ they are repeated, and only the second answer counts.
 """
 
 import json
-import os
-import platform
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-import jax
-
 import treeflash_jax as tf
-from treeflash_jax.bench.bench_records import PEER, SCHEMA, Record, is_comparable, record_key
+from treeflash_jax.bench.bench_records import PEER, SCHEMA, Record, environment, is_comparable, print_progress, record_key
 from treeflash_jax.bench.check import FAIL, ROUNDING, divergence, explanation
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
-from treeflash_jax.bench.timed import print_progress
 from treeflash_jax.core.checks import parse_json
 from treeflash_jax.engine.requests import Request, find_stops
 
@@ -66,7 +61,7 @@ class System:
         model, config, plan = self.model, self.config, self.model.plan(self.config)
         settings = {"verifier": self.pair[0], "dtype": str(model.dtype), "quantize": model.quantize}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
-        settings |= asdict(plan.shape) | describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
+        settings |= describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
         settings["stop_ids"] = config.stop_ids and list(config.stop_ids)
         if not plan.drafts:
             return settings | dict.fromkeys(("drafter", "drafter_temperature", "nodes", "acceptance"))
@@ -228,11 +223,3 @@ def compare(
             text = f"{names} from token {difference.index} on: {explanation(difference, model.dtype)}"
             print_progress(f"{ROUNDING if is_tie else FAIL}: prompt {record['prompt_id']}, {text}")
     return differing
-
-
-def environment(model: tf.TreeFlash) -> Mapping[str, dict[str, Any]]:
-    """Returns versions and hardware. Records that differ in them are never compared."""
-    versions = {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()}
-    device, count = model.device, 1 if model.mesh is None else model.mesh.size
-    hardware = {"backend": device.backend, "device": device.kind, "devices": count, "cores": os.cpu_count()}
-    return {"versions": versions, "hardware": hardware}

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.bench_records import read_kept
-from treeflash_jax.bench.timed import print_progress, running
+from treeflash_jax.bench.bench_records import print_progress, read_kept
+from treeflash_jax.bench.phases import running
 from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_KINDS, TPU_MEMORY, Device

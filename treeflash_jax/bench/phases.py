@@ -4,8 +4,8 @@ The timed programs are those that run: `prefill` and `decode` as they are shippe
 rounds of `decode`'s loop on the device), and the functions that `rounds.decode_round` is composed of, each compiled alone.
 
 A sample is many calls enqueued back to back before the clock waits, so that dispatch is hidden behind the device. Samples
-of all phases are interleaved. Buffers with a slot axis are handed from call to call as their programs donate them; the
-positions that sequences have reached are reset before every sample, so contexts stay within ROUNDS rounds of the request.
+of all phases are interleaved. Rounds and commits begin every sample with a copy of the state after the prompts, so contexts
+stay within ROUNDS rounds of the request.
 
 A phase's floor is the time of reading once, at the measured rate of copies, the arrays that its program reads: weights, the
 cached positions of the context, and results of the phase before. Of a mixture of experts, those of one token count.
@@ -13,8 +13,11 @@ cached positions of the context, and results of the phase before. Of a mixture o
 Shape suffixes: b batch, n tree nodes.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,25 +25,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.bench.timed import Timed, running, sample_in_turns
-from treeflash_jax.core import parameters, programs
+from treeflash_jax.core import parameters, programs, sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_expander, verify_tree
-from treeflash_jax.decoding.state import DecodePlan, DecodeState
+from treeflash_jax.decoding.accepting import Accepted, accept_path
+from treeflash_jax.decoding.rounds import Verified, build_tree, commit_path, draft_expander, verify_tree
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.batching import make_batch, round_capacity
+from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.device_memory import device_bytes
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.requests import make_requests
 from treeflash_jax.models import verifier
 
-# From a program and a number of calls to a function that enqueues them and returns arrays to wait for.
-Prepare = Callable[[Callable[..., Any], int], Callable[[], Any]]
-MakeArgs = Callable[[DecodeState], tuple[Any, ...]]
-ROUNDS = 16  # maximal number of rounds in one dispatch of `decode`
+CALLS = 64  # maximal number of calls in a sample
+ROUNDS = 16  # the same of rounds and commits, which lengthen the context
+SAMPLE_SECONDS = 0.05
 
 VERIFY = jax.jit(verify_tree, static_argnames="plan")
 ACCEPT = jax.jit(accept_path, static_argnames="plan")
+COMMIT = jax.jit(commit_path, static_argnames="plan", donate_argnames="state")
+
+copied = programs.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 @partial(jax.jit, static_argnames="plan")
@@ -64,211 +70,198 @@ def computed_leaves(tree: Any, inputs: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in passed_on]
 
 
-@partial(jax.jit, static_argnames="plan", donate_argnames="slots")
-def COMMIT(weights, slots, marks, verified, accepted, plan):
-    """`commit_path` on a divided state, of which only the slots are donated."""
-    return divide(loops.pin(commit_path(weights, unite(slots, marks), verified, accepted, plan)))
+@dataclass
+class Phase:
+    """One phase of one configuration, and its times.
 
+    Attributes:
+      nodes: nodes of the tree; None if the phase does not depend on them.
+      prepare: returns, for a number of calls, a function that enqueues them and returns arrays to wait for.
+      reads: bytes of the arrays that a call reads on one device.
+      most: maximal number of calls per sample.
+      units: divides the time of a call (tokens of a prefill).
+      seconds: time of one unit, per sample.
+    """
 
-copied = programs.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    name: str
+    nodes: int | None
+    prepare: Callable[[int], Callable[[], Any]]
+    reads: float
+    most: int = CALLS
+    units: int = 1
+    calls: int = 1
+    seconds: list[float] = field(default_factory=list)
 
+    def sample(self) -> float:
+        enqueue = self.prepare(self.calls)
+        since = time.perf_counter()
+        jax.block_until_ready(enqueue())
+        return (time.perf_counter() - since) / self.calls / self.units
 
-def divide(state: DecodeState) -> tuple[DecodeState, DecodeState]:
-    """Splits a state into buffers with a slot axis and everything else; each part is None where the other has a value."""
-    slots = jax.tree.map(lambda x: x if state.capacity in x.shape[1:] else None, state)
-    return slots, jax.tree.map(lambda x: None if state.capacity in x.shape[1:] else x, state)
+    def choose_calls(self) -> None:
+        self.calls, self.seconds = 1, []
+        seconds = min(self.sample(), self.sample()) * self.units
+        self.calls = min(self.most, math.ceil(SAMPLE_SECONDS / seconds))
 
-
-def unite(slots: DecodeState, marks: DecodeState) -> DecodeState:
-    """Joins the two parts that `divide` returns."""
-    return jax.tree.map(lambda x, y: y if x is None else x, slots, marks, is_leaf=lambda x: x is None)
-
-
-def slots_for(context: int, plans: Sequence[DecodePlan]) -> tuple[int, int]:
-    """Returns the largest number of positions that timing at this context fills, and the slots `generate` allocates."""
-    positions = context + 1 + (ROUNDS + 1) * max(plan.path_length for plan in plans)
-    return positions, round_capacity(positions)
-
-
-def check_sizes(plans: Sequence[DecodePlan], batches: list[int], contexts: list[int], mesh: Any) -> None:
-    """Refuses batches that the mesh does not divide, and contexts that leave no room for timed rounds."""
-    ways, most = 1 if mesh is None else mesh.shape["data"], plans[0].verifier.max_positions
-    for batch in batches:
-        if batch % ways:
-            raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
-    room = slots_for(0, plans)[0]
-    if max(contexts) + room > most:
-        why = f"the verifier's context is {most}, and timed rounds need room"
-        raise ValueError(f"got --context {max(contexts)}, expected at most {most - room}: {why}")
+    def summarise(self, bytes_per_second: float) -> dict[str, Any]:
+        """Returns milliseconds (median and quartiles) of one call or token, and its floor: those of its reads."""
+        size = self.reads / self.units
+        low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
+        times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * size / bytes_per_second}
+        counts = {"bytes": size, "samples": len(self.seconds), "calls": self.calls}
+        return {"phase": self.name, "nodes": self.nodes} | times | counts
 
 
 class Bench:
     """A batch of sequences that have read `context` random tokens, and every phase of every plan over them, warm.
 
     Attributes:
-      compile_seconds: time of compiling and warming up all phases.
+      state: the state after the prompts.
     """
 
     def __init__(
-        self,
-        model: TreeFlash,
-        plans: Sequence[DecodePlan],
-        *,
-        batch: int,
-        context: int,
-        temperature: float = 0.0,
+        self, model: TreeFlash, plans: Sequence[DecodePlan], *, batch: int, context: int, temperature: float = 0.0
     ):
         """Compiles and runs everything once.
 
         Args:
           plans: plans that draft; alike in everything but nodes.
 
-        Raises ValueError for logits that are not finite, or too little memory on the devices.
+        Raises ValueError for a context that leaves no room for timed rounds, or too little memory on the devices.
         """
-        self.model, self.plans, self.weights = model, list(plans), model.weights
-        self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
-        self.batch, self.context = batch, context
-        positions, self.capacity = slots_for(context, plans)
-        config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
+        self.model, self.plans = model, list(plans)
+        self.where, self.phases = f"batch {batch}, context {context}", list[Phase]()
+        room = 1 + (ROUNDS + 1) * max(plan.path_length for plan in plans)
+        self.context, self.capacity = context, round_capacity(context + room)
+        config = GenerateConfig(max_new_tokens=room, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
         requests = make_requests(ids, config, model.verifier)
-        batched = make_batch(requests, batch_size=batch, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
-        inputs = self.weights, *batched
-        since = time.perf_counter()
+        inputs = make_batch(requests, batch_size=batch, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
         with running(model.mesh, self.where):
-            prefill = self.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill())
-            self.slots, self.marks = divide(prefill(*inputs))
-            self.build(prefill, inputs)
-        self.compile_seconds = time.perf_counter() - since
+            plan, weights = self.plans[0], model.weights
+            self.state = self._add(
+                "prefill", loops.prefill, weights, *inputs, plan=plan.for_prefill(), units=batch * context
+            )
+            self._add_phases(weights, self.state)
 
     def measure(self, bytes_per_second: float, repeats: int) -> list[dict[str, Any]]:
-        """Times all phases; returns `Timed.summarise` of each, with its floor at this rate of copies."""
-        self.sample(repeats)
-        return [timed.summarise(bytes_per_second) for timed in self.timed]
+        """Takes samples of all phases, in turns whose order rotates; returns `Phase.summarise` of each."""
+        with running(self.model.mesh, self.where):
+            for phase in self.phases:
+                phase.choose_calls()
+            for turn in range(repeats):
+                first = turn % len(self.phases)
+                for phase in [*self.phases[first:], *self.phases[:first]]:
+                    phase.seconds.append(phase.sample())
+        return [phase.summarise(bytes_per_second) for phase in self.phases]
 
-    def find_reads(self, program: Any, arguments: Sequence[Any], parts: Sequence[int] | None = None) -> float:
-        """Returns the bytes of the arrays that a program reads on one device.
+    def _add_phases(self, weights: Weights, state: DecodeState) -> None:
+        """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""
+        self._add_rounds("step", None, state.replace(drafter=None), self.plans[0].one_token())
+        computed = self._add("draft", DRAFT, weights, state, plan=self.plans[0])
+        for plan in self.plans:
+            add = partial(self._add, plan=plan, nodes=plan.num_nodes)
+            tree, proposal = add("tree", TREE, weights, state, computed)
+            verified = add("verify", VERIFY, weights, state, tree)
+            accepted = add("accept", ACCEPT, state, tree, proposal, verified.logits_bnv)
+            self._add_commits(plan, verified, accepted)
+            self._add_rounds("round", plan.num_nodes, state, plan)
+
+    def _add(
+        self, name: str, function: Any, *arguments: Any, plan: DecodePlan, nodes: int | None = None, units: int = 1
+    ) -> Any:
+        """Adds a phase whose calls have equal arguments; returns their output."""
+        program = self._compile(function, *arguments, plan=plan)
+
+        def enqueue(calls: int) -> Any:
+            for _ in range(calls):
+                out = program(*arguments)
+            return out
+
+        reads = self._count_reads(program, *arguments)
+        self.phases.append(Phase(name, nodes, lambda calls: partial(enqueue, calls), reads, units=units))
+        return jax.block_until_ready(enqueue(1))
+
+    def _add_rounds(self, name: str, nodes: int | None, state: DecodeState, plan: DecodePlan) -> None:
+        """Adds rounds of `decode`, all those of a sample in one call."""
+        arguments = self.model.weights, state, jnp.int32(1)
+        program = self._compile(loops.decode, *arguments, plan=plan)
+        reads = self._count_reads(program, *arguments)
+        self._add_moving(name, nodes, state, reads, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
+
+    def _add_commits(self, plan: DecodePlan, verified: Verified, accepted: Accepted) -> None:
+        """Adds commits of one path again and again, each after the one before."""
+        weights, others = self.model.weights, (verified, accepted)
+        program = self._compile(COMMIT, weights, self.state, *others, plan=plan)
+
+        def enqueue(state: DecodeState, calls: int) -> DecodeState:
+            for _ in range(calls):
+                state = program(weights, state, *others)
+            return state
+
+        reads = self._count_reads(program, weights, None, *others)  # the state is written, not read
+        self._add_moving("commit", plan.num_nodes, self.state, reads, enqueue)
+
+    def _add_moving(self, name: str, nodes: int | None, state: DecodeState, reads: float, enqueue: Any) -> None:
+        """Adds a phase that changes the state: every sample has a copy of it, which `enqueue` donates."""
+
+        def prepare(calls: int) -> Callable[[], Any]:
+            return partial(enqueue, jax.block_until_ready(copied(state)), calls)
+
+        self.phases.append(Phase(name, nodes, prepare, reads, most=ROUNDS))
+        self.phases[-1].sample()
+
+    def _compile(self, function: Any, *arguments: Any, plan: DecodePlan) -> Any:
+        return programs.compile_lowered(function.lower(*arguments, plan=plan), self.model.mesh, function.__name__)
+
+    def _count_reads(self, program: Any, *arguments: Any) -> float:
+        """Returns the bytes of the arrays that a program reads on one device; arguments that are None do not count.
 
         An embedding table beside a separate vocabulary table is left out, since few of its vectors are looked up. Of the
-        experts, only those of a single token count.
-
-        Args:
-          parts: arguments that count; None: all.
+        experts, only those of a single token count, and of caches the filled part.
         """
-        weights, config, total = self.weights, self.model.verifier, 0.0
-        held = {id(leaf): 1.0 for leaf in jax.tree.leaves(weights)}
-        specs = jax.tree.leaves(verifier.specs(config, self.model.quantize), is_leaf=parameters.is_spec)
+        weights, config, total = self.model.weights, self.model.verifier, 0.0
+        shares = {id(leaf): 1.0 for leaf in jax.tree.leaves(weights)}
+        is_merged = merges_weights(self.model.device, config.num_kv_heads, self.model.mesh)
+        specs = jax.tree.leaves(verifier.specs(config, self.model.quantize, is_merged), is_leaf=parameters.is_spec)
         for spec, leaf in zip(specs, jax.tree.leaves(weights.verifier), strict=True):
             if spec.axes[0] == "experts":
-                held[id(leaf)] = config.experts_per_token / config.num_experts
+                shares[id(leaf)] = config.experts_per_token / config.num_experts
         if "unembed" in weights.verifier:
-            held |= {id(leaf): 0.0 for leaf in jax.tree.leaves(weights.verifier["embed"])}
+            shares |= {id(leaf): 0.0 for leaf in jax.tree.leaves(weights.verifier["embed"])}
 
         def add(array: jax.Array, layout: Any) -> None:
             nonlocal total
             if layout is not None:  # the compiler did not drop it
                 filled = self.context / self.capacity if self.capacity in array.shape[1:] else 1.0
-                total += held.get(id(array), filled) * device_bytes(array)
+                total += shares.get(id(array), filled) * device_bytes(array)
 
-        layouts = program.input_shardings[0]
-        for part in range(len(arguments)) if parts is None else parts:
-            jax.tree.map(add, arguments[part], layouts[part])
+        for argument, layouts in zip(arguments, program.input_shardings[0], strict=True):
+            if argument is not None:
+                jax.tree.map(add, argument, layouts)
         return total
 
-    def sample(self, repeats: int) -> dict[tuple[str, int | None], float]:
-        """Times all phases in turns; returns the median seconds of each, by phase and nodes."""
-        with running(self.model.mesh, self.where):
-            sample_in_turns(self.timed, repeats)
-        return {(timed.phase, timed.nodes): float(np.median(timed.seconds)) for timed in self.timed}
 
-    @property
-    def state(self) -> DecodeState:
-        return unite(self.slots, self.marks)
+def measure_copies() -> float:
+    """Measures the bytes per second of a large copy on the first device; each byte counts twice, as read and as written."""
+    size = 2**30
+    negate = programs.jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
+    numbers, seconds = programs.jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))(), []
+    for _ in range(8):
+        jax.block_until_ready(numbers)
+        since = time.perf_counter()
+        numbers = jax.block_until_ready(negate(numbers))
+        seconds.append(time.perf_counter() - since)
+    return 2 * size / float(np.median(seconds[1:]))  # the first sample compiles
 
-    def compile(self, function: Any, *args: Any, **static: Any) -> Callable[..., Any]:
-        return programs.compile_lowered(function.lower(*args, **static), self.model.mesh, function.__name__)
 
-    def build(self, prefill: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""
-        first, weights = self.plans[0], self.weights
-        self.add_rounds("step", None, first.one_token(), {"drafter": None})
-        prepare = partial(self.repeated, lambda state: inputs)
-        reads = self.find_reads(prefill, inputs)
-        self.add("prefill", None, prefill, prepare, reads, most=4, units=self.batch * self.context)
-        computed = self.run("draft", None, DRAFT, lambda state: (weights, state), plan=first)
-        for plan in self.plans:
-            self.run_tree(plan, computed)
-            self.add_rounds("round", plan.num_nodes, plan, {})
-
-    def run_tree(self, plan: DecodePlan, computed: list[jax.Array]) -> None:
-        """Adds the phases that depend on the number of nodes, given the arrays that DRAFT computed."""
-        weights, run = self.weights, partial(self.run, nodes=plan.num_nodes, plan=plan)
-        tree, proposal = run("tree", function=TREE, make_args=lambda state: (weights, state, computed))
-        verified = run("verify", function=VERIFY, make_args=lambda state: (weights, state, tree))
-        if not bool(jnp.isfinite(verified.logits_bnv).all()):
-            raise ValueError(f"{self.where}: got logits that are not finite")
-        accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, tree, proposal, verified.logits_bnv))
-
-        def commit(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
-            """Prepares commits at the same positions, each into the slots that the one before returned."""
-
-            def enqueue() -> Any:
-                for _ in range(calls):
-                    self.slots, _ = run(weights, self.slots, self.marks, verified, accepted)
-                return self.slots
-
-            return enqueue
-
-        arguments = weights, self.slots, self.marks, verified, accepted
-        program = self.compile(COMMIT, *arguments, plan=plan)
-        reads = self.find_reads(program, arguments, parts=(0, 2, 3, 4))  # slots are written, not read
-        self.add("commit", plan.num_nodes, program, commit, reads)
-
-    def run(self, phase: str, nodes: int | None, function: Any, make_args: MakeArgs, **static: Any) -> Any:
-        """Compiles a phase without effect on the state, adds it, and returns its output."""
-        arguments = make_args(self.state)
-        program = self.compile(function, *arguments, **static)
-        return self.add(phase, nodes, program, partial(self.repeated, make_args), self.find_reads(program, arguments))
-
-    def repeated(self, make_args: MakeArgs, run: Callable[..., Any], calls: int) -> Callable[[], Any]:
-        args = make_args(self.state)
-        return lambda: [run(*args) for _ in range(calls)][-1]
-
-    def add(
-        self,
-        phase: str,
-        nodes: int | None,
-        program: Callable[..., Any],
-        prepare: Prepare,
-        reads: float,
-        *,
-        warm: int = 1,
-        **sizes: int,
-    ) -> Any:
-        """Adds a phase, and returns the output of its last of `warm` calls."""
-        self.timed.append(Timed(phase, nodes, partial(prepare, program), reads=reads, **sizes))
-        return jax.block_until_ready(self.timed[-1].prepare(warm)())
-
-    def add_rounds(self, phase: str, nodes: int | None, plan: DecodePlan, fields: dict[str, Any]) -> None:
-        """Adds rounds of `decode`, on the state with some fields replaced; they begin at the end of the prompts.
-
-        Raises RuntimeError for a dispatch that ended before its last round, whose time would be that of fewer rounds.
-        """
-
-        def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
-            marks, others = jax.block_until_ready(copied((self.marks, fields)))  # donated
-            state, count = unite(self.slots, marks), jnp.int32(calls)
-
-            def enqueue() -> Any:
-                out = run(self.weights, state.replace(**others), count)
-                self.slots, _ = divide(out.replace(**{name: getattr(state, name) for name in fields}))
-                return out
-
-            return enqueue
-
-        arguments = self.weights, self.state.replace(**fields), jnp.int32(1)
-        program = self.compile(loops.decode, *arguments, plan=plan)
-        reads = self.find_reads(program, arguments)
-        out = self.add(phase, nodes, program, prepare, reads, warm=ROUNDS, least=4, most=ROUNDS)
-        if (done := int(out.rounds_b.min())) != ROUNDS:
-            raise RuntimeError(f"{self.where}: got {done} rounds of {phase}, expected {ROUNDS}")
+@contextmanager
+def running(mesh: Any, where: str) -> Iterator[None]:
+    """Enters the mesh, and turns exhausted memory into a ValueError of one line."""
+    try:
+        with sharding.ambient(mesh):
+            yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(f"{where}: the devices have too little memory for it") from None

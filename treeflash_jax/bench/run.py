@@ -195,7 +195,7 @@ def check(
     format, path = arguments.format, arguments.out
     for system in measured:
         settings = system.settings() | {"format": format}
-        ours = {"system": system.name, "settings": settings, **harness.environment(system.model)}
+        ours = {"system": system.name, "settings": settings, **bench_records.environment(system.model)}
         bench_records.check_one_run([*earlier, ours], path)
     hashes = {record["prompt_id"]: record["prompt_hash"] for record in earlier}
     new_tokens, most = measured[0].config.max_new_tokens, measured[0].model.verifier.max_positions

@@ -3,16 +3,14 @@
 Sources: the models' config.json files; DFlash (arXiv 2602.06036) for the drafters.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from treeflash_jax.core import programs, sharding
+from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.core.settings import field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
@@ -78,10 +76,9 @@ class Shapes:
 
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     """Returns what a plan's rounds draft and verify, for a record."""
-    options = {"nodes": plan.num_nodes}
-    for option in field_names(GenerateConfig, "drafting"):
-        options[option] = getattr(plan.draft, option, None)
-    return options | {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
+    drafting = {option: getattr(plan.draft, option, None) for option in field_names(GenerateConfig, "drafting")}
+    rule = {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
+    return {"nodes": plan.num_nodes, **drafting, **asdict(plan.shape), **rule}
 
 
 def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, DrafterConfig]:
@@ -137,9 +134,9 @@ def short_name(path: str) -> str:
 
 
 def random_pair(
-    model: ModelConfig, drafter: BlockConfig, dtype: Any, mesh: Any = None, quantize: str | None = None
+    model: ModelConfig, drafter: DrafterConfig, dtype: Any, mesh: Any = None, quantize: str | None = None
 ) -> TreeFlash:
-    """Makes a pair of random weights, drawn on the devices in their dtype and shard; the verifier's are quantised as drawn.
+    """Makes a pair of random weights, drawn one by one in their dtype; the verifier's are quantised as drawn.
 
     No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
     that trees fill up as those of a trained head.
@@ -148,22 +145,12 @@ def random_pair(
     specs = verifier.specs(model, is_merged=is_merged), drafter.specs()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
-    def draw(spec: Spec, scheme: str | None) -> jax.Array:
-        place = None if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh)
+    def draw(spec: Spec, scheme: str | None = None) -> jax.Array:
         center, scale = {"normal": (0.0, 0.02), "ones": (1.0, 0.02), "zeros": (0.0, 1e-3)}[spec.init]
-        weight = _normal(spec.shape, jnp.dtype(dtype), place)(next(keys), center, scale)
+        weight = center + scale * jax.random.normal(next(keys), spec.shape, dtype)
+        if mesh is not None:
+            weight = jax.device_put(weight, sharding.sharding(spec.axes, spec.shape, mesh))
         return quantized.compress(weight, spec, scheme=scheme, mesh=mesh)
 
-    schemes = quantize, None
-    weights = (jax.tree.map(partial(draw, scheme=s), tree, is_leaf=is_spec) for tree, s in zip(specs, schemes, strict=True))
-    return TreeFlash(model, Weights(*weights), drafter=drafter, mesh=mesh)
-
-
-@cache
-def _normal(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[..., jax.Array]:
-    """Compiles one small program per kind of weight: a single program for all of them takes minutes to compile."""
-
-    def draw(key: jax.Array, center: float, scale: float) -> jax.Array:
-        return center + scale * jax.random.normal(key, shape, dtype)
-
-    return programs.jit(draw, out_shardings=place)
+    weights = jax.tree.map(partial(draw, scheme=quantize), specs[0], is_leaf=is_spec)
+    return TreeFlash(model, Weights(weights, jax.tree.map(draw, specs[1], is_leaf=is_spec)), drafter=drafter, mesh=mesh)
