@@ -86,7 +86,7 @@ def main() -> None:
         if record["system"] != "ar":
             continue
         for turn, answer in enumerate(record["ids"]):
-            chat = prompt_sets.make_chat(prompts[record["prompt_id"]], record["settings"]["format"], record["texts"][:turn])
+            chat = prompt_sets.make_chat(prompts[record["prompt_id"]], record["texts"][:turn])
             prompt, drafts = model.encode(chat), {}
             for nodes in arguments.nodes:
                 root = 0

@@ -83,7 +83,7 @@ def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
     assert record["tokens"] == len(answer.ids) + len(again.ids)
     about = {"head": "mlp", "block_size": 16, "builder": "best-first", "acceptance": "sample-and-match", "top_p": 1.0}
     about |= {"drafter_temperature": f"max({tiny.drafter.drafter_temperature:g}, min(T, 1))", "temperature": 0.0}
-    about |= {"seed": 0, "format": "chat"}
+    about |= {"seed": 0}
     about |= {"template": {"enable_thinking": False}, "dtype": "float32", "quantize": None, "batch_size": 1}
     about |= {"verifier": "tiny", "drafter": "tiny", "stop_ids": None}
     assert (settings | about).items() <= record["settings"].items()
@@ -178,7 +178,10 @@ def test_a_stopped_run_continues_where_it_was(fake, small, tmp_path):
 
 def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, small, tmp_path):
     bench(tmp_path / "out.jsonl", *small, "--seed", "0", "1", "--format", "math")
-    seeds = {(seed, call.inputs[0][0]["content"]) for call in fake.calls for seed in call.seed}
+    firsts = [
+        (call, call.inputs[0] if isinstance(call.inputs[0], str) else call.inputs[0][0]["content"]) for call in fake.calls
+    ]
+    seeds = {(seed, text) for call, text in firsts for seed in call.seed}
     worded = [FORMATS["math"].replace("{turn}", prompt["turns"][0]) for prompt in PROMPTS]
     assert Counter(dict(seeds).values()) == dict.fromkeys(worded, 2), "one per seed, whatever the system"
     assert len(seeds) == 4
@@ -199,7 +202,7 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
         (out, ["--prompts", str(other), str(other)], "expected files of different names"),
         (out, ["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file"),
         (fresh, ["--max-new-tokens", "1500"], "prompt 'cows': got 30"),
-        (fresh, ["--format", "raw"], "prompt 'cows': got 2 turns, expected one turn alone"),
+        (out, ["--format", "math"], "another text for prompt 'cows'"),
         (fresh, ["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
         (out, ["--drafter", "tiny=other"], "got drafter 'tiny=other', but 'tiny' in earlier records"),
         (out, ["--stop-ids", "7"], "got stop_ids [7], but None in earlier records"),

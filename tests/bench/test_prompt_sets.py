@@ -1,7 +1,6 @@
 """Prompts of `bench run`: files in every form of a chat, the published wording and draw, and files that are refused."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 from refusals import refused
@@ -10,10 +9,6 @@ from toy_training import write_lines
 import treeflash_jax as tf
 from treeflash_jax.bench import prompt_sets, run
 from treeflash_jax.bench.harness import System
-
-
-def plain_system(model):
-    return System(name="ar", model=model, config=tf.GenerateConfig(builder="none", max_new_tokens=512))
 
 
 @pytest.mark.parametrize("text, words", [
@@ -30,7 +25,7 @@ def test_bad_prompts_are_named_by_file_and_line(tmp_path, text, words):
     refused(lambda: prompt_sets.read_prompts(write_lines(tmp_path / "prompts.jsonl", [text])), words)
 
 
-def test_training_files_are_prompt_files_too(tiny, tmp_path):
+def test_training_files_are_prompt_files_too(tmp_path):
     """Every form of a chat gives the prompt that the published one gives; ids are invented where there are none."""
     forms = [
         {"id": "a", "turns": ["x", "y"], "reference": None},
@@ -42,22 +37,19 @@ def test_training_files_are_prompt_files_too(tiny, tmp_path):
     expected = [("a", ("x", "y"), None), ("mixed-2", ("x",), None), ("mixed-3", ("x",), "s"), ("mixed-4", ("x",), None)]
     assert [(prompt.id, prompt.turns, prompt.system) for prompt in prompts] == expected
     assert prompts[1].hash == prompts[3].hash != prompts[2].hash
-    opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
-    assert prompt_sets.make_chat(prompts[2], "chat", []) == prompt_sets.empty_chat(prompts[2], "chat") == opening
-    words = "'mixed-3': got a system message, expected one turn alone with the format raw"
-    refused(lambda: run.check([plain_system(tiny)], prompts[2:], SimpleNamespace(format="raw", out="out"), []), words)
+    assert prompt_sets.make_chat(prompts[2], []) == [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("turn, format, expected", [
-    ("1 + {turn}?", "raw", "1 + {turn}?"), ("1 + {turn}?", "chat", "1 + {turn}?"),
+    ("1 + {turn}?", "chat", "1 + {turn}?"),
     ("Q", "math", "Q\nPlease reason step by step, and put your final answer within \\boxed{}."),
     ("def f():", "humaneval", "passes the tests:\n```python\ndef f():\n```"),
 ])  # fmt: skip
-def test_published_formats(turn, format, expected):
-    prompt = prompt_sets.make_chat(prompt_sets.BenchPrompt(id="a", turns=(turn,)), format, [])
-    assert isinstance(prompt, tf.Text) == (format == "raw")
-    text = prompt if format == "raw" else prompt[0]["content"]
-    assert text.endswith(expected) and (text == expected or format == "humaneval")
+def test_published_formats(tmp_path, turn, format, expected):
+    path = write_lines(tmp_path / "prompts.jsonl", [{"turns": [turn, "More?"]}])
+    [prompt] = prompt_sets.choose_prompts([path], format=format)
+    first, answer, _ = prompt_sets.make_chat(prompt, ["Yes."])
+    assert first["content"].endswith(expected) and answer == {"role": "assistant", "content": "Yes."}
 
 
 def test_the_published_draw(tiny):
@@ -65,4 +57,5 @@ def test_the_published_draw(tiny):
     chosen = sorted(random.Random(42).sample(range(len(every)), 5))
     assert prompt_sets.draw(every, 5) == [every[i] for i in chosen]
     assert prompt_sets.draw(every, None) == prompt_sets.draw(every, 99) == every
-    run.check([plain_system(tiny)], every, SimpleNamespace(format="chat", out="out"), [])  # all fit
+    config = tf.GenerateConfig(builder="none", max_new_tokens=512)
+    run.check([System(name="ar", model=tiny, config=config)], every, [], "out")  # all fit

@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 SCHEMA = 4
 # Settings that are equal in all records of a file. Those of a system differ between systems; temperature and seed may vary.
-SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p stop_ids attention".split()
+SHARED = "verifier template quantize max_new_tokens batch_size top_k top_p stop_ids attention".split()
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
 

@@ -88,20 +88,20 @@ class Peer(System):
     program: subprocess.Popen
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
-        model = self.model
-        stop_ids = model.stop_ids if self.config.stop_ids is None else self.config.stop_ids
-        stop_ids = find_stops(self.config.stop, stop_ids, model.tokenizer, model.verifier.vocab_size)[1]
-        settings = {"max_new_tokens": self.config.max_new_tokens, "stop_ids": stop_ids}
+        model, config = self.model, self.config
+        stop_ids = model.stop_ids if config.stop_ids is None else config.stop_ids
+        stop_ids = find_stops(config.stop, stop_ids, model.tokenizer, model.verifier.vocab_size)[1]
+        settings = {"max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids}
         results = []
         for prompt in prompts:
-            ids = self.model.encode(prompt)
-            answer = self._ask({"prompt": ids} | settings)
-            count = answer.get("tokens") or len(answer.get("ids", ()))
-            given = {"text": answer.get("text"), "ids": answer.get("ids", []), "seconds": answer["seconds"]}
-            if given["text"] is None and self.model.tokenizer is not None:  # later turns follow it
-                given["text"] = self.model.tokenizer.decode(given["ids"])
-            given |= {"prompt_ids": ids, "tokens_per_second": count / answer["seconds"], "compile_seconds": 0.0}
-            results.append(tf.Result(**given, builder=PEER, accept_lengths=[], finished="stop"))
+            prompt_ids = model.encode(prompt)
+            answer = self._ask({"prompt": prompt_ids} | settings)
+            ids, text, seconds = answer.get("ids", []), answer.get("text"), answer["seconds"]
+            if text is None and model.tokenizer is not None:  # later turns follow it
+                text = model.tokenizer.decode(ids)
+            pace = {"seconds": seconds, "tokens_per_second": (answer.get("tokens") or len(ids)) / seconds}
+            given = {"text": text, "ids": ids, "prompt_ids": prompt_ids, "builder": PEER, "finished": "stop"}
+            results.append(tf.Result(**given, **pace, accept_lengths=[]))
         return results
 
     def settings(self) -> dict[str, Any]:
@@ -111,10 +111,9 @@ class Peer(System):
         with suppress(BrokenPipeError):  # it has ended
             self.program.stdin.write(json.dumps(question).encode() + b"\n")
         line = self.program.stdout.readline().decode()
-        with suppress(ValueError, AttributeError):  # no JSON object
+        with suppress(ValueError, TypeError, KeyError):  # no JSON object with numbers
             answer = parse_json(line)
-            seconds, ids = answer.get("seconds"), answer.get("ids", [])
-            if isinstance(seconds, int | float) and seconds > 0 and isinstance(ids, list):
+            if answer["seconds"] > 0 and isinstance(answer.get("ids", []), list):
                 return answer
         got = f"got {line.strip()!r} from" if line else "got no answer from"
         raise ValueError(f"{got} {self.command!r}, expected one JSON line per prompt, with seconds above 0")
@@ -124,7 +123,6 @@ def measure(
     systems: Sequence[System],
     prompts: Sequence[BenchPrompt],
     *,
-    format: str = "chat",
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
     known: Sequence[Record] = (),
@@ -137,7 +135,6 @@ def measure(
     printed on stderr.
 
     Args:
-      format: a key of `prompt_sets.FORMATS`.
       known: records of an earlier run, which are not measured again.
       notify: receives a line after every call.
     """
@@ -151,50 +148,43 @@ def measure(
             missing = [p for p in batch if (p.id, system.name, temperature, seed) not in records]
             if not missing:
                 continue
-            answers = converse(system, batch, format, temperature, seed)
+            answers = converse(system, batch, temperature, seed)
             has_compiled = any(result.compile_seconds for results in answers for result in results)
             if has_compiled or system.name not in warm:
-                answers = converse(system, batch, format, temperature, seed)
+                answers = converse(system, batch, temperature, seed)
                 warm.add(system.name)
             for prompt, results in zip(batch, answers, strict=True):
                 if prompt not in missing:
                     continue
-                record = make_record(system, prompt, results, format, temperature, seed)
+                record = make_record(system, prompt, results, temperature, seed)
                 others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
-                sampled = {name: getattr(system.config, name) for name in ("top_k", "top_p")}
-                sampled |= {"temperature": temperature, "seed": prompt.seed(seed)}
-                requests = [Request(ids=turn.prompt_ids, **sampled) for turn in results]
-                record["differences"] = compare(system.model, record, filter(None, others), requests)
+                record["differences"] = compare(system.model, record, filter(None, others), prompt, results)
                 records[record_key(record)] = record
                 yield record
             notify(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
 
 
-def converse(
-    system: System, prompts: Sequence[BenchPrompt], format: str, temperature: float, seed: int
-) -> list[list[tf.Result]]:
+def converse(system: System, prompts: Sequence[BenchPrompt], temperature: float, seed: int) -> list[list[tf.Result]]:
     """Answers all turns of prompts, a call per turn, after the answers before it; returns results by prompt and turn."""
     answers: list[list[tf.Result]] = [[] for _ in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         places = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
-        chats = [make_chat(prompts[i], format, [result.text for result in answers[i]]) for i in places]
+        chats = [make_chat(prompts[i], [result.text for result in answers[i]]) for i in places]
         results = system.answer(chats, temperature, [prompts[i].seed(seed) for i in places])
         for i, result in zip(places, results, strict=True):
             answers[i].append(result)
     return answers
 
 
-def make_record(
-    system: System, prompt: BenchPrompt, results: Sequence[tf.Result], format: str, temperature: float, seed: int
-) -> Record:
+def make_record(system: System, prompt: BenchPrompt, results: Sequence[tf.Result], temperature: float, seed: int) -> Record:
     """Makes the record of one answered prompt. Lists of lists are by turn.
 
     `accept_lengths` count what rounds added to the answers, and `cut` what the last round of a turn accepted after its end;
     `tokens` includes the token of every turn's prefill.
     """
-    sampling = {"format": format, "temperature": temperature, "seed": seed}
+    settings = system.settings() | {"temperature": temperature, "seed": seed}
     record = {"schema": SCHEMA, "prompt_id": prompt.id, "prompt_hash": prompt.hash, "prompt_set": prompt.set}
-    record |= {"system": system.name, "settings": system.settings() | sampling}
+    record |= {"system": system.name, "settings": settings}
     record["texts"] = [result.text for result in results]
     for name in ("accept_lengths", "cut", "ids"):
         record[name] = [getattr(result, name) for result in results]
@@ -204,19 +194,20 @@ def make_record(
 
 
 def compare(
-    model: tf.TreeFlash, record: Record, others: Iterable[Record], requests: Sequence[Request]
+    model: tf.TreeFlash, record: Record, others: Iterable[Record], prompt: BenchPrompt, results: Sequence[tf.Result]
 ) -> dict[str, dict[str, Any]]:
     """Compares a drafted with a one-token answer to the same prompt, and prints how they differ.
 
-    `requests` has prompt and sampling settings of every turn. Returns {"turn", "near_tie"} and the fields of
-    `check.Divergence` by system, without systems of the same answer.
+    Returns {"turn", "near_tie"} and the fields of `check.Divergence` by system, without systems of the same answer.
     """
-    differing = {}
+    differing, settings = {}, record["settings"]
+    sampling = {name: settings[name] for name in ("temperature", "top_k", "top_p")}
     for other in others:
         if is_comparable(record, other) and record["ids"] != other["ids"]:
             turn = next(i for i, (a, b) in enumerate(zip(record["ids"], other["ids"], strict=True)) if a != b)
-            drafted, plain = (other, record) if record["settings"]["builder"] == "none" else (record, other)
-            difference = divergence(model, requests[turn], drafted["ids"][turn], plain["ids"][turn])
+            drafted, plain = (other, record) if settings["builder"] == "none" else (record, other)
+            request = Request(ids=results[turn].prompt_ids, seed=prompt.seed(settings["seed"]), **sampling)
+            difference = divergence(model, request, drafted["ids"][turn], plain["ids"][turn])
             is_tie = difference.is_near_tie()
             differing[other["system"]] = {"turn": turn, "near_tie": is_tie, **asdict(difference)}
             names = " and ".join(sorted((record["system"], other["system"])))

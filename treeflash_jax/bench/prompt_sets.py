@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.bench.bench_records import read_jsonl
-from treeflash_jax.engine.prompts import Text, read_messages
+from treeflash_jax.engine.prompts import read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
 PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks
-# What a user turn becomes, in the words of the published benchmarks. All but raw go through the chat template.
-FORMATS = {
+FORMATS = {  # what a user turn becomes, in the words of the published benchmarks
     "chat": "{turn}",
-    "raw": "{turn}",
     "math": "{turn}\nPlease reason step by step, and put your final answer within \\boxed{}.",
     "humaneval": "Write a solution to the following problem and make sure that it passes the tests:\n"
     "```python\n{turn}\n```",
@@ -26,9 +24,9 @@ FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """A prompt with its user turns and perhaps a system message, or one of token ids; `hash` identifies its text.
+    """A prompt with its user turns and perhaps a system message, or one of token ids.
 
-    `set` is the name of its file if there are several.
+    `hash` identifies its text. `set` is the name of its file if there are several.
 
     Example:
       >>> BenchPrompt(id="words-1", turns=("A box holds 6 pens. How many do 3 boxes hold?",)).hash
@@ -50,14 +48,18 @@ class BenchPrompt:
         return zlib.crc32(f"{seed} {self.id}".encode())
 
 
-def choose_prompts(paths: Sequence[str | Path], limit: int | None = None) -> list[BenchPrompt]:
-    """Reads up to `limit` prompts of each file; with several files, ids begin with the name of their file."""
+def choose_prompts(paths: Sequence[str | Path], limit: int | None = None, format: str = "chat") -> list[BenchPrompt]:
+    """Reads up to `limit` prompts of each file, worded by FORMATS; with several files, ids begin with their file's name."""
     sets = {Path(path).stem: draw(read_prompts(path), limit) for path in paths}
     if len(sets) < len(paths):
         raise ValueError(f"got --prompts {' '.join(paths)}, expected files of different names")
-    if len(sets) == 1:
-        return next(iter(sets.values()))
-    return [replace(prompt, id=f"{name}/{prompt.id}", set=name) for name, prompts in sets.items() for prompt in prompts]
+    chosen = []
+    for name, prompts in sets.items():
+        for prompt in prompts:
+            turns = tuple(FORMATS[format].replace("{turn}", turn) for turn in prompt.turns)
+            apart = {"id": f"{name}/{prompt.id}", "set": name} if len(sets) > 1 else {}
+            chosen.append(replace(prompt, turns=turns, **apart))
+    return chosen
 
 
 def read_prompts(path: str | Path) -> list[BenchPrompt]:
@@ -93,19 +95,13 @@ def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
     return [prompts[i] for i in sorted(random.Random(PUBLISHED_DRAW).sample(range(len(prompts)), limit))]
 
 
-def make_chat(prompt: BenchPrompt, format: str, answers: Sequence[str | None]) -> Any:
+def make_chat(prompt: BenchPrompt, answers: Sequence[str | None]) -> Any:
     """Makes the prompt of the turn after these answers, in a form that `generate` takes."""
     if prompt.ids is not None:
         return prompt.ids
-    turns = [FORMATS[format].replace("{turn}", turn) for turn in prompt.turns]
-    if format == "raw":
-        return Text(turns[0])
+    if len(prompt.turns) == 1 and prompt.system is None:
+        return prompt.turns[0]  # also for verifiers without a chat template
     chat = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    for turn, answer in zip(turns, answers, strict=False):
+    for turn, answer in zip(prompt.turns, answers, strict=False):
         chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-    return [*chat, {"role": "user", "content": turns[len(answers)]}]
-
-
-def empty_chat(prompt: BenchPrompt, format: str) -> Any:
-    """Makes the prompt of the last turn, with empty earlier answers."""
-    return make_chat(prompt, format, [""] * (len(prompt.turns) - 1))
+    return [*chat, {"role": "user", "content": prompt.turns[len(answers)]}]

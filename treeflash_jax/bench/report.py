@@ -68,9 +68,6 @@ def summarise(records: Sequence[Record], *, against: str | None = None) -> dict[
 
     Raises ValueError for an unknown system.
     """
-    names = sorted({record["system"] for record in records})
-    if against is not None and not any(against in (name, *_shorter(name), name.partition("-")[0]) for name in names):
-        raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
     groups: dict[tuple[str, float], dict[str, Answers]] = {}
     for record in records:
         prompt, system, temperature, seed = record_key(record)
@@ -78,18 +75,17 @@ def summarise(records: Sequence[Record], *, against: str | None = None) -> dict[
         group = record.get("prompt_set") or "", temperature
         answers = groups.setdefault(group, {}).setdefault(system, {})
         answers[prompt, seed] = record | {"rounds": len(lengths), "committed": sum(lengths)}
+    entries = []
+    for (prompts, temperature), systems in sorted(groups.items()):
+        for name in systems:
+            entry = {"set": prompts, "temperature": temperature, "system": name}
+            entries.append(entry | _summarise_system(name, systems, against or "marginal"))
+    if against is not None and not any(entry["against"] for entry in entries):
+        names = sorted({entry["system"] for entry in entries})
+        raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
     first = records[0]
-    return {
-        "settings": {name: first["settings"][name] for name in (*SHARED, "dtype")},
-        "versions": first["versions"],
-        "hardware": first["hardware"],
-        "systems": [
-            {"set": prompts, "temperature": temperature, "system": name}
-            | _summarise_system(name, systems, against or "marginal")
-            for (prompts, temperature), systems in sorted(groups.items())
-            for name in systems
-        ],
-    }
+    settings = {name: first["settings"][name] for name in (*SHARED, "dtype")}
+    return {"settings": settings, "versions": first["versions"], "hardware": first["hardware"], "systems": entries}
 
 
 def _summarise_system(name: str, systems: dict[str, Answers], against: str) -> dict[str, Any]:
@@ -97,9 +93,7 @@ def _summarise_system(name: str, systems: dict[str, Answers], against: str) -> d
     settings, records = _settings(mine), list(mine.values())
     total = {key: sum(record[key] for record in records) for key in ("tokens", "seconds", "rounds", "committed")}
     plain = next((answers for answers in systems.values() if _settings(answers)["builder"] == "none"), {})
-    wanted = {against, f"{against}-{settings['nodes']}"}
-    alike = [n for n in systems if _settings(systems[n])["drafter"] == settings["drafter"] and wanted & {*_shorter(n)}]
-    other = next((other for other in (*(n for n in systems if n == against), *alike) if other != name), None)
+    other = _find_other(name, systems, against)
     return {
         **{key: settings[key] for key in ("drafter", "nodes", "head", "builder", "acceptance")},
         "prompts": len({prompt for prompt, _ in mine}),
@@ -115,10 +109,15 @@ def _summarise_system(name: str, systems: dict[str, Answers], against: str) -> d
     }
 
 
-def _shorter(name: str) -> tuple[str, str]:
-    """Returns a system's name without its drafter, and without the drafter temperature too."""
-    name = name.partition(", ")[0]
-    return name, name.partition("@")[0]
+def _find_other(name: str, systems: dict[str, Answers], against: str) -> str | None:
+    """Returns the system `against`, or the tree of that name with as many nodes and the same drafter; None for none."""
+    settings = _settings(systems[name])
+    for other in systems:
+        tree = other.partition(", ")[0].partition("@")[0]  # without drafter and drafter temperature
+        is_alike = _settings(systems[other])["drafter"] == settings["drafter"]
+        if other != name and (other == against or (is_alike and tree in (against, f"{against}-{settings['nodes']}"))):
+            return other
+    return None
 
 
 def _acceptance_by_depth(records: Sequence[Record]) -> list[float]:
@@ -188,7 +187,7 @@ def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str) -> dict[
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Prints the summary as tables that fit 80 columns."""
     settings, systems = summary["settings"], summary["systems"]
-    title = f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}"
+    title = f"{settings['verifier']}, batch {settings['batch_size']}"
     several = any(system["set"] for system in systems)
     keys = ["*prompts", "T", "*system"] if several else ["T", "*system"]
     tokens = make_table(f"{title}: tokens per round", [*keys, "responses", "tau", "tau ratio", "*over"])

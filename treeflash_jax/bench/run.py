@@ -21,7 +21,7 @@ from typing import Any
 from treeflash_jax.bench import bench_records, harness, report
 from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import Peer, System
-from treeflash_jax.bench.prompt_sets import BUNDLED, FORMATS, BenchPrompt, choose_prompts, empty_chat
+from treeflash_jax.bench.prompt_sets import BUNDLED, FORMATS, BenchPrompt, choose_prompts, make_chat
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options, field_names, fit_field, option_values, setting
 from treeflash_jax.engine import pairs
@@ -117,10 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prompt_ids is not None and arguments.prompts:
         raise ValueError("got --prompt-ids and --prompts, expected one of them")
     if arguments.prompt_ids is None:
-        prompts = choose_prompts(arguments.prompts or [BUNDLED], arguments.limit)
+        prompts = choose_prompts(arguments.prompts or [BUNDLED], arguments.limit, arguments.format)
     else:
         prompts = [BenchPrompt(id="ids", ids=parse_ids(arguments.prompt_ids))]
-    sampling = {name: list(dict.fromkeys(getattr(arguments, name))) for name in ("temperature", "seed")}
+    temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
     others = parse_others(arguments, chosen)
     files.check_output(arguments.out)
     records = bench_records.read_records(arguments.out) if Path(arguments.out).is_file() else []
@@ -131,11 +131,11 @@ def run(arguments: argparse.Namespace) -> int:
             program = stack.enter_context(Popen(shlex.split(command), bufsize=0, stdin=PIPE, stdout=PIPE))
             config = replace(base.config, builder="none")
             measured.append(Peer(name=name, model=base.model, config=config, command=command, program=program))
-        check(measured, prompts, arguments, records)
+        check(measured, prompts, records, arguments.out)
         bench_records.write_records(arguments.out, records)  # without a last one that was cut off
         output = stack.enter_context(open(arguments.out, "a", encoding="utf-8"))
-        several = {"format": arguments.format, "temperatures": sampling["temperature"], "seeds": sampling["seed"]}
-        for record in harness.measure(measured, prompts, known=tuple(records), **several):
+        known = tuple(records)
+        for record in harness.measure(measured, prompts, temperatures=temperatures, seeds=seeds, known=known):
             records.append(record)
             with files.naming(arguments.out):
                 output.write(json.dumps(record) + "\n")
@@ -188,24 +188,18 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     return list(systems.values())
 
 
-def check(
-    measured: Sequence[System], prompts: Sequence[BenchPrompt], arguments: argparse.Namespace, earlier: Sequence[Record]
-) -> None:
-    """Refuses prompts that the pair does not support, and settings and prompts that differ from earlier records."""
-    format, path = arguments.format, arguments.out
-    for system in measured:
-        settings = system.settings() | {"format": format}
-        ours = {"system": system.name, "settings": settings, **bench_records.environment(system.model)}
+def check(systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[Record], path: str) -> None:
+    """Refuses settings and prompts that differ from earlier records, and prompts that exceed the verifier's context."""
+    for system in systems:
+        ours = {"system": system.name, "settings": system.settings(), **bench_records.environment(system.model)}
         bench_records.check_one_run([*earlier, ours], path)
     hashes = {record["prompt_id"]: record["prompt_hash"] for record in earlier}
-    new_tokens, most = measured[0].config.max_new_tokens, measured[0].model.verifier.max_positions
+    model, new_tokens = systems[0].model, systems[0].config.max_new_tokens
     for prompt in prompts:
         if hashes.get(prompt.id, prompt.hash) != prompt.hash:
             raise ValueError(f"{path}: got another text for prompt {prompt.id!r} than in the file; write to another file")
-        if format == "raw" and (len(prompt.turns) > 1 or prompt.system is not None):
-            got = "a system message" if prompt.system is not None else f"{len(prompt.turns)} turns"
-            raise ValueError(f"prompt {prompt.id!r}: got {got}, expected one turn alone with the format raw")
-        length = len(measured[0].model.encode(empty_chat(prompt, format))) + len(prompt.turns) * new_tokens
+        last = make_chat(prompt, [""] * (len(prompt.turns) - 1))
+        length, most = len(model.encode(last)) + len(prompt.turns) * new_tokens, model.verifier.max_positions
         if length > most:
             got = f"{length} tokens, {new_tokens} new ones a turn included"
             raise ValueError(f"prompt {prompt.id!r}: got {got}, expected at most {most} (the verifier's context)")
