@@ -58,7 +58,7 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
 from treeflash_jax.core import parameters, programs  # noqa: E402
-from treeflash_jax.drafters.block.block_drafter import BlockConfig  # noqa: E402
+from treeflash_jax.drafters.block.block_drafter import BlockConfig, fresh_layers  # noqa: E402
 from treeflash_jax.engine import loading, pairs  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
 from treeflash_jax.formats import model_files  # noqa: E402
@@ -181,11 +181,12 @@ def trained() -> TreeFlash:
     return load(**FOLDERS)
 
 
-def random_pair(mesh=None) -> TreeFlash:
+def random_pair(mesh=None, config: ModelConfig = RANDOM_MODEL) -> TreeFlash:
     """A pair of random weights whose sizes a model axis of 2 divides, placed on `mesh`."""
-    specs = RANDOM_DRAFTER.specs()
+    drafter = replace(RANDOM_DRAFTER, layers=fresh_layers(config, 1))
+    specs = drafter.specs()
     head = specs["head"] | {"down": replace(specs["head"]["down"], init="normal")}
-    return make_pair(RANDOM_MODEL, RANDOM_DRAFTER, specs | {"head": head}, mesh=mesh)
+    return make_pair(config, drafter, specs | {"head": head}, mesh=mesh)
 
 
 @pytest.fixture(scope="session")

@@ -25,15 +25,6 @@ def answer(tiny) -> tf.Result:
     return tiny.generate([CHAT], max_new_tokens=40, **TREE)[0]
 
 
-def test_samples_of_different_seeds_differ(tiny):
-    """The first sample is the answer without `samples`, for every batch; no two samples share their draws."""
-    settings = {"max_new_tokens": 20, "temperature": 1.0, "batch_size": 4, **TREE}
-    sampled = [tiny.generate([CHAT, tf.Text("def add(")], samples=2, seed=seed, **settings) for seed in (7, 8)]
-    alone = tiny.generate([CHAT, tf.Text("def add(")], seed=7, **settings)
-    assert [result.ids for result in alone] == [sampled[0][0].ids, sampled[0][2].ids]
-    assert len({str(result.ids) for results in sampled for result in results}) == 8
-
-
 def test_a_stop_string_ends_the_text_before_it(tiny, answer):
     stop = answer.text[12:16]
     cut = answer.text.index(stop)

@@ -22,12 +22,14 @@ def test_every_prompt_has_its_own_settings(tiny):
     assert together[0].text == text[: text.index(text[-8:])]
 
 
-def test_one_seed_gives_every_prompt_and_sample_a_stream_of_its_own(tiny):
-    settings = {"temperature": 1.0, "max_new_tokens": 12, **TREE}
-    several = tiny.generate([CHATS[0]] * 2, seed=7, samples=2, **settings)
-    assert len({str(result.ids) for result in several}) == 4
-    own = tiny.generate([CHATS[0]] * 2, seed=[7, 7], **settings)
-    assert own[0].ids == own[1].ids == several[0].ids
+def test_every_seed_prompt_and_sample_has_draws_of_its_own(tiny):
+    """The first sample is the answer without `samples`; with a list of seeds, a prompt's place does not count."""
+    settings = {"temperature": 1.0, "max_new_tokens": 12, "batch_size": 4, **TREE}
+    sampled = [tiny.generate([CHATS[0]] * 2, samples=2, seed=seed, **settings) for seed in (7, 8)]
+    assert len({str(result.ids) for results in sampled for result in results}) == 8
+    alone, listed = (tiny.generate([CHATS[0]] * 2, seed=seed, **settings) for seed in (7, [7, 7]))
+    assert [result.ids for result in alone] == [sampled[0][0].ids, sampled[0][2].ids]
+    assert listed[0].ids == listed[1].ids == alone[0].ids
 
 
 @pytest.mark.parametrize("seeds", [5, [5, 6]])

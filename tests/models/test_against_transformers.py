@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from answers import read_texts
 from conftest import DATA, needs_8_devices
+from model_files import assert_same
 from published_configs import parse, without
 from refusals import refused
 from safetensors import safe_open
@@ -28,15 +29,19 @@ QWEN2, FOLDER = DATA / "qwen2", DATA / "qwen3_moe"
 RAW = json.loads((FOLDER / "apart" / "config.json").read_text())
 
 
-@pytest.mark.parametrize(("name", "rope"), [("llama", "llama3"), ("qwen2", "yarn")])
-def test_logits_and_features_of_dense_models(name, rope):
-    config, params = model_files.load_verifier(DATA / name)
-    assert config.rope.kind == rope and not config.qk_norm and config.qkv_bias == (name == "qwen2")
-    expected = np.load(DATA / name / "expected.npz")  # well past the 32 positions of the original context
-    out, logits = read_texts(params, config, jnp.asarray(expected["prompt"]), taps=(0,))
+@pytest.mark.parametrize("name, rope, tap, after", [
+    ("llama", "llama3", 0, "after_first_layer"), ("qwen2", "yarn", 0, "after_first_layer"),
+    ("qwen3_moe/apart", "default", 1, "after_second_layer"),
+])  # fmt: skip
+def test_logits_and_features(name, rope, tap, after):
+    """Texts of the scaled rotations go well past the 32 positions of the original context."""
+    folder = DATA / name
+    config, params = model_files.load_verifier(folder)
+    assert config.rope.kind == rope and config.qk_norm == (config.num_experts > 0) and config.qkv_bias == (name == "qwen2")
+    expected = np.load(DATA / name.split("/")[0] / "expected.npz")
+    out, logits = read_texts(params, config, jnp.asarray(expected["prompt"]), taps=(tap,))
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
-    np.testing.assert_allclose(out.features_btj, expected["after_first_layer"], atol=1e-4)
-    assert name == "qwen2" or model_files.stop_ids(DATA / name, config) == (3, 4)
+    np.testing.assert_allclose(out.features_btj, expected[after], atol=1e-4)
 
 
 @needs_8_devices
@@ -65,21 +70,10 @@ def test_a_new_drafter_has_the_published_kind_of_layers():
         assert fresh_layers(other, 2) == replace(other, num_layers=2)
 
 
-def test_logits_in_both_layouts():
-    config, params = model_files.load_verifier(FOLDER / "apart")
-    expected = np.load(FOLDER / "expected.npz")
-    assert config.runs == ((True, 2), (False, 1), (True, 1)) and config.normalize_experts
-    tokens = jnp.asarray(expected["prompt"])
-    out, logits = read_texts(params, config, tokens, taps=(1,))
-    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
-    np.testing.assert_allclose(out.features_btj, expected["after_second_layer"], atol=1e-4)
-    fused_config, fused = model_files.load_verifier(FOLDER / "fused")
-    assert fused_config == config
-    jax.tree.map(np.testing.assert_array_equal, fused, params)
-
-
-def test_written_files_read_back_and_name_every_expert(tmp_path):
+def test_experts_of_both_layouts_are_the_same_and_written_one_by_one(tmp_path):
     config, params = model_files.load_verifier(FOLDER / "fused")
+    assert config.runs == ((True, 2), (False, 1), (True, 1)) and config.normalize_experts
+    assert_same(model_files.load_verifier(FOLDER / "apart"), (config, params))
     model_files.save_verifier(tmp_path, config, params, jnp.float32)
     assert model_files.read_verifier_config(tmp_path) == config
     written, published = load_file(tmp_path / "model.safetensors"), load_file(FOLDER / "apart" / "model.safetensors")

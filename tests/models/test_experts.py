@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RANDOM_MODEL, needs_8_devices, needs_cpu
+from answers import TREE, make_pair
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, needs_cpu
 
 from train.runtime.flops import layer_flops
-from treeflash_jax import make_mesh
+from treeflash_jax import GenerateConfig, make_mesh
+from treeflash_jax.bench import phases
 from treeflash_jax.core import parameters, sharding
+from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.models import experts, quantized
 from treeflash_jax.models.backend import expert_sums
 
@@ -86,6 +89,20 @@ def test_flops_of_a_pass_count_the_experts_of_every_token():
     assert layer_flops(replace(config, experts_per_token=3), 6, 0) - one == 2 * 2 * 3 * 6 * 32 * 16, "2 layers, 3 matrices"
     dense = layer_flops(RANDOM_MODEL, 6, 0)
     assert one - dense == 2 * 6 * 2 * (2 * 3 * 32 * 16 + 32 * 8 - 3 * 32 * 64), "2 experts and a router for 2 dense layers"
+
+
+@pytest.mark.slow
+def test_floors_of_a_step_and_a_verify_pass_count_the_experts_of_one_token():
+    config = replace(CONFIG, num_experts=16, expert_size=8)
+    model = make_pair(config, replace(RANDOM_DRAFTER, layers=fresh_layers(config, 1)))
+    bench = phases.Bench(model, [model.plan(GenerateConfig(**TREE))], batch=1, context=40)
+    expert_bytes = 3 * 16 * 3 * 8 * 8 * 4
+    read_whole = {name: tree for name, tree in model.weights.verifier.items() if name != "embed"}  # beside `unembed`
+    least = sum(x.nbytes for x in jax.tree.leaves(read_whole)) - expert_bytes * (1 - 2 / 16)
+    cached = 40 * 3 * 2 * config.num_kv_heads * config.head_dim * 4
+    read = {phase.name: phase.reads for phase in bench.phases}
+    for name in ("step", "verify"):
+        assert least + cached <= read[name] < least + cached + 4096
 
 
 def test_more_tokens_than_a_block_are_run_block_by_block():

@@ -33,7 +33,9 @@ def test_rotation_is_multiplication_by_a_complex_number(rope):
     positions_bt, x_bthe = np.array([[0, 1, 17], [5, 100, 3000]]), draw(2, 3, 4, 16)
     got = layers.rotate(jnp.asarray(x_bthe), layers.rotary_table(rope, 16, jnp.asarray(positions_bt)))
     plane = x_bthe[..., :8].astype(complex) + 1j * x_bthe[..., 8:]
-    frequencies = published_frequencies(rope, 16) if rope.kind != "yarn" else layers.rope_frequencies(rope, 16)
+    frequencies = layers.rope_frequencies(rope, 16)
+    if rope.kind != "yarn":
+        np.testing.assert_allclose(frequencies, published_frequencies(rope, 16), rtol=1e-12)
     turned = plane * rope.attention_factor * np.exp(1j * positions_bt[:, :, None, None] * frequencies)
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(got, expected, atol=2e-3)
@@ -56,14 +58,6 @@ def published_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
             smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
             actual.append((1 - smooth) * frequency / rope.factor + smooth * frequency)
     return np.array(actual)
-
-
-def test_llama3_frequencies_have_three_bands():
-    got, plain = layers.rope_frequencies(LLAMA3, 128), layers.rope_frequencies(Rope(theta=500_000.0), 128)
-    np.testing.assert_allclose(got, published_frequencies(LLAMA3, 128), rtol=1e-12)
-    kept, slowed = np.isclose(got, plain, rtol=1e-12), np.isclose(got, plain / 8, rtol=1e-12)
-    assert kept.sum() == 29 and slowed.sum() == 29 and (~kept & ~slowed).sum() == 6
-    assert kept[:29].all() and slowed[-29:].all()
 
 
 @pytest.mark.parametrize("case", json.loads((DATA / "yarn.json").read_text()), ids=lambda case: str(case["rope"]["factor"]))
