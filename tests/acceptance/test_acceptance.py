@@ -352,12 +352,3 @@ def test_nodes_of_one_batch_have_filters_of_their_own():
     log_p = target.gather(jnp.broadcast_to(jnp.arange(12), logits.shape))[:, 0]
     np.testing.assert_array_equal(jnp.isfinite(log_p).sum(axis=1), [4, 2, 7, 3, 12, 1])
     np.testing.assert_allclose(jnp.exp(log_p).sum(axis=1), 1, atol=1e-6)
-
-
-def test_filters_that_are_off_cost_no_float32_logits():
-    """Operands of a branch are materialised even if it is not taken."""
-    settings = jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
-    program = jax.make_jaxpr(acceptance.target_distribution)(jnp.zeros((1, 4, 96), jnp.bfloat16), *settings)
-    [branch] = [step for step in program.eqns if step.primitive.name == "cond"]
-    wide = [x.aval for x in branch.invars if x.aval.size >= 96]
-    assert [x.dtype for x in wide] == [jnp.bfloat16]

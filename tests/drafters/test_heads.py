@@ -198,13 +198,6 @@ def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_o
                 np.testing.assert_allclose(table.log_probs_bimc[b, i, m][got], np.log(mass_v[best] / total), atol=1e-4)
 
 
-def test_no_logits_of_all_contexts_are_formed(block):
-    for size, expected in ((0, True), (2, False)):
-        function, args = expand("mlp", block, short_list(size))
-        text = function.lower(*args).as_text()
-        assert (f"tensor<{BATCH}x{1 + (DEPTHS - 1) * M}x{V}x" in text) == expected
-
-
 @pytest.mark.parametrize(
     ("device", "vocab_size", "shortlist"), [("cpu", 2**14, 32), ("cpu", 2**14 - 1, 0), ("gpu", 2**14, 0), ("tpu", 2**14, 0)]
 )

@@ -10,8 +10,6 @@ import pytest
 from conftest import DATA, needs_8_devices
 from gguf_files import F32, LLAMA, MODELS, add, as_gguf, as_stored, digests, gguf, save_hf, vocabulary, write, write_small
 from model_files import assert_same
-from published_configs import LLAMA_31_8B, parse
-from refusals import refused
 from safetensors.numpy import save_file
 
 import treeflash_jax as tf
@@ -120,19 +118,6 @@ def test_yarn_of_llama_cpp(tmp_path):
     without = {"rope.scaling.original_context_length": None}
     rope = model_files.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, without)).rope
     assert rope.original_max_positions == config.max_positions
-
-
-@pytest.mark.parametrize("change, words", [
-    ({"long_factor": [1.0] * 63 + [3.0]}, "longrope"),
-    ({"attention_factor": 1.2}, "longrope"),
-    ({"short_factor": "1"}, "short_factor"),
-    ({"short_factor": [1.0] * 63, "long_factor": [1.0] * 63}, "63 divisors"),
-])  # fmt: skip
-def test_other_long_ropes_are_refused(change, words):
-    divisors = [1.0] * 64
-    rope = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
-    assert parse("verifier", LLAMA_31_8B | {"rope_scaling": rope}).rope.divisors == (1.0,) * 64
-    refused(lambda: parse("verifier", LLAMA_31_8B | {"rope_scaling": rope | change}), words)
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2"])

@@ -54,7 +54,7 @@ REFUSED = {
     "big-endian": (lambda p: patched(p, 4, 3 << 24), "big-endian"),
     "cut in the weights": (lambda p: cut(p, -200), "cut off"),
     "a part": (lambda p: write_small(p, {"split.count": 3}), "gguf-split --merge"),
-    "unknown type": (lambda p: patched(p, type_at(p), 99), "output_norm.weight has the unknown type 99"),
+    "unknown type": (lambda p: patched(p, type_at(p), 99), "output_norm.weight has type 99"),
     "misaligned": (lambda p: moved(p, 4), "tensor output_norm.weight at byte"),
     "overlapping": (lambda p: moved(p, -64), "expected another name at a multiple of 32 that is at least"),
     "a tensor twice": (
@@ -62,7 +62,7 @@ REFUSED = {
         "expected another name",
     ),
     "alignment": (lambda p: write_small(p, {"general.alignment": True}), "general.alignment = True"),
-    "not for weights": (lambda p: patched(p, type_at(p), 26), "output_norm.weight has type I32 (26)"),
+    "not for weights": (lambda p: patched(p, type_at(p), 26), "output_norm.weight has type 26"),
     "architecture": (lambda p: write_small(p, {"general.architecture": "gemma3"}), "'gemma3', expected 'qwen3' or 'llama'"),
     "missing tensor": (lambda p: write_small(p, lose="blk.1.ffn_up.weight"), "tensors missing, the first is blk.1.ffn_up"),
     "missing table": (lambda p: write_small(p, lose="token_embd.weight"), "token_embd.weight"),

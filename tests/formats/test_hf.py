@@ -181,7 +181,7 @@ def test_dflash_as_the_speculators_library_writes_it(tmp_path):
     for change, message in (
         ({"draft_vocab_size": 11}, "missing, the first is d2t"),
         ({"draft_vocab_size": 13}, "draft_vocab_size = 13"),
-        ({"sample_from_anchor": True, "shift_label": False}, "shift_label false and sample_from_anchor true"),
+        ({"sample_from_anchor": True, "shift_label": False}, "sample_from_anchor True"),
         ({"projector_type": "domino"}, "projector_type = 'domino' is not implemented"),
         ({"aux_hidden_state_layer_ids": [0, 3]}, "target_layer_ids"),
         ({"emb_dim": 4}, "got key 'emb_dim', which changes numbers"),

@@ -138,22 +138,6 @@ def test_the_plain_form_builds_the_same_trees(kind, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, plain, ours)
 
 
-def test_the_loop_ends_if_no_deeper_node_is_better():
-    """Levels below are not read: what would be NaN stays out."""
-    table = random_tables("plain")
-    likely = jnp.log(jnp.asarray([0.3, 0.3, 0.3, 0.1]))
-    table = table.replace(log_probs_bimc=jnp.broadcast_to(likely, table.log_probs_bimc.shape).at[:, 2:].set(jnp.nan))
-    built = best_first(table, anchors(), 4)  # the three likeliest children, each above all grandchildren
-    assert_documented(built, anchors())
-    np.testing.assert_array_equal(built.depth_bn[:, 1:], 1)
-
-
-@pytest.mark.parametrize(("platform", "loops"), [("cpu", 1), ("cuda", 0), ("tpu", 0)])
-def test_levels_are_a_loop_on_a_cpu_only(platform, loops):
-    program = jax.jit(trees.best_first, static_argnums=2).trace(random_tables("plain"), anchors(), 12)
-    assert program.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == loops
-
-
 @pytest.mark.parametrize("lanes", [1, 3, 8])
 def test_few_lanes_grow_the_tree_of_eagle_2(lanes):
     """Tables without ties; a branch that ends keeps its lane, as nodes of the last level do in the published code."""

@@ -49,11 +49,8 @@ class SteeringConfig:
         """Raises ValueError if it was made for another verifier or another small model."""
         sizes = (self.width, self.num_layers, self.ffn)
         expected = (verifier.hidden_size, drafter.num_layers, drafter.intermediate_size)
-        if sizes != expected:
-            raise ValueError(
-                f"got steering for widths and layers {sizes} (verifier width, drafter layers, drafter feed-forward width), "
-                f"expected {expected}; it was trained for another pair of models"
-            )
+        what = "steering for (verifier width, drafter layers, drafter feed-forward width)"
+        expect(sizes == expected, what, sizes, f"{expected}: it was trained for another pair of models")
         fits = all(0 <= tap < verifier.num_layers for tap in self.taps)
         expect(fits, "steering by layers", list(self.taps), f"0 to {verifier.num_layers - 1} (verifier)")
         if drafter.num_experts:

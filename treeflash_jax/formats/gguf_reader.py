@@ -178,11 +178,8 @@ class _Header:
         return self.numbers(kind, 1)[0]
 
     def string(self) -> str:
-        begin = self.at + 8
-        end = begin + int.from_bytes(self.data[self.at : begin], "little")
-        self.expect(end - self.at)
-        self.at = end
-        return str(self.data[begin:end], "utf-8", "replace")
+        size = int.from_bytes(self.take(8), "little")
+        return str(self.take(size), "utf-8", "replace")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -208,16 +205,14 @@ class _Header:
 
 
 def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> Tensor:
-    gguf = _package()
+    gguf, name = _package(), clipped(name, QUOTED)
     try:
         kind = gguf.GGMLQuantizationType(number)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         gguf.dequantize(np.zeros((1, size), np.uint8), kind)
-    except (ValueError, KeyError):
-        name = clipped(name, QUOTED)
-        raise ValueError(f"{path}: tensor {name} has the unknown type {number}; a newer gguf package may know it") from None
-    except NotImplementedError:
-        raise ValueError(f"{path}: tensor {name} has type {kind.name} ({number}), which is not for weights") from None
+    except (ValueError, KeyError, NotImplementedError):
+        what = f"type {number}, which the gguf package does not dequantise; a newer package may"
+        raise ValueError(f"{path}: tensor {name} has {what}") from None
     if not shape or shape[-1] % block:
         raise ValueError(f"{path}: tensor {name} has shape {list(shape)}, expected whole {kind.name} blocks ({block})")
     count, width = math.prod(shape[:-1]), shape[-1] // block * size

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from treeflash_jax.core.checks import INT32, fit, quoted, warn
+from treeflash_jax.core.checks import INT32, expect, fit, quoted, warn
 
 # Keys that change numbers: of models, rope settings, drafters, GGUF files. Keys that are neither here nor known to a reader
 # of configs are ignored with a warning: releases of transformers and llama.cpp add keys every month.
@@ -74,6 +74,10 @@ class Keys:
         """Returns the value of a key as a type or type hint; `default` replaces a missing key, not null."""
         return fit(kind, self.raw.get(key, default), f"{key} =", self.where, says=says, **limits)
 
+    def expect(self, is_met: bool, key: str, value: Any, expected: str) -> None:
+        """Raises ValueError with the value and the expectation unless a condition is met."""
+        expect(is_met, key, value, expected, self.where)
+
     def check_known(self, known: Collection[str]) -> None:
         """Warns of keys that are not in `known`. Raises ValueError if one of them is in CHANGES."""
         unknown = sorted(set(self.raw) - set(known))
@@ -88,3 +92,15 @@ class Keys:
             value = self.raw.get(key, values[0])
             if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values):
                 raise ValueError(f"{self.where}: {key} = {quoted(value)} is not implemented, expected {values[0]!r}")
+
+
+def find_key(*places: tuple[Keys, str]) -> tuple[Keys, str]:
+    """Returns the first place, an object and a key, of a value that has several; the first of all if none has a value.
+
+    Raises ValueError for different values.
+    """
+    stated = [(keys, key) for keys, key in places if key in keys]
+    if any(keys.raw[key] != stated[0][0].raw[stated[0][1]] for keys, key in stated):
+        got = " and ".join(f"{key} {quoted(keys.raw[key])}" for keys, key in stated)
+        raise ValueError(f"{places[0][0].where}: got {got}, expected one value")
+    return stated[0] if stated else places[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from treeflash_jax.core.checks import INT32, expect, quoted
+from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures import rope
 from treeflash_jax.formats.keys import Keys
@@ -94,11 +94,13 @@ class Architecture:
         fields: dict[str, Any] = {}
         for key in self.keys:
             fields[key.field] = key.read(keys, fields)
-        self._check_layer_types(keys, fields["num_layers"])
+        types, num_layers = keys.value(list[str] | None, "layer_types", None, "a list of names"), fields["num_layers"]
+        others = sorted({*(types or ())} - {*self.layer_types})
+        keys.expect(not others, "layer_types", others, f"only {', '.join(map(repr, self.layer_types))}")
+        keys.expect(types is None or len(types) == num_layers, "layer_types", types, f"one for each of {num_layers} layers")
         heads, kv_heads, head_dim = (fields[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
-        if heads % kv_heads:
-            raise ValueError(f"{keys.where}: got {heads} heads over {kv_heads} key/value heads, expected a multiple")
-        expect(head_dim % 2 == 0, "head_dim", head_dim, "an even number (its halves are rotated)", keys.where)
+        keys.expect(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of {kv_heads} key/value heads")
+        keys.expect(head_dim % 2 == 0, "head_dim", head_dim, "an even number (its halves are rotated)")
         fields |= self.constants
         fields |= self.derive(keys, fields)
         return ModelConfig(
@@ -143,13 +145,3 @@ class Architecture:
             for index, specs in enumerate(layers)
         )
         return [[next(entries) for _ in group] for group in groups]
-
-    def _check_layer_types(self, keys: Keys, num_layers: int) -> None:
-        types = keys.value(list[str] | None, "layer_types", None, "a list of names")
-        if types and (unknown := sorted({*types} - {*self.layer_types})):
-            raise ValueError(
-                f"{keys.where}: layer_types {quoted(unknown)} are not implemented, "
-                f"expected only {', '.join(map(repr, self.layer_types))}"
-            )
-        if types is not None and len(types) != num_layers:
-            raise ValueError(f"{keys.where}: got {len(types)} layer_types for {num_layers} layers")

@@ -18,8 +18,7 @@ BIAS: dict[str, Any] = {"order": (0, 1), "row_axes": 2}  # [heads, head_dim] her
 def even_heads(keys: Keys, fields: Mapping[str, int]) -> int:
     """Returns hidden_size / num_heads, for files without head_dim. Raises ValueError if it is not whole."""
     width, heads = fields["hidden_size"], fields["num_heads"]
-    if width % heads:
-        raise ValueError(f"{keys.where}: got hidden_size {width} over {heads} heads, expected a multiple")
+    keys.expect(width % heads == 0, "hidden_size", width, f"a multiple of {heads} heads")
     return width // heads
 
 
@@ -83,11 +82,8 @@ OUTSIDE = {
 
 def _check_head_dim(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Raises ValueError for another head_dim than hidden_size / num_heads, on whose meaning readers of Qwen2 disagree."""
-    if fields["head_dim"] * fields["num_heads"] != fields["hidden_size"]:
-        raise ValueError(
-            f"{keys.where}: got head_dim {fields['head_dim']} of {fields['num_heads']} heads, expected hidden_size "
-            f"{fields['hidden_size']} over the heads"
-        )
+    head_dim, heads, width = (fields[name] for name in ("head_dim", "num_heads", "hidden_size"))
+    keys.expect(head_dim * heads == width, "head_dim", head_dim, f"hidden_size {width} over {heads} heads")
     return {}
 
 

@@ -8,7 +8,7 @@ from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures.architecture import Key
 from treeflash_jax.formats.architectures.dense import INERT, LINEAR, ONLY, QWEN3, even_heads, size_keys
-from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.models.config import ModelConfig
 
 MAX_EXPERTS = 4096
@@ -29,22 +29,15 @@ FUSED = {  # one tensor for all experts of a layer, with gate and up concatenate
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of experts and the dense layers."""
-    spellings = {keys.whole(key, least=0, most=MAX_EXPERTS) for key in ("num_experts", "num_local_experts") if key in keys}
-    if len(spellings) > 1:
-        got = f"num_experts {keys.raw['num_experts']} and num_local_experts {keys.raw['num_local_experts']}"
-        raise ValueError(f"{keys.where}: got {got}, expected one number")
-    experts = spellings.pop() if spellings else 128
+    _, key = find_key((keys, "num_experts"), (keys, "num_local_experts"))
+    experts = keys.whole(key, least=0, most=MAX_EXPERTS) if key in keys else 128
     count, step = fields["num_layers"], keys.whole("decoder_sparse_step", 1)
     listed = keys.ids("mlp_only_layers", INT32, required=False)
-    if listed and max(listed) >= count:
-        raise ValueError(f"{keys.where}: got mlp_only_layers {list(listed)}, expected layers from 0 to {count - 1}")
+    keys.expect(max(listed, default=0) < count, "mlp_only_layers", list(listed), f"layers from 0 to {count - 1}")
     if experts == 0:
         return {}
-    if fields["experts_per_token"] > experts:
-        raise ValueError(
-            f"{keys.where}: got num_experts_per_tok {fields['experts_per_token']} of {experts} experts, "
-            f"expected at most {experts}"
-        )
+    each = fields["experts_per_token"]
+    keys.expect(each <= experts, "num_experts_per_tok", each, f"at most {experts}, the number of experts")
     dense = tuple(i for i in range(count) if i in listed or (i + 1) % step)
     return {"num_experts": experts, "dense_layers": dense}
 

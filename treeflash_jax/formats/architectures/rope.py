@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from treeflash_jax.core.checks import quoted
-from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.models.config import ModelConfig, Rope
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -25,16 +24,11 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
         raise ValueError(f"{keys.where}: got rope_scaling beside other rope_parameters, expected one of them")
     settings = Keys({**old, **new}, keys.where)
     settings.check_only({"partial_rotary_factor": (1.0, None)})
-    thetas = {table.number("rope_theta") for table in (keys, settings) if "rope_theta" in table}
-    if len(thetas) > 1:
-        raise ValueError(f"{keys.where}: got rope_theta both {' and '.join(map(str, sorted(thetas)))}, expected one")
-    theta = thetas.pop() if thetas else 10_000.0
-    kinds = [settings.raw[key] for key in ("rope_type", "type") if key in settings.raw]
-    kind = kinds[0] if kinds else "default"
-    if kinds[1:] not in ([], [kind]):
-        raise ValueError(f"{keys.where}: got rope_type {quoted(kind)} beside type {quoted(kinds[1])}, expected one of them")
-    if not isinstance(kind, str) or kind not in _KIND_KEYS:
-        raise ValueError(f"{keys.where}: got rope type {quoted(kind)}, expected one of {list(_KIND_KEYS)}")
+    table, key = find_key((keys, "rope_theta"), (settings, "rope_theta"))
+    theta = table.number(key) if key in table else 10_000.0
+    table, key = find_key((settings, "rope_type"), (settings, "type"))
+    kind = table.raw[key] if key in table else "default"
+    keys.expect(isinstance(kind, str) and kind in _KIND_KEYS, "rope type", kind, f"one of {list(_KIND_KEYS)}")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KIND_KEYS[kind]}
     Keys(settings.raw, f"{keys.where}: rope settings of type {kind!r}").check_known(known)
     if _ORIGINAL in keys:  # outside the rope settings: transformers prefers it
@@ -61,8 +55,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 def _llama3(keys: Keys, theta: float) -> Rope:
     low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
-    if low >= high:
-        raise ValueError(f"{keys.where}: got low_freq_factor {low} and high_freq_factor {high}, expected the low one lower")
+    keys.expect(low < high, "low_freq_factor", low, f"less than high_freq_factor {high}")
     return Rope(
         theta=theta,
         kind="llama3",
@@ -84,8 +77,7 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
     factor = max_positions / original
     if keys.raw.get("factor", 0) is not None:
         factor = keys.number("factor", least=1)
-    if not factor >= 1:
-        raise ValueError(f"{keys.where}: got yarn factor {factor}, expected a number of at least 1")
+    keys.expect(factor >= 1, "yarn factor", factor, "a number of at least 1")
     scales = [keys.number(key, least=0) for key in ("mscale", "mscale_all_dim") if key in keys]
     growth = attention_growth(factor)
     if "attention_factor" in keys:
@@ -93,10 +85,8 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
     elif len(scales) == 2 and all(scales):
         growth = attention_growth(factor, scales[0]) / attention_growth(factor, scales[1])
     fast, slow = (keys.number(key) if key in keys else usual for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)))
-    if fast <= slow:
-        raise ValueError(f"{keys.where}: got beta_fast {fast} and beta_slow {slow}, expected the fast one higher")
-    if theta <= 1:
-        raise ValueError(f"{keys.where}: got rope_theta {theta} with yarn, expected a number above 1")
+    keys.expect(fast > slow, "beta_fast", fast, f"more than beta_slow {slow}")
+    keys.expect(theta > 1, "rope_theta", theta, "a number above 1 with yarn")
     return Rope(
         theta=theta,
         kind="yarn",
@@ -112,9 +102,7 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
 def _divisors(keys: Keys, head_dim: int) -> tuple[float, ...]:
     """Returns the divisors of a `longrope` with equal factors at every length, as in GGUF files."""
     divisors = keys.value(list[float], "short_factor", None, "a list of numbers above 0", above=0)
-    if keys.raw.get("long_factor") != keys.raw["short_factor"] or keys.raw.get("attention_factor") != 1.0:
-        expected = "long_factor = short_factor and attention_factor 1.0"
-        raise ValueError(f"{keys.where}: rope type 'longrope' is implemented only with {expected}")
-    if len(divisors) != head_dim // 2:
-        raise ValueError(f"{keys.where}: got {len(divisors)} divisors in short_factor, expected {head_dim // 2}")
+    is_constant = keys.raw.get("long_factor") == keys.raw["short_factor"] and keys.raw.get("attention_factor") == 1.0
+    keys.expect(is_constant, "rope type", "longrope", "one with long_factor = short_factor and attention_factor 1.0")
+    keys.expect(len(divisors) == head_dim // 2, "number of divisors in short_factor", len(divisors), str(head_dim // 2))
     return tuple(divisors)

@@ -8,6 +8,7 @@
 Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819), JetSpec (arXiv 2606.18394), their published PyTorch code.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.core.checks import INT32, quoted
+from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
@@ -24,9 +25,8 @@ from treeflash_jax.formats import architectures
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
-from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import Tensor
-from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
@@ -52,7 +52,7 @@ class BlockFolder(Dialect):
       head_keys: keys of the head in dflash_config.
       shifted: alignment of files that do not state it; None: they have to.
       inert: prefixes of tensors without effect on drafts, such as confidence heads.
-      renamed: prefixes of tensors in some files, with what replaces them.
+      renamed: patterns of tensors' names in some files, with what replaces them.
     """
 
     part = "drafter"
@@ -84,28 +84,24 @@ class BlockFolder(Dialect):
         dflash.check_known({*shared, *only, *self.head_keys})
         keys, sliding, window = read_windows(keys)
         layers = architectures.recognise(keys).read(keys, {*self.known, *ALIGNMENT})
-        if layers.num_experts:
-            model_type = quoted(layers.model_type)
-            raise ValueError(f"{keys.where}: got a drafter of model_type {model_type}, expected one without experts")
+        keys.expect(not layers.num_experts, "a drafter of model_type", layers.model_type, "one without experts")
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)
         else:
             taps = default_target_layers(keys.whole("num_target_layers"), layers.num_layers)
-        sizes = [table.raw["block_size"] for table in (keys, dflash) if "block_size" in table.raw]
-        if sizes[1:] not in ([], sizes[:1]):
-            raise ValueError(f"{keys.where}: got block_size both {' and '.join(map(quoted, sizes))}, expected one")
-        block_size = Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES)
-        if sliding and window < block_size:
-            raise ValueError(f"{keys.where}: got sliding_window {window}, expected at least block_size {block_size}")
-        is_causal = one_of_spellings((dflash, "causal_head"), (dflash, "causal"), (keys, "is_causal"))
-        shifted = one_of_spellings(*((table, key) for table in (keys, dflash) for key in ALIGNMENT))
-        shifted = self.default_alignment(dflash) if shifted is None else shifted
+        table, key = find_key((keys, "block_size"), (dflash, "block_size"))
+        block_size = table.whole(key, least=2, most=MAX_NODES)
+        keys.expect(not sliding or window >= block_size, "sliding_window", window, f"at least block_size {block_size}")
+        table, key = find_key(*((table, key) for table in (keys, dflash) for key in ALIGNMENT))
+        shifted = table.truth(key) if key in table else self.default_alignment(dflash)
         if shifted is None:
             why = "whether slot i of the block predicts draft depth i (true) or i - 1 (false)"
             raise ValueError(f"{keys.where}: got no shift_label in dflash_config, expected {why}")
-        # Files that do not say so have causal blocks in sliding layers only.
-        causal = sliding if is_causal is None else tuple(range(layers.num_layers)) if is_causal else ()
-        return BlockConfig(
+        causal = sliding  # of files that do not say it
+        table, key = find_key((dflash, "causal_head"), (dflash, "causal"), (keys, "is_causal"))
+        if key in table:
+            causal = tuple(range(layers.num_layers)) if table.truth(key) else ()
+        config = BlockConfig(
             layers=layers,
             block_size=block_size,
             mask_token_id=dflash.whole("mask_token_id", least=0),
@@ -117,13 +113,13 @@ class BlockFolder(Dialect):
             window=window,
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
-            **self.read_head(keys, dflash, layers),
         )
+        return replace(config, **self.read_head(keys, dflash, config))
 
     def default_alignment(self, dflash: Keys) -> bool | None:
         return self.shifted
 
-    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
         """Returns fields of BlockConfig for the head."""
         return {}
 
@@ -136,8 +132,8 @@ class BlockFolder(Dialect):
         with super().opened(path, config) as stored:
             tensors = {}
             for name, tensor in stored.items():
-                old = next((prefix for prefix in self.renamed if name.startswith(prefix)), "")
-                name = self.renamed.get(old, "") + name.removeprefix(old)
+                for pattern, new in self.renamed.items():
+                    name = re.sub(pattern, new, name)
                 if name not in self.copies(config) and not name.startswith(tuple(self.inert)):
                     tensors[name] = tensor
             yield tensors
@@ -218,8 +214,8 @@ class TreeFlash(DFlash):
         )
         heads = {head.file_name: name for name, head in HEADS.items()}
         head = treeflash.raw.get("ar_approximation")
-        if not isinstance(head, str | None) or head not in heads:
-            raise ValueError(f"{treeflash.where}: got ar_approximation {quoted(head)}, expected one of {list(heads)}")
+        is_known = isinstance(head, str | None) and head in heads
+        treeflash.expect(is_known, "ar_approximation", head, f"one of {list(heads)}")
         config = replace(
             super().read_config(path, keys),
             head=heads[head],
@@ -259,12 +255,3 @@ def read_windows(keys: Keys) -> tuple[Keys, tuple[int, ...], int]:
     full = {"layer_types": [FULL if name == SLIDING else name for name in types], "use_sliding_window": False}
     sliding = tuple(number for number, name in enumerate(types) if name == SLIDING)
     return Keys({**keys.raw, **full}, keys.where), sliding, keys.whole("sliding_window")
-
-
-def one_of_spellings(*spellings: tuple[Keys, str]) -> bool | None:
-    """Returns the value of a key with several names, None if none is there. Raises ValueError for two values."""
-    stated = [(key, keys.truth(key)) for keys, key in spellings if key in keys]
-    if len({value for _, value in stated}) > 1:
-        got = " and ".join(f"{key} {str(value).lower()}" for key, value in stated)
-        raise ValueError(f"{spellings[-1][0].where}: got {got}, expected one value")
-    return stated[0][1] if stated else None

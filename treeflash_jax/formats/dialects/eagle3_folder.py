@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.core.checks import INT32, quoted
+from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.formats import architectures, tensor_files
@@ -81,11 +81,8 @@ class Eagle3(Dialect):
         inside.check_known({self.ids_key, "use_aux_hidden_state"})
         inside.check_only({"use_aux_hidden_state": (True, None)})
         ids = next((table.ids(self.ids_key, INT32) for table in (inside, keys) if self.ids_key in table), None)
-        if self.ids_are_inputs and ids is not None and 0 in ids:
-            raise ValueError(
-                f"{keys.where}: got layer id 0, expected ids from 1: they are read as inputs of layers, and the first "
-                "layer's input is no layer's output"
-            )
+        is_output = not self.ids_are_inputs or ids is None or 0 not in ids  # the first layer's input is none
+        keys.expect(is_output, self.ids_key, ids, "ids from 1: they are read as inputs of layers")
         return Eagle3Config(
             layers=layers,
             target_hidden_size=target,
@@ -105,13 +102,10 @@ class Eagle3(Dialect):
         if self.is_nested:
             keys.check_known(known)
             inside, known = keys.table("transformer_layer_config", required=True), set()
-        if inside.whole("num_hidden_layers", 1) > 1:
-            got = inside.raw["num_hidden_layers"]
-            raise ValueError(f"{keys.where}: got num_hidden_layers {got}, expected 1: only one layer is implemented")
-        architecture = architectures.recognise(inside)
-        if architecture.model_type not in _MODEL_TYPES:
-            expected = " or ".join(map(repr, _MODEL_TYPES))
-            raise ValueError(f"{keys.where}: got model_type {quoted(architecture.model_type)}, expected {expected}")
+        num_layers = inside.whole("num_hidden_layers", 1)
+        keys.expect(num_layers == 1, "num_hidden_layers", num_layers, "1: only one layer is implemented")
+        architecture, known_types = architectures.recognise(inside), " or ".join(map(repr, _MODEL_TYPES))
+        keys.expect(architecture.model_type in _MODEL_TYPES, "model_type", architecture.model_type, known_types)
         sizes = Keys({"num_hidden_layers": 1, **inside.raw, "tie_word_embeddings": False}, inside.where)
         return architecture.read(sizes, known)
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
@@ -113,22 +112,21 @@ class Gguf(Dialect):
 
 def _as_config_json(file: File) -> dict[str, Any]:
     """Returns a file's sizes as keys of config.json. Raises ValueError for a key or value that is not implemented."""
-    where, metadata = str(file.path), file.metadata
+    metadata = file.metadata
     known = {a.gguf: a for a in ARCHITECTURES.values() if a.gguf}
     kind = metadata.get("general.architecture")
-    if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{where}: got general.architecture {quoted(kind)}, expected {' or '.join(map(repr, known))}")
+    is_known = isinstance(kind, str) and kind in known
+    file.keys.expect(is_known, "general.architecture", kind, " or ".join(map(repr, known)))
     architecture = known[kind]
     sizes = _SIZES | architecture.gguf_sizes
     values = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
-    keys = Keys(values, f"{where}: {kind}")
+    keys = Keys(values, f"{file.path}: {kind}")
     keys.check_known({*sizes.values(), *_OTHERS, *_NEUTRAL})
     keys.check_only({key: (value,) for key, value in _NEUTRAL.items() if key not in sizes.values()})
     raw: dict[str, Any] = {key: keys.whole(name) for key, name in sizes.items()}
     head_dim = keys.whole("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])
     for key in ("attention.value_length", "rope.dimension_count"):
-        if keys.whole(key, head_dim) != head_dim:
-            raise ValueError(f"{keys.where}: got {key} {values[key]}, expected {head_dim}, the length of a key")
+        keys.expect(keys.whole(key, head_dim) == head_dim, key, values.get(key), f"{head_dim}, the length of a key")
     if architecture.gguf_sizes:
         raw["norm_topk_prob"] = True  # not in files; llama.cpp normalises for every implemented mixture of experts
     return raw | {
@@ -163,14 +161,14 @@ def _vocab_size(file: File, stated: Any) -> int:
     size = table.shape[0]
     tokens = file.keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list of texts")
     for what, count in (("vocab_size", stated), ("tokens", None if tokens is None else len(tokens))):
-        expect(count in (None, size), what, count, f"{size}, the length of token_embd.weight", str(file.path))
+        file.keys.expect(count in (None, size), what, count, f"{size}, the length of token_embd.weight")
     return size
 
 
 def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str, Any]:
     """Returns `rope_parameters`. llama.cpp multiplies `attn_factor` with YaRN's factor; in transformers it replaces it."""
     scaling = keys.raw.get("rope.scaling.type")
-    expect(scaling in (None, "none", "yarn"), "rope.scaling.type", scaling, "none or 'yarn'", str(file.path))
+    file.keys.expect(scaling in (None, "none", "yarn"), "rope.scaling.type", scaling, "none or 'yarn'")
     if scaling is None:
         keys.check_only({"rope.scaling.factor": (0, 1)})  # without a type, llama.cpp divides frequencies by it
     if scaling != "yarn":

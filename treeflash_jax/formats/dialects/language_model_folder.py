@@ -86,8 +86,7 @@ def read_steering_config(folder: Path) -> SteeringConfig:
     keys.check_known({"taps", "width", "num_layers", "ffn", "rank"})
     sizes = {name: keys.whole(name) for name in ("width", "num_layers", "ffn")}
     taps = keys.value(list[int], "taps", None, "three layers of the verifier", least=0)
-    if len(taps) != 3:
-        raise ValueError(f"{path}: got {len(taps)} taps, expected three layers of the verifier")
+    keys.expect(len(taps) == 3, "taps", taps, "three layers of the verifier")
     return SteeringConfig(taps=tuple(taps), rank=keys.whole("rank", 0, least=0), **sizes)
 
 

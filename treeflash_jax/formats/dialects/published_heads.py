@@ -10,7 +10,6 @@ Confidence heads are not read: they estimate how much of a chain is accepted, an
 Source: sgl-project/SpecForge, deepseek-ai/DeepSpec, NVIDIA/Model-Optimizer, NVIDIA-NeMo/Automodel, z-lab/dflash.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,15 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.core.checks import expect
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
 from treeflash_jax.formats.dialects.block_folder import BlockFolder
-from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import Tensor
-from treeflash_jax.models.config import ModelConfig
 
 PATH_CANDIDATES = 64  # per depth, as the published trees over heads that follow the path use
 
@@ -41,18 +38,14 @@ class Domino(BlockFolder):
     head_keys = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
     shifted = None  # the class's default is not what training writes
     inert = ("confidence_head.",)
-    renamed = {"logit_head.": ""}
+    renamed = {r"^logit_head\.": ""}
 
-    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
-        rank = dflash.whole("emb_dim")
-        if "emb_dim" in keys:
-            expect(
-                keys.whole("emb_dim") == rank, "emb_dim", keys.raw["emb_dim"], f"{rank}, as in dflash_config", keys.where
-            )
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
+        table, key = find_key((dflash, "emb_dim"), (keys, "emb_dim"))
         sizes = GruSizes(dflash.whole("gru_hidden_dim"), dflash.whole("pure_draft_prefix_len", 0, least=0))
-        most = Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size") - 1
-        expect(sizes.prefix <= most, "pure_draft_prefix_len", sizes.prefix, f"at most {most}", dflash.where)
-        return {"head": "gru", "head_rank": rank, "head_sizes": sizes, "candidates": PATH_CANDIDATES}
+        most = config.block_size - 1
+        dflash.expect(sizes.prefix <= most, "pure_draft_prefix_len", sizes.prefix, f"at most {most}")
+        return {"head": "gru", "head_rank": table.whole(key), "head_sizes": sizes, "candidates": PATH_CANDIDATES}
 
 
 class DSpark(BlockFolder):
@@ -68,7 +61,7 @@ class DSpark(BlockFolder):
     head_keys = (*top_keys, *confidence_keys, "dspark_backbone_conv_enabled")
     shifted = None
     inert = ("confidence_head.", "confidence_proj.")
-    renamed = {name: f"markov_head.{name}" for name in ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")}
+    renamed = {r"^(markov_w[12]|gate_proj|joint_proj)\.": r"markov_head.\1."}
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) or all(key in keys.raw for key in ("markov_rank", "target_layer_ids"))
@@ -83,11 +76,11 @@ class DSpark(BlockFolder):
     def default_alignment(self, dflash: Keys) -> bool | None:
         return True if "attention_mode" in dflash else None  # SpecForge's files do not state it
 
-    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
         dflash.check_only({"dspark_backbone_conv_enabled": (False, None)})
         heads = {"vanilla": "lowrank", "gated": "lowrank-gated", "rnn": "lowrank-rnn"}
         kind = dflash.raw.get("markov_head_type", "vanilla")
-        expect(kind in [*heads], "markov_head_type", kind, f"one of {', '.join(heads)}", dflash.where)
+        dflash.expect(kind in [*heads], "markov_head_type", kind, f"one of {', '.join(heads)}")
         return {"head": heads[kind], "head_rank": dflash.whole("markov_rank"), "candidates": PATH_CANDIDATES}
 
 
@@ -97,20 +90,19 @@ class DFlash2(BlockFolder):
     name = "dflash2"
     projectors = (None, "dflash2", "dflash")
     head_keys = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
-    renamed = {f"candidate_selector.{name}_codebook.weight": f"candidate_selector.{name}_codebook"
-               for name in ("predecessor", "successor")}  # fmt: skip
+    renamed = {r"^(candidate_selector\.\w+_codebook)\.weight$": r"\1"}
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) and "selector_rank" in keys.raw["dflash_config"]
 
-    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
-        top_k = dflash.whole("selector_top_k", most=layers.vocab_size)
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
+        top_k = dflash.whole("selector_top_k", most=config.layers.vocab_size)
         return {
             "head": "selector",
             "head_rank": dflash.whole("selector_rank"),
             "head_sizes": SelectorSizes(top_k),
             "candidates": top_k,
-            **read_convolution(dflash, layers),
+            **read_convolution(dflash, config),
         }
 
 
@@ -123,23 +115,22 @@ class LiLiCorr(BlockFolder):
         """candidate_topk hidden_size num_layers num_heads mlp_ratio factor_dim vector_eps logit_scale enabled""".split()
     )
     head_keys = (*(f"lilicorr_{key}" for key in sizes), "conv_kernel_size", "conv_group_size")
-    sglang = (
-        (r"^lilicorr\.feature_norm\.", "lilicorr.feature_mlp.0."),
-        (r"^lilicorr\.feature_mlp\.up_proj\.", "lilicorr.feature_mlp.1."),
-        (r"^lilicorr\.feature_mlp\.down_proj\.", "lilicorr.feature_mlp.3."),
-        (r"^(lilicorr\.layers\.\d+\.mlp)\.up_proj\.", r"\1.0."),
-        (r"^(lilicorr\.layers\.\d+\.mlp)\.down_proj\.", r"\1.2."),
-    )
+    renamed = {  # SGLang's names
+        r"^lilicorr\.feature_norm\.": "lilicorr.feature_mlp.0.",
+        r"^lilicorr\.feature_mlp\.up_proj\.": "lilicorr.feature_mlp.1.",
+        r"^lilicorr\.feature_mlp\.down_proj\.": "lilicorr.feature_mlp.3.",
+        r"^(lilicorr\.layers\.\d+\.mlp)\.up_proj\.": r"\1.0.",
+        r"^(lilicorr\.layers\.\d+\.mlp)\.down_proj\.": r"\1.2.",
+    }
 
-    def read_head(self, keys: Keys, dflash: Keys, layers: ModelConfig) -> dict[str, Any]:
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
         dflash.check_only({"lilicorr_enabled": (True,)})
-        width = dflash.whole("lilicorr_hidden_size", least=0) or layers.hidden_size
+        width = dflash.whole("lilicorr_hidden_size", least=0) or config.layers.hidden_size
         num_heads = dflash.whole("lilicorr_num_heads")
-        if width % num_heads:
-            raise ValueError(f"{dflash.where}: got lilicorr_num_heads {num_heads} for width {width}, expected a divisor")
+        dflash.expect(width % num_heads == 0, "lilicorr_num_heads", num_heads, f"a divisor of width {width}")
         sizes = LiLiCorrSizes(
             width=width,
-            top_k=dflash.whole("lilicorr_candidate_topk", most=layers.vocab_size),
+            top_k=dflash.whole("lilicorr_candidate_topk", most=config.layers.vocab_size),
             num_layers=dflash.whole("lilicorr_num_layers"),
             num_heads=num_heads,
             mlp_width=int(width * dflash.number("lilicorr_mlp_ratio")),
@@ -149,17 +140,13 @@ class LiLiCorr(BlockFolder):
         )
         fields = {"head": "lilicorr", "head_sizes": sizes, "candidates": sizes.top_k}
         is_convolved = any(dflash.raw.get(key) for key in ("conv_kernel_size", "conv_group_size"))  # 0: no convolutions
-        return fields | (read_convolution(dflash, layers) if is_convolved else {})
+        return fields | (read_convolution(dflash, config) if is_convolved else {})
 
     @contextmanager
     def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
-        with super().opened(path, config) as stored:
-            tensors = {}
-            for name, tensor in stored.items():
-                for pattern, new in self.sglang:
-                    name = re.sub(pattern, new, name)
-                is_table = name in ("lilicorr.slot_embedding", "lilicorr.rank_embedding")  # with axes of size 1
-                tensors[name] = Squeezed(tensor[:].reshape(-1, tensor.get_shape()[-1])) if is_table else tensor
+        with super().opened(path, config) as tensors:
+            for name in {"lilicorr.slot_embedding", "lilicorr.rank_embedding"} & tensors.keys():  # with axes of size 1
+                tensors[name] = Squeezed(tensors[name][:].reshape(-1, tensors[name].get_shape()[-1]))
             yield tensors
 
 
@@ -179,10 +166,9 @@ class Squeezed:
         return self.values[index]
 
 
-def read_convolution(dflash: Keys, layers: ModelConfig) -> dict[str, int]:
+def read_convolution(dflash: Keys, config: BlockConfig) -> dict[str, int]:
     """Returns the channels per group of DFlash2's convolutions."""
     dflash.check_only({"conv_kernel_size": (2,)})
-    group = dflash.whole("conv_group_size")
-    if layers.hidden_size % group:
-        raise ValueError(f"{dflash.where}: got conv_group_size {group}, expected a divisor of {layers.hidden_size}")
+    group, width = dflash.whole("conv_group_size"), config.layers.hidden_size
+    dflash.expect(width % group == 0, "conv_group_size", group, f"a divisor of {width}")
     return {"conv_group": group}

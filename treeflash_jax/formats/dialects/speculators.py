@@ -21,6 +21,7 @@ from treeflash_jax.formats.dialects.published_heads import DFlash2, DSpark
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
+OUTSIDE = ("block_size", "num_target_layers", "thinking")  # keys beside those of the layers in every dialect
 VERSION = "0.7.0"  # of the library whose config.json is written
 
 
@@ -98,7 +99,7 @@ class SpeculatorsBlock(BlockFolder):
         inside = {"mask_token_id": keys.raw.get("mask_token_id"), "target_layer_ids": taps}
         here = (*self.head_keys, "projector_type", "shift_label", "sample_from_anchor")
         inside |= {name: keys.raw[name] for name in here if name in keys}
-        others = {name: keys.raw[name] for name in ("block_size", "num_target_layers", "thinking") if name in keys}
+        others = {name: keys.raw[name] for name in OUTSIDE if name in keys}
         config = super().read_config(path, Keys({**layers, **others, "dflash_config": inside}, keys.where))
         size = keys.whole("draft_vocab_size", vocab_size, most=vocab_size)
         is_noncausal = keys.truth("sliding_window_non_causal", self.is_noncausal)
@@ -130,9 +131,8 @@ class SpeculatorsBlock(BlockFolder):
 
     def write(self, raw: dict[str, Any], config: BlockConfig, **head: Any) -> dict[str, Any]:
         """Returns config.json, from that of a folder with `dflash_config`."""
-        outside = {name: raw.pop(name) for name in ("architectures", "block_size", "num_target_layers") if name in raw}
-        outside |= {"thinking": raw.pop("thinking")} if "thinking" in raw else {}
-        layers = {name: value for name, value in raw.items() if name not in ("dflash_config", "verifier")}
+        outside = {name: raw[name] for name in ("architectures", *OUTSIDE) if name in raw}
+        layers = {name: value for name, value in raw.items() if name not in ("dflash_config", "verifier", *outside)}
         return {
             **outside,
             **describe(self.algorithm, config.num_depths, config.verifier),
