@@ -15,7 +15,6 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.batching import make_batch
-from treeflash_jax.engine.model import Call
 from treeflash_jax.models import verifier
 
 SIZES = {"candidates": 8, "children": 8}
@@ -61,7 +60,7 @@ def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) 
 
 def make_runner(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[Runner, tuple]:
     """The runner of a call, and the inputs of its prompts for these caches."""
-    call = Call.prepare(model, prompts, None, {"max_new_tokens": 64, "stop_ids": (), "batch_size": len(prompts)} | settings)
+    call = model.prepare(prompts, **{"max_new_tokens": 64, "stop_ids": (), "batch_size": len(prompts)} | settings)
     sizes = {"batch_size": len(prompts), "capacity": capacity, "dtype": model.dtype}
     return Runner(call.plan, model.weights, model.mesh), make_batch(call.requests, **sizes, mesh=model.mesh)
 

@@ -130,7 +130,8 @@ def test_differences_are_judged_by_the_filters_of_the_run(fake, small, tmp_path,
     fake.ids = lambda config: [5, 6, 7, 8] if config.builder == "none" else [5, 6, 9, 8]
     sampled = "--systems ar treeflash --temperature 0.5 --top-k 5 --top-p 0.9".split()
     bench(tmp_path / "out.jsonl", *small, *sampled)
-    assert [(request.temperature, request.top_k, request.top_p) for request in asked] == 2 * [(0.5, 5, 0.9)]
+    settings = [request.settings for request in asked]
+    assert [(own.temperature, own.top_k, own.top_p) for own in settings] == 2 * [(0.5, 5, 0.9)]
 
 
 def test_a_batch_shares_its_seconds(fake, small, tmp_path):

@@ -129,8 +129,7 @@ def test_prompts_are_words_options_files_or_standard_input(heard, monkeypatch, t
 
 def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first(capsys):
     arguments = commands.parser().parse_args(["generate", "hello"])
-    given = tf.GenerateConfig(**option_values(arguments, tf.GenerateConfig))
-    assert given == tf.GenerateConfig()
+    assert option_values(arguments, tf.GenerateConfig) == {}, "the library knows the defaults"
     with pytest.raises(SystemExit):
         main(["generate", "--help-all"])
     text = capsys.readouterr().out

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
@@ -86,7 +85,7 @@ def test_the_gap_counts_the_noise_that_draws_the_token():
     """The drawn token has the largest score, so its distances to two others differ by the distance between these."""
     model, prompts = random_pair(), [[1, 2, 3], [5]]
     drawn = model.generate(prompts, builder="none", max_new_tokens=4, temperature=20.0, seed=7)[1].ids
-    row = Request(ids=prompts[1], index=1, temperature=20.0, seed=7)
+    row = Request(ids=prompts[1], settings=tf.GenerateConfig(temperature=20.0, seed=7), index=1)
     for index, token in enumerate(drawn):
         first, *others = (i for i in range(10) if i != token)
         at = {i: divergence(model, row, [*drawn[:index], i], drawn).gap for i in (first, *others)}
@@ -100,7 +99,8 @@ def test_a_token_that_rounding_moves_across_a_filter_is_a_near_tie(monkeypatch):
     monkeypatch.setattr(programs, "call", lambda *_, **__: logits_v)
 
     def gaps(second: int, temperature: float = 1.0, **filters) -> np.ndarray:
-        requests = [Request(ids=[1], temperature=temperature, seed=seed, **filters) for seed in range(8)]
+        settings = [tf.GenerateConfig(temperature=temperature, seed=seed, **filters) for seed in range(8)]
+        requests = [Request(ids=[1], settings=own) for own in settings]
         return np.array([divergence(model, request, [0], [second]).gap for request in requests])
 
     assert min(gaps(2)) > 1e-2
@@ -119,17 +119,18 @@ def test_a_token_that_rounding_moves_across_a_filter_is_a_near_tie(monkeypatch):
 
 def test_the_gap_is_that_of_processed_logits():
     """Raised by 1.5 beside the other tokens, each token is so much closer to, or further above, all others."""
-    model, request = random_pair(), Request(ids=[1, 2, 3])
+    model = random_pair()
     answer = model.generate([[1, 2, 3]], builder="none", max_new_tokens=6)[0].ids
     [drawn, other] = answer[5], (answer[5] + 1) % 64
 
     def gap(**settings) -> float:
-        return divergence(model, replace(request, **settings), [*answer[:5], other], answer).gap
+        [request] = model.prepare([1, 2, 3], **settings).requests
+        return divergence(model, request, [*answer[:5], other], answer).gap
 
-    np.testing.assert_allclose(gap(logit_bias=((drawn, 1.5),)), gap() + 1.5, rtol=1e-5)
+    np.testing.assert_allclose(gap(logit_bias={drawn: 1.5}), gap() + 1.5, rtol=1e-5)
     often = answer[:5].count(drawn) - answer[:5].count(other)
-    np.testing.assert_allclose(gap(penalties=(1.0, 0.0, -0.5)), abs(gap() + 0.5 * often), rtol=1e-4)
-    assert gap(min_new_tokens=9, stop_ids=(other,)) == np.inf
+    np.testing.assert_allclose(gap(frequency_penalty=-0.5), abs(gap() + 0.5 * often), rtol=1e-4)
+    assert gap(min_new_tokens=9, stop_ids=[other]) == np.inf
 
 
 def test_a_head_is_dropped_only_on_request(tmp_path, capsys):
@@ -196,12 +197,12 @@ def test_chat_remembers_the_conversation(capsys, monkeypatch):
 
 
 def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatch):
-    context, rooms, prepare = tiny.verifier.max_positions, [], chat.Call.prepare
+    context, rooms, prepare = tiny.verifier.max_positions, [], TreeFlash.prepare
     length = len(tiny.encode("Hello."))
 
-    def stream(model, messages, config, session):
-        rooms.append(config.max_new_tokens)
-        ids = [5] * config.max_new_tokens
+    def stream(model, messages, session, max_new_tokens):
+        rooms.append(max_new_tokens)
+        ids = [5] * max_new_tokens
         yield tf.Result(text="", ids=ids, prompt_ids=[1] * length, builder="none", accept_lengths=[], finished="length")
 
     monkeypatch.setattr(TreeFlash, "stream", stream)
@@ -213,12 +214,12 @@ def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatc
     assert "cut at the context's end, 2,048 tokens" in (out := console.file.getvalue())
     assert "cut: --max-new-tokens 200 goes on" in out
 
-    def refuse(model, prompts, config, *how):
-        if config.max_new_tokens > 600:
+    def refuse(model, prompts, max_new_tokens):
+        if max_new_tokens > 600:
             raise ValueError("got caches, expected less")
-        return prepare(model, prompts, config, *how)
+        return prepare(model, prompts, max_new_tokens=max_new_tokens)
 
-    monkeypatch.setattr(chat.Call, "prepare", refuse)
+    monkeypatch.setattr(TreeFlash, "prepare", refuse)
     monkeypatch.setattr(console, "input", Mock(side_effect=["Hello.", "/quit"]))
     chat.converse(tiny, console)
     assert rooms[-1] == (context - length) // 4

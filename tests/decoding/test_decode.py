@@ -121,7 +121,7 @@ def test_the_draft_temperature_follows_the_sampling_temperature(trained):
 def test_tiny_temperatures_are_greedy(trained, greedy):
     assert trained.generate(PROMPT, max_new_tokens=60, temperature=1e-30, **TREE)[0].ids == greedy.ids
     requests = make_requests([PROMPT, PROMPT], GenerateConfig(temperature=[1e-6, 1e-4]), trained.verifier)
-    assert [request.temperature for request in requests] == [0.0, 1e-4]
+    assert [request.settings.temperature for request in requests] == [0.0, 1e-4]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.drafters import Eagle3Config, LanguageModelConfig, NgramConfig, steering
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
-from treeflash_jax.engine.model import Call
 from treeflash_jax.trees.containers import NO_TOKEN
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
@@ -248,8 +247,8 @@ def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_r
     model, rng = make_pair(RANDOM_MODEL, KINDS["language_model"]), np.random.default_rng(0)
     chunk = model.plan(GenerateConfig(**TREE)).prefill_chunk
     texts = [rng.integers(0, 64, count).tolist() for count in (3 * chunk, 3 * chunk + 8)]
-    call = Call.prepare(model, texts, None, {"max_new_tokens": 20} | TREE)
-    context = call.start(Clock()).state.drafter.context
+    call = model.prepare(texts, max_new_tokens=20, **TREE)
+    context = model.start(call, Clock()).state.drafter.context
     assert context.length_b.tolist() == [len(text) + 1 for text in texts]
     for number, text in enumerate(texts):
         assert np.all(np.asarray(context.layers[0].keys_bkse[number, :, len(text)]))

@@ -12,7 +12,7 @@ from treeflash_jax.core import devices
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import NgramConfig
 from treeflash_jax.engine import defaults
-from treeflash_jax.engine.plan import resolve, why_plain
+from treeflash_jax.engine.plan import resolve
 
 ZEN5, AMX = (Device("cpu", features=frozenset({"avx512_bf16", *more})) for more in ((), ("amx_bf16",)))
 H100, H200 = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("gpu", "NVIDIA H200")
@@ -66,9 +66,7 @@ def test_the_default_drafts_if_that_pays(device, most, most_if_stated, tiny):
 
 def test_a_reason_is_given_for_decoding_one_token_at_a_time(tiny):
     def why(device, sequences=1, **settings):
-        config = tf.GenerateConfig(**settings)
-        place = {"dtype": jnp.dtype(jnp.bfloat16), "device": device, "sequences": sequences}
-        return why_plain(config, replace(tiny.drafter, tau=2.5), **place)
+        return plan(tiny, device, jnp.bfloat16, replace(tiny.drafter, tau=2.5), sequences, **settings).why_plain
 
     assert why(ZEN5) is None and why(ZEN5, 4, nodes=4) is None
     assert "does not pay on this CPU in bfloat16 for 4 sequences at a time (nodes=8 drafts anyway)" in why(ZEN5, 4)

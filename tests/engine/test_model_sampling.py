@@ -9,7 +9,7 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
-from treeflash_jax.engine.model_sampling import take_recommended
+from treeflash_jax.engine.requests import take_recommended
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "eos_token_id": 2}
 
@@ -31,6 +31,8 @@ def test_values_are_taken_and_others_named(content, expected, words):
     assert config == tf.GenerateConfig(sampling="model", **expected) and words in note
     given, note = take_recommended(tf.GenerateConfig(temperature=0.3), content)
     assert given.temperature == 0.3 and "temperature 0" not in note, "what a call sets stays"
+    given, note = take_recommended(tf.GenerateConfig(), content, given={"temperature"})
+    assert given.temperature == 0.0 and "temperature" not in note, "also if that is the default"
 
 
 def test_a_call_samples_as_its_model_recommends(tmp_path, caplog, capsys):
@@ -47,6 +49,11 @@ def test_a_call_samples_as_its_model_recommends(tmp_path, caplog, capsys):
     words = "--sampling model --seed 3 --max-new-tokens 30 --prompt-ids".split()
     assert main(["generate", "--verifier", str(folder), "--dtype", "float32", *words, "3 4 5 6"]) == 0
     assert capsys.readouterr().out.split() == [*map(str, asked.ids)]
+    [greedy] = model.generate([prompt], sampling="model", temperature=0, repetition_penalty=1.0, max_new_tokens=30)
+    assert greedy.ids == model.generate([prompt], max_new_tokens=30)[0].ids != asked.ids
+    assert main(["generate", "--verifier", str(folder), "--dtype", "float32", *words[:-1], "--temperature", "0",
+                 "--repetition-penalty", "1", words[-1], "3 4 5 6"]) == 0  # fmt: skip
+    assert capsys.readouterr().out.split() == [*map(str, greedy.ids)]
     (folder / "generation_config.json").write_text(json.dumps({"top_p": 7}))
     refused(lambda: tf.load(folder).generate([prompt], sampling="model"), "generation_config.json: got top_p 7")
     refused(lambda: model.generate([prompt], sampling="greedy"), "got sampling 'greedy', expected 'model'")

@@ -16,7 +16,7 @@ from treeflash_jax.decoding.accepting import VERIFY_STREAM
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine import defaults
 from treeflash_jax.engine.batching import make_batch
-from treeflash_jax.engine.model import Call, TreeFlash
+from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.plan import NO_DRAFTER
 from treeflash_jax.engine.prompts import Prompt
 from treeflash_jax.engine.requests import Request
@@ -99,9 +99,9 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
         raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
     builder = settings.get("builder") or "best-first"  # also on a device where drafting does not pay
     expect(builder != "none", "builder", "none", "one that drafts: without it there is nothing to compare")
-    call = Call.prepare(model, prompts, None, settings | {"builder": builder})
+    call = model.prepare(prompts, **settings | {"builder": builder})
     rule = call.plan.rule
-    if rule != "sample-and-match" and any(request.temperature > 0 for request in call.requests):
+    if rule != "sample-and-match" and any(request.settings.temperature > 0 for request in call.requests):
         raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
     drafted = model.generate(prompts, **settings | {"builder": builder})
     plain = model.generate(prompts, **settings | {"builder": "none"})
@@ -163,11 +163,11 @@ def divergence(
     largest = np.abs(logits_v[[token for token in tokens if token is not None]]).max()
     logits_v = _process(logits_v, request, plain[:index], processor)
     with sharding.ambient(model.mesh):
-        key, dtype = jax.random.key(request.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
+        key, dtype = jax.random.key(request.settings.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
         for number in (request.index, *filter(None, [request.sample]), VERIFY_STREAM, len(prefix)):
             key = jax.random.fold_in(key, number)
         noise_v = vocab.gumbel(key[None], logits_v.size, dtype)[0]
-    scores_v = logits_v.astype(np.float64) + request.temperature * np.asarray(noise_v)
+    scores_v = logits_v.astype(np.float64) + request.settings.temperature * np.asarray(noise_v)
     ids = [token for token in tokens if token is not None]
     gap = None
     if len(ids) == 2:
@@ -191,7 +191,8 @@ def _filter_margins(logits_v: np.ndarray, ids: list[int], request: Request) -> t
     """Returns whether the filters keep each token, and the smallest change of logits that alters it."""
     from scipy.special import logit  # slow to import
 
-    temperature, top_p, top_k = request.temperature, request.top_p, min(request.top_k or logits_v.size, logits_v.size)
+    temperature, top_p = request.settings.temperature, request.settings.top_p
+    top_k = min(request.settings.top_k or logits_v.size, logits_v.size)
     if temperature == 0:  # no filters
         return np.array([True, True]), np.array([np.inf, np.inf])
     sorted_v = np.append(np.sort(logits_v.astype(np.float64))[::-1], -np.inf)
@@ -206,7 +207,7 @@ def _filter_margins(logits_v: np.ndarray, ids: list[int], request: Request) -> t
     to_drop, to_keep = np.maximum(values - last, fewer), np.maximum(after - values, more)
     margins = np.where(values >= last, np.minimum(values - after, to_drop), np.minimum(last - values, to_keep))
     with np.errstate(divide="ignore"):
-        excess = values - sorted_v[0] - temperature * np.log(request.min_p)  # above the limit of min-p
+        excess = values - sorted_v[0] - temperature * np.log(request.settings.min_p)  # above the limit of min-p
     is_kept, is_likely = values >= last, excess >= 0
     to_keep = np.maximum(np.where(is_kept, 0, margins), np.where(is_likely, 0, -excess))
     return is_kept & is_likely, np.where(is_kept & is_likely, np.minimum(margins, excess), to_keep)

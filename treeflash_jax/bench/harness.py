@@ -206,7 +206,8 @@ def compare(
         if is_comparable(record, other) and record["ids"] != other["ids"]:
             turn = next(i for i, (a, b) in enumerate(zip(record["ids"], other["ids"], strict=True)) if a != b)
             drafted, plain = (other, record) if settings["builder"] == "none" else (record, other)
-            request = Request(ids=results[turn].prompt_ids, seed=prompt.seed(settings["seed"]), **sampling)
+            config = tf.GenerateConfig(seed=prompt.seed(settings["seed"]), **sampling)
+            request = Request(ids=results[turn].prompt_ids, settings=config)
             difference = divergence(model, request, drafted["ids"][turn], plain["ids"][turn])
             is_tie = difference.is_near_tie()
             differing[other["system"]] = {"turn": turn, "near_tie": is_tie, **asdict(difference)}

@@ -2,14 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from treeflash_jax.core.checks import UnknownSetting, clipped, quoted, suggestion
+from treeflash_jax.core.checks import clipped, quoted, suggestion
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.settings import add_options, field_names, option_values, setting
+from treeflash_jax.core.settings import add_options, field_names, setting
 from treeflash_jax.engine.generate_config import GROUPS, REFUSED, GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.prompts import Text, parse_ids
@@ -40,6 +40,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser with positional words between options and one-line errors, which name what was probably meant."""
 
     shows_advanced = False
+    refused: Mapping[str, str] = {}  # reasons by name of an option
 
     def __init__(self, **keywords: Any):
         super().__init__(**keywords, allow_abbrev=False)
@@ -48,7 +49,10 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             if word.startswith("-"):
-                self.error(f"unrecognized option {word}{self._did_you_mean(word)}")
+                name = word.partition("=")[0].lstrip("-").replace("-", "_")
+                if name in self.refused:
+                    self.error(f"{word.partition('=')[0]} is not supported: {self.refused[name]}")
+                self.error(f"unrecognized option {word}{self._did_you_mean(name)}")
         if hasattr(namespace, "words"):
             namespace.words, unknown = namespace.words + unknown, []
         return namespace, unknown
@@ -59,10 +63,10 @@ class Parser(argparse.ArgumentParser):
             known = f"expected one of {', '.join(action.choices)}" + (f"; did you mean {meant}?" if meant else "")
             raise argparse.ArgumentError(action, f"got {quoted(value)}, {known}")
 
-    def _did_you_mean(self, word: str) -> str:
+    def _did_you_mean(self, name: str) -> str:
         options = [option for a in self._actions if a.help != argparse.SUPPRESS for option in a.option_strings]
         names = {option.lstrip("-").replace("-", "_"): option for option in options}
-        meant = suggestion(word.partition("=")[0].lstrip("-").replace("-", "_"), names)
+        meant = suggestion(name, names)
         return f"; did you mean {names[meant]}?" if meant else ""
 
     def format_help(self) -> str:
@@ -82,12 +86,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {clipped(message, 240)} (see {self.prog} --help)\n")
 
 
-def add_settings(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> Any:
-    """Adds the options of the model and of GenerateConfig; returns a group for those of output, after the basic ones."""
+def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
+    """Adds the options of the model and of GenerateConfig; returns a group for those of output, after the basic ones.
+
+    Parsed arguments contain only the options that are given.
+    """
 
     def add(title: str, cls: type, chosen: list[str]) -> None:
         chosen = [name for name in chosen if name not in (*without, "processor")]  # a function: in Python only
-        add_options(parser.add_argument_group(title), cls, chosen)
+        add_options(parser.add_argument_group(title), cls, chosen, **dict.fromkeys(chosen, argparse.SUPPRESS))
 
     add("model", ModelOptions, field_names(ModelOptions, basic=True))
     add("settings", GenerateConfig, field_names(GenerateConfig, basic=True))
@@ -96,8 +103,7 @@ def add_settings(parser: argparse.ArgumentParser, without: Collection[str] = ())
     add(f"{ADVANCED} model", ModelOptions, field_names(ModelOptions, basic=False))
     for group, title in GROUPS.items():
         add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, group, basic=False))
-    for name in REFUSED:
-        parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
+    parser.refused = REFUSED
     return output
 
 
@@ -109,14 +115,6 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
         "which is also the default if no prompt is given",
     )  # fmt: skip
     add_options(group, PromptOptions)
-
-
-def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings of a command line, defaults included. Raises UnknownSetting for one in REFUSED."""
-    for name, reason in REFUSED.items():
-        if getattr(arguments, name) is not None:
-            raise UnknownSetting(f"--{name.replace('_', '-')} is not supported: {reason}")
-    return option_values(arguments, GenerateConfig)
 
 
 def parse_prompts(arguments: argparse.Namespace) -> list[Any]:

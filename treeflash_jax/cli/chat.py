@@ -1,7 +1,7 @@
 """A conversation in the terminal: answers are streamed, with statistics after each turn."""
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import shown
 from treeflash_jax.engine.batching import Session
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model import Call, TreeFlash
+from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.results import Chunk, Result
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
@@ -43,12 +43,7 @@ def converse(model: TreeFlash, console: Console, max_new_tokens: int | None = No
     """
     if model.tokenizer is None:
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
-    model.has_noted_plain = True  # printed here instead
-    config = GenerateConfig().updated(**settings)
-    call = Call.prepare(model, HELLO, replace(config, max_new_tokens=max_new_tokens or config.max_new_tokens))
-    if not call.plan.drafts:
-        why = call.why_plain or "nothing is drafted"
-        console.print(f"[dim]decoding one token at a time: {why}[/dim]")
+    model.prepare(HELLO, **settings, max_new_tokens=max_new_tokens or GenerateConfig.max_new_tokens)
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []
     last, session = None, Session()
@@ -68,20 +63,20 @@ def converse(model: TreeFlash, console: Console, max_new_tokens: int | None = No
         elif message:
             messages.append({"role": "user", "content": message})
             try:
-                room = max_new_tokens or _room(model, messages, config)
-                text, last = _turn(model, console, messages, replace(config, max_new_tokens=room), session)
+                room = max_new_tokens or _room(model, messages, settings)
+                text, last = _turn(model, console, messages, session, **settings, max_new_tokens=room)
                 messages.append({"role": "assistant", "content": text})
             except ValueError as error:
                 console.print(f"error: {clipped(error)}", markup=False)
                 messages.pop()
 
 
-def _room(model: TreeFlash, messages: list[dict[str, str]], config: GenerateConfig) -> int:
+def _room(model: TreeFlash, messages: list[dict[str, str]], settings: dict[str, Any]) -> int:
     """Returns the number of tokens up to the context's end; less if memory has no room for the caches of so many."""
     room = max(1, model.verifier.max_positions - len(model.encode(messages)))
     while room > LEAST_ROOM:
         with suppress(ValueError):
-            Call.prepare(model, messages, replace(config, max_new_tokens=room))
+            model.prepare(messages, **settings, max_new_tokens=room)
             break
         room //= 2
     return room
@@ -100,13 +95,13 @@ def _draw(console: Console, last: Result | None) -> None:
 
 
 def _turn(
-    model: TreeFlash, console: Console, messages: list[dict[str, str]], config: GenerateConfig, session: Session
+    model: TreeFlash, console: Console, messages: list[dict[str, str]], session: Session, **settings: Any
 ) -> tuple[str, Result | None]:
     """Streams one answer and prints its statistics; returns its text and Result, None after Ctrl-C."""
     text = ""
     try:
         with Lines(console) as lines:
-            for piece in model.stream(messages, config=config, session=session):
+            for piece in model.stream(messages, session=session, **settings):
                 if isinstance(piece, Chunk):
                     lines.write(piece.text)
                     text += piece.text

@@ -15,13 +15,14 @@ from treeflash_jax import __version__
 from treeflash_jax.bench import latency, memory, report, run
 from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, check, conclude, meaning
 from treeflash_jax.cli import demo
-from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, given_settings, parse_prompts
+from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, parse_prompts
 from treeflash_jax.cli.chat import ChatOptions, converse, ending
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import LONGEST_PATH, UnknownSetting, clipped
-from treeflash_jax.core.settings import add_options, field_names
+from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine import pairs
+from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import load_model
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, model_files
@@ -69,7 +70,7 @@ def _add_commands(parser: argparse.ArgumentParser, metavar: str, commands: dict[
     return group
 
 
-def _generate_options(parser: argparse.ArgumentParser) -> None:
+def _generate_options(parser: Parser) -> None:
     """Answers prompts, by default with smollm2 if present, otherwise with tiny."""
     add_prompts(parser)
     output = add_settings(parser)
@@ -77,14 +78,14 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help=help)
 
 
-def _chat_options(parser: argparse.ArgumentParser) -> None:
+def _chat_options(parser: Parser) -> None:
     """Starts a conversation; answers are printed as they are decoded, up to the context's end."""
     replaced = field_names(ChatOptions)
     output = add_settings(parser, without=("samples", "batch_size", "log_probs", "expected_lengths", *replaced))
     add_options(output, ChatOptions)
 
 
-def _check_options(parser: argparse.ArgumentParser) -> None:
+def _check_options(parser: Parser) -> None:
     """Decodes every prompt with and without drafting and compares the outputs.
 
     Two answers are identical, or equal up to rounding: they first differ at a near-tie, two tokens with logits so nearly
@@ -113,7 +114,7 @@ PRINTED += ["log_probs", "expected_lengths"]  # of answers that have them
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    settings, prompts = given_settings(arguments), parse_prompts(arguments)
+    settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
     model = load_model(arguments)
     is_streamed = len(prompts) == 1 and settings.get("samples", 1) == 1 and model.tokenizer and not arguments.json
     status = 0
@@ -140,13 +141,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    settings = given_settings(arguments)
-    converse(load_model(arguments), Console(), **settings)
+    converse(load_model(arguments), Console(), **option_values(arguments, GenerateConfig))
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    settings, prompts = given_settings(arguments), parse_prompts(arguments)
+    settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
     model = load_model(arguments)
     cases = check(model, prompts, **settings)
     for index, case in enumerate(cases):

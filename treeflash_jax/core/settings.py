@@ -126,7 +126,7 @@ def add_options(
     Args:
       chosen: names of the fields to add; None for all.
       several: names of fields whose option accepts a list of values.
-      **defaults: defaults that replace those of the fields.
+      **defaults: defaults that replace those of the fields; with argparse.SUPPRESS, the result has given options only.
     """
     for field in fields(cls):
         if chosen is None or field.name in chosen:
@@ -142,10 +142,11 @@ def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
     lists = [Sequence[part] for part in parts]
     parts = [part for part in parts if part is not NoneType and part not in lists]
-    usual = default_text(field) if default is field.default else re.sub(r"[\[\],']", "", str(default))
+    is_usual = default is field.default or default is argparse.SUPPRESS
+    usual = default_text(field) if is_usual else re.sub(r"[\[\],']", "", str(default))
     text = (field.metadata["help"] + (f" (default: {usual})" if usual else "")).replace("%", "%%")
     if parts == [bool]:
-        return {"action": "store_true", "help": text}
+        return {"action": "store_true", "default": default, "help": text}
     keywords = {"help": text} | ({"required": True} if default is MISSING else {"default": default})
     words = _choices(field, kind)
     if "choices" in field.metadata["checks"] or all(get_origin(part) is Literal for part in parts):
@@ -153,7 +154,7 @@ def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
     unit = field.metadata["unit"] or "number"
     keywords["metavar"] = "|".join([unit.upper() if unit.islower() else unit, *words])
     if parts == [Sequence[str]]:
-        return keywords | {"action": "append", "default": list(default)}
+        return keywords | {"action": "append", "default": default if default is argparse.SUPPRESS else list(default)}
 
     def read(text: str) -> Any:
         try:

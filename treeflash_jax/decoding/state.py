@@ -4,7 +4,7 @@ Shape suffixes: b batch, s token slots, x stop ids or biases, v vocabulary.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -35,6 +35,7 @@ class DecodePlan:
       residual_dtype: dtype of the verifier's residual stream and logits; None: that of the weights.
       log_probs: whether to record the verifier's log-probability of every emitted token.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
+      why_plain: reason why nothing is drafted although no setting says so; no part of the program.
     """
 
     verifier: ModelConfig
@@ -51,6 +52,7 @@ class DecodePlan:
     residual_dtype: Any = None
     log_probs: bool = False
     expected_lengths: bool = False
+    why_plain: str | None = field(default=None, compare=False)
 
     @property
     def drafts(self) -> bool:

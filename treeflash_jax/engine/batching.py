@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core import programs, sharding
+from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.engine.requests import Request
-from treeflash_jax.trees.containers import NO_TOKEN
 
 # Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
 # in 4 slots than in 3, and 5 take 20 % longer in 8 slots than in 5. That is 0.2 s for 48 tokens; programs of another size
@@ -29,7 +29,7 @@ from treeflash_jax.trees.containers import NO_TOKEN
 BATCH_SIZES = (1, 2, 4, 8)
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers
-LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
 
@@ -40,25 +40,27 @@ def round_capacity(positions: int) -> int:
     return next(size for size in sizes if size >= positions)
 
 
-def first_capacity(plan: DecodePlan, prompt: int, new: int) -> int:
-    """Returns the capacity that caches have at first, for prompts of up to `prompt` tokens and answers of up to `new`."""
-    return _capacity(plan, prompt, min(new, INITIAL_ROOM))
-
-
-def _capacity(plan: DecodePlan, prompt: int, new: int) -> int:
-    room = new + 1 + plan.path_length
+def _capacity(plan: DecodePlan, requests: Sequence[Request], most: int = INT32) -> int:
+    """Returns the capacity of caches for these requests with answers of up to `most` tokens."""
+    room = min(most, max(request.settings.max_new_tokens for request in requests)) + 1 + plan.path_length
     if plan.drafts and plan.drafter.reads_prompt:
         # Such a drafter has read one token more than the prompt when longer prompts of the batch are still read.
         room = max(room, 1 + plan.prefill_chunk)
-    return round_capacity(prompt + room)
+    return round_capacity(max(request.length for request in requests) + room)
 
 
-def largest_capacity(plan: DecodePlan, prompt: int, new: int) -> int:
-    """Returns the most positions that caches have at once: the last capacity, and the one before, which is copied to it."""
-    capacity, last = first_capacity(plan, prompt, new), _capacity(plan, prompt, new)
+def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: int, mesh: Any = None) -> tuple[int, int]:
+    """Returns the most sequences and positions that the caches of requests, decoded `batch_size` at a time, have at once.
+
+    The caches of a refill exist beside those of the batch, and the last capacity beside the one before, which is copied.
+    """
+    sizes = [batch_size]
+    if 1 < batch_size < len(requests):
+        sizes.append(refill_size(batch_size))
+    capacity, last = _capacity(plan, requests, INITIAL_ROOM), _capacity(plan, requests)
     while 2 * capacity < last:
         capacity *= 2
-    return last + (capacity if capacity < last else 0)
+    return sum(sharding.padded(size, mesh) for size in sizes), last + (capacity if capacity < last else 0)
 
 
 def choose_batch_size(requests: int) -> int:
@@ -84,38 +86,36 @@ def make_batch(requests: Sequence[Request], *, batch_size: int, capacity: int, d
     """
     programs.check_process()
     batch_size = sharding.padded(batch_size, mesh)
-    unused = replace(requests[0], ids=[0], max_new_tokens=1) if requests else Request(ids=[0])
+    first = requests[0] if requests else Request(ids=[0])
+    unused = replace(first, ids=[0], settings=replace(first.settings, max_new_tokens=1))
     slots = [*requests, *[unused] * (batch_size - len(requests))]
     tokens_bs = np.zeros((batch_size, capacity), np.int32)
     for i, request in enumerate(slots):
         tokens_bs[i, : request.length] = request.ids
 
-    def column(name: str, dtype: Any) -> np.ndarray | None:
-        values = [getattr(request, name) for request in slots]
-        return None if values[0] is None else np.array(values, dtype)
+    def column(name: str, dtype: Any) -> np.ndarray:
+        return np.array([getattr(request.settings, name) for request in slots], dtype)
 
-    def padded(lists: list[Sequence[Any]], padding: Any, dtype: Any) -> np.ndarray:
-        size = max(1, -(-max(map(len, lists)) // LIST_SLOTS)) * LIST_SLOTS
-        return np.array([[*values, *[padding] * (size - len(values))] for values in lists], dtype)
-
-    length_b, dtype = column("length", np.int32), jnp.promote_types(dtype, jnp.float32)
-    least_b, bias = column("min_new_tokens", np.int32), None
-    if least_b is not None:
-        least_b += length_b
-    if slots[0].logit_bias is not None:
-        ids, values = ([[pair[part] for pair in request.logit_bias] for request in slots] for part in (0, 1))
-        bias = padded(ids, NO_TOKEN, np.int32), padded(values, 0, dtype)
-    numbers = [column(name, np.uint32) for name in ("seed", "index", "sample")]
+    length_b, dtype = np.array([request.length for request in slots], np.int32), jnp.promote_types(dtype, jnp.float32)
+    numbers = np.array([(request.settings.seed, request.index, request.sample) for request in slots], np.uint32)
+    penalties_b3 = bias = least_b = None  # of those that no request of the call has, programs contain nothing
+    if first.given & {*PENALTIES}:
+        penalties_b3 = np.stack([column(name, dtype) for name in PENALTIES], axis=1)
+    if "logit_bias" in first.given:
+        ids, values = np.moveaxis(np.array([request.bias for request in slots]), 2, 0)
+        bias = ids.astype(np.int32), values.astype(dtype)
+    if "min_new_tokens" in first.given:
+        least_b = length_b + column("min_new_tokens", np.int32)
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
-        key_b=programs.call(loops.make_keys, *jax.device_put(numbers), clock=Clock(silent=True)),
+        key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=Clock(silent=True)),
         temperature_b=column("temperature", dtype),
         top_k_b=column("top_k", np.int32),
         top_p_b=column("top_p", dtype),
         min_p_b=column("min_p", dtype),
         limit_b=length_b + column("max_new_tokens", np.int32),
-        stop_ids_bx=padded([request.stop_ids for request in slots], -1, np.int32),
+        stop_ids_bx=np.array([request.stop_ids for request in slots], np.int32),
         drafter_temperature_b=column("drafter_temperature", dtype),
-        penalties_b3=column("penalties", dtype),
+        penalties_b3=penalties_b3,
         bias=bias,
         least_b=least_b,
     )
@@ -181,11 +181,10 @@ class BatchDecoder:
         sizes = (sharding.padded(size, runner.mesh) for size in (batch_size, refill_size(batch_size)))
         self.slots = Slots(*sizes, requests)
         self.state, self.is_interrupted = None, False
-        longest = max(request.length for request in requests)
-        capacity = first_capacity(runner.plan, longest, max(request.max_new_tokens for request in requests))
+        capacity = _capacity(runner.plan, requests, INITIAL_ROOM)
         kept = session.take(runner, requests[0].ids) if session else None
         if kept is not None:  # prefill continues at any position, so its last chunk may extend beyond the prompt
-            capacity = max(capacity, kept[0].capacity, round_capacity(longest + runner.plan.prefill_chunk))
+            capacity = max(capacity, kept[0].capacity, round_capacity(requests[0].length + runner.plan.prefill_chunk))
         self._start(capacity, kept)
 
     @property
@@ -206,7 +205,7 @@ class BatchDecoder:
             while self.slots.held:
                 done_b = sharding.to_host(self.state.done_b)
                 with self.clock.paused():
-                    if not done_b.all() and any(request.stop for request in self.slots.held.values()):
+                    if not done_b.all() and any(request.settings.stop for request in self.slots.held.values()):
                         done_b = self._finish(done_b, has_stop)
                     ready = [slot for slot in sorted(self.slots.held) if done_b[slot]]
                     yield ready

@@ -118,7 +118,7 @@ class GenerateConfig:
     )
     sampling: str | None = sampling(
         None,
-        "model: temperature, filters and repetition penalty, if at their defaults, are those of generation_config.json",
+        "model: temperature, filters and repetition penalty, if they are not given, are those of generation_config.json",
         unset="greedy, or as given",
         choices=lambda: ("model",),
     )

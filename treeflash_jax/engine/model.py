@@ -1,7 +1,7 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
-A `Call` has requests (requests.py) and the plan of its programs (plan.py). Batches of requests are decoded (batching.py,
-decoding/), and results are read from the state of a batch (results.py).
+`prepare` makes requests (requests.py) and the plan of their programs (plan.py). Batches of requests are decoded
+(batching.py, decoding/), and results are read from the state of a batch (results.py).
 """
 
 import logging
@@ -19,13 +19,12 @@ from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine.batching import BatchDecoder, Session, choose_batch_size, largest_capacity, refill_size
+from treeflash_jax.engine.batching import BatchDecoder, Session, choose_batch_size, largest_caches
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig
-from treeflash_jax.engine.model_sampling import take_recommended
-from treeflash_jax.engine.plan import resolve, why_plain
+from treeflash_jax.engine.plan import resolve
 from treeflash_jax.engine.prompts import Prompt, as_list, encode, encode_each
-from treeflash_jax.engine.requests import Request, make_requests
+from treeflash_jax.engine.requests import Request, make_requests, take_recommended
 from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
@@ -38,76 +37,24 @@ logger = logging.getLogger("treeflash_jax")
 
 @dataclass(frozen=True)
 class Call:
-    """A validated `generate` call of a model.
+    """A validated call of a model.
 
     Attributes:
       requests: one per prompt and sample.
       batch_size: number of sequences decoded together.
-      why_plain: reason why the call drafts nothing although its builder is not "none"; None if it drafts.
       processor: the user's processor of logits as a pytree; None for none.
-      recommended: line that says what `sampling="model"` took; None without it.
     """
 
-    model: "TreeFlash"
     requests: list[Request]
     plan: DecodePlan
     batch_size: int
-    why_plain: str | None
     processor: Any
-    recommended: str | None
-
-    @staticmethod
-    def prepare(
-        model: "TreeFlash",
-        prompts: Prompt | Sequence[Prompt],
-        config: GenerateConfig | None = None,
-        settings: Mapping[str, Any] | None = None,
-        indices: Sequence[int] | None = None,
-    ) -> "Call":
-        """Checks a call against the pair and the memory of its device; computes nothing. Raises what `generate` raises."""
-        config = fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
-        config = (config or GenerateConfig()).updated(**settings or {})
-        recommended = None
-        if config.sampling == "model":
-            config, recommended = take_recommended(config, model.recommended)
-        verifier, drafter, mesh = model.verifier, model.drafter, model.mesh
-        ids = encode_each(as_list(prompts), model.encode)
-        ends = {"tokenizer": model.tokenizer, "stop_ids": model.stop_ids}
-        requests = make_requests(ids, config, verifier, drafter, **ends, indices=indices)
-        batch_size = config.batch_size or choose_batch_size(len(requests))
-        plan, reason = model.plan(config, batch_size), None
-        if not plan.drafts and config.builder != "none":
-            reason = why_plain(config, drafter, **model._place(batch_size))
-        longest = max(request.length for request in requests)
-        together = [batch_size]
-        if 1 < batch_size < len(requests):
-            together.append(refill_size(batch_size))
-        needs = footprint(
-            verifier,
-            drafter,
-            dtype=model.dtype,
-            mesh=mesh,
-            batch=sum(sharding.padded(size, mesh) for size in together),
-            capacity=largest_capacity(plan, longest, max(request.max_new_tokens for request in requests)),
-            drafts=plan.drafts,
-            quantize=model.quantize,
-        )
-        check_memory(needs, usable_memory(mesh), mesh)
-        processor = None if config.processor is None else processors.as_pytree(config.processor)
-        return Call(model, requests, plan, batch_size, reason, processor, recommended)
-
-    def start(self, clock: Clock, session: Session | None = None) -> BatchDecoder:
-        """Prefills the first requests; with a session, the only one."""
-        model = self.model
-        processor = sharding.place(self.processor, model.mesh, over_batch=False)
-        runner = Runner(self.plan, model.weights.replace(processor=processor), model.mesh, clock)
-        return BatchDecoder(self.requests, self.batch_size, runner, session)
 
 
 class TreeFlash:
     """A verifier and its drafter, ready to generate.
 
-    `generate`, `generate_each` and `stream` answer prompts; `encode` and `plan` show what they would read and run.
+    `generate`, `generate_each` and `stream` answer prompts; `encode`, `plan` and `prepare` show what they read and run.
 
     Example:
       >>> import treeflash_jax as tf
@@ -144,7 +91,7 @@ class TreeFlash:
         self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
         self.mesh, self.device = mesh, sharding.device(mesh)
         self.names, self.recommended = names, recommended or {}
-        self.has_noted_plain = self.has_noted_sampling = False  # notes are logged once
+        self.noted: set[str] = set()  # notes are logged once
 
     def __repr__(self) -> str:
         def show(name: str, kind: str, weights: Any) -> str:
@@ -196,7 +143,7 @@ class TreeFlash:
             verifier computes NaN.
           RuntimeError: this process was forked from the one that loaded the model.
         """
-        call = self._prepare(prompts, config, settings, indices)
+        call = self.prepare(prompts, config, indices=indices, **settings)
         results = with_totals([result for _, result in sorted(self._serve(call), key=itemgetter(0))])
         if call.plan.num_nodes > 1 and not self.drafter.may_offer_nothing:
             warn_of_low_tau(results)
@@ -222,7 +169,7 @@ class TreeFlash:
         Raises:
           TypeError, ValueError: see `generate`; raised when the first answer is requested.
         """
-        yield from self._serve(self._prepare(prompts, config, settings, indices))
+        yield from self._serve(self.prepare(prompts, config, indices=indices, **settings))
 
     def stream(
         self,
@@ -248,12 +195,12 @@ class TreeFlash:
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         fit(Session | None, session, "session", says="a tf.Session")
-        call = self._prepare(prompt, config, settings | {"batch_size": 1})
+        call = self.prepare(prompt, config, **settings | {"batch_size": 1})
         if len(call.requests) != 1:
             samples = 1 + call.requests[-1].sample
             got = f"samples {samples} and {len(call.requests) // samples} prompts"
             raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
-        decoder = call.start(Clock(), session)
+        decoder = self.start(call, Clock(), session)
         reader = Reader(decoder, self.tokenizer)
         sent, shown = 0, ""
         try:
@@ -290,8 +237,8 @@ class TreeFlash:
         """
         prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
-        call, clock = self._prepare([[0] * prompt_tokens] * num_prompts, config, settings), Clock()
-        call.start(clock).compile()
+        call, clock = self.prepare([[0] * prompt_tokens] * num_prompts, config, **settings), Clock()
+        self.start(call, clock).compile()
         return clock.compile_seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -300,37 +247,64 @@ class TreeFlash:
 
     def plan(self, config: GenerateConfig, batch_size: int = 1) -> DecodePlan:
         """Returns the plan of the programs for these settings and a batch of this size; see `plan.resolve`."""
-        return resolve(config, self.verifier, self.drafter, **self._place(batch_size))
-
-    def _place(self, batch_size: int) -> dict[str, Any]:
         sequences = sharding.per_shard(batch_size, self.mesh)
-        return {"dtype": self.dtype, "device": self.device, "sequences": sequences}
+        place = {"dtype": self.dtype, "device": self.device, "sequences": sequences}
+        return resolve(config, self.verifier, self.drafter, **place)
 
-    def _prepare(self, *arguments: Any) -> Call:
-        """Returns `Call.prepare`; logs once why nothing is drafted, and once what the model recommends."""
-        call = Call.prepare(self, *arguments)
-        if call.recommended is not None and not self.has_noted_sampling:
-            self.has_noted_sampling = True
-            logger.warning(call.recommended)
-        if call.why_plain is not None and not self.has_noted_plain:
-            self.has_noted_plain = True
-            logger.warning(f"{call.why_plain}: decoding one token at a time (builder 'none' does so without this note)")
-        return call
+    def prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerateConfig | None = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **settings: Any,
+    ) -> Call:
+        """Checks a call against the pair and the memory of its device; computes nothing.
+
+        Arguments and exceptions are those of `generate`. Logs once why nothing is drafted, and what the model recommends.
+        """
+        fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
+        config = (config or GenerateConfig()).updated(**settings)
+        if config.sampling == "model":
+            config, note = take_recommended(config, self.recommended, settings)
+            self._note(note)
+        ids = encode_each(as_list(prompts), self.encode)
+        ends = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
+        requests = make_requests(ids, config, self.verifier, self.drafter, **ends, indices=indices)
+        batch_size = config.batch_size or choose_batch_size(len(requests))
+        plan = self.plan(config, batch_size)
+        if plan.why_plain is not None:
+            self._note(f"{plan.why_plain}: decoding one token at a time (builder 'none' does so without this note)")
+        batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
+        sizes = {"batch": batch, "capacity": capacity, "drafts": plan.drafts}
+        place = {"dtype": self.dtype, "mesh": self.mesh, "quantize": self.quantize}
+        check_memory(footprint(self.verifier, self.drafter, **sizes, **place), usable_memory(self.mesh), self.mesh)
+        processor = None if config.processor is None else processors.as_pytree(config.processor)
+        return Call(requests, plan, batch_size, processor)
+
+    def start(self, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
+        """Prefills the first requests of a call; with a session, the only one."""
+        processor = sharding.place(call.processor, self.mesh, over_batch=False)
+        runner = Runner(call.plan, self.weights.replace(processor=processor), self.mesh, clock)
+        return BatchDecoder(call.requests, call.batch_size, runner, session)
+
+    def _note(self, note: str) -> None:
+        if note not in self.noted:
+            self.noted.add(note)
+            logger.warning(note)
 
     def _serve(self, call: Call) -> Iterator[tuple[int, Result]]:
         """Decodes a call; yields each answer with its number."""
         unanswered = {request.number: request for request in call.requests}
-        rounds = ROUNDS_PER_STOP_CHECK if any(request.stop for request in call.requests) else ROUNDS_PER_DISPATCH
+        rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in call.requests) else ROUNDS_PER_DISPATCH
         try:
-            decoder = call.start(Clock())
+            decoder = self.start(call, Clock())
             reader = Reader(decoder, self.tokenizer)
             for ready in decoder.run(rounds, reader.has_stop):
                 numbers = [decoder.slots.held[slot].number for slot in ready]
                 for number, result in zip(numbers, reader.read(ready), strict=True):
                     del unanswered[number]
                     yield number, result
-                if decoder.is_interrupted:
-                    raise KeyboardInterrupt
         except KeyboardInterrupt:  # keeps the answers so far
             if len(unanswered) == len(call.requests):
                 raise

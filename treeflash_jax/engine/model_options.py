@@ -74,9 +74,9 @@ def choose_verifier(name: str | None) -> str:
 def load_model(arguments: argparse.Namespace, **changed: Any) -> TreeFlash:
     """Loads the model of the options; `changed` replaces some of them."""
     given = option_values(arguments, ModelOptions) | changed
-    given["verifier"] = choose_verifier(given["verifier"])
+    given["verifier"] = choose_verifier(given.get("verifier"))
     if given.get("mesh"):
         given["mesh"] = sharding.make_mesh(**sharding.parse_sizes(given["mesh"]))
-    loaded = [name for name in (given["verifier"], given["drafter"]) if name not in (None, pairs.NO_DRAFTER)]
+    loaded = [name for name in (given["verifier"], given.get("drafter")) if name not in (None, pairs.NO_DRAFTER)]
     with slow(f"loading {' and '.join(loaded)}"):
         return load(**given)

@@ -57,8 +57,10 @@ def resolve(
         prefill_passes=defaults.choose_prefill_passes(device),
         residual_dtype=defaults.choose_residual_dtype(device, dtype),
     )
-    if config.builder == "none" or why_plain(config, drafter, dtype=dtype, device=device, sequences=sequences):
+    if config.builder == "none":
         return plan
+    if reason := _why_plain(config, drafter, dtype, device, sequences):
+        return replace(plan, why_plain=reason)
     name = config.builder or "best-first"
     builder = BUILDERS[name]
     shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
@@ -81,12 +83,12 @@ def resolve(
     return replace(plan, drafter=drafter, draft=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
 
 
-def why_plain(
-    config: GenerateConfig, drafter: DrafterConfig | None, *, dtype: Any, device: Device, sequences: int = 1
+def _why_plain(
+    config: GenerateConfig, drafter: DrafterConfig | None, dtype: Any, device: Device, sequences: int
 ) -> str | None:
     """Returns the reason why a call drafts nothing although its builder is not "none"; None if it drafts.
 
-    Arguments are those of `resolve`. Raises ValueError if the call has settings of drafting and there is no drafter.
+    Raises ValueError if the call has settings of drafting and there is no drafter.
     """
     requested = [name for name in (*field_names(GenerateConfig, "tree"), *DRAFTING) if _is_changed(config, name)]
     if drafter is None:

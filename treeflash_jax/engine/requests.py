@@ -1,10 +1,12 @@
 """Requests: one for every answer of a call, with the settings of its sampling."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from treeflash_jax.core.checks import expect, fit, quoted
+from treeflash_jax.core.checks import clipped, expect, fit, quoted
+from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -12,49 +14,38 @@ from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.containers import NO_TOKEN
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
-
-
-# Settings of an answer that may have a value per prompt.
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-EACH = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_ids", *PENALTIES, "logit_bias",
-    "min_new_tokens",
-)  # fmt: skip
+LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
+# Keys of generation_config.json: settings that `sampling="model"` takes, and keys without an effect on the distribution of
+# a token. Lengths and stop ids have settings of their own.
+TAKEN = "temperature top_k top_p min_p repetition_penalty".split()
+INERT = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
+    transformers_version use_cache cache_implementation num_return_sequences output_scores output_logits
+    output_attentions output_hidden_states return_dict_in_generate trust_remote_code""".split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and the sampling settings of one answer.
-
-    The last three settings are None if no prompt of the call has them. Lists have one length in all requests of a call.
+    """A prompt and the settings of one answer.
 
     Attributes:
       ids: token ids of the prompt.
-      stop: strings that end the answer.
+      settings: settings of the call with one value each, and the stop strings and temperatures that apply.
       stop_ids: ids of the tokens that end the answer; -1 pads.
+      bias: ids of tokens with what is added to their logits; `NO_TOKEN` pads.
+      given: names of the settings that any prompt of the call changes.
       index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
       sample: index of the answer among those to the same prompt.
       number: index of the answer in its call.
-      penalties: repetition, presence and frequency penalties.
-      logit_bias: ids of tokens with what is added to their logits; `NO_TOKEN` pads.
     """
 
     ids: list[int]
-    max_new_tokens: int = 1
-    temperature: float = 0.0
-    drafter_temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    seed: int = 0
+    settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
+    stop_ids: tuple[int, ...] = (-1,) * LIST_SLOTS
+    bias: tuple[tuple[int, float], ...] = ()
+    given: frozenset[str] = frozenset()
     index: int = 0
     sample: int = 0
     number: int = 0
-    penalties: tuple[float, ...] | None = None
-    logit_bias: tuple[tuple[int, float], ...] | None = None
-    min_new_tokens: int | None = None
 
     @property
     def length(self) -> int:
@@ -88,66 +79,56 @@ def make_requests(
     indices = fit(Sequence[int], indices, "indices", least=0, below=2**32)
     if len(indices) != len(prompts):
         raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
-    columns = zip(*(_each(name, getattr(config, name), len(prompts)) for name in EACH), strict=True)
-    given = {name for name in EACH if getattr(config, name) != getattr(GenerateConfig, name)}
     requests: list[Request] = []
-    for number, (ids, index, values) in enumerate(zip(prompts, indices, columns, strict=True)):
-        settings = dict(zip(EACH, values, strict=True))
-        _check_prompt(number, ids, settings["max_new_tokens"], verifier)
-        if settings["temperature"] < GREEDY_BELOW:
-            settings["temperature"] = 0.0
-        settings["drafter_temperature"] = choose_drafter_temperature(config, drafter, settings["temperature"])
-        stops = settings["stop"], stop_ids if settings["stop_ids"] is None else settings["stop_ids"]
-        settings["stop"], settings["stop_ids"] = find_stops(*stops, tokenizer, verifier.vocab_size)
-        settings |= _processing(settings, given, verifier.vocab_size)
-        settings = {name: value for name, value in settings.items() if name not in PENALTIES}
-        requests += [
-            Request(ids=ids, index=index, sample=j, number=len(requests) + j, **settings) for j in range(config.samples)
-        ]
+    for number, (ids, index, own) in enumerate(zip(prompts, indices, _split(config, len(prompts)), strict=True)):
+        _check_prompt(number, ids, own, verifier)
+        temperature = 0.0 if own.temperature < GREEDY_BELOW else own.temperature
+        drafter_temperature = choose_drafter_temperature(config, drafter, temperature)
+        ends = stop_ids if own.stop_ids is None else own.stop_ids
+        stop, ends = find_stops(own.stop, ends, tokenizer, verifier.vocab_size)
+        own = replace(own, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
+        bias = tuple((own.logit_bias or {}).items())
+        request = Request(ids=ids, settings=own, stop_ids=ends, bias=bias, given=frozenset(changed(config)), index=index)
+        requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return _padded(requests)
 
 
-def _each(name: str, values: Any, num_prompts: int) -> Sequence[Any]:
-    """Returns the value of a setting for each prompt. Raises ValueError for a list of another length."""
-    is_shared = name in ("stop", "stop_ids") and all(isinstance(value, str | int) for value in values or ())
-    if is_shared or not isinstance(values, Sequence):
-        return [values] * num_prompts
-    if len(values) != num_prompts:
-        raise ValueError(f"got {len(values)} values of {name} for {num_prompts} prompts, expected one per prompt")
-    return values
+def _split(config: GenerateConfig, num_prompts: int) -> list[GenerateConfig]:
+    """Returns the settings of each prompt, without lists of values. Raises ValueError for a list of another length."""
+    lists = {}
+    for name, values in changed(config).items():
+        is_shared = name in ("stop", "stop_ids") and all(isinstance(value, str | int) for value in values)
+        if is_shared or type(values) is not tuple:
+            continue
+        if len(values) != num_prompts:
+            raise ValueError(f"got {len(values)} values of {name} for {num_prompts} prompts, expected one per prompt")
+        lists[name] = values
+    return [replace(config, **{name: lists[name][i] for name in lists}) for i in range(num_prompts)]
 
 
-def _check_prompt(number: int, ids: list[int], max_new_tokens: int, verifier: ModelConfig) -> None:
+def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifier: ModelConfig) -> None:
     outside = [i for i in ids if not 0 <= i < verifier.vocab_size]
     if outside:
         raise ValueError(f"prompt {number}: got id {quoted(outside[0])}, expected 0 to {verifier.vocab_size - 1}")
-    if len(ids) + max_new_tokens > verifier.max_positions:
+    least, most = settings.min_new_tokens, settings.max_new_tokens
+    if len(ids) + most > verifier.max_positions:
         raise ValueError(
-            f"prompt {number}: got {len(ids)} prompt tokens + {max_new_tokens} new tokens, "
+            f"prompt {number}: got {len(ids)} prompt tokens + {most} new tokens, "
             f"expected at most {verifier.max_positions} together (the verifier's context)"
         )
-
-
-def _processing(settings: dict[str, Any], given: set[str], vocab_size: int) -> dict[str, Any]:
-    """Returns the fields of a Request that process logits, None for those that no prompt of the call has."""
-    least, most, biases = settings["min_new_tokens"], settings["max_new_tokens"], settings["logit_bias"] or {}
     expect(least <= most, "min_new_tokens", least, f"at most {most}")
-    for token in biases:
-        expect(0 <= token < vocab_size, "logit_bias of id", token, f"0 to {vocab_size - 1}")
-    return {
-        "penalties": tuple(settings[name] for name in PENALTIES) if given & {*PENALTIES} else None,
-        "logit_bias": tuple(biases.items()) if "logit_bias" in given else None,
-        "min_new_tokens": least if "min_new_tokens" in given else None,
-    }
+    for token in settings.logit_bias or ():
+        expect(0 <= token < verifier.vocab_size, "logit_bias of id", token, f"0 to {verifier.vocab_size - 1}")
 
 
 def _padded(requests: list[Request]) -> list[Request]:
-    """Returns the requests with lists of one length each."""
-    for name, padding in (("stop_ids", -1), ("logit_bias", (NO_TOKEN, 0.0))):
-        longest = max(len(getattr(request, name) or ()) for request in requests)
+    """Returns the requests with lists of one length each, a multiple of LIST_SLOTS."""
+    for name, padding in {"stop_ids": -1, "bias": (NO_TOKEN, 0.0)}.items():
+        longest = max(len(getattr(request, name)) for request in requests)
+        size = max(1, -(-longest // LIST_SLOTS)) * LIST_SLOTS
         for number, request in enumerate(requests):
-            if (values := getattr(request, name)) is not None:
-                requests[number] = replace(request, **{name: values + (padding,) * (longest - len(values))})
+            values = getattr(request, name)
+            requests[number] = replace(request, **{name: values + (padding,) * (size - len(values))})
     return requests
 
 
@@ -176,3 +157,33 @@ def find_stops(
     special = {token.content: i for i, token in tokenizer.inner.added_tokens_decoder.items() if token.special}
     ids = [special[text] for text in stop if text in special]
     return tuple(text for text in stop if text not in special), (*stop_ids, *ids)
+
+
+def take_recommended(
+    config: GenerateConfig, recommended: Mapping[str, Any], given: Collection[str] = ()
+) -> tuple[GenerateConfig, str]:
+    """Returns settings with the model's own values in place of defaults (`sampling="model"`), and a line that tells which.
+
+    Args:
+      recommended: content of generation_config.json. With `do_sample` and without a temperature, that is 1, as in
+        transformers.
+      given: names of the settings of the call, which stay also if they have their defaults.
+
+    Raises ValueError for values outside the limits of the settings.
+    """
+    values = {name: recommended[name] for name in TAKEN if recommended.get(name) is not None}
+    if recommended.get("do_sample"):
+        values.setdefault("temperature", 1.0)
+    if recommended.get("do_sample") is False:
+        values["temperature"] = 0.0
+    values = {name: value for name, value in values.items() if name not in {*given, *changed(config)}}
+    try:
+        config = replace(config, **values)
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
+    note = ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing"
+    others = [name for name in recommended if not name.startswith("_") and name not in (*TAKEN, *INERT)]
+    # 0, 1 and empty values turn every setting of transformers off.
+    others = [name for name in others if recommended[name] not in (None, False, 0, 1, "", [], {})]
+    ignored = f"; not implemented and ignored: {', '.join(others)}" if others else ""
+    return config, clipped(f"sampling 'model' takes {note} from generation_config.json{ignored}")

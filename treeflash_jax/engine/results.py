@@ -221,12 +221,12 @@ class Reader:
 
     def has_stop(self, request: Request, ids: list[int]) -> bool:
         """Returns True if the text of tokens contains a stop string of their request."""
-        text = (self._text(ids) or "") if request.stop else ""
-        return any(stop in text for stop in request.stop)
+        text = (self._text(ids) or "") if request.settings.stop else ""
+        return any(stop in text for stop in request.settings.stop)
 
     def certain(self, request: Request, text: str) -> str:
         """Removes the end of a growing text that may still change: half a character, or the start of a stop string."""
-        starts = [size for stop in request.stop for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        starts = [size for stop in request.settings.stop for size in range(1, len(stop)) if text.endswith(stop[:size])]
         return text[: min(len(text.rstrip("\ufffd")), len(text) - max(starts, default=0))]
 
     def _until_stop(
@@ -239,7 +239,7 @@ class Reader:
         while accepted and 1 + sum(accepted[:-1]) >= len(ids):
             accepted = accepted[:-1]
         text = self._text(ids)  # with later tokens, it might contain another stop string, before this one
-        return ids, text[: min(text.index(stop) for stop in request.stop if stop in text)], accepted, True
+        return ids, text[: min(text.index(stop) for stop in request.settings.stop if stop in text)], accepted, True
 
     def _text(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(ids)
