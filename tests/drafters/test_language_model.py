@@ -108,8 +108,9 @@ def test_other_tokens_are_refused_before_weights_are_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_command_serves_it(short, tmp_path, capsys):
-    """A verifier drafts for itself."""
+@pytest.mark.parametrize(("drafter", "settings"), [(None, {"nodes": 4, "depths": 2}), ("ngram", {"nodes": 4})])
+def test_every_command_serves_it(short, tmp_path, capsys, drafter, settings):
+    """A verifier drafts for itself, and n-grams, which have no weights, do."""
+    folder = pairs.locate(drafter, "drafter") if drafter else short
     with jax.enable_x64(False):
-        model = tf.load(verifier=short, drafter=short)
-        goes_through_everything(model, short, tmp_path, capsys, {"nodes": 4, "depths": 2}, short)
+        goes_through_everything(tf.load(verifier=short, drafter=folder), folder, tmp_path, capsys, settings, short)

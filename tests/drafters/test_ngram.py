@@ -11,12 +11,10 @@ import pytest
 from answers import make_pair, prefilled
 from conftest import RANDOM_MODEL
 from draft_trees import paths
-from extending import goes_through_everything
 from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax import trees
-from treeflash_jax.cli.commands import main
 from treeflash_jax.decoding import loops
 from treeflash_jax.drafters import Inputs, NgramConfig, ngram
 from treeflash_jax.formats import model_files
@@ -151,14 +149,3 @@ def test_rounds_without_a_draft_are_no_reason_to_warn():
     model = make_pair(RANDOM_MODEL, NgramConfig())
     text = model.generate([[1, 2]], max_new_tokens=60, stop_ids=(), nodes=8, batch_size=3, temperature=2.0)[0]
     assert len(text.accept_lengths) > 50 and text.tau < 1.2
-
-
-@pytest.mark.slow
-def test_every_command_serves_it(short, tmp_path, capsys):
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"ngram_config": {}}))
-    model = tf.load(verifier=short, drafter=folder)
-    goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4}, short)
-    words = ["--verifier", "tiny", "--drafter", "ngram", "--prompt-ids", "5 6 7 5 6 7", "--max-new-tokens", "8"]
-    assert main(["generate", *words, "--json"]) == 0

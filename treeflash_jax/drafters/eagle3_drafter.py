@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_fit
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_sizes
 from treeflash_jax.models import kv_cache, layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
@@ -74,7 +74,7 @@ class Eagle3Config(LaneDrafterConfig):
     def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this config with its tapped layers. Raises ValueError if it was made for another verifier."""
         taps = default_taps(verifier.num_layers) if self.taps is None else self.taps
-        require_fit(
+        require_sizes(
             verifier,
             taps,
             hidden_size=(self.target_hidden_size, verifier.hidden_size),

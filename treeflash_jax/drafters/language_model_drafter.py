@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs, require_fit
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import kv_cache, vocab
 from treeflash_jax.models import verifier as model
@@ -52,11 +52,9 @@ class LanguageModelConfig(LaneDrafterConfig):
 
     def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this config. Raises ValueError if vocabularies differ in size, or if the steering is for other models."""
-        if self.layers.vocab_size != verifier.vocab_size:
-            raise ValueError(
-                f"drafter does not fit the verifier: got a language model with a vocabulary of {self.layers.vocab_size}, "
-                f"expected the verifier's, of {verifier.vocab_size}; use a smaller model of the same family"
-            )
+        got, expected = self.layers.vocab_size, verifier.vocab_size
+        problem = f"got a language model with a vocabulary of {got}, expected the verifier's, of {expected}"
+        require_fit(got == expected, problem, "use a smaller model of the same family")
         if self.steering is not None:
             self.steering.check_fits(verifier, self.layers)
         return self

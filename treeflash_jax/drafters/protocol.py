@@ -196,21 +196,20 @@ class DrafterConfig(ABC):
         raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected {expected}")
 
 
-def require_fit(verifier: ModelConfig, taps: Sequence[int], **sizes: tuple[Any, Any]) -> None:
+def require_fit(is_met: bool, problem: str, advice: str = "load the drafter that was trained for this verifier") -> None:
+    """Raises ValueError with the problem unless a drafter fits the verifier."""
+    if not is_met:
+        raise ValueError(f"drafter does not fit the verifier: {problem}; {advice}")
+
+
+def require_sizes(verifier: ModelConfig, taps: Sequence[int], **sizes: tuple[Any, Any]) -> None:
     """Raises ValueError unless the verifier has all tapped layers, and every pair of sizes (drafter, verifier) is equal."""
     for name, (got, expected) in sizes.items():
-        if got != expected:
-            name = name.replace("_", " ")
-            raise ValueError(
-                f"drafter does not fit the verifier: {name} is {got} in the drafter and {expected} in the verifier; "
-                "load the drafter that was trained for this verifier"
-            )
+        problem = f"{name.replace('_', ' ')} is {got} in the drafter and {expected} in the verifier"
+        require_fit(got == expected, problem)
     outside = [tap for tap in taps if not 0 <= tap < verifier.num_layers]
-    if outside:
-        raise ValueError(
-            f"drafter does not fit the verifier: it reads verifier layers {outside}, "
-            f"but the verifier has layers 0 to {verifier.num_layers - 1}"
-        )
+    has_layers = f"but the verifier has layers 0 to {verifier.num_layers - 1}"
+    require_fit(not outside, f"it reads verifier layers {outside}, {has_layers}")
 
 
 def draft_ids(params: Mapping[str, Any]) -> jax.Array | None:

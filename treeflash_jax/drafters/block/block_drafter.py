@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.drafters import ngram
+from treeflash_jax.drafters import ngram, protocol
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
-from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs, draft_ids, listed_specs, require_fit
+from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs, draft_ids, listed_specs
 from treeflash_jax.models import kv_cache, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -123,18 +123,15 @@ class BlockConfig(DrafterConfig):
     def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this drafter. Raises ValueError if it was made for another verifier."""
         num_layers = self.num_target_layers or verifier.num_layers
-        require_fit(
+        protocol.require_sizes(
             verifier,
             self.taps,
             hidden_size=(self.layers.hidden_size, verifier.hidden_size),
             number_of_verifier_layers=(num_layers, verifier.num_layers),
             vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
         )
-        if not 0 <= self.mask_token_id < verifier.vocab_size:
-            raise ValueError(
-                f"drafter does not fit the verifier: mask id {self.mask_token_id} lies outside "
-                f"the verifier's vocabulary of {verifier.vocab_size}"
-            )
+        problem = f"mask id {self.mask_token_id} lies outside the verifier's vocabulary of {verifier.vocab_size}"
+        protocol.require_fit(0 <= self.mask_token_id < verifier.vocab_size, problem)
         return self
 
     def limited(self, draft_vocab_size: int) -> Self:

@@ -9,8 +9,7 @@ Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819), JetSpec (arXiv 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -93,7 +92,7 @@ class BlockFolder(Dialect):
         block_size = table.whole(key, least=2, most=MAX_NODES)
         keys.expect(not sliding or window >= block_size, "sliding_window", window, f"at least block_size {block_size}")
         table, key = find_key(*((table, key) for table in (keys, dflash) for key in ALIGNMENT))
-        shifted = table.truth(key) if key in table else self.default_alignment(dflash)
+        shifted = table.truth(key) if key in table else self.shifted
         if shifted is None:
             why = "whether slot i of the block predicts draft depth i (true) or i - 1 (false)"
             raise ValueError(f"{keys.where}: got no shift_label in dflash_config, expected {why}")
@@ -116,9 +115,6 @@ class BlockFolder(Dialect):
         )
         return replace(config, **self.read_head(keys, dflash, config))
 
-    def default_alignment(self, dflash: Keys) -> bool | None:
-        return self.shifted
-
     def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
         """Returns fields of BlockConfig for the head."""
         return {}
@@ -126,17 +122,15 @@ class BlockFolder(Dialect):
     def copies(self, config: BlockConfig) -> dict[str, str]:
         return {"embed_tokens.weight": "embed"} | ({} if config.owns_vocabulary else {"lm_head.weight": "unembed"})
 
-    @contextmanager
-    def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
-        """Opens the tensors, without copies of the verifier's and inert ones."""
-        with super().opened(path, config) as stored:
-            tensors = {}
-            for name, tensor in stored.items():
-                for pattern, new in self.renamed.items():
-                    name = re.sub(pattern, new, name)
-                if name not in self.copies(config) and not name.startswith(tuple(self.inert)):
-                    tensors[name] = tensor
-            yield tensors
+    def select(self, path: Path, config: BlockConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Renames tensors; leaves out copies of the verifier's and inert ones."""
+        selected = {}
+        for name, tensor in tensors.items():
+            for pattern, new in self.renamed.items():
+                name = re.sub(pattern, new, name)
+            if name not in self.copies(config) and not name.startswith(tuple(self.inert)):
+                selected[name] = tensor
+        return selected
 
     def entries(self, config: BlockConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         prefix = self.prefix

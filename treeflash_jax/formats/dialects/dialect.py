@@ -1,8 +1,8 @@
 """The protocol of file dialects."""
 
 import json
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -43,9 +43,15 @@ class Dialect:
         """Returns tensors that files may have as copies of the verifier's: the name in the verifier's specs, by theirs."""
         return {}
 
-    def opened(self, path: Path, config: Any) -> AbstractContextManager[dict[str, Tensor]]:
-        """Opens the tensors by name, without those that no weight is read from."""
-        return tensor_files.open_folder(path)
+    @contextmanager
+    def opened(self, path: Path, config: Any) -> Iterator[dict[str, Tensor]]:
+        """Opens the tensors that weights are read from, by the names of `entries`."""
+        with tensor_files.open_folder(path) as tensors:
+            yield self.select(path, config, tensors)
+
+    def select(self, path: Path, config: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of `opened`, given all of a folder's. Raises ValueError for damaged ones."""
+        return tensors
 
     def entries(self, config: Any, specs: Any, names: Collection[str]) -> Any:
         """Returns the location on disk of each weight: a tree of Entry.

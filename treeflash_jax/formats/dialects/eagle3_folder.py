@@ -11,8 +11,7 @@ the next step is fed the normalised output; in SpecForge's, that the vocabulary 
 Source: SafeAILab/EAGLE, Tencent/AngelSlim, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec.
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,18 +108,10 @@ class Eagle3(Dialect):
         sizes = Keys({"num_hidden_layers": 1, **inside.raw, "tie_word_embeddings": False}, inside.where)
         return architecture.read(sizes, known)
 
-    @contextmanager
-    def opened(self, path: Path, config: Eagle3Config) -> Iterator[dict[str, Tensor]]:
-        """Opens the tensors that weights are read from; buffers of training are left out."""
-        with tensor_files.open_folder(path) as stored:
-            tensors = {
-                name: tensor for name, tensor in stored.items() if name != "t2d" and not name.startswith("verifier_")
-            }
-            if "d2t" in tensors:
-                speculators.check_draft_vocabulary(path, config, tensors["d2t"], stored.get("t2d"))
-            if config.draft_vocab_size == config.layers.vocab_size:
-                tensors.pop("d2t", None)  # that of all tokens
-            yield tensors
+    def select(self, path: Path, config: Eagle3Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Leaves out buffers of training, and lists of all tokens."""
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("verifier_")}
+        return speculators.without_lists(path, config, tensors)
 
     def entries(self, config: Eagle3Config, specs: Any, names: Collection[str]) -> dict[str, Any]:
         prefixes = (p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))

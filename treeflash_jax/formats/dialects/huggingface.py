@@ -1,7 +1,6 @@
 """Folders of verifiers as transformers writes them: config.json and safetensors."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,15 @@ class HuggingFace(Dialect):
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
         return architectures.recognise(keys).read(keys)
 
-    @contextmanager
-    def opened(self, path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-        """Opens the tensors, without the copy of a tied table. Raises ValueError if the copy has other weights."""
-        with super().opened(path, config) as tensors:
-            outside = ARCHITECTURES[config.model_type].outside
-            embed, unembed = (outside[part].name for part in ("embed", "unembed"))
-            if config.tie_embeddings and {embed, unembed} <= tensors.keys():
-                if not storage.are_equal(tensors[embed], tensors.pop(unembed)):
-                    got = f"{unembed} differs from {embed}, although config.json ties them"
-                    raise ValueError(f"{path}: {got}; set tie_word_embeddings to false there")
-            yield tensors
+    def select(self, path: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Leaves out the copy of a tied table. Raises ValueError if the copy has other weights."""
+        outside = ARCHITECTURES[config.model_type].outside
+        embed, unembed = (outside[part].name for part in ("embed", "unembed"))
+        if config.tie_embeddings and {embed, unembed} <= tensors.keys():
+            if not storage.are_equal(tensors[embed], tensors.pop(unembed)):
+                got = f"{unembed} differs from {embed}, although config.json ties them"
+                raise ValueError(f"{path}: {got}; set tie_word_embeddings to false there")
+        return tensors
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         return ARCHITECTURES[config.model_type].entries(specs, names)

@@ -10,8 +10,6 @@ Confidence heads are not read: they estimate how much of a chain is accepted, an
 Source: sgl-project/SpecForge, deepseek-ai/DeepSpec, NVIDIA/Model-Optimizer, NVIDIA-NeMo/Automodel, z-lab/dflash.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,14 +65,12 @@ class DSpark(BlockFolder):
         return super().recognises(path, keys) or all(key in keys.raw for key in ("markov_rank", "target_layer_ids"))
 
     def read_config(self, path: Path, keys: Keys) -> BlockConfig:
-        if "dflash_config" not in keys.raw:
-            others = {key: value for key, value in keys.raw.items() if key not in self.head_keys}
-            inside = {key: value for key, value in keys.raw.items() if key in self.head_keys}
-            keys = Keys(others | {"dflash_config": inside | {"shift_label": True}}, keys.where)
-        return super().read_config(path, keys)
-
-    def default_alignment(self, dflash: Keys) -> bool | None:
-        return True if "attention_mode" in dflash else None  # SpecForge's files do not state it
+        raw, inside, is_deepspec = dict(keys.raw), keys.table("dflash_config").raw, "dflash_config" not in keys
+        if is_deepspec:
+            inside = {key: raw.pop(key) for key in self.head_keys if key in raw}
+        if is_deepspec or "attention_mode" in inside:  # DeepSpec and SpecForge do not state their alignment
+            inside = {"shift_label": True, **inside}
+        return super().read_config(path, Keys(raw | {"dflash_config": inside}, keys.where))
 
     def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
         dflash.check_only({"dspark_backbone_conv_enabled": (False, None)})
@@ -142,12 +138,11 @@ class LiLiCorr(BlockFolder):
         is_convolved = any(dflash.raw.get(key) for key in ("conv_kernel_size", "conv_group_size"))  # 0: no convolutions
         return fields | (read_convolution(dflash, config) if is_convolved else {})
 
-    @contextmanager
-    def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
-        with super().opened(path, config) as tensors:
-            for name in {"lilicorr.slot_embedding", "lilicorr.rank_embedding"} & tensors.keys():  # with axes of size 1
-                tensors[name] = Squeezed(tensors[name][:].reshape(-1, tensors[name].get_shape()[-1]))
-            yield tensors
+    def select(self, path: Path, config: BlockConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors = super().select(path, config, tensors)
+        for name in {"lilicorr.slot_embedding", "lilicorr.rank_embedding"} & tensors.keys():  # with axes of size 1
+            tensors[name] = Squeezed(tensors[name][:].reshape(-1, tensors[name].get_shape()[-1]))
+        return tensors
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ Slots of sliding layers see the window of positions before the anchor.
 Source: vllm-project/speculators. EAGLE-3 drafters in this form are in eagle3_folder.
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
-from treeflash_jax.formats.dialects.block_folder import BlockFolder, DFlash
+from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder, DFlash
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.dialects.published_heads import DFlash2, DSpark
 from treeflash_jax.formats.keys import Keys
@@ -48,9 +47,16 @@ def describe(algorithm: str, num_depths: int, verifier: tuple[str, ...]) -> dict
     }
 
 
-def check_draft_vocabulary(path: Path, config: Any, d2t: Tensor, t2d: Tensor | None) -> None:
-    """Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d."""
+def without_lists(path: Path, config: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leaves out t2d, and d2t if all tokens are drafted.
+
+    Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d.
+    """
     vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
+    others = {name: tensor for name, tensor in tensors.items() if name not in ("t2d", "d2t")}
+    t2d, d2t = tensors.get("t2d"), tensors.get("d2t")
+    if d2t is None or size in (0, vocab_size):
+        return others
     if tuple(d2t.get_shape()) != (size,):
         raise ValueError(f"{path}: tensor d2t has shape {list(d2t.get_shape())}, expected [{size}] (draft_vocab_size)")
     ids_z = np.arange(size) + np.asarray(d2t[0:size]).astype(np.int64)
@@ -59,11 +65,11 @@ def check_draft_vocabulary(path: Path, config: Any, d2t: Tensor, t2d: Tensor | N
             f"{path}: tensor d2t leaves the verifier's vocabulary or its order, expected i + d2t[i] to increase from 0 to "
             f"at most {vocab_size - 1}"
         )
-    if t2d is None:
-        return
-    is_list = tuple(t2d.get_shape()) == (vocab_size,)
-    if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
-        raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")
+    if t2d is not None:
+        is_list = tuple(t2d.get_shape()) == (vocab_size,)
+        if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
+            raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")
+    return others | {"d2t": d2t}
 
 
 class SpeculatorsBlock(BlockFolder):
@@ -96,9 +102,8 @@ class SpeculatorsBlock(BlockFolder):
         if not self.has_draft_vocabulary:
             keys.check_only({"draft_vocab_size": (vocab_size,)})
         taps = [number - 1 for number in keys.ids("aux_hidden_state_layer_ids", INT32)]  # counted as inputs of layers
-        inside = {"mask_token_id": keys.raw.get("mask_token_id"), "target_layer_ids": taps}
-        here = (*self.head_keys, "projector_type", "shift_label", "sample_from_anchor")
-        inside |= {name: keys.raw[name] for name in here if name in keys}
+        here = ("mask_token_id", "projector_type", *ALIGNMENT, *self.head_keys)
+        inside = {name: keys.raw[name] for name in here if name in keys} | {"target_layer_ids": taps}
         others = {name: keys.raw[name] for name in OUTSIDE if name in keys}
         config = super().read_config(path, Keys({**layers, **others, "dflash_config": inside}, keys.where))
         size = keys.whole("draft_vocab_size", vocab_size, most=vocab_size)
@@ -112,22 +117,11 @@ class SpeculatorsBlock(BlockFolder):
             owns_vocabulary=size != vocab_size,
         )
 
-    def default_alignment(self, dflash: Keys) -> bool | None:
-        return self.shifted
-
     def copies(self, config: BlockConfig) -> dict[str, str]:
         return super().copies(config) | {"verifier_lm_head.weight": "unembed", "verifier_norm.weight": "norm"}
 
-    @contextmanager
-    def opened(self, path: Path, config: BlockConfig) -> Iterator[dict[str, Tensor]]:
-        """Opens the tensors, without copies of the verifier's weights and lists of the whole vocabulary."""
-        with super().opened(path, config) as tensors:
-            t2d = tensors.pop("t2d", None)
-            if not config.owns_vocabulary:
-                tensors.pop("d2t", None)
-            elif "d2t" in tensors:
-                check_draft_vocabulary(path, config, tensors["d2t"], t2d)
-            yield tensors
+    def select(self, path: Path, config: BlockConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return without_lists(path, config, super().select(path, config, tensors))
 
     def write(self, raw: dict[str, Any], config: BlockConfig, **head: Any) -> dict[str, Any]:
         """Returns config.json, from that of a folder with `dflash_config`."""
