@@ -37,10 +37,12 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any]) -> dict[
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with sharding.ambient(mesh):
         batch = training_state.abstract_batch(settings.loop.batch, settings.data.sequence_length, mesh)
-        transform = training_state.make_optimizer(settings.optimizer, 1000, task.specs)
+        steps = 1000
+        transform = training_state.make_optimizer(settings.optimizer, steps, task.specs)
         state = training_state.abstract_state(task, transform, batch, mesh)
         frozen = parameters.abstract(task.frozen_specs, task.compute_dtype, mesh)
-        update = training_state.make_update(task, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10)
+        every = dict(accumulate=settings.loop.accumulate, log_every=10)
+        update = training_state.make_update(task, transform, steps=steps, seed=0, **every)
         update = jax.jit(update, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, state))
         memory = update.lower(state, frozen, batch).compile().memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -51,6 +51,11 @@ class BlockStage(DraftingStage):
         least=1,
     )
 
+    def __post_init__(self) -> None:
+        if HEADS[self.head].trains_candidates and self.objective.loss == "forward-kl":
+            got = f"got head {quoted(self.head)} and objective.loss 'forward-kl'"
+            raise ValueError(f"{got}, expected 'cross-entropy' or 'cross-entropy-l1': its distribution has candidates only")
+
     def make_sums(self, verifier: ModelConfig, drafter: BlockConfig) -> SumsFunction:
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
@@ -99,6 +104,7 @@ class DrafterStage(BlockStage):
     def __post_init__(self) -> None:
         trainable = [name for name, head in HEADS.items() if head.is_trainable]
         expect(self.head in trainable, "head", self.head, f"one of {', '.join(trainable)}")
+        super().__post_init__()
         if "head" in self.trains and not self.objective.base_weight:
             raise ValueError(f"got head {quoted(self.head)} and objective.base_weight 0, expected more for the candidates")
 

@@ -1,12 +1,12 @@
-"""Trains a head on a backbone: a drafted token then depends on the token before it (TreeFlash, or linear, or low-rank).
+"""Trains a head on a backbone: a drafted token then depends on tokens before it.
 
     python -m train.head configs/tiny/head.toml run=runs/head drafter=runs/drafter/model
 
-Minimises the forward KL from the verifier's distribution (temperature 1) to the corrected one, given the true previous
-token. The output layer starts at zero, which is DFlash; with `keep_head` training continues from the drafter's head.
-Writes a Hugging Face folder, RUN/model.
+Minimises `objective.loss` given the true tokens before; the forward KL is from the verifier's distribution (temperature
+1) to the head's. The output layer starts at zero, which is DFlash; with `keep_head` training continues from the drafter's
+head. Writes a Hugging Face folder, RUN/model.
 
-Source: TreeFlash (arXiv 2606.03819).
+Source: TreeFlash (arXiv 2606.03819); train/README.md has the settings of other heads' publications.
 """
 
 import dataclasses
@@ -33,7 +33,10 @@ class HeadStage(BlockStage):
     """Settings of this stage, besides those of BlockStage."""
 
     drafter: str = setting("tiny", "name of a pair, folder or Hub id of a DFlash or TreeFlash drafter")
-    head: str = setting("mlp", "name in drafters.block.heads: mlp (TreeFlash), linear, lowrank (DSpark), gru (Domino), ...")
+    head: str = setting(
+        "mlp",
+        "name in drafters.block.heads: mlp (TreeFlash), linear, lowrank (DSpark), gru (Domino), selector (DFlash2), ...",
+    )
     keep_head: bool = setting(False, "starts from the drafter's head, which must be of this kind")
     train_backbone: bool = setting(
         False, "also trains the backbone (the paper's main runs; its ablation with a frozen one is nearly equal)"
@@ -43,6 +46,7 @@ class HeadStage(BlockStage):
     def __post_init__(self) -> None:
         trainable = [name for name, head in HEADS.items() if head.entries and head.is_trainable]
         expect(self.head in trainable, "head", self.head, f"one of {', '.join(trainable)}")
+        super().__post_init__()
 
     @property
     def trains(self) -> tuple[str, ...]:

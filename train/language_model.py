@@ -177,9 +177,10 @@ def language_model_sums(
     def chunk_sums(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:
         logits_btv = counted(vocab.unembed(table, hidden_btd), sample)
         log_p_btv = None
-        if settings.loss == "forward-kl":
+        if settings.loss != "cross-entropy":
             log_p_btv = losses.log_softmax(counted(vocab.unembed(verifier_table, verifier_btd), sample))
-        loss_bt, total = losses.drafting_loss(logits_btv, labels_bt, log_p_btv), jnp.sum(weights_bt)
+        loss_bt = losses.drafting_loss(settings.loss, logits_btv, labels_bt, log_p_btv)
+        total = jnp.sum(weights_bt)
         sums = {"loss": (jnp.sum(weights_bt * loss_bt), total)}
         logits_btv = lax.stop_gradient(logits_btv)
         sums["top1"] = (jnp.sum(weights_bt * (vocab.argmax(logits_btv) == labels_bt)), total)

@@ -76,7 +76,7 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is
             before_bim[b, depth, context[context >= 0]] = tokens[context >= 0]
     for depth in range(depths):
         hidden_brd = jnp.repeat(hidden_bid[:, depth : depth + 1], contexts, axis=1)
-        logits_brv = head.logits(params, unembed, jnp.asarray(before_bim[:, depth]), hidden_brd, DRAFTER)
+        logits_brv = head.logits(params, unembed, jnp.asarray(before_bim[:, depth]), hidden_brd, replace(DRAFTER, **sizes))
         if ids_z is not None:
             logits_brv = jnp.full_like(logits_brv, -jnp.inf).at[:, :, ids_z].set(logits_brv[:, :, ids_z])
         expected = jax.nn.log_softmax(logits_brv / TEMPERATURES[:, None, None], axis=-1)

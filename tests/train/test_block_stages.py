@@ -18,6 +18,7 @@ from train.stages import drafting, registry
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend import packed_attention
@@ -70,6 +71,23 @@ def test_a_record_of_the_verifiers_outputs_gives_the_same_losses(toy, tmp_path, 
         path.write_bytes(bytes(path.stat().st_size))
     for line, other in zip(expected, run_stage(toy, tmp_path / "zeros", *words), strict=True):
         assert all(abs(line[key] - other[key]) > 1e-3 for key in line if key.endswith("loss")), "files are read"
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("gru", ("train_backbone=true", "objective.base_weight=annealed", "objective.decay=d-pace")),
+    ("selector", ("objective.loss=cross-entropy-l1",)),
+])  # fmt: skip
+def test_heads_of_other_recipes_learn_and_draft(toy, tmp_path, name, words):
+    run_stage(toy, tmp_path / "run", f"head={name}", *words)
+    made, weights = model_files.load_drafter(f"{tmp_path}/run/model")
+    assert made.head == name and np.any(weights["head"][HEADS[name].scored[0]])
+    toy_training.exported(tmp_path / "run", toy.parent / "verifier")
+
+
+def test_a_selector_has_no_forward_kl(toy):
+    refused(
+        lambda: toy_training.settings(toy, "head=selector"), "head 'selector' and objective.loss 'forward-kl', expected"
+    )
 
 
 def test_state_lies_over_fsdp_and_model(toy):

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from train.stages.teacher import teach
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.drafters.block.heads.selector import SelectorSizes
 from treeflash_jax.models import verifier
 from treeflash_jax.trees import pick
 
@@ -121,9 +123,19 @@ def plain_logits(params, frozen, batch, chosen):
     return base, logits, pick(teacher.hidden_btd, targets - 1) @ tables["embed"].T
 
 
+def dpace_weights(probs, real):
+    """D-PACE, slot by slot: what is reached up to a slot, summed from each slot on."""
+    reached, factor = [], 1.0
+    for i in range(probs.shape[-1]):
+        factor *= jnp.where(real[..., i], 0.5 + 0.5 * probs[..., i], 1.0)
+        reached.append(jnp.where(real[..., i], factor, 0.0))
+    return jnp.stack([real[..., i] * sum(reached[i:]) for i in range(len(reached))], axis=-1)
+
+
 def plain_loss(params, frozen, batch, keys, settings):
     """The objective without chunks, from its definition."""
-    chosen = blocks.sample_blocks(batch, settings.anchors, DRAFTER.block_size, settings.decay, keys)
+    decay = 0.0 if settings.decay == "d-pace" else settings.decay
+    chosen = blocks.sample_blocks(batch, settings.anchors, DRAFTER.block_size, decay, keys)
     base, logits, verified = plain_logits(params, frozen, batch, chosen)
     if settings.vocabulary:
         sample = objective.sample_vocabulary(batch, settings.vocabulary, 64, keys)
@@ -137,23 +149,36 @@ def plain_loss(params, frozen, batch, keys, settings):
         return {
             "cross-entropy": -jnp.sum(labels * log_q, -1),
             "forward-kl": jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1),
+            "cross-entropy-l1": jnp.sum(0.9 * jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)) - 0.1 * labels * log_q, -1),
         }[settings.loss]
 
-    loss = measure(logits) + settings.base_weight * (measure(base) if "head" in params else 0)
-    return jnp.sum(loss * chosen.weights_bni[:, :, 1:])
+    loss, weights = measure(logits), chosen.weights_bni[:, :, 1:]
+    if settings.base_weight == "annealed":
+        share = 1 - batch.progress_b[:, None, None]
+        loss = (1 - share) * loss + share * measure(base)
+    elif "head" in params:
+        loss += settings.base_weight * measure(base)
+    if settings.decay == "d-pace":
+        probs = jax.lax.stop_gradient(jnp.sum(jax.nn.softmax(logits) * labels, -1))
+        weights = dpace_weights(probs, weights > 0)
+    return jnp.sum(loss * weights)
 
 
-@pytest.mark.parametrize(("loss", "base_weight", "trained", "vocabulary"), [
-    ("forward-kl", 0.0, "both", 0),
-    ("forward-kl", 0.2, "both", 40),
-    ("cross-entropy", 0.0, "backbone", 0),
+@pytest.mark.parametrize(("loss", "base_weight", "trained", "vocabulary", "decay"), [
+    ("forward-kl", 0.0, "both", 0, 4.0),
+    ("forward-kl", 0.2, "both", 40, 4.0),
+    ("cross-entropy", 0.0, "backbone", 0, 4.0),
+    ("cross-entropy-l1", 0.0, "both", 40, 4.0),
+    ("cross-entropy", "annealed", "both", 0, "d-pace"),
 ])  # fmt: skip
-def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained, vocabulary):
+def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained, vocabulary, decay):
     frozen, batch, keys, _ = case
     drafter_ = DRAFTER if trained == "backbone" else WITH_HEAD
     all_weights = {"backbone": frozen["backbone"], "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 5)}
     params = all_weights if trained == "both" else {trained: all_weights[trained]}
-    settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, chunk=2, vocabulary=vocabulary)
+    settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, decay=decay, chunk=2)
+    settings = dataclasses.replace(settings, vocabulary=vocabulary)
+    batch = dataclasses.replace(batch, progress_b=np.full(2, 0.25, np.float32))
 
     def chunked_loss(*weights_and_data, settings):
         return drafting_sums(*weights_and_data, settings=settings, drafter=drafter_)["loss"][0]
@@ -165,6 +190,58 @@ def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, 
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_an_annealed_loss_moves_from_the_marginals_to_the_head(case):
+    frozen, batch, keys, _ = case
+    params = {"head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 5)}
+
+    settings = dataclasses.replace(OBJECTIVE, base_weight="annealed")
+
+    def annealed(progress_b):
+        at = dataclasses.replace(batch, progress_b=progress_b)
+        return drafting_sums(params, frozen, at, keys, settings=settings, drafter=WITH_HEAD)["loss"]
+
+    final = drafting_sums(params, frozen, batch, keys, drafter=WITH_HEAD)["loss"]
+    base = drafting_sums({"backbone": frozen["backbone"]}, frozen, batch, keys, drafter=DRAFTER)["loss"]
+    for progress_b, expected in ((jnp.zeros(2), base), (jnp.ones(2), final), (None, final)):
+        np.testing.assert_allclose(annealed(progress_b), expected, rtol=1e-6)
+
+
+def test_a_selector_is_trained_to_choose_among_its_candidates(case):
+    """Cross-entropy over the likeliest tokens of the marginal; nothing where the next token is not one of them."""
+    frozen, batch, keys, chosen = case
+    drafter_ = dataclasses.replace(DRAFTER, head="selector", head_sizes=SelectorSizes(top_k=6))
+    params = {"head": random_weights(HEADS["selector"].specs(drafter_), 5)}
+    settings = dataclasses.replace(OBJECTIVE, loss="cross-entropy")
+
+    def loss(params, frozen, batch):
+        sums = drafting_sums(params, frozen, batch, keys, settings=settings, drafter=drafter_)
+        return sums["loss"][0], sums
+
+    (_, sums), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, frozen, batch)
+    assert all(np.all(np.isfinite(x)) and np.any(x) for x in jax.tree.leaves(gradient))
+    base = np.asarray(plain_logits({}, frozen, batch, chosen)[0])
+    _, hidden = run_blocks(frozen, batch, chosen)
+    hidden = np.asarray(hidden[:, :, 1:])
+    normed = (
+        hidden / np.sqrt(np.mean(hidden**2, -1, keepdims=True) + DRAFTER.layers.rms_norm_eps) * frozen["backbone"]["norm"]
+    )
+    previous, following, projection = (np.asarray(params["head"][name]) for name in ("previous", "following", "hidden"))
+    total, kept, real = 0.0, np.zeros(4), np.zeros(4)
+    for b, n, i in np.ndindex(*base.shape[:3]):
+        if weight := float(chosen.weights_bni[b, n, i + 1]):
+            place = int(chosen.targets_bni[b, n, i + 1])
+            label, before = int(batch.tokens_bt[b, place]), int(batch.tokens_bt[b, place - 1])
+            candidates = np.argsort(-base[b, n, i])[:6]
+            real[i] += 1
+            if label in candidates:
+                kept[i] += 1
+                scores = base[b, n, i] + following @ (previous[before] * (normed[b, n, i] @ projection))
+                total += weight * (np.log(np.sum(np.exp(scores[candidates]))) - scores[label])
+    assert 0 < kept.sum() < real.sum()
+    np.testing.assert_allclose(sums["loss"], (total, chosen.weights_bni.sum()), rtol=1e-4)
+    np.testing.assert_array_equal(sums["candidate_recall"], (kept, real))
 
 
 def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
@@ -265,10 +342,10 @@ def test_estimated_tau_and_slots_equal_their_definitions(case, loss):
 def test_losses_are_of_float32_and_vanish_if_the_draft_is_the_verifier():
     logits = (20 * jax.random.normal(jax.random.key(0), (8, 64))).astype(jnp.bfloat16)
     wide, labels = logits.astype(jnp.float32), jnp.arange(8)
-    for log_p in (None, jax.nn.log_softmax(wide[::-1])):
-        loss = losses.drafting_loss(logits, labels, log_p)
+    for name in get_args(losses.LossName):
+        loss, same = (losses.drafting_loss(name, x, labels, jax.nn.log_softmax(wide[::-1])) for x in (logits, wide))
         assert loss.dtype == jnp.float32
-        np.testing.assert_allclose(loss, losses.drafting_loss(wide, labels, log_p), rtol=1e-6)
+        np.testing.assert_allclose(loss, same, rtol=1e-6)
     log_p = losses.log_softmax(wide)
     np.testing.assert_allclose(losses.forward_kl(wide + 2.0, log_p), 0, atol=1e-5)
     gradient = jax.grad(lambda x: losses.forward_kl(x, log_p).sum())(jnp.zeros((8, 64)))

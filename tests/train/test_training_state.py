@@ -40,7 +40,9 @@ def run(task, steps, sizes=None, *, accumulate=1, batches=make_batch):
         )
         now = start(training_state.place(params, SPECS, mesh, jnp.float32))
         frozen = training_state.place(frozen, FROZEN, mesh, task.compute_dtype)
-        update = jax.jit(training_state.make_update(task, transform, accumulate=accumulate, seed=SEED, log_every=2))
+        update = jax.jit(
+            training_state.make_update(task, transform, steps=8, accumulate=accumulate, seed=SEED, log_every=2)
+        )
         for step in range(steps):
             now = update(now, frozen, batches(step))
             states.append(jax.device_get(now))
@@ -74,6 +76,16 @@ def expected():
 
 def close(got, expected):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, expected)
+
+
+def test_sums_know_the_share_of_the_run_that_is_done():
+    def noted(params, frozen, batch, keys_b):
+        progress_b = jnp.zeros(len(keys_b)) if batch.progress_b is None else batch.progress_b
+        return sums(params, frozen, batch, keys_b) | {"progress": (jnp.sum(progress_b), jnp.float32(len(keys_b)))}
+
+    states = run(dataclasses.replace(TASK, sums=noted), 3, {"fsdp": 8}, accumulate=1)
+    shares = [state.window["progress"][0] / BATCH for state in states]
+    np.testing.assert_allclose(shares, [0, 1 / 8, 2 / 8])  # the window has two steps
 
 
 @pytest.mark.parametrize(("sizes", "accumulate"), [({}, 4), ({"fsdp": 8}, 1), (dict(data=2, fsdp=2, model=2), 2)])

@@ -35,6 +35,7 @@ class Batch:
       positions_bt: position inside the document.
       weights_bt: loss weight of predicting this token; 0 on a document's first token.
       features_btj, hidden_btd: outputs of the verifier (`teacher.Teacher`), if they are recorded.
+      progress_b: share of the run's steps that are done, equal for all sequences; None outside training steps.
     """
 
     tokens_bt: np.ndarray
@@ -43,6 +44,7 @@ class Batch:
     weights_bt: np.ndarray
     features_btj: np.ndarray | None = None
     hidden_btd: np.ndarray | None = None
+    progress_b: jax.Array | None = None
 
 
 @dataclass(frozen=True)

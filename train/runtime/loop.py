@@ -118,7 +118,7 @@ class _Run:
             initial_state = partial(training_state.initial_state, task, transform, batch=example)
             self.state = programs.jit(initial_state, **out)(params)
         every = dict(accumulate=loop.accumulate, log_every=loop.log_every or steps)
-        update = training_state.make_update(task, transform, seed=loop.seed, **every)
+        update = training_state.make_update(task, transform, steps=steps, seed=loop.seed, **every)
         self.update = programs.jit(update, donate_argnums=0, **out)
         self.start = int(sharding.to_host(self.state.step))
         if self.start > steps:

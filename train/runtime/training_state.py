@@ -5,7 +5,7 @@ them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -166,7 +166,7 @@ def sum_parts(function: Callable[[Any], Any], batch: Any, count: int) -> Any:
 
 
 def make_update(
-    task: TrainTask, transform: optax.GradientTransformation, *, accumulate: int, seed: int, log_every: int
+    task: TrainTask, transform: optax.GradientTransformation, *, steps: int, accumulate: int, seed: int, log_every: int
 ) -> Callable[[TrainState, Any, Batch], TrainState]:
     """Builds the step: gradients of the mean loss over all parts of a batch, one update, metrics added to the window.
 
@@ -187,6 +187,7 @@ def make_update(
     def update(state: TrainState, frozen: Any, batch: Batch) -> TrainState:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         keys_b = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(batch.tokens_bt.shape[0]))
+        batch = replace(batch, progress_b=jnp.full(keys_b.shape, state.step / steps))
         grads, sums = by_batch(gradients, task, scatters=True)(state.params, frozen, batch, keys_b)
         weight = jnp.maximum(sums["loss"][1], 1e-6)
         grads = jax.tree.map(lambda x: x / weight, grads)

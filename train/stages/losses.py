@@ -1,26 +1,37 @@
-"""Losses of drafted distributions: of logits against the verifier's distribution or against the next token.
+"""Losses of drafted distributions, against the verifier's distribution or the next token, and weights of drafted tokens.
 
-They return a value per drafted token, in float32 at least.
+Losses return a value per drafted token, in float32 at least.
 
-Shape suffixes: `...` any leading axes, v vocabulary.
+Shape suffixes: `...` any leading axes, v vocabulary, b sequences, n paths, i depths.
 
-Source: DFlash (arXiv 2602.06036) for cross-entropy; TreeFlash (arXiv 2606.03819) for the forward KL.
+Source: DFlash (arXiv 2602.06036) for cross-entropy; TreeFlash (arXiv 2606.03819) for the forward KL; DSpark (arXiv
+2607.05147) for cross-entropy with the L1 distance; D-PACE (arXiv 2605.18810) for weights.
 """
 
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from train.runtime.training_state import Sums
 from treeflash_jax.models import vocab
 
-LossName = Literal["cross-entropy", "forward-kl"]  # the latter reads the verifier's distribution
+LossName = Literal["cross-entropy", "forward-kl", "cross-entropy-l1"]  # all but the first read the verifier's distribution
 
 
-def drafting_loss(logits: jax.Array, labels: jax.Array, log_p: jax.Array | None) -> jax.Array:
-    """Returns the forward KL from the verifier's distribution `log_p` [..., v], or without it the cross-entropy."""
-    return cross_entropy(logits, labels) if log_p is None else forward_kl(logits, log_p)
+def drafting_loss(name: LossName, logits: jax.Array, labels: jax.Array, log_p: jax.Array | None) -> jax.Array:
+    """Returns a loss by its name.
+
+    Args:
+      labels: next tokens [...].
+      log_p: log-probabilities of the verifier's distribution [..., v]; None if the loss does not read them.
+    """
+    if name == "forward-kl":
+        return forward_kl(logits, log_p)
+    if name == "cross-entropy-l1":
+        return 0.1 * cross_entropy(logits, labels) + 0.9 * l1_distance(logits, log_p)
+    return cross_entropy(logits, labels)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -33,6 +44,11 @@ def forward_kl(logits: jax.Array, log_p: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(log_p) * (log_p - log_softmax(logits)), axis=-1)
 
 
+def l1_distance(logits: jax.Array, log_p: jax.Array) -> jax.Array:
+    """sum |p - q|, which is 2 - 2 sum min(p, q)."""
+    return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_softmax(logits))), axis=-1)
+
+
 def overlap(logits: jax.Array, log_p: jax.Array) -> jax.Array:
     """sum min(p, q)."""
     return jnp.sum(jnp.minimum(jnp.exp(log_p), jnp.exp(log_softmax(logits))), axis=-1)
@@ -41,6 +57,20 @@ def overlap(logits: jax.Array, log_p: jax.Array) -> jax.Array:
 def log_softmax(logits: jax.Array) -> jax.Array:
     """Computes in float32 at least."""
     return jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+
+
+def dpace_weights(label_probs_bni: jax.Array, real_bni: jax.Array) -> jax.Array:
+    """Returns loss weights by D-PACE: how much the length of the accepted path depends on each depth.
+
+    Depth i is reached with probability prod_{l <= i} f_l, f_l = (1 + q_l) / 2, and weighs the sum of this from i on.
+
+    Args:
+      label_probs_bni: the drafter's probabilities q of the next tokens.
+      real_bni: 1 for depths that count; for others f is 1 and the weight 0.
+    """
+    factors_bni = jnp.where(real_bni > 0, (1 + label_probs_bni) / 2, 1.0)
+    reached_bni = jnp.cumprod(factors_bni, axis=-1) * real_bni
+    return lax.cumsum(reached_bni, axis=2, reverse=True) * real_bni
 
 
 def path_sums(

@@ -16,7 +16,7 @@ sampled softmax (arXiv 1412.2007).
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +45,20 @@ from treeflash_jax.trees import pick
 class ObjectiveConfig:
     """Loss of a block drafter, and the blocks it is computed on."""
 
-    loss: losses.LossName = setting(help="loss of a drafted token; the forward KL is from the verifier's distribution")
-    decay: float = setting(7.0, "slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally", least=0)
-    base_weight: float = setting(
+    loss: losses.LossName = setting(
+        help="loss of a drafted token; forward-kl is from the verifier's distribution, cross-entropy-l1 is 0.1 times the "
+        "cross-entropy plus 0.9 times the L1 distance to that distribution (DSpark)"
+    )
+    decay: float | Literal["d-pace"] = setting(
+        7.0,
+        "slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally; d-pace: the more, the likelier the drafter finds "
+        "the tokens of the path (D-PACE)",
+        least=0,
+    )
+    base_weight: float | Literal["annealed"] = setting(
         0.0,
         "weight of the same loss on the backbone's marginals, added if a head is trained, so that the candidates do not "
-        "drift",
+        "drift; annealed: w times the marginals' loss plus 1 - w times the head's, w from 1 to 0 over the run (Domino)",
         least=0,
     )
     anchors: int = setting(help="blocks per sequence", least=1, most=4096)
@@ -132,12 +140,14 @@ def drafting_sums(
 
     Returns:
       The sums of `losses.path_sums`, over the sample of the vocabulary if there is one; "overlap" only if the loss reads
-      the verifier's distribution.
+      the verifier's distribution; "candidate_recall", the share of next tokens among the candidates, for heads that are
+      trained on candidates. Such a head has no loss at other tokens.
     """
     tables, backbone = frozen["verifier"], (frozen | params)["backbone"]
     dtype = tables["embed"].dtype
     teacher = teach(tables, verifier, drafter.target_layer_ids, batch, attention)
-    chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
+    decay = 0.0 if settings.decay == "d-pace" else settings.decay
+    chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, decay, keys_b)
     context = context_kv(optax.tree.cast(backbone, dtype), drafter.layers, teacher.features_btj, batch.positions_bt)
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
 
@@ -186,7 +196,7 @@ def score_sums(
         return counted(logits_btv, sample).reshape(*previous_bni.shape, -1)
 
     labels_bni, log_p_bniv = pick(batch.tokens_bt, targets_bni), None
-    if settings.loss == "forward-kl":
+    if settings.loss != "cross-entropy":
         verifier_btd = pick(teacher.hidden_btd, previous_bni).reshape(*previous_bt.shape, -1)
         log_p_bniv = losses.log_softmax(by_block(vocab.unembed(unembed.unembed_vd, verifier_btd)))
     if sample is not None:
@@ -194,14 +204,29 @@ def score_sums(
 
     logits_btv = drafter_logits("marginal", {}) if head is None else drafter_logits(drafter.head, head)
     logits_bniv = by_block(logits_btv)
-    loss_bni = losses.drafting_loss(logits_bniv, labels_bni, log_p_bniv)
-    if head is not None and settings.base_weight > 0:
+    loss_bni = losses.drafting_loss(settings.loss, logits_bniv, labels_bni, log_p_bniv)
+    trains_candidates = HEADS[drafter.head].trains_candidates
+    if trains_candidates:
+        is_candidate_bni = vocab.take(logits_bniv, labels_bni[..., None])[..., 0] != -jnp.inf
+        loss_bni = jnp.where(is_candidate_bni, loss_bni, 0.0)
+    if head is not None and settings.base_weight:
         base_bniv = by_block(drafter_logits("marginal", {}))
-        loss_bni += settings.base_weight * losses.drafting_loss(base_bniv, labels_bni, log_p_bniv)
+        base_bni = losses.drafting_loss(settings.loss, base_bniv, labels_bni, log_p_bniv)
+        if settings.base_weight == "annealed":
+            share_b11 = 0.0 if batch.progress_b is None else 1 - batch.progress_b[:, None, None]
+            loss_bni = (1 - share_b11) * loss_bni + share_b11 * base_bni
+        else:
+            loss_bni += settings.base_weight * base_bni
     likeliest_bni = vocab.argmax(lax.stop_gradient(logits_btv)).reshape(labels_bni.shape)
     overlap_bni = None if log_p_bniv is None else losses.overlap(lax.stop_gradient(logits_bniv), log_p_bniv)
     real_bni = (weights_bni > 0).astype(jnp.float32)
-    return losses.path_sums(loss_bni, weights_bni, real_bni, likeliest_bni == labels_bni, overlap_bni)
+    if settings.decay == "d-pace":
+        label_probs_bni = jnp.exp(-losses.cross_entropy(lax.stop_gradient(logits_bniv), labels_bni))
+        weights_bni = losses.dpace_weights(label_probs_bni, real_bni)
+    sums = losses.path_sums(loss_bni, weights_bni, real_bni, likeliest_bni == labels_bni, overlap_bni)
+    if trains_candidates:
+        sums["candidate_recall"] = jnp.sum(is_candidate_bni * real_bni, axis=(0, 1)), jnp.sum(real_bni, axis=(0, 1))
+    return sums
 
 
 def drafting_flops(
@@ -231,5 +256,5 @@ def drafting_flops(
     vocabulary = flops.vocabulary_flops(drafter.layers, drafted)
     if settings.vocabulary:
         vocabulary *= min(1, settings.vocabulary / drafter.layers.vocab_size)
-    passes = 2 + (settings.loss == "forward-kl") + 2 * (drafter.head != "marginal" and settings.base_weight > 0)
+    passes = 2 + (settings.loss != "cross-entropy") + 2 * (drafter.head != "marginal" and settings.base_weight != 0)
     return float(batch_size * (teacher + (3 if trains_backbone else 1) * drafting + 3 * head + passes * vocabulary))

@@ -74,6 +74,7 @@ class Head(ABC):
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       reads_context: whether it reads `Block.context_bd`.
       is_trainable: whether it has `logits`.
+      trains_candidates: whether `logits` of tokens that are no candidates are -inf.
     """
 
     file_name: ClassVar[str | None]
@@ -83,6 +84,7 @@ class Head(ABC):
     lanes: ClassVar[int | None] = None
     reads_context: ClassVar[bool] = False
     is_trainable: ClassVar[bool] = True
+    trains_candidates: ClassVar[bool] = False
 
     def sizes(self, drafter: Any) -> Any:
         """Returns `drafter.head_sizes`, or the usual ones: a frozen dataclass; None for a head without further sizes."""

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads.block_head import head_rank
+from treeflash_jax.drafters.block.heads.block_head import Unembed, head_rank
 from treeflash_jax.drafters.block.heads.lowrank import LowRankHead, table_specs
+from treeflash_jax.models import vocab
 from treeflash_jax.models.quantized import product
 
 
@@ -34,6 +37,8 @@ class SelectorHead(LowRankHead):
         "hidden": Entry("candidate_selector.hidden_projection.weight", order=(1, 0)),
     }
 
+    trains_candidates = True
+
     def sizes(self, drafter) -> SelectorSizes:
         return drafter.head_sizes or SelectorSizes()
 
@@ -43,6 +48,12 @@ class SelectorHead(LowRankHead):
 
     def vectors(self, params, before, normed) -> jax.Array:
         return before * product("...d,dk->...k", normed, params["hidden"])
+
+    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
+        marginal_bmv = lax.stop_gradient(vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bmd)))
+        likely_bmk, _ = vocab.top_k(marginal_bmv, self.sizes(drafter).top_k)
+        corrected_bmv = super().logits(params, unembed, previous_bm, hidden_bmd, drafter)
+        return jnp.where(marginal_bmv >= likely_bmk[..., -1:], corrected_bmv, -jnp.inf)
 
     def count_listed(self, drafter) -> int:
         return min(super().count_listed(drafter), self.sizes(drafter).top_k)
