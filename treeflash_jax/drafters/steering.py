@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.layers import layer_norm
 
 EPS = 1e-5  # epsilon of the LayerNorm
 MIN_SPREAD_LAYERS = 12  # smaller verifiers are tapped at their ends and their middle
@@ -87,12 +88,9 @@ def start(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def normed(params: dict[str, Any], features_btj: jax.Array) -> jax.Array:
-    """Returns LayerNorm(g), [b, t, d]; the statistics are taken in float32 at least."""
+    """Returns LayerNorm(g), [b, t, d]."""
     g_btd = jnp.einsum("btj,jd->btd", features_btj, params["mix"]) + params["mix_bias"]
-    x_btd = g_btd.astype(jnp.promote_types(g_btd.dtype, jnp.float32))
-    x_btd -= jnp.mean(x_btd, axis=-1, keepdims=True)
-    x_btd *= jax.lax.rsqrt(jnp.mean(jnp.square(x_btd), axis=-1, keepdims=True) + EPS)
-    return x_btd.astype(g_btd.dtype) * params["norm"] + params["norm_bias"]
+    return layer_norm(g_btd, params["norm"], params["norm_bias"], EPS)
 
 
 def shifts(params: dict[str, Any], normed_bd: jax.Array) -> jax.Array:

@@ -67,11 +67,11 @@ def _dequantized(raw: np.ndarray, type: Any) -> np.ndarray:
 
     The package converts 16 lines of bytes at a time, in about ten NumPy calls: short lines are joined.
     """
-    count, (block, size) = math.prod(raw.shape[:-1]), _package().GGML_QUANT_SIZES[type]
+    count, (block, size) = math.prod(raw.shape[:-1]), package().GGML_QUANT_SIZES[type]
     most = max(1, JOINED_BYTES // raw.shape[-1])
     joined = next(joined for joined in range(most, 0, -1) if count % joined == 0)
     lines = np.ascontiguousarray(raw).reshape(count // joined, joined * raw.shape[-1])
-    return _package().dequantize(lines, type).reshape(*raw.shape[:-1], raw.shape[-1] // size * block)
+    return package().dequantize(lines, type).reshape(*raw.shape[:-1], raw.shape[-1] // size * block)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def read(path: str | Path) -> File:
     `gguf` is not installed.
     """
     path = Path(path)
-    _package()
+    package()
     try:
         state = path.stat()
         return _read(path, state.st_size, state.st_mtime_ns)
@@ -205,7 +205,7 @@ class _Header:
 
 
 def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> Tensor:
-    gguf, name = _package(), clipped(name, QUOTED)
+    gguf, name = package(), clipped(name, QUOTED)
     try:
         kind = gguf.GGMLQuantizationType(number)
         block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -222,7 +222,7 @@ def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[in
     return Tensor(np.asarray(data[start:end]).reshape(count, width), kind, shape)
 
 
-def _package() -> Any:
+def package() -> Any:
     try:
         import gguf  # slow to import, and only these files need it
     except ImportError:

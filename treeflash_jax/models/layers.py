@@ -94,6 +94,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return normed.astype(scale.dtype) * scale
 
 
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Returns (x - mean) / standard deviation * scale + bias over the last axis, as `rms_norm`."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return rms_norm(wide - jnp.mean(wide, axis=-1, keepdims=True), scale, eps) + bias
+
+
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Returns the radians per position of each rotated pair, [e / 2].
 

@@ -3,7 +3,6 @@
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 """
 
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,26 +21,6 @@ from treeflash_jax.formats.gguf_tokenizer import CONTROL
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.{}.gate_proj": "ffn_gate_exps",  # one tensor for all experts of a layer
-    "mlp.experts.{}.up_proj": "ffn_up_exps",
-    "mlp.experts.{}.down_proj": "ffn_down_exps",
-}
 _ROPE_DIVISORS = "rope_freqs.weight"
 _SIZES = {  # keys of config.json: keys of the architecture
     "num_hidden_layers": "block_count",
@@ -101,13 +80,15 @@ class Gguf(Dialect):
         yield tensors
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        def renamed(entry: Entry) -> Entry:
-            layer, _, inside = re.fullmatch(r"(?:model\.layers\.(\d+)(\.))?(.*)", entry.name).groups()
-            stem, _, kind = inside.rpartition(".")
-            name = (f"blk.{layer}." if layer else "") + f"{_NAMES[stem]}.{kind}"
-            return replace(entry, name=name, is_stacked=entry.is_apart)
+        gguf, architecture = gguf_reader.package(), ARCHITECTURES[config.model_type]
+        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.gguf)
+        theirs = gguf.get_tensor_name_map(kind, config.num_layers)
 
-        return jax.tree.map(renamed, ARCHITECTURES[config.model_type].entries(specs))
+        def renamed(entry: Entry) -> Entry:
+            name = entry.name.replace(".{}", "")  # one tensor for all experts of a layer
+            return replace(entry, name=theirs.get_name(name, (".weight", ".bias")), is_stacked=entry.is_apart)
+
+        return jax.tree.map(renamed, architecture.entries(specs))
 
 
 def _as_config_json(file: File) -> dict[str, Any]:
@@ -151,7 +132,7 @@ def _stop_ids(file: File) -> list[int]:
     )
     words = enumerate(zip(tokens, types, strict=False))
     ends = [i for i, (token, kind) in words if kind == CONTROL and token in _TURN_ENDS]
-    return ids + [i for i in ends if i not in ids]
+    return [*ids, *ends]
 
 
 def _vocab_size(file: File, stated: Any) -> int:

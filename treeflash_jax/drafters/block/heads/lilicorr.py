@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, candidate_table
 from treeflash_jax.models import vocab
-from treeflash_jax.models.layers import rms_norm
+from treeflash_jax.models.layers import layer_norm, rms_norm
 from treeflash_jax.models.quantized import product
 from treeflash_jax.trees import TransitionTable
 
@@ -159,9 +159,7 @@ class LiLiCorrHead(Head):
         ranks = (jnp.broadcast_to(x_k, log_probs_bik.shape) for x_k in (share_k, (rank_k == 0).astype(share_k.dtype)))
         of_probs = log_probs_bik, jnp.exp(log_probs_bik), log_probs_bik - log_probs_bik[..., :1]
         x = jnp.stack([*of_probs, *ranks], axis=-1)
-        x -= jnp.mean(x, axis=-1, keepdims=True)
-        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + LAYER_NORM_EPS)
-        x = x.astype(params["feature_norm"].dtype) * params["feature_norm"] + params["feature_norm_bias"]
+        x = layer_norm(x, params["feature_norm"], params["feature_norm_bias"], LAYER_NORM_EPS)
         return through("feature_down", jax.nn.silu(through("feature_up", x)))
 
 
@@ -169,8 +167,5 @@ def attention(weights: dict[str, jax.Array], x_bth: jax.Array, bias_att: jax.Arr
     """Returns attention of all candidates to all, with a bias for each pair."""
     heads = product("bth,hx->btx", x_bth, weights["heads"]) + weights["heads_bias"]
     q_btae, k_btae, v_btae = (part.reshape(*x_bth.shape[:2], num_heads, -1) for part in jnp.split(heads, 3, axis=-1))
-    dtype = jnp.promote_types(x_bth.dtype, jnp.float32)
-    scores_batt = jnp.einsum("btae,buae->batu", q_btae, k_btae, preferred_element_type=dtype) * q_btae.shape[-1] ** -0.5
-    weights_batt = jax.nn.softmax(scores_batt + bias_att, axis=-1).astype(v_btae.dtype)
-    mixed_bth = jnp.einsum("batu,buae->btae", weights_batt, v_btae).reshape(x_bth.shape)
-    return product("bth,hx->btx", mixed_bth, weights["mixed"]) + weights["mixed_bias"]
+    mixed_btae = jax.nn.dot_product_attention(q_btae, k_btae, v_btae, bias_att, implementation="xla")
+    return product("bth,hx->btx", mixed_btae.reshape(x_bth.shape), weights["mixed"]) + weights["mixed_bias"]
