@@ -1,7 +1,4 @@
-"""Notebooks run top to bottom, and their saved outputs are whole and say nothing about the machine that made them.
-
-`python tests/test_notebooks.py` runs them in place and saves the outputs.
-"""
+"""Notebooks run top to bottom, and their saved outputs are whole and say nothing about the machine that made them."""
 
 import json
 import os
@@ -15,37 +12,15 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-from ipykernel.kernelspec import write_kernel_spec
 from IPython.core.inputtransformer2 import TransformerManager
-from nbclient import NotebookClient
 
 import treeflash_jax as tf
 
 ROOT = Path(__file__).parent.parent
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ADDRESS = runpy.run_path(str(ROOT / "notebooks" / "address.py"))
-METADATA = {
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-}
+ADDRESS, RUN = (runpy.run_path(str(ROOT / "notebooks" / name)) for name in ("address.py", "run.py"))
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|tmp|home|Users)\b")
 
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
-
-def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
-    """Runs a notebook in `folder`, on a kernel of this interpreter that imports this clone.
-
-    Raises:
-      nbclient.exceptions.CellExecutionError: the first cell that fails.
-    """
-    write_kernel_spec(folder / "kernels" / "this-interpreter")
-    os.environ["JUPYTER_PATH"] = str(folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm, where ipywidgets is not installed
-    notebook = nbformat.read(path, as_version=4)
-    place = {"kernel_name": "this-interpreter", "resources": {"metadata": {"path": str(folder)}}}
-    return NotebookClient(notebook, timeout=300, record_timing=False, coalesce_streams=True, **place).execute()
+each_notebook = pytest.mark.parametrize("path", ADDRESS["NOTEBOOKS"], ids=lambda path: path.stem)
 
 
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -67,7 +42,7 @@ def test_runs_top_to_bottom(path, tmp_path, monkeypatch):
     copy, text = tmp_path / path.name, path.read_text(encoding="utf-8")
     text = text.replace("budgets = [2, 4, 8, 16, 32]", "budgets = [2, 8]").replace("default_verifier()", "'tiny'")
     copy.write_text(text, encoding="utf-8")
-    assert_no_errors(execute(copy, tmp_path))
+    assert_no_errors(RUN["execute"](copy, tmp_path))
 
 
 @each_notebook
@@ -130,25 +105,3 @@ def test_the_address_is_that_of_pyproject(path):
     assert "(https://colab.research.google.com/github/" not in render(text, "https://example.org/somewhere", path.name)
     public = render(text, "https://github.com/someone/somewhere", path.name)
     assert f"/github/someone/somewhere/blob/main/notebooks/{path.name})" in public and "upload" not in public
-
-
-def save(path: Path, folder: Path) -> None:
-    """Runs a notebook and saves it with its outputs and nothing that changes between runs of the same code."""
-    notebook = execute(path, folder)
-    notebook.metadata = METADATA
-    for cell in notebook.cells:
-        cell.metadata = {}
-    for cell in code_cells(notebook):  # notes, such as where programs are kept on this machine
-        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-        for output in cell.outputs:
-            output.update({"text": output["text"].replace(f"{folder}/", "")} if "text" in output else {})
-    nbformat.validate(notebook)
-    nbformat.write(notebook, path)
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    for path in NOTEBOOKS:
-        with tempfile.TemporaryDirectory() as folder:
-            save(path, Path(folder))
