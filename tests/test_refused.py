@@ -72,20 +72,6 @@ def test_exact_scalars_of_numpy_and_jax_are_fine():
         assert resolved(temperature=many).temperature == (0.5, 1.0)
 
 
-@pytest.mark.parametrize("settings, words", [
-    *(({name: 1}, f"'{name}'; did you mean {meant}") for name, meant in (
-        ("max_tokens", "max_new_tokens"), ("n", "samples"), ("do_sample", "temperature"), ("eos_token_id", "stop_ids"),
-        ("temprature", "temperature"), ("num_speculative_tokens", "nodes"),
-    )),
-    ({"zzz": 1}, "unknown setting 'zzz', expected one of max_new_tokens, temperature"),
-    ({"builder": "best-frist"}, "did you mean best-first?"),
-    ({"model": 1}, "'model'; verifier is an argument of tf.load"),
-    ({"torch_dtype": 1}, "'torch_dtype'; dtype is an argument of tf.load"),
-])  # fmt: skip
-def test_slips_and_settings_of_other_libraries_are_understood(trained, settings, words):
-    refused(partial(trained.generate, [3], **settings), words)
-
-
 def test_arguments_of_load_are_suggested():
     for name, meant in {"model": "verifier", "torch_dtype": "dtype", "assistant_model": "drafter"}.items():
         refused(partial(tf.load, **{name: "x"}), f"unknown argument '{name}'; did you mean {meant}")

@@ -130,6 +130,13 @@ def test_tiny_temperatures_are_greedy(trained, greedy):
         *(({name: value}, f"{name} {value!r}") for name, value in (
             ("block_size", 99), ("candidates", 132), ("children", 132), ("head", "linear"), ("shortlist", 10**6),
         )),
+        *(({name: 1}, f"'{name}'; did you mean {meant}") for name, meant in (
+            ("max_tokens", "max_new_tokens"), ("n", "samples"), ("do_sample", "temperature"), ("eos_token_id", "stop_ids"),
+            ("temprature", "temperature"), ("num_speculative_tokens", "nodes"),
+        )),
+        ({"zzz": 1}, "unknown setting 'zzz', expected one of max_new_tokens, temperature"),
+        ({"model": 1}, "'model'; verifier is an argument of tf.load"),
+        ({"builder": "best-frist"}, "did you mean best-first?"),
         ({"attention": "flash9"}, "got attention 'flash9', expected one of "),
         ({"builder": "hybrid", "nodes": 1}, "nodes 1"),
         ({"acceptance": "traversal"}, "distribution 'deterministic', expected sampled nodes with their distribution"),

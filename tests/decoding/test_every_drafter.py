@@ -118,6 +118,8 @@ def test_drafted_output_is_one_token_output(float64, kind, name):
 ON_A_MESH = [("block", TREE), ("frequent", TREE)]
 for how in (TREE, {"builder": "walk"}, {"builder": "paths", "nodes": 8}):
     ON_A_MESH += [(kind, how) for kind in ("eagle3", "language_model", "ngram", "gru")]
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {2: 1.0}, "min_new_tokens": 9}
+ON_A_MESH += [("ngram", TREE | PENALTIES)]
 
 
 @needs_8_devices
@@ -133,7 +135,7 @@ def test_eight_devices_answer_as_one(float64, kind, how):
     drafted = pair.generate(texts, **how | settings)
     gathered = {size for shape in gathered_shapes() for size in shape}
     assert kind in ("block", "frequent") or not gathered & {RANDOM_MODEL.vocab_size, 256}
-    plain = make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64).generate(texts, builder="none", **settings)
+    plain = make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64).generate(texts, **how | settings | {"builder": "none"})
     assert [result.ids for result in drafted] == [result.ids for result in plain]
     is_accepted = max(max(result.accept_lengths) for result in drafted) > 1
     assert is_accepted or kind in ("block", "frequent") or "builder" in how, "control: drafts are accepted"
@@ -213,22 +215,26 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, settings, batch):
     assert_one_program(runner.weights, state, runner.plan)
 
 
-RECOMPILED = [slow_unless(kind in ("block", "ngram"), kind, TREE) for kind in KINDS]
+RECOMPILED = [slow_unless(kind in ("block", "ngram"), kind, False) for kind in KINDS] + [("ngram", True)]
 
 
-@pytest.mark.parametrize(("kind", "settings"), RECOMPILED)
-def test_nothing_recompiles_when_only_values_change(kind, settings):
-    """Prompts, their number within the batch, settings of sampling, stop ids."""
+@pytest.mark.parametrize(("kind", "is_processed"), RECOMPILED)
+def test_nothing_recompiles_when_only_values_change(kind, is_processed):
+    """Prompts, their number within the batch, settings of sampling and of processors, stop ids."""
     pair, rng = make_pair(RANDOM_MODEL, KINDS[kind]), np.random.default_rng(0)
 
     def run(count: int) -> None:
+        processors = {
+            "repetition_penalty": float(rng.uniform(1.1, 2)), "presence_penalty": rng.uniform(0, 1, count).tolist(),
+            "logit_bias": {i: 1.0 for i in range(rng.integers(1, 9))}, "min_new_tokens": 1,
+        }  # fmt: skip
         pair.generate(
             [rng.integers(0, 64, rng.integers(1, 41)).tolist() for _ in range(count)],
-            max_new_tokens=rng.integers(1, 34, count).tolist(), batch_size=4, **settings,
+            max_new_tokens=rng.integers(1, 34, count).tolist(), batch_size=4, **TREE,
             temperature=rng.choice([0.0, 0.6, 1.3], count).tolist(), top_k=rng.choice([0, 5], count).tolist(),
             top_p=rng.choice([0.3, 1.0], count).tolist(), min_p=float(rng.choice([0.0, 0.1])),
             seed=rng.integers(0, 99, count).tolist(), stop_ids=rng.integers(0, 60, rng.integers(0, 4)).tolist(),
-            drafter_temperature=float(rng.choice([0.3, 1.0])),
+            drafter_temperature=float(rng.choice([0.3, 1.0])), **(processors if is_processed else {}),
         )  # fmt: skip
 
     for count in (1, 2, 3, 4):  # host arrays of 1, 2, 3 and 4 sequences are made by different programs

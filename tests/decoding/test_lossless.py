@@ -9,7 +9,7 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
-from answers import SIZES, cut_by_stops, drafted_as_plain, random_weights, slow_unless
+from answers import SIZES, cut_by_stops, drafted_as_plain, random_weights
 from conftest import FOLDERS
 
 from treeflash_jax import TreeFlash, load
@@ -46,13 +46,9 @@ def fresh(specs, seed: int, scale: float, *, noisy: bool = False):
     return jax.tree.map(lambda x, spec: 1 + x if spec.init == "ones" else x, made, specs)
 
 
-OTHER_DRAFTS = {"nodes": 1}, {"nodes": 64}, {"nodes": 16, "head": "marginal"}, {"builder": "walk"}, {"builder": "chain"}
-
-
-@pytest.mark.parametrize("draft", [{"nodes": 16}, *(slow_unless(False, how) for how in OTHER_DRAFTS)], ids=str)
-def test_a_trained_pair_and_random_ones_lose_nothing(draft):
+def test_a_trained_pair_and_random_ones_lose_nothing():
     trained = load(**FOLDERS, dtype="float64")
-    draw, draft, results = random.Random(4), SIZES | draft, []
+    draw, draft, results = random.Random(4), SIZES | {"nodes": 16}, []
     for kind in ["trained"] * 6 + ["random drafter"] * 2 + ["random pair"] * 2:
         weights, seed = trained.weights, draw.randrange(10**6)
         if kind != "trained":
@@ -67,8 +63,7 @@ def test_a_trained_pair_and_random_ones_lose_nothing(draft):
         ids = model.generate(prompts[:1], builder="none", **settings)[0].ids
         results += drafted_as_plain(model, prompts, draft, stop_ids=[ids[len(ids) // 2]], **settings)
     cut_at_the_limit = sum(result.finished == "length" and result.cut > 0 for result in results)
-    least = 0 if draft.get("nodes") == 1 else 10
-    assert len(results) >= 60 and min(cut_by_stops(results), cut_at_the_limit) >= least
+    assert len(results) >= 60 and min(cut_by_stops(results), cut_at_the_limit) >= 10
 
 
 VOCABULARY = 16  # few tokens, so that random drafts are accepted sometimes

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import drafted_as_plain, make_pair, prefilled, slow_unless
-from compiled import gathered_shapes
-from conftest import DATA, FEW_TOKENS, RANDOM_MODEL, compilations, needs_8_devices
+from answers import drafted_as_plain, prefilled, slow_unless
+from conftest import DATA, FEW_TOKENS, RANDOM_MODEL, compilations
 from refusals import refused
 from test_every_drafter import TEXTS, accepted_pair
 
-from treeflash_jax import GenerateConfig, make_mesh, trees
+from treeflash_jax import GenerateConfig, trees
 from treeflash_jax.bench.check import check
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, processors
@@ -119,20 +118,6 @@ def test_programs_without_processors_contain_nothing_of_them(float64, monkeypatc
         lower(max_new_tokens=40, presence_penalty=0.5)
 
 
-def test_nothing_recompiles_when_only_values_change(float64):
-    pair = accepted_pair("language_model")
-
-    def run(number: float) -> None:
-        settings = {"repetition_penalty": 1 + number / 9, "presence_penalty": [number / 9, 0.0, 0.3]}
-        settings |= {"logit_bias": {i: 1.0 for i in range(int(number))}, "min_new_tokens": int(number)}
-        pair.generate(TEXTS, max_new_tokens=20, **settings, **DRAFT)
-
-    run(1)
-    with compilations() as compiled:
-        run(5)
-    assert not compiled
-
-
 # Processors of users: the examples of the package's page.
 
 PAGE = Path(loops.__file__).parents[1] / "README.md"
@@ -218,16 +203,3 @@ def test_an_automaton_makes_json(tiny):
         assert streamed.ids == results[0].ids
     [case] = check(tiny, chats[:1], processor=processor, max_new_tokens=40, nodes=8)
     assert case.divergence is None
-
-
-@needs_8_devices
-@pytest.mark.slow
-def test_eight_devices_answer_as_one(float64):
-    """Batch and vocabulary are split, also those of counts."""
-    settings = PROCESSED["all"] | SAMPLED | {"max_new_tokens": 30, "batch_size": 3}
-    kinds = {"drafter": accepted_pair("ngram").drafter, "dtype": jnp.float64}
-    programs.clear()
-    drafted = make_pair(RANDOM_MODEL, **kinds, mesh=make_mesh(1, 2)).generate(TEXTS, **DRAFT, **settings)
-    assert not {size for shape in gathered_shapes() for size in shape} & {RANDOM_MODEL.vocab_size}
-    plain = make_pair(RANDOM_MODEL, **kinds).generate(TEXTS, builder="none", **settings)
-    assert [result.ids for result in drafted] == [result.ids for result in plain]
