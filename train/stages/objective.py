@@ -251,7 +251,8 @@ def drafting_flops(
     drafting = flops.product_flops([specs["fc"], keys_values], length) + flops.product_flops(specs["groups"], slots)
     drafting += flops.attention_flops(drafter.layers, slots, length / 2 + drafter.block_size)
     drafted, kind = settings.anchors * drafter.num_depths, HEADS[drafter.head]
-    products = [spec for name, spec in kind.specs(drafter).items() if name not in kind.looked_up]
+    # Of other tables of the vocabulary, only vectors of previous tokens are looked up.
+    products = [spec for name, spec in kind.specs(drafter).items() if spec.axes[0] != "vocab" or name in kind.scored]
     head = 2 * drafted * sum(math.prod(spec.shape) for spec in products)
     vocabulary = flops.vocabulary_flops(drafter.layers, drafted)
     if settings.vocabulary:

@@ -39,6 +39,8 @@ OUTSIDE = {
     "offsets": Entry("d2t"),
     "input_norm": Entry("input_norm.weight"),
 }
+OPTIONS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+INERT = ("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init")
 OUR_KEY = "treeflash_config"  # holds our fields without a key elsewhere, unless they have their defaults
 _OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau", "thinking")
 _MODEL_TYPES = ("llama", "qwen3")  # of the layer
@@ -57,10 +59,9 @@ class Eagle3(Dialect):
     ids_are_inputs = False
     is_nested = False  # the sizes of the layer are in an object inside config.json
     norm_is_optional = False  # `norm_output` tells whether the next step is fed the normalised output
-    known: tuple[str, ...] = tuple(  # keys beside those of the layer
-        """draft_vocab_size eagle_config target_model_type target_hidden_size fc_norm norm_before_fc norm_before_residual
-        norm_output num_target_layers auto_map""".split()
-    )
+    known: tuple[str, ...] = (  # keys beside those of the layer
+        *"draft_vocab_size eagle_config target_model_type target_hidden_size num_target_layers auto_map".split(), *OPTIONS
+    )  # fmt: skip
 
     def read_config(self, path: Path, keys: Keys) -> Eagle3Config:
         folder = path if path.is_dir() else path.parent
@@ -71,7 +72,7 @@ class Eagle3(Dialect):
         layers = self._layers(keys)
         target = keys.whole("target_hidden_size") if "target_hidden_size" in keys else layers.hidden_size
         draft_vocab_size = keys.whole("draft_vocab_size", layers.vocab_size, most=layers.vocab_size)
-        options = {name: keys.truth(name, False) for name in ("fc_norm", "norm_before_fc", "norm_before_residual")}
+        options = {name: keys.truth(name, False) for name in OPTIONS if name != "norm_output" or self.norm_is_optional}
         if options["fc_norm"] and options["norm_before_fc"]:
             raise ValueError(f"{keys.where}: got fc_norm and norm_before_fc, expected one of them")
         if not self.norm_is_optional:
@@ -89,7 +90,6 @@ class Eagle3(Dialect):
             num_taps=3 if ids is None else len(ids),
             draft_vocab_size=draft_vocab_size,
             own_embedding=target != layers.hidden_size or "embed_tokens.weight" in tensor_files.names(folder),
-            norm_output=self.norm_is_optional and keys.truth("norm_output", False),
             verifier=speculators.read_verifier(keys),
             **options,
             **_our_fields(keys.table(OUR_KEY)),
@@ -132,19 +132,13 @@ class Speculators(Eagle3):
     marks = ("speculators_model_type", "transformer_layer_config")
     prefix = "layers.0."
     ids_are_inputs = is_nested = norm_is_optional = True
-    known = tuple(
-        """architectures auto_map draft_vocab_size eagle_aux_hidden_state_layer_ids embed_requires_grad enable_sp_ulysses
-        fc_norm has_no_defaults_at_init model_type norm_before_fc norm_before_residual norm_output speculators_config
-        speculators_model_type speculators_version target_hidden_size tie_word_embeddings torch_dtype dtype
-        transformer_layer_config transformers_version""".split()
-    )
+    known = (*speculators.KEYS, *OPTIONS, "eagle_aux_hidden_state_layer_ids", *INERT)
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) and keys.raw["speculators_model_type"] == "eagle3"
 
     def to_hf(self, config: Eagle3Config) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
-        options = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
         stated = {name: getattr(config, name) for name in _OUR_FIELDS}
         stated = {name: value for name, value in stated.items() if value != getattr(Eagle3Config, name)}
         return {
@@ -153,7 +147,7 @@ class Speculators(Eagle3):
             "transformer_layer_config": architecture.to_hf(config.layers),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
-            **{name: getattr(config, name) for name in options},
+            **{name: getattr(config, name) for name in OPTIONS},
             "tie_word_embeddings": False,
             **({} if config.taps is None else {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps]}),
             **({OUR_KEY: stated} if stated else {}),

@@ -21,6 +21,11 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
 OUTSIDE = ("block_size", "num_target_layers", "thinking")  # keys beside those of the layers in every dialect
+KEYS = tuple(  # of drafters of every kind
+    """architectures auto_map draft_vocab_size dtype model_type speculators_config speculators_model_type
+    speculators_version target_hidden_size tie_word_embeddings torch_dtype transformer_layer_config
+    transformers_version""".split()
+)
 VERSION = "0.7.0"  # of the library whose config.json is written
 
 
@@ -85,27 +90,22 @@ class SpeculatorsBlock(BlockFolder):
     algorithm: str
     is_noncausal = False
     has_draft_vocabulary = True
-    outer_keys = frozenset(
-        """architectures auto_map aux_hidden_state_layer_ids block_size draft_vocab_size dtype mask_token_id max_anchors
-        model_type num_target_layers projector_type sample_from_anchor shift_label sliding_window_non_causal
-        speculators_config speculators_model_type speculators_version target_hidden_size thinking tie_word_embeddings
-        torch_dtype transformer_layer_config transformers_version""".split()
-    )
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         return Dialect.recognises(self, path, keys) and keys.raw["speculators_model_type"] == self.algorithm
 
     def read_config(self, path: Path, keys: Keys) -> BlockConfig:
-        keys.check_known({*self.outer_keys, *self.head_keys})
+        moved = ("mask_token_id", "projector_type", *ALIGNMENT, *self.head_keys)  # in dflash_config elsewhere
+        others = "aux_hidden_state_layer_ids", "max_anchors", "sliding_window_non_causal"
+        keys.check_known({*KEYS, *OUTSIDE, *moved, *others})
         layers = keys.table("transformer_layer_config", required=True).raw
         vocab_size = layers.get("vocab_size")
         if not self.has_draft_vocabulary:
             keys.check_only({"draft_vocab_size": (vocab_size,)})
         taps = [number - 1 for number in keys.ids("aux_hidden_state_layer_ids", INT32)]  # counted as inputs of layers
-        here = ("mask_token_id", "projector_type", *ALIGNMENT, *self.head_keys)
-        inside = {name: keys.raw[name] for name in here if name in keys} | {"target_layer_ids": taps}
-        others = {name: keys.raw[name] for name in OUTSIDE if name in keys}
-        config = super().read_config(path, Keys({**layers, **others, "dflash_config": inside}, keys.where))
+        inside = {name: keys.raw[name] for name in moved if name in keys} | {"target_layer_ids": taps}
+        outside = {name: keys.raw[name] for name in OUTSIDE if name in keys}
+        config = super().read_config(path, Keys({**layers, **outside, "dflash_config": inside}, keys.where))
         size = keys.whole("draft_vocab_size", vocab_size, most=vocab_size)
         is_noncausal = keys.truth("sliding_window_non_causal", self.is_noncausal)
         return replace(

@@ -69,7 +69,6 @@ class Head(ABC):
     Attributes:
       file_name: `ar_approximation` in a TreeFlash drafter's config.json; None: no head.
       entries: location of each weight in a file, by name.
-      looked_up: names of weights of which only the vectors of previous tokens are read.
       scored: names of tables with a vector for each drafted token; `expand` reads those of the candidates only.
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       reads_context: whether it reads `Block.context_bd`.
@@ -79,7 +78,6 @@ class Head(ABC):
 
     file_name: ClassVar[str | None]
     entries: ClassVar[Mapping[str, Entry]]
-    looked_up: ClassVar[tuple[str, ...]] = ()
     scored: ClassVar[tuple[str, ...]] = ()
     lanes: ClassVar[int | None] = None
     reads_context: ClassVar[bool] = False

@@ -52,7 +52,6 @@ def table_specs(drafter: Any) -> dict[str, Spec]:
 class LowRankHead(Head):
     file_name = "lowrank"
     entries: ClassVar[dict[str, Entry]] = TABLES
-    looked_up = ("previous",)
     scored = ("following",)
 
     def specs(self, drafter) -> dict[str, Any]:
@@ -123,7 +122,6 @@ class RnnLowRankHead(PathHead):
         "joint": Entry("markov_head.joint_proj.weight", order=(1, 2, 0), row_axes=2),
         "joint_bias": Entry("markov_head.joint_proj.bias", order=(0, 1), row_axes=2),
     }
-    looked_up = ("previous",)
     scored = ("following",)
 
     def specs(self, drafter) -> dict[str, Any]:
