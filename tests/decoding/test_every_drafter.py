@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import cut_by_stops, drafted_as_plain, make_pair, make_runner, prefilled, slow_unless
+from answers import assert_same_positions, cut_by_stops, drafted_as_plain, make_pair, make_runner, prefilled, slow_unless
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program, gathered_shapes
 from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL, compilations, needs_8_devices
 from refusals import refused
@@ -246,6 +246,26 @@ def test_nothing_recompiles_when_only_values_change(kind, is_processed):
         programs.clear()
         run(1)
         assert {"jit(read)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
+
+
+UNSTEERED = [kind for kind in ACCEPTED if kind != "steered"]  # positions keep the steering of the round that read them
+
+
+@pytest.mark.parametrize("kind", [slow_unless(kind in ("eagle3", "language_model"), kind) for kind in UNSTEERED])
+def test_rounds_leave_the_state_of_one_prefill(float64, kind):
+    """Drafter and verifier are shown every token once, at its position: caches, and what is kept of the last position."""
+    pair = accepted_pair(kind)
+    plan, state = prefilled(pair, TEXTS, nodes=8, children=6)
+    state = loops.decode(pair.weights, state, jnp.int32(4), plan=plan)
+    end_b = np.asarray(state.end_b)
+    assert kind == "ngram" or (end_b > [len(text) + 5 for text in TEXTS]).any(), "drafts are accepted"
+    texts = [tokens_s[: end - 1].tolist() for tokens_s, end in zip(state.tokens_bs, end_b, strict=True)]
+    expected = prefilled(pair, texts, nodes=8, children=6)[1]
+    got, wanted = ((here.cache, here.drafter) for here in (state, expected))
+    assert_same_positions(got, wanted, end_b - 1, atol=1e-10)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        if x.ndim < 4:
+            np.testing.assert_allclose(x, y, atol=1e-10)
 
 
 def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_read():

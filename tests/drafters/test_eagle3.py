@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import assert_same_positions, make_pair, prefilled, read_texts, slow_unless
+from answers import assert_same_positions, slow_unless
 from conftest import DATA, FEW_TOKENS
 from draft_trees import paths
 from refusals import refused
@@ -20,7 +20,6 @@ from scipy.special import log_softmax
 from treeflash_jax import TreeFlash, trees
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
-from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Eagle3Config, Inputs
 from treeflash_jax.engine.generate_config import GenerateConfig
@@ -208,24 +207,3 @@ def test_a_drafter_with_the_verifiers_distribution_is_accepted_to_full_depth(how
     assert {*result.accepted_before_cut[:-1]} == {how.get("depths", 5) + 1}
     [other] = oracle(2.0).generate([[3, 4, 5]], **how)
     assert other.ids == result.ids and other.tau < result.tau, "control: another distribution is not"
-
-
-def test_the_drafter_is_shown_every_token_once():
-    """After a few rounds its context has the length of the verifier's, and equals that of one prefill of the text."""
-    layers = replace(FEW_TOKENS, num_layers=1, num_kv_heads=1)
-    config = Eagle3Config(layers=layers, target_hidden_size=16, draft_vocab_size=10, num_depths=3, taps=(0, 0, 1))
-    config = config.fitted(FEW_TOKENS)
-    model = make_pair(FEW_TOKENS, config, dtype=jnp.float64, scale=0.5)
-    prompts = [[3, 4, 5, 6, 7], [8], [2, 9, 4, 4, 1, 0, 3, 5, 7, 6, 2]]
-    plan, state = prefilled(model, prompts, nodes=12, lanes=4, children=6)
-    state = loops.decode(model.weights, state, jnp.int32(4), plan=plan)
-    end_b, drafter = np.asarray(state.end_b), state.drafter
-    np.testing.assert_array_equal(drafter.context.length_b, end_b - 1)
-    assert (end_b > [len(prompt) + 4 for prompt in prompts]).any()
-    tokens_bt, tables = state.tokens_bs[:, : end_b.max()], model.weights.verifier
-    out, _ = read_texts(tables, FEW_TOKENS, tokens_bt[:, :-1], taps=config.taps)
-    extend = jax.jit(partial(config.extend, attention="xla"))
-    seen = config.init(3, 256, jnp.float64), out.features_btj, tokens_bt[:, 1:], jnp.asarray(end_b - 1)
-    whole = extend(model.weights.drafter, tables, *seen)
-    np.testing.assert_allclose(drafter.hidden_bd, whole.hidden_bd, atol=1e-10)
-    assert_same_positions(drafter.context, whole.context, end_b - 1, atol=1e-10)

@@ -8,21 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import assert_same_positions, make_pair, prefilled
+from answers import make_pair
 from conftest import RANDOM_MODEL
 from extending import goes_through_everything
 from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.core import parameters
-from treeflash_jax.decoding import loops
 from treeflash_jax.drafters import LanguageModelConfig
 from treeflash_jax.engine import pairs
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
-TEXTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12] * 9, [13]]  # the second is longer than a chunk of the prefill
 pytestmark = pytest.mark.usefixtures("float64")
 
 
@@ -32,25 +30,6 @@ def noisy_pair(noise: float) -> tf.TreeFlash:
     pair = make_pair(RANDOM_MODEL, LanguageModelConfig(layers=RANDOM_MODEL), dtype=jnp.float64)
     drafter = jax.tree.map(lambda x, y: x + noise * y, pair.weights.verifier, pair.weights.drafter)
     return tf.TreeFlash(RANDOM_MODEL, pair.weights.replace(drafter=drafter), drafter=pair.drafter)
-
-
-@pytest.mark.slow
-def test_the_context_holds_the_text_and_the_anchor():
-    """After prompts and rounds, its cache has one position more than the verifier's: the text read from its start."""
-    pair = noisy_pair(0.15)
-    plan, state = prefilled(pair, TEXTS, nodes=8)
-
-    def check(state) -> None:
-        got, empty = state.drafter, pair.drafter.init(3, 256, jnp.float64)
-        np.testing.assert_array_equal(got.context.length_b, state.cache.length_b + 1)
-        read = jax.jit(partial(pair.drafter.extend, attention="streamed"))
-        expected = read(pair.weights.drafter, None, empty, None, state.tokens_bs[:, :128], state.end_b)
-        assert got.context.length_b.tolist() == expected.context.length_b.tolist() == state.end_b.tolist()
-        np.testing.assert_allclose(got.hidden_bd, expected.hidden_bd, atol=1e-12)
-        assert_same_positions(got.context, expected.context, state.end_b.tolist())
-
-    check(state)
-    check(loops.decode(pair.weights, state, jnp.int32(4), plan=plan))
 
 
 @pytest.mark.slow
