@@ -161,9 +161,6 @@ class BigramStage(drafting.DraftingStage):
 
         return sums
 
-    def flops(self, verifier, drafter):
-        return float(self.loop.batch * self.data.sequence_length)
-
 
 @pytest.mark.slow
 def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
@@ -182,4 +179,4 @@ def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
     np.testing.assert_allclose(model.weights.drafter["next"], rounded, rtol=1e-2)
     assert np.asarray(rounded).max() > 10
     compiled = compiling.compile_step(settings, "tiny", jax.devices()[:1])
-    assert compiled["trains"] == ["next"] and compiled["flops_per_step"] == 8 * 32
+    assert compiled["trains"] == ["next"] and compiled["flops_per_step"] == 0, "it has no products"

@@ -25,7 +25,7 @@ from train.runtime import run_config
 from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
-from train.stages.objective import ObjectiveConfig, drafting_flops, drafting_sums
+from train.stages.objective import ObjectiveConfig, drafting_sums
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.settings import setting
@@ -62,10 +62,6 @@ class BlockStage(DraftingStage):
     @property
     def held_out(self) -> DraftingStage:
         return dataclasses.replace(self, objective=dataclasses.replace(self.objective, vocabulary=0))
-
-    def flops(self, verifier: ModelConfig, drafter: BlockConfig) -> float:
-        count = dict(batch_size=self.loop.batch, length=self.data.sequence_length)
-        return drafting_flops(self.objective, verifier, drafter, trains_backbone="backbone" in self.trains, **count)
 
     def check(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         """Refuses a mask token that occurs in the training data, as with the recipe of another verifier."""

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.runtime import flops, run_config
+from train.runtime import run_config
 from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
@@ -96,15 +96,6 @@ class Eagle3Stage(DraftingStage):
 
     def make_sums(self, verifier: ModelConfig, drafter: Eagle3Config) -> SumsFunction:
         return partial(rollout_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
-
-    def flops(self, verifier: ModelConfig, drafter: Eagle3Config) -> float:
-        """Counts the verifier's pass and logits once; features, and layer and logits of every step, three times."""
-        batch, length = self.loop.batch, self.data.sequence_length
-        specs, drafted = drafter.specs(), self.objective.steps * (self.objective.anchors or length)
-        teacher = flops.layer_flops(verifier, length, length / 2) + flops.vocabulary_flops(verifier, drafted)
-        steps = flops.product_flops([specs["layer"], specs["unembed"]], drafted)
-        steps += flops.attention_flops(drafter.layers, drafted, length / 2)
-        return float(batch * (teacher + 3 * (steps + flops.product_flops(specs["fc"], length))))
 
 
 if __name__ == "__main__":

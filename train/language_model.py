@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from train.data.packing import Batch
-from train.runtime import flops, run_config
+from train.runtime import run_config
 from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_chunks
 from train.stages import losses
 from train.stages.drafting import DraftingStage, check_kind
@@ -129,14 +129,6 @@ class LanguageModelStage(DraftingStage):
 
     def make_sums(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> SumsFunction:
         return partial(language_model_sums, settings=self, verifier=verifier, drafter=drafter, attention=self.attention)
-
-    def flops(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> float:
-        length, scored = self.data.sequence_length, (self.vocabulary or verifier.vocab_size) / verifier.vocab_size
-
-        def count(model: ModelConfig) -> float:
-            return flops.layer_flops(model, length, length / 2) + scored * flops.vocabulary_flops(model, length)
-
-        return float(self.loop.batch * (count(verifier) + (3 if self.train_model else 2) * count(drafter.layers)))
 
 
 def language_model_sums(

@@ -9,7 +9,6 @@ import pytest
 from answers import TREE, make_pair
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, needs_cpu
 
-from train.runtime.flops import layer_flops
 from treeflash_jax import GenerateConfig, make_mesh
 from treeflash_jax.bench import phases
 from treeflash_jax.core import parameters, sharding
@@ -81,14 +80,6 @@ def test_every_form_is_the_loop_over_tokens_and_experts(name):
         np.testing.assert_allclose(got_nd, expected_nd, atol=1e-12, err_msg=form)
     got_btd = experts.mixture(weights, config, jnp.asarray(x_nd)[None])
     np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)
-
-
-def test_flops_of_a_pass_count_the_experts_of_every_token():
-    config = replace(RANDOM_MODEL, num_experts=8, experts_per_token=2, expert_size=16, dense_layers=(1,))
-    one = layer_flops(config, 6, 0)
-    assert layer_flops(replace(config, experts_per_token=3), 6, 0) - one == 2 * 2 * 3 * 6 * 32 * 16, "2 layers, 3 matrices"
-    dense = layer_flops(RANDOM_MODEL, 6, 0)
-    assert one - dense == 2 * 6 * 2 * (2 * 3 * 32 * 16 + 32 * 8 - 3 * 32 * 64), "2 experts and a router for 2 dense layers"
 
 
 @pytest.mark.slow

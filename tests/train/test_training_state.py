@@ -13,6 +13,7 @@ from toy_training import MODEL, WITH_HEAD
 
 from train.data import packing
 from train.runtime import training_state
+from train.runtime.flops import step_flops
 from train.runtime.run_config import OptimizerConfig
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
@@ -226,6 +227,23 @@ def test_specs_say_what_muon_trains_and_what_decays(kind):
     _, memory = jax.eval_shape(transform.init, parameters.abstract(specs, jnp.float32))
     trained = memory.inner_states["muon"].inner_state[0].mu
     assert {path[-1].key for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]} == {*muon}
+
+
+def test_products_of_a_step_are_counted_once_and_three_times_if_they_are_trained():
+    """Whatever is recomputed, in all steps of a loop; a product with frozen weights twice if it needs the gradient."""
+
+    @jax.checkpoint
+    def through(x_bd, weight):
+        return jnp.tanh(x_bd @ weight)
+
+    def sums(params, frozen, batch, keys_b):
+        start_bd = batch.tokens_bt.astype(jnp.float32) @ frozen["first"]
+        x_bd, _ = jax.lax.scan(lambda x_bd, _: (through(x_bd, params["middle"]), None), start_bd, None, 5)
+        return {"loss": (jnp.sum(x_bd @ frozen["last"]), jnp.float32(1))}
+
+    square = Spec((8, 8), (None, None))
+    counted = step_flops(sums, {"middle": square}, dict(first=square, last=square), training_state.abstract_batch(3, 8))
+    assert counted == (1 + 5 * 3 + 2) * 2 * 3 * 8 * 8
 
 
 def test_the_rate_warms_up_and_falls():

@@ -4,36 +4,39 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from treeflash_jax.core import sharding
-from treeflash_jax.core.parameters import is_spec
-from treeflash_jax.models import verifier
-from treeflash_jax.models.config import ModelConfig
-
-
-def product_flops(specs: Any, tokens: float) -> float:
-    """Counts multiplying `tokens` tokens by every weight that products read (`Spec.inputs`)."""
-    return 2 * tokens * sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs, is_leaf=is_spec) if spec.inputs)
+from train.data.packing import Batch
+from treeflash_jax.core import parameters, sharding
 
 
-def attention_flops(config: ModelConfig, tokens: float, seen: float) -> float:
-    """Counts both products of `tokens` queries with the `seen` positions of each, in all layers."""
-    return 4 * config.num_layers * config.num_heads * config.head_dim * tokens * seen
+def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: Batch) -> float:
+    """Counts the products of a step without recomputation: a gradient has as many as the derivative along one direction.
+
+    `sums` is the objective of a `TrainTask`. It is traced in float32, without kernels, for a batch of these shapes.
+    """
+    params, frozen = (parameters.abstract(tree, jnp.float32) for tree in (specs, frozen_specs))
+    keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
+
+    def derivative(params: Any, direction: Any, *inputs: Any) -> Any:
+        return jax.jvp(lambda params: sums(params, *inputs)["loss"][0], (params,), (direction,))
+
+    return _product_flops(jax.make_jaxpr(derivative)(params, params, frozen, batch, keys_b).jaxpr)
 
 
-def layer_flops(config: ModelConfig, tokens: float, seen: float) -> float:
-    """Counts a pass of `tokens` tokens, each of which sees `seen` positions, through all layers; of experts, the chosen."""
-    specs = jax.tree.leaves(verifier.specs(config)["groups"], is_leaf=is_spec)
-    experts = [spec for spec in specs if spec.axes[0] == "experts"]
-    flops = product_flops([spec for spec in specs if spec.axes[0] != "experts"], tokens)
-    if experts:
-        flops += product_flops(experts, tokens) * config.experts_per_token / config.num_experts
-    return flops + attention_flops(config, tokens, seen)
-
-
-def vocabulary_flops(config: ModelConfig, tokens: float) -> float:
-    """Counts the logits of `tokens` tokens."""
-    return 2 * tokens * config.vocab_size * config.hidden_size
+def _product_flops(jaxpr: Any) -> float:
+    """Counts the products of a traced program: all steps of its loops, the longest of its branches."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (summed, _), _ = equation.params["dimension_numbers"]
+            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            total += 2.0 * math.prod(out) * math.prod(left[axis] for axis in summed)
+        parts = jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+        inside = [_product_flops(part) for part in parts if hasattr(part, "eqns")] or [0.0]
+        is_branch = equation.primitive.name == "cond"
+        total += (max(inside) if is_branch else sum(inside)) * equation.params.get("length", 1)
+    return total
 
 
 def peak_flops(count: int) -> float | None:

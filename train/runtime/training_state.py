@@ -56,7 +56,7 @@ class TrainTask:
       frozen_specs: weights that are only read.
       sums: metric sums of a batch; "loss" is minimised.
       compute_dtype: dtype of activations and of the weights that a step reads.
-      flops: floating-point operations of one step, for MFU.
+      flops: floating-point operations of one step, for MFU (`flops.step_flops`).
       held_out_sums: metric sums of held-out batches, if they differ.
     """
 

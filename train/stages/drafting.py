@@ -30,7 +30,8 @@ from train.data.packing import Corpus
 from train.data.records import Source
 from train.evaluate import EvaluateConfig, assemble, make_tau_measure
 from train.runtime import folders, hosts, loop, run_config, watch
-from train.runtime.training_state import SumsFunction, TrainTask, place
+from train.runtime.flops import step_flops
+from train.runtime.training_state import SumsFunction, TrainTask, abstract_batch, place
 from train.stages.teacher import record
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import expect
@@ -102,10 +103,6 @@ class DraftingStage(ABC):
         the compute dtype; packed sequences; and one random key per sequence, so that draws do not depend on the
         distribution of sequences over devices. It returns (sum, weight) of "loss", which is minimised, and of metrics.
         """
-
-    @abstractmethod
-    def flops(self, verifier: ModelConfig, drafter: Any) -> float:
-        """Returns the floating-point operations of a step, without recomputation; for MFU."""
 
     # Name of a pair, folder or Hub id of an existing drafter; whether frequent tokens are listed beside the new drafter;
     # and decoding that evaluations measure, metric -> options of `generate`.
@@ -185,15 +182,17 @@ def copy_weights(tree: Any) -> Any:
 def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> TrainTask:
     """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
     settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
-    specs = drafter.specs()
-    others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
+    trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
+    frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}
+    frozen |= {"verifier": verifier.specs(model)}
+    batch = abstract_batch(settings.loop.batch, settings.data.sequence_length)
     return TrainTask(
-        specs={name: specs[name] for name in settings.trains if name in specs},
-        frozen_specs={"verifier": verifier.specs(model)} | others,
+        specs=trained,
+        frozen_specs=frozen,
         sums=settings.make_sums(model, drafter),
         held_out_sums=settings.held_out.make_sums(model, drafter),
         compute_dtype=jnp.dtype(settings.compute_dtype),
-        flops=settings.flops(model, drafter),
+        flops=step_flops(replace(settings, attention="chunked").make_sums(model, drafter), trained, frozen, batch),
     )
 
 

@@ -13,7 +13,6 @@ Source: TreeFlash (arXiv 2606.03819); DFlash (arXiv 2602.06036) section 4; `over
 sampled softmax (arXiv 1412.2007).
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from flax import struct
 from jax import lax
 
 from train.data.packing import Batch
-from train.runtime import flops
 from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
@@ -227,35 +225,3 @@ def score_sums(
     if trains_candidates:
         sums["candidate_recall"] = jnp.sum(is_candidate_bni * real_bni, axis=(0, 1)), jnp.sum(real_bni, axis=(0, 1))
     return sums
-
-
-def drafting_flops(
-    settings: ObjectiveConfig,
-    verifier: ModelConfig,
-    drafter: BlockConfig,
-    *,
-    batch_size: int,
-    length: int,
-    trains_backbone: bool,
-) -> float:
-    """Returns the floating-point operations of a step for MFU: 2 per multiply-add, without recomputation.
-
-    Counts the verifier's forward pass (causal attention at half the square), the drafter's context and blocks, the head,
-    and a vocabulary pass each for drafter and (if the loss reads it) verifier. Trained maps count three times, the
-    drafter's vocabulary pass twice (gradient of its input only), frozen maps once.
-    """
-    teacher = flops.layer_flops(verifier, length, length / 2)
-    slots = settings.anchors * drafter.block_size
-    specs = drafter.specs()["backbone"]
-    keys_values = [{name: layer[name] for name in ("k", "v")} for group in specs["groups"] for layer in group]
-    drafting = flops.product_flops([specs["fc"], keys_values], length) + flops.product_flops(specs["groups"], slots)
-    drafting += flops.attention_flops(drafter.layers, slots, length / 2 + drafter.block_size)
-    drafted, kind = settings.anchors * drafter.num_depths, HEADS[drafter.head]
-    # Of other tables of the vocabulary, only vectors of previous tokens are looked up.
-    products = [spec for name, spec in kind.specs(drafter).items() if spec.axes[0] != "vocab" or name in kind.scored]
-    head = 2 * drafted * sum(math.prod(spec.shape) for spec in products)
-    vocabulary = flops.vocabulary_flops(drafter.layers, drafted)
-    if settings.vocabulary:
-        vocabulary *= min(1, settings.vocabulary / drafter.layers.vocab_size)
-    passes = 2 + (settings.loss != "cross-entropy") + 2 * (drafter.head != "marginal" and settings.base_weight != 0)
-    return float(batch_size * (teacher + (3 if trains_backbone else 1) * drafting + 3 * head + passes * vocabulary))
