@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import tokenizers
-from tokenizers import decoders, pre_tokenizers, trainers
 
 from train.data import packing
 from train.data.documents import DataConfig
@@ -26,20 +24,13 @@ from train.runtime.training_state import Sums, TrainTask, place
 from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.settings import setting
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import architectures, model_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
-
-PAD, START, END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +64,10 @@ def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
 
 
 def train_tokenizer(settings: FromScratchStage) -> None:
-    """Trains byte-level BPE with single digits and a ChatML-like chat template, for `PreTrainedTokenizerFast`."""
-    from transformers import PreTrainedTokenizerFast  # slow to import, and prints
-
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    bpe.decoder = decoders.ByteLevel()
-    sizes = dict(vocab_size=settings.vocab_size, initial_alphabet=byte_level.alphabet(), show_progress=False)
-    trainer = trainers.BpeTrainer(special_tokens=[PAD, START, END, MASK], **sizes)
-    bpe.train_from_iterator(training_texts(settings.tokenizer_sources, settings.loop.seed), trainer)
-    tokens = dict(eos_token=END, pad_token=PAD, mask_token=MASK, additional_special_tokens=[START])
-    trained = PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, **tokens)
+    """Trains a tokenizer like that of the `tiny` pair: byte-level BPE, single digits and a ChatML-like chat template."""
+    texts = training_texts(settings.tokenizer_sources, settings.loop.seed)
+    alike = Tokenizer.load(locate("tiny", "verifier")).inner
+    trained = alike.train_new_from_iterator(texts, settings.vocab_size, show_progress=False)
     with files.filled(Path(settings.tokenizer)) as folder:
         trained.save_pretrained(folder)
     hosts.say(f"tokenizer of {len(trained)} entries in {settings.tokenizer}")
