@@ -98,7 +98,7 @@ def test_updates_are_those_of_the_whole_batch(expected, sizes, accumulate):
     close(states[0].window, first)
     close(states[1].window, jax.tree.map(jnp.add, first, second))
     close(states[2].window, third)  # two steps a line
-    assert [int(now.step) for now in states] == [1, 2, 3] and {int(now.bad_step) for now in states} == {-1}
+    assert [int(now.step) for now in states] == [1, 2, 3]
 
 
 def test_every_part_has_sequences_of_every_device():
@@ -106,31 +106,6 @@ def test_every_part_has_sequences_of_every_device():
     assert parts.shape == (4, 4)
     for part in np.asarray(parts):
         assert {index // 4 for index in part} == {0, 1, 2, 3}, "rows 4 d to 4 d + 3 lie on device d of 4"
-
-
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
-def test_after_a_step_that_is_not_finite_nothing_changes(poison):
-    bad = 2
-
-    def poisoned(params, frozen, batch, keys_b):
-        totals = sums(params, frozen, batch, keys_b)
-        is_bad = jnp.any(batch.segments_bt == 7)
-        if poison == "loss":
-            extra = jnp.where(is_bad, jnp.nan, 0.0)
-        else:  # the root of zero: a finite value whose gradient is not
-            extra = jnp.sum(jnp.sqrt(jnp.where(is_bad, 0 * params["scale"] ** 2, params["scale"] ** 2 * 0 + 1))) * 0.01
-        return totals | {"loss": (totals["loss"][0] + extra, totals["loss"][1])}
-
-    def batches(step):
-        batch = make_batch(step)
-        return dataclasses.replace(batch, segments_bt=np.full_like(batch.segments_bt, 7 if step == bad else 1))
-
-    states = run(dataclasses.replace(TASK, sums=poisoned), 5, batches=batches)
-    assert [int(now.bad_step) for now in states] == [-1, -1, bad, bad, bad]
-    assert [int(now.step) for now in states] == [1, 2, 3, 4, 5]
-    for now in states[bad:]:
-        for name in ("params", "optimizer"):
-            jax.tree.map(np.testing.assert_array_equal, getattr(now, name), getattr(states[bad - 1], name))
 
 
 def test_gradients_add_up_in_float32():

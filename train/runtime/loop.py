@@ -154,17 +154,18 @@ class _Run:
             logs = step == steps or _is_due(step, loop.log_every or steps)
             evaluates = step == steps or _is_due(step, loop.evaluate_every)
             pauses = ends or evaluates or _is_due(step, loop.save_every)
-            line: dict[str, Any] = means(sharding.to_host(self.state.window)) if logs else {}
+            line: dict[str, Any] = {}
             if logs or pauses:
-                if (bad := int(sharding.to_host(self.state.bad_step))) >= 0:
+                window = sharding.to_host(self.state.window)
+                if not np.isfinite(window["loss"][0] + window["grad_norm"][0]):
                     raise ValueError(
-                        f"the loss or its gradient was not finite at step {bad}; nothing was saved since. "
-                        "Lower optimizer.learning_rate, or look at the sequences of that step"
+                        f"the loss or its gradient was not finite at step {step} or after the last log line; nothing was "
+                        "saved since. Lower optimizer.learning_rate, or look at the sequences of those steps"
                     )
                 now = time.perf_counter()
                 seconds, count, began, timed = now - began, step - timed, now, step
             if logs:
-                line |= {"learning_rate": float(self.rate(step - 1))}
+                line = means(window) | {"learning_rate": float(self.rate(step - 1))}
             if logs and count:
                 line |= {"tokens_per_second": count * loop.batch * batch.tokens_bt.shape[1] / seconds}
                 line |= {"mfu": count * self.task.flops / seconds / peak} if peak else {}

@@ -37,14 +37,12 @@ class TrainState:
       params: float32 weights.
       optimizer: state of the optimiser, laid out as its parameters.
       window: metric sums since the last log line.
-      bad_step: the first step whose loss or gradient was not finite; -1 for none. From then on nothing changes.
     """
 
     step: jax.Array
     params: Any
     optimizer: Any
     window: Sums
-    bad_step: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ def initial_state(task: TrainTask, transform: optax.GradientTransformation, para
     compute = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, task.compute_dtype), params)
     shapes = jax.eval_shape(task.sums, compute, frozen, batch, keys) | {"grad_norm": (jnp.zeros(()),) * 2}
     window = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return TrainState(jnp.int32(0), params, transform.init(params), window, jnp.int32(-1))
+    return TrainState(jnp.int32(0), params, transform.init(params), window)
 
 
 def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Batch:
@@ -192,15 +190,12 @@ def make_update(
         weight = jnp.maximum(sums["loss"][1], 1e-6)
         grads = jax.tree.map(lambda x: x / weight, grads)
         norm = optax.tree.norm(grads)
-        fine = jnp.isfinite(sums["loss"][0]) & jnp.isfinite(norm) & (state.bad_step < 0)
         updates, memory = transform.update(grads, state.optimizer, state.params)
-        new = optax.apply_updates(state.params, updates), memory
-        params, memory = jax.tree.map(lambda x, old: jnp.where(fine, x, old), new, (state.params, state.optimizer))
+        params = optax.apply_updates(state.params, updates)
         fresh = state.step % log_every == 0
         sums |= {"grad_norm": (norm, jnp.ones_like(norm))}
         window = jax.tree.map(lambda x, s: jnp.where(fresh, 0, x) + s, state.window, sums)
-        bad_step = jnp.where(fine | (state.bad_step >= 0), state.bad_step, state.step)
-        return TrainState(state.step + 1, params, memory, window, bad_step)
+        return TrainState(state.step + 1, params, memory, window)
 
     return update
 
