@@ -56,10 +56,9 @@ def check_extension(settings: PairConfig) -> None:
     """Raises ValueError if the stages begun in OUT cannot continue with these settings, before anything is written."""
     path = settings.path("pair.toml")
     changes = run_config.changes(settings, path, MAY_CHANGE) if path.exists() else {}
-    for key, (then, now) in changes.items():
-        if _begun_with(settings, FIRST_AFFECTED.get(key.partition(".")[0], "drafter")).exists():
-            give = f"leave {key} out" if then in (None, [], "") else f"give {key}={then}"
-            raise ValueError(f"{settings.out} was begun with {key} = {then!r}, got {now!r}; {give}, or another out=")
+    affected = {key: FIRST_AFFECTED.get(key.partition(".")[0], "drafter") for key in changes}
+    refused = {key: changes[key] for key, stage in affected.items() if _begun_with(settings, stage).exists()}
+    run_config.refuse(refused, settings.out, "out")
 
 
 def _begun_with(settings: PairConfig, name: str) -> Path:

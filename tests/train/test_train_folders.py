@@ -55,7 +55,7 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untra
     folder = folders.absolute(settings.run)
     claim(folder, settings)
     other = toy_training.settings(toy, "run=gs://bucket/run", "loop.batch=16")
-    refused(lambda: claim(folder, other), "loop.batch was 8, now 16")
+    refused(lambda: claim(folder, other), "was begun with loop.batch = 8, got 16")
     head.main(settings)
     printed = capsys.readouterr().out
     assert "process 1 of 1: 8 of 8 devices (cpu), mesh data=1 model=1, run=gs://bucket/run\n" in printed

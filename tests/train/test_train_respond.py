@@ -168,7 +168,7 @@ def test_settings_may_change_only_where_no_answer_depends_on_them(model, setting
     respond.main(replace(settings, batch=7, mesh=MeshConfig(data=2), replicas="all"))
     assert out.read_bytes() == whole
     for changed in ({"seed": 8}, {"temperatures": (0.0,)}, {"max_new_tokens": 13}, {"verifier": "other"}):
-        words = f"was begun with {next(iter(changed))} = ", "give another out, or delete it"
+        words = f"was begun with {next(iter(changed))} = ", "or another out="
         refused(partial(respond.main, replace(settings, **changed)), *words)
     out.with_name("answers.jsonl.settings.toml").unlink()
     refused(lambda: respond.main(settings), "exists without its settings")
@@ -190,7 +190,7 @@ def test_a_larger_limit_adds_answers_and_keeps_those_there(model, settings, ques
     out.write_bytes(b"".join(lines[:5] + lines[6:7]))
     respond.main(limited(9))
     assert out.read_bytes() == nine and model.calls[-1] == [5, 7, 8]
-    with pytest.raises(ValueError, match="was begun with sources = .*'limit': 9"):
+    with pytest.raises(ValueError, match="was begun with sources = "):
         respond.main(limited(5))
 
 

@@ -178,7 +178,7 @@ def test_other_settings_are_refused_and_nothing_is_overwritten(toy, tmp_path):
     claim(epath.Path(run), toy_training.settings(toy, f"run={run}"))
     before = (run / "settings.toml").read_text()
     second = toy_training.settings(toy, f"run={run}", "optimizer.learning_rate=0.5")
-    refused(lambda: claim(epath.Path(run), second), "optimizer.learning_rate was 0.01, now 0.5", "another run=")
+    refused(lambda: claim(epath.Path(run), second), "learning_rate = 0.01, got 0.5; give", "or another run=")
     assert (run / "settings.toml").read_text() == before
     other = ("mesh.data=8", "loop.accumulate=2", "attention=chunked", "evaluate.prompts=3", "loop.save_every=7")
     moved = toy_training.settings(toy, f"run={run}", *other)

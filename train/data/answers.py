@@ -52,9 +52,8 @@ def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> Non
             raise ValueError(f"{out} exists without its settings ({path.name}), expected a new file: give another out")
         return
     changed = run_config.changes(settings, path, free)
-    if changed and not (changed.keys() == {"sources"} and _only_grew(*changed["sources"])):
-        name, (old, new) = next(iter(changed.items()))
-        raise ValueError(f"{out} was begun with {name} = {old!r}, got {new!r}: give another out, or delete it")
+    if not (changed.keys() == {"sources"} and _only_grew(*changed["sources"])):
+        run_config.refuse(changed, out, "out")
 
 
 def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> bool:

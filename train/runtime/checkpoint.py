@@ -4,6 +4,8 @@ A checkpoint holds the state and a digest of the documents it was trained on. Th
 checkpoints; a run directory refuses settings and documents that would train something else.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from etils import epath
@@ -12,11 +14,8 @@ from train.runtime import folders, hosts, run_config
 from train.runtime.run_config import LoopConfig
 
 # Settings that may change when a run continues: the number of steps, and what changes weights by rounding at most.
-FREE = frozenset(
-    {"run", "mesh", "evaluate", "attention"}
-    | {f"loop.{name}" for name in "steps accumulate log_every save_every evaluate_every keep best best_mode".split()}
-    | {f"loop.{name}" for name in "tensorboard wandb profile".split()}
-)
+FREE_IN_LOOP = "steps accumulate log_every save_every evaluate_every keep best best_mode tensorboard wandb profile"
+FREE = {"run", "mesh", "evaluate", "attention", *(f"loop.{name}" for name in FREE_IN_LOOP.split())}
 STATE = "state"  # Orbax's name for a tree that is saved alone
 
 
@@ -82,26 +81,26 @@ class Checkpoints:
     def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Starts writing; returns once the arrays are copied. Raises ValueError if this or the last write failed."""
         notes = {"documents": self.documents, "steps": self.loop.steps}
-        try:
+        with self._writing():
             self.inner.wait()
             self.inner.save_async(step, state, metrics=metrics, custom_metadata=notes, overwrite=True)
             if wait:
                 self.inner.wait()
-        except Exception as error:
-            raise self._unwritten(error) from error
 
     def close(self) -> None:
         """Waits until the last checkpoint is written. Raises ValueError if that failed."""
-        try:
+        with self._writing():
             self.inner.close()
-        except Exception as error:
-            raise self._unwritten(error) from error
 
-    def _unwritten(self, error: Exception) -> ValueError:
-        return ValueError(
-            f"{self.folder}: a checkpoint could not be written ({_reason(error)}); free some space or give another run=; "
-            "complete checkpoints are untouched"
-        )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(
+                f"{self.folder}: a checkpoint could not be written ({_reason(error)}); free some space or give another "
+                "run=; complete checkpoints are untouched"
+            ) from error
 
 
 def claim(folder: epath.Path, config: Any) -> None:
@@ -112,14 +111,11 @@ def claim(folder: epath.Path, config: Any) -> None:
         if hosts.is_first():
             run_config.save(config, path)  # in one piece, since other hosts may read it already
         return
-    changed = run_config.changes(config, path, FREE)
+    run_config.refuse(run_config.changes(config, path, FREE), folder, "run")
     steps = run_config.changes(config, path, ()).get("loop.steps")
-    if steps and not changed and hosts.is_first():
+    if steps and hosts.is_first():
         run_config.save(config, path)
         hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
-    if changed:
-        examples = "; ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in list(changed.items())[:3])
-        raise ValueError(f"{folder} holds a run with other settings ({examples}); give another run= or the settings it has")
 
 
 def _reason(error: BaseException) -> str:

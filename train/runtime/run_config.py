@@ -21,7 +21,7 @@ from etils import epath
 
 from train.runtime import folders
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import UnknownSetting, clipped, suggestion
+from treeflash_jax.core.checks import UnknownSetting, clipped, quoted, suggestion
 from treeflash_jax.core.settings import build, describe, dotted, setting, setting_names
 
 T = TypeVar("T")
@@ -185,6 +185,13 @@ def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict
     then, now = dotted(before), dotted(to_dict(config))
     keys = [key for key in {**then, **now} if key not in free and key.split(".")[0] not in free]
     return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
+
+
+def refuse(changed: dict[str, tuple[Any, Any]], where: Any, option: str) -> None:
+    """Raises ValueError if there are `changes` since `where`, the value of `option`, was begun; names the first of them."""
+    for key, (then, now) in changed.items():
+        give = f"leave {key} out" if then in (None, [], "") else f"give {key}={quoted(then)}"
+        raise ValueError(f"{where} was begun with {key} = {quoted(then)}, got {quoted(now)}; {give}, or another {option}=")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
