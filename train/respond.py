@@ -17,7 +17,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,7 +36,6 @@ from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.prompts import Text
-from treeflash_jax.engine.results import Result
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
 OVERLAP = 8  # consecutive words
@@ -184,54 +183,38 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
         answers.save_settings(settings, out)
     missing = [index for index in range(len(prompts)) if index not in done]
     share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
-    began, tokens = time.perf_counter(), 0
+    temperatures = [settings.temperatures[index % len(settings.temperatures)] for index in share]
+    decoding = dict(
+        indices=share,
+        builder="none" if settings.drafter is None else "best-first",
+        acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
+        temperature=temperatures,
+        seed=settings.seed,
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=settings.batch,
+    )
+    began, printed, tokens = time.perf_counter(), time.perf_counter(), 0
     adding = answers.adding(path, out) if writes else nullcontext(lambda *_: None)
     with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
-        for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
-            prompt = prompts[index]
-            record = {"index": index, "source": prompt.source, "temperature": _temperature(index, settings)}
+        results = model.generate_each([prompts[index].ids for index in share], **decoding) if share else ()
+        for number, (at, result) in enumerate(results, start=1):
+            if result.finished == "interrupted":
+                raise SystemExit("interrupted; the same command continues from here")
+            prompt = prompts[share[at]]
+            record = {"index": share[at], "source": prompt.source, "temperature": temperatures[at]}
             record |= {"finished": result.finished, "prompt": prompt.ids, "response": result.ids}
-            add(index, json.dumps(record) + "\n")
+            add(share[at], json.dumps(record) + "\n")
             tokens += len(result.ids)
             bar.show(len(done) + number)
+            if time.perf_counter() - printed > SECONDS_BETWEEN_LINES or number == len(share):
+                printed, speed = time.perf_counter(), tokens / max(result.seconds, 1e-9)
+                hosts.say(f"{number:,} of {len(share):,} answers, {speed:,.0f} tokens/s")
     seconds = time.perf_counter() - began
     hosts.wait("merge")
     if hosts.is_first():
         answers.merge(out, len(prompts))
         hosts.say(f"{len(prompts):,} answers in {out}; {tokens:,} new tokens in {watch.duration(seconds)}")
     hosts.wait("merged")
-
-
-def respond(
-    model: TreeFlash, prompts: Sequence[Prompt], indices: Sequence[int], settings: RespondConfig
-) -> Iterator[tuple[int, Result]]:
-    """Yields (index, answer) for the prompts at `indices`, in the order in which they finish."""
-    if not indices:
-        return
-    results = model.generate_each(
-        [prompts[index].ids for index in indices],
-        indices=indices,
-        builder="none" if settings.drafter is None else "best-first",
-        acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
-        temperature=[_temperature(index, settings) for index in indices],
-        seed=settings.seed,
-        max_new_tokens=settings.max_new_tokens,
-        batch_size=settings.batch,
-    )
-    tokens, printed = 0, time.perf_counter()
-    for number, (at, result) in enumerate(results, start=1):
-        if result.finished == "interrupted":
-            raise SystemExit("interrupted; the same command continues from here")
-        yield indices[at], result
-        tokens += len(result.ids)
-        if time.perf_counter() - printed > SECONDS_BETWEEN_LINES or number == len(indices):
-            printed = time.perf_counter()
-            speed = tokens / max(result.seconds, 1e-9)
-            hosts.say(f"{number:,} of {len(indices):,} answers, {speed:,.0f} tokens/s")
-
-
-def _temperature(index: int, settings: RespondConfig) -> float:
-    return settings.temperatures[index % len(settings.temperatures)]
 
 
 if __name__ == "__main__":
