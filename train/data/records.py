@@ -7,7 +7,7 @@ held out for validation in one stage is held out in all stages.
 import glob
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ def read(source: Source, seed: int, skipped: Counter[str] | None = None) -> Iter
       FileNotFoundError: a source that does not exist.
       ValueError: a malformed record, with its place, or an empty source.
     """
-    places, describe, load = _open(source)
+    places = _open(source)
     if not places:
         raise ValueError(f"{source.path}: got no records, expected at least one")
     parse = {"chat": parse_chat, "responses": parse_answer, "text": parse_text}[source.format]
@@ -95,9 +95,9 @@ def read(source: Source, seed: int, skipped: Counter[str] | None = None) -> Iter
     if source.limit:
         numbers = sorted(np.random.default_rng(seed).permutation(len(places))[: source.limit].tolist())
     for number in numbers:
-        where = describe(places[number])
+        where, load = places[number]
         try:
-            record = Record(number, where, parse(load(places[number])))
+            record = Record(number, where, parse(load()))
         except ValueError as error:
             if skipped is None:
                 raise ValueError(f"{where}: {error}") from None
@@ -137,51 +137,50 @@ def parse_text(raw: Any) -> str:
     return text
 
 
-def _open(source: Source) -> tuple[Sequence[Any], Callable[[Any], str], Callable[[Any], Any]]:
-    """Returns the places of a source's records by number, and functions that name and load the record at a place."""
-    load_text = partial(Path.read_text, encoding="utf-8")
-    if source.path == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [p for p in sorted(root.rglob("*.py")) if not STDLIB_LEFT_OUT & set(p.relative_to(root).parts)]
-        return files, str, load_text
+def _open(source: Source) -> list[tuple[str, Callable[[], Any]]]:
+    """Returns, for every record of a source, its place for error messages, and a function that loads it."""
     if source.path.startswith(HUB):
         records = _load_hub(source.path)
-        return range(len(records)), lambda number: f"{source.path}, record {number}", records.__getitem__
+        return [(f"{source.path}, record {i}", partial(records.__getitem__, i)) for i in range(len(records))]
+    files = _find_files(source)
+    if source.format == "text" and not all(path.suffix == ".jsonl" for path in files):
+        return [(str(path), partial(path.read_text, encoding="utf-8")) for path in files]
+    return [line for path in files for line in _find_lines(path)]
+
+
+def _find_files(source: Source) -> list[Path]:
+    """Returns the files of a source in order. Raises FileNotFoundError if there is none."""
+    if source.path == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return [path for path in sorted(root.rglob("*.py")) if not STDLIB_LEFT_OUT & {*path.relative_to(root).parts}]
     named = fetch(source.path, ("*",)) if "://" in source.path else Path(source.path).expanduser()
-    is_text = source.format == "text"
     if any(character in source.path for character in "*?["):
-        files = sorted(path for path in map(Path, glob.glob(str(named), recursive=True)) if path.is_file())
+        files = map(Path, glob.glob(str(named), recursive=True))
     elif named.is_dir():
-        inside = [path.relative_to(named) for path in named.rglob("*" if is_text else "*.jsonl") if path.is_file()]
-        files = sorted(named / path for path in inside if not any(part.startswith(".") for part in path.parts))
+        inside = named.rglob("*" if source.format == "text" else "*.jsonl")
+        files = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(named).parts)]
     else:
-        files = [named] if named.is_file() else []
-    if not files:
+        files = [named]
+    if not (files := sorted(path for path in files if path.is_file())):
         raise FileNotFoundError(f"{source.path}: no such file; {EXPECTED}")
-    is_lines = not is_text or all(path.suffix == ".jsonl" for path in files)
-    if is_lines:
-        return _find_lines(files), lambda place: f"{place[0]}, line {place[1]}", _load_line
-    return files, str, load_text
+    return files
 
 
-def _find_lines(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
-    """Returns file, line number and byte offset of every line that is not blank."""
-    places: list[tuple[Path, int, int]] = []
-    for path in files:
-        start = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not places and line.lstrip().startswith(b"["):
-                    raise ValueError(f"{path}: got a JSON list, expected one JSON object a line (jq -c '.[]' makes it)")
-                if line.strip():
-                    places.append((path, number, start))
-                start += len(line)
-    return places
+def _find_lines(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields place and load function of every line that is not blank."""
+    start = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if start == 0 and line.lstrip().startswith(b"["):
+                raise ValueError(f"{path}: got a JSON list, expected one JSON object a line (jq -c '.[]' makes it)")
+            if line.strip():
+                yield f"{path}, line {number}", partial(_load_line, path, start)
+            start += len(line)
 
 
-def _load_line(place: tuple[Path, int, int]) -> Any:
-    with place[0].open("rb") as file:
-        file.seek(place[2])
+def _load_line(path: Path, start: int) -> Any:
+    with path.open("rb") as file:
+        file.seek(start)
         return parse_json(file.readline())
 
 

@@ -90,12 +90,10 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
     if {"-h", "--help"} & {*words}:
         print(f"usage: python -m {command} [FILE.toml] [name=value ...]\n\n{doc}\nsettings:\n{describe(cls)}")
         return
+    hint = f" (see python -m {command} --help)"
     try:
         config = parse(cls, words)
-    except (ValueError, UnknownSetting, OSError) as error:
-        print(f"{command}: error: {clipped(error)} (see python -m {command} --help)", file=sys.stderr)
-        sys.exit(2)
-    try:
+        hint = ""
         programs.keep_on_disk()
         # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
         logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
@@ -103,7 +101,7 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
             logging.getLogger(name).disabled = True
         main(config)
     except (ValueError, UnknownSetting, OSError) as error:
-        print(f"{command}: error: {clipped(error)}", file=sys.stderr)
+        print(f"{command}: error: {clipped(error)}{hint}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -117,10 +115,10 @@ def parse(cls: type[T], words: Sequence[str]) -> T:
             name = word.lstrip("-").partition("=")[0].replace("-", "_")
             meant = suggestion(name, setting_names(cls)) or name
             raise UnknownSetting(f"got option {clipped(word, 60)}; settings are given as {meant}=...")
-    paths = [word for word in words if "=" not in word]
-    if len(paths) > 1:
-        raise ValueError(f"got {len(paths)} files ({', '.join(paths)}), expected at most one TOML file")
-    return load(cls, paths[0] if paths else None, [word for word in words if "=" in word])
+    path, *others = [word for word in words if "=" not in word] or [None]
+    if others:
+        raise ValueError(f"got {len(others) + 1} files ({path}, {', '.join(others)}), expected at most one TOML file")
+    return load(cls, path, [word for word in words if "=" in word])
 
 
 def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> T:
