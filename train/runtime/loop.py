@@ -9,10 +9,9 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, Self
 
@@ -82,13 +81,12 @@ def fit(
     steps, folder = resolve_steps(loop, corpus.num_sequences), folders.absolute(config.run)
     with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}"):
         claim(folder, config)
-        with closing(Checkpoints(config.run, loop, corpus.digest())) as checkpoints, Signals() as signals:
-            run = _Run(task, config, steps, mesh, params, checkpoints, signals, began)
-            with closing(run.watch), closing(run.trace.running):
-                run.measures = [partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)]
-                if evaluate is not None:
-                    run.measures.append(evaluate)
-                return run.train(frozen, corpus, on_timed)
+        with closing(Checkpoints(config.run, loop, corpus.digest())) as checkpoints, ExitStack() as stack:
+            run = _Run(task, config, steps, mesh, params, checkpoints, stack, began)
+            run.measures = [partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)]
+            if evaluate is not None:
+                run.measures.append(evaluate)
+            return run.train(frozen, corpus, on_timed)
 
 
 class _Run:
@@ -102,12 +100,12 @@ class _Run:
         mesh: jax.sharding.Mesh,
         params: Any,
         checkpoints: Checkpoints,
-        signals: "Signals",
+        stack: ExitStack,
         began: float | None,
     ):
         loop: LoopConfig = config.loop
-        self.task, self.loop, self.steps, self.mesh = task, loop, steps, mesh
-        self.checkpoints, self.signals = checkpoints, signals
+        self.task, self.config, self.loop, self.steps, self.mesh = task, config, loop, steps, mesh
+        self.checkpoints, self.signals, self.profile = checkpoints, stack.enter_context(Signals()), ExitStack()
         self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
         transform = training_state.make_optimizer(config.optimizer, steps, task.specs)
         example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
@@ -125,10 +123,10 @@ class _Run:
             raise ValueError(
                 f"run={config.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
             )
-        folder = folders.absolute(config.run)
-        opened = sinks.open_sinks(folder, config, self.start) if self.start < steps else []
-        self.watch = watch.Watch(folder, steps=steps, resumed_at=self.start, sinks=opened, began=began)
-        self.trace = sinks.Trace(folder, loop.profile)
+        opened = sinks.open_sinks(config, self.start, stack) if self.start < steps else []
+        log = watch.Watch(folders.absolute(config.run), steps=steps, resumed_at=self.start, sinks=opened, began=began)
+        self.watch = stack.enter_context(closing(log))
+        stack.enter_context(self.profile)
         self.measures: list[Callable[..., dict[str, Any]]] = []
 
     def train(self, frozen: Any, corpus: packing.Corpus, on_timed: Callable[[int, float], None] | None) -> Any:
@@ -137,12 +135,17 @@ class _Run:
         peak = flops.peak_flops(self.mesh.size) if hosts.is_first() else None
         members = hosts.local_members(loop.batch, self.mesh)
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
+        first, last = loop.profile if loop.profile and hosts.is_first() else (0, 0)
         began, timed = time.perf_counter(), start
         for step, batch in zip(range(start + 1, steps + 1), batches, strict=True):
-            self.trace.begin(step, self.state)
+            if step == first:
+                jax.block_until_ready(self.state)
+                self.profile.enter_context(sinks.profiled(self.config))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 self.state = self.update(self.state, frozen, hosts.place_batch(batch, loop.batch, self.mesh))
-            self.trace.end(step, self.state)
+            if step == last:
+                jax.block_until_ready(self.state)
+                self.profile.close()
             self.watch.bar.show(step, "")
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
@@ -243,16 +246,13 @@ def _add(sums: list[Sums]) -> Sums:
 class Signals:
     """Notes SIGTERM and Ctrl-C, so that a run saves a checkpoint before it ends; a second Ctrl-C ends the process at once.
 
-    Python runs handlers in the main thread only: training in another thread leaves signals alone. JAX handles SIGTERM of
-    several processes, and makes them agree on a step.
+    JAX handles SIGTERM of several processes, and makes them agree on a step.
     """
 
     def __enter__(self) -> Self:
         self.received: int | None = None
         self.alone = jax.process_count() == 1
         noted = (signal.SIGTERM, signal.SIGINT) if self.alone else (signal.SIGINT,)
-        if threading.current_thread() is not threading.main_thread():
-            noted = ()
         self.before = {number: signal.signal(number, self._note) for number in noted}
         return self
 

@@ -73,7 +73,7 @@ class Watch:
     line of each.
 
     Args:
-      sinks: programs that show metrics too.
+      sinks: functions that receive the metrics too.
       began: `time.perf_counter()` at the beginning of the command.
     """
 
@@ -107,14 +107,12 @@ class Watch:
         for name, value in metrics.items():
             flat |= {f"{name}/{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {name: value}
         for sink in self.sinks:
-            sink.write(step, {name: value for name, value in flat.items() if value is not None})
+            sink(step, {name: value for name, value in flat.items() if value is not None})
         if words := describe(metrics):
             hosts.say(f"step {step} of {self.steps}: {words}")
 
     def close(self) -> None:
         self.bar.stop()
-        for sink in self.sinks:
-            sink.close()
 
 
 def describe(metrics: Metrics) -> str:
