@@ -73,5 +73,5 @@ def assemble(drafter: DrafterConfig, parts: Mapping[str, Any]) -> dict[str, Any]
 
 def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:
     """Returns at most `count` prompts of held-out documents, spread evenly over all of them."""
-    prompts = [packed.prompt(number) for packed in corpus.held_out.values() for number in range(packed.num_documents)]
+    prompts = [document.prompt for packed in corpus.held_out.values() for document in packed.documents]
     return packing.pick_spread([prompt for prompt in prompts if prompt], count)

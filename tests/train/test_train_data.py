@@ -151,8 +151,8 @@ def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
     path = write_lines(tmp_path / "answers.jsonl", lines)
     opened = load(path, format="responses", hold_out=2, data={"sequence_length": 5})
     packed = opened.held_out["answers"]
-    assert [packed.prompt(number) for number in range(6)] == [[1, 1], [], [1, 1, 1], [1, 1], [], [1, 1, 1]]
-    usable = [prompt for number in range(20) if (prompt := packed.prompt(number))]
+    assert [document.prompt for document in packed.documents[:6]] == [[1, 1], [], [1, 1, 1], [1, 1], [], [1, 1, 1]]
+    usable = [document.prompt for document in packed.documents if document.prompt]
     assert len(usable) == 13
     assert held_out_prompts(opened, 4) == [usable[i] for i in (0, 3, 6, 9)]
     assert held_out_prompts(opened, 50) == usable
@@ -197,7 +197,7 @@ def test_files_folders_globs_and_repeated_names(tmp_path, tokenizer):
         write_lines(tmp_path / folder / f"{name}.jsonl", ["\n", {"messages": CHAT}, "\n"])
     for path, count in (("x", 2), ("*/one.jsonl", 2), ("**/*.jsonl", 3), ("x/two.jsonl", 1)):
         [packed] = load(f"{tmp_path}/{path}", tokenizer, hold_out=0).train.values()
-        assert packed.num_documents == count
+        assert len(packed.documents) == count
     twice = [Source(path=f"{tmp_path}/{folder}/one.jsonl", weight=weight) for folder, weight in (("x", 1.0), ("y", 3.0))]
     assert load_corpus(twice, DataConfig(), tokenizer, 0).weights == {"one": 1.0, "one-2": 3.0}
 
@@ -210,7 +210,7 @@ def test_plain_text_is_cut(tmp_path, tokenizer):
     [packed] = load(tmp_path, tokenizer, format="text", hold_out=0, data=data).train.values()
     ids = [tokenizer.encode(f"word {i} " * 50) for i in range(8)]
     assert packed.tokens.tolist() == [t for each in ids for t in each], "every text, in order"
-    assert packed.num_documents == sum(-(-len(each) // 32) for each in ids)
+    assert len(packed.documents) == sum(-(-len(each) // 32) for each in ids)
     assert set(np.unique(packed.take(np.arange(len(packed))).weights_bt)) == {0, 1}, "a text has no prompt"
     source = Source(path=str(tmp_path), format="text", limit=3)
     chosen = [[record.content for record in records.read(source, seed)] for seed in (0, 0, 1)]
@@ -231,7 +231,7 @@ def test_a_hub_set(monkeypatch, tokenizer):
     load_dataset = Mock(return_value=datasets.Dataset.from_list([{"messages": CHAT}] * 3))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for path in ("hub:owner/chats", "hub:owner/chats:maths:train_sft"):
-        assert load(path, tokenizer, limit=2).train["chats"].num_documents == 2
+        assert len(load(path, tokenizer, limit=2).train["chats"].documents) == 2
     asked = [call("owner/chats", None, split="train"), call("owner/chats", "maths", split="train_sft")]
     assert load_dataset.call_args_list == asked
     unreachable = ConnectionError("Couldn't reach 'owner/chats' on the Hub (LocalEntryNotFoundError)\nmore lines")
@@ -276,7 +276,7 @@ def test_bad_places(tmp_path, tokenizer, name, content, message):
 
 def test_records_that_are_too_long_are_left_out(tmp_path, tokenizer):
     opened = load(write_lines(tmp_path / "set.jsonl", [GOOD, LONG, GOOD]), tokenizer, data={"sequence_length": 64})
-    assert opened.skipped == {"set": {"too long": 1}} and opened.train["set"].num_documents == 2
+    assert opened.skipped == {"set": {"too long": 1}} and len(opened.train["set"].documents) == 2
     assert "1 too long" in opened.summary()
 
 

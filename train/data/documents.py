@@ -49,6 +49,12 @@ class Document:
     tokens_n: np.ndarray
     weights_n: np.ndarray
 
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens before the first, apart from the very first, that has a weight; empty if there are fewer than two."""
+        (trained,) = np.nonzero(self.weights_n[1:])
+        return self.tokens_n[: 1 + trained[0]].tolist() if len(trained) and trained[0] else []
+
 
 def read_documents(
     source: Source,

@@ -3,7 +3,7 @@
 Tokens attend within their document. The batch of a step depends on seed and step alone, not on the first step of a run or
 the number of hosts, so that a resumed run sees the same batches.
 
-Shape suffixes: b sequences, t tokens of a sequence, n tokens of a document, k documents in the order of their sequences.
+Shape suffixes: b sequences, t tokens of a sequence, n tokens of a document.
 """
 
 import hashlib
@@ -49,43 +49,30 @@ class Batch:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """Documents of a source, stored flat, and their positions in sequences, which are assembled on access.
+    """Documents of a source and the sequences that they share, which are assembled on access.
 
     Attributes:
-      tokens: concatenated ids of all documents, int32.
-      weights: loss weights of these tokens, float16.
-      offsets: start of each document in these arrays, and the end of the last.
-      document_k: documents in the order of their sequences.
-      start_k: position of each of them in its sequence.
-      first: index into `document_k` of each sequence's first document, and the number of documents at the end.
+      documents: all documents in the order of the source.
+      sequences: indices of the documents of each sequence.
       sequence_length: tokens of a sequence, padding included.
       outputs: recorded outputs of the verifier, [sequences, tokens, model] each: tapped layers, then final states.
     """
 
-    tokens: np.ndarray
-    weights: np.ndarray
-    offsets: np.ndarray
-    document_k: np.ndarray
-    start_k: np.ndarray
-    first: np.ndarray
+    documents: Sequence[Document]
+    sequences: Sequence[Sequence[int]]
     sequence_length: int
     outputs: tuple[np.ndarray, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.first) - 1
+        return len(self.sequences)
 
     @property
-    def num_documents(self) -> int:
-        return len(self.document_k)
+    def tokens(self) -> np.ndarray:
+        """Ids of all documents, one after another."""
+        return np.concatenate([document.tokens_n for document in self.documents])
 
     def __getitem__(self, index: int) -> Batch:
         return self.take([index])
-
-    def prompt(self, document: int) -> list[int]:
-        """Returns the tokens of a document before the first with a weight; empty if there are fewer than two."""
-        begin, end = self.offsets[document], self.offsets[document + 1]
-        (trained,) = np.nonzero(self.weights[begin + 1 : end])
-        return self.tokens[begin : begin + 1 + trained[0]].tolist() if len(trained) and trained[0] else []
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Batch:
         shape = (len(indices), self.sequence_length)
@@ -94,13 +81,15 @@ class PackedDataset:
             *features, hidden_btd = (x_std[indices] for x_std in self.outputs)
             out = replace(out, features_btj=np.concatenate(features, axis=-1) if features else None, hidden_btd=hidden_btd)
         for b, index in enumerate(indices):
-            for segment, k in enumerate(range(self.first[index], self.first[index + 1]), start=1):
-                begin, end = self.offsets[self.document_k[k]], self.offsets[self.document_k[k] + 1]
-                start, stop = self.start_k[k], self.start_k[k] + end - begin
-                out.tokens_bt[b, start:stop] = self.tokens[begin:end]
+            start = 0
+            for segment, number in enumerate(self.sequences[index], start=1):
+                document = self.documents[number]
+                stop = start + len(document.tokens_n)
+                out.tokens_bt[b, start:stop] = document.tokens_n
                 out.segments_bt[b, start:stop] = segment
-                out.positions_bt[b, start:stop] = np.arange(end - begin)
-                out.weights_bt[b, start + 1 : stop] = self.weights[begin + 1 : end]
+                out.positions_bt[b, start:stop] = np.arange(stop - start)
+                out.weights_bt[b, start + 1 : stop] = document.weights_n[1:]
+                start = stop
         return out
 
 
@@ -126,7 +115,7 @@ class Corpus:
 
     @property
     def num_documents(self) -> int:
-        return sum(packed.num_documents for packed in self.train.values())
+        return sum(len(packed.documents) for packed in self.train.values())
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
         """Returns the number of occurrences of each id, in prompts and held-out documents too."""
@@ -135,25 +124,27 @@ class Corpus:
 
     def answer_counts(self, vocab_size: int) -> np.ndarray:
         """Returns the number of occurrences of each id among the tokens that are trained on."""
-        answers = [packed.tokens[packed.weights > 0] for packed in self.train.values()]
+        answers = [x.tokens_n[x.weights_n > 0] for packed in self.train.values() for x in packed.documents]
         return np.bincount(np.concatenate(answers), minlength=vocab_size)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of all documents by source, held-out ones included: offsets, tokens and weights."""
+        """Returns the SHA-256 of all documents by source, held-out ones included: lengths, tokens and weights."""
         digest = hashlib.sha256()
         for name, packed in (*self.train.items(), *self.held_out.items()):
             digest.update(name.encode())
-            for flat in (packed.offsets, packed.tokens, packed.weights):
-                digest.update(flat)
+            for document in packed.documents:
+                digest.update(b"%d:" % len(document.tokens_n))
+                digest.update(document.tokens_n)
+                digest.update(document.weights_n)
         return digest.hexdigest()
 
     def summary(self) -> str:
         """Returns one line per source."""
         lines = []
         for name, packed in self.train.items():
-            fill = len(packed.tokens) / (len(packed) * packed.sequence_length)
-            held = self.held_out[name].num_documents if name in self.held_out else 0
-            sequences = f"{packed.num_documents:,} documents in {len(packed):,} sequences ({fill:.0%} full)"
+            fill = packed.tokens.size / (len(packed) * packed.sequence_length)
+            held = len(self.held_out[name].documents) if name in self.held_out else 0
+            sequences = f"{len(packed.documents):,} documents in {len(packed):,} sequences ({fill:.0%} full)"
             skipped = "".join(f", {count:,} {reason}" for reason, count in self.skipped[name].items())
             lines.append(f"{name}: {sequences}, {held:,} held out{skipped}")
         return "\n".join(lines)
@@ -228,21 +219,15 @@ def pick_spread(items: Sequence[T], count: int) -> list[T]:
 
 def pack(documents: Sequence[Document], sequence_length: int) -> PackedDataset:
     """Packs each document into the oldest of the newest sequences that has room for it."""
-    offsets = np.cumsum([0, *(len(document.tokens_n) for document in documents)])
-    sequence, start = np.zeros((2, len(documents)), np.int64)
-    room: dict[int, int] = {}  # of the open sequences, oldest first
-    count = 0
-    for document, size in enumerate(np.diff(offsets).tolist()):
-        chosen = next((index for index, free in room.items() if free >= size), count)
-        if chosen == count:
-            count += 1
-            room[chosen] = sequence_length
-            if len(room) > OPEN_SEQUENCES:
-                del room[next(iter(room))]
-        sequence[document], start[document] = chosen, sequence_length - room[chosen]
+    sequences: list[list[int]] = []
+    room: list[int] = []  # of each sequence
+    for number, document in enumerate(documents):
+        size = len(document.tokens_n)
+        newest = range(max(0, len(sequences) - OPEN_SEQUENCES), len(sequences))
+        chosen = next((index for index in newest if room[index] >= size), len(sequences))
+        if chosen == len(sequences):
+            sequences.append([])
+            room.append(sequence_length)
+        sequences[chosen].append(number)
         room[chosen] -= size
-    tokens = np.concatenate([[], *(document.tokens_n for document in documents)], dtype=np.int32, casting="unsafe")
-    weights = np.concatenate([[], *(document.weights_n for document in documents)], dtype=np.float16, casting="unsafe")
-    document_k = np.argsort(sequence, kind="stable")
-    first = np.searchsorted(sequence[document_k], np.arange(count + 1))
-    return PackedDataset(tokens, weights, offsets, document_k, start[document_k], first, sequence_length)
+    return PackedDataset(documents, sequences, sequence_length)
