@@ -48,8 +48,8 @@ def main(settings: PairConfig) -> None:
     composer.check()
     with lock.held(folders.absolute(settings.path("pair.lock")), f"out={settings.out}"):
         run_config.save(settings, settings.path("pair.toml"))
-        stages = _run_stages(composer)
-        conclude(settings, stages["respond"], read_json(stages["measure"].out))
+        run_stages(composer)
+        conclude(settings, composer.stages["respond"], read_json(composer.stages["measure"].out))
 
 
 def check_extension(settings: PairConfig) -> None:
@@ -66,18 +66,17 @@ def _begun_with(settings: PairConfig, name: str) -> Path:
     return settings.path("responses.jsonl.settings.toml" if name == "respond" else f"{name}/settings.toml")
 
 
-def _run_stages(composer: Composer) -> dict[str, Any]:
-    """Runs the stages that have not finished with these settings, and returns the settings of all."""
-    began, settings, stages = time.perf_counter(), composer.settings, {}
+def run_stages(composer: Composer) -> None:
+    """Runs the stages that have not finished with these settings."""
+    began, settings = time.perf_counter(), composer.settings
     path = settings.path("finished.json")
     finished = read_json(path) if path.exists() else {}
     for number, (name, module) in enumerate(STAGES.items(), start=1):
         toml = settings.path(f"{name}.toml")
         hosts.say(f"\n{number} of {len(STAGES)}: python -m train.{name} {shlex.quote(str(toml))}")
         if name == "drafter":
-            answers = composer.read_answers(stages["respond"])
-        made = getattr(composer, name)(*((stages, answers) if name in ("drafter", "head") else ()))
-        stages[name] = stage = continued(made, settings, name)
+            composer.read_answers()
+        composer.stages[name] = stage = continued(getattr(composer, name)(), settings, name)
         run_config.save(stage, toml)
         if finished.get(name) == run_config.to_dict(stage):
             hosts.say("  finished before")
@@ -95,7 +94,6 @@ def _run_stages(composer: Composer) -> dict[str, Any]:
             module.main(stage)
         finished[name] = run_config.to_dict(stage)
         files.write(path, json.dumps(finished, indent=1) + "\n")
-    return stages
 
 
 def announce(began: float, steps: int, step: int, seconds: float) -> None:

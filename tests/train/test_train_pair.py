@@ -135,24 +135,25 @@ def test_steps_follow_from_passes_and_too_few_are_refused(prompts, tmp_path, wor
     settings = run_config.load(pair.PairConfig, None, ["verifier=tiny", f"prompts={prompts}", f"out={tmp_path}", *words])
     composer = compose.Composer(replace(settings, mesh=run_config.MeshConfig(data=1)))
     documents = [packing.Document(np.array([3, 4]), np.ones(2))] * sequences
-    stages, answers = {"respond": composer.respond()}, packing.Corpus({"x": packing.pack(documents, 2)}, {}, {}, {})
+    composer.answers.train["x"] = packing.pack(documents, 2)
+    composer.stages["respond"] = composer.respond()
     if steps is None:
-        words = "got a plan of 44 optimiser steps, expected at least 50; give more prompts, passes= or"
-        refused(lambda: composer.drafter(stages, answers), words)
+        refused(composer.drafter, "got a plan of 44 optimiser steps, expected at least 50; give more prompts, passes= or")
         return
-    stages["drafter"] = composer.drafter(stages, answers)
-    assert stages["drafter"].loop.steps == steps and composer.head(stages, answers).loop.steps == -(-steps // 2)
+    composer.stages["drafter"] = composer.drafter()
+    assert composer.stages["drafter"].loop.steps == steps and composer.head().loop.steps == -(-steps // 2)
 
 
 def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts, tmp_path):
     """As begun with 6 steps on 8 prompts: a file of settings beside the answers and in the run of the backbone."""
     before = settings_of(prompts, tmp_path, "num_prompts=8")
-    composer, nothing = compose.Composer(before), packing.Corpus({}, {}, {}, {})
+    composer = compose.Composer(before)
     run_config.save(before, tmp_path / "pair.toml")
-    asked = composer.respond()
+    composer.stages["respond"] = asked = composer.respond()
     run_config.save(asked, tmp_path / "responses.jsonl.settings.toml")
-    trained = composer.drafter({"respond": asked}, nothing)
-    assert composer.drafter({"respond": replace(asked, thinking=True)}, nothing).data.thinking
+    trained = composer.drafter()
+    composer.stages["respond"] = replace(asked, thinking=True)
+    assert composer.drafter().data.thinking
     (tmp_path / "drafter").mkdir()
     run_config.save(trained, tmp_path / "drafter" / "settings.toml")
     files_before = sorted(tmp_path.rglob("*"))
@@ -169,8 +170,9 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
     composer = compose.Composer(after)
     made = pair.continued(composer.respond(), after, "respond")
     assert made == replace(asked, sources=(replace(asked.sources[0], limit=12),)), "the same prompts are held out"
-    more = packing.Corpus({"more": packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * 99, 8)}, {}, {}, {})
-    made = pair.continued(composer.drafter({"respond": asked}, more), after, "drafter")
+    composer.answers.train["more"] = packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * 99, 8)
+    composer.stages["respond"] = asked
+    made = pair.continued(composer.drafter(), after, "drafter")
     assert made == replace(trained, loop=replace(trained.loop, steps=10, evaluate_every=3))
 
 

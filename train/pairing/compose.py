@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,14 +91,18 @@ class PairConfig:
         return folders.local(self.out) / name
 
 
-@dataclass(frozen=True)
 class Composer:
     """Composes the settings of every stage from those of the command, and config and tokenizer of the verifier.
 
-    The training stages also depend on `stages`, the settings of the stages before them by name, and on the answers.
+    Attributes:
+      stages: settings of the stages composed so far, by name; the training stages depend on those before them.
+      answers: the verifier's answers, which the training stages depend on; none before they are made.
     """
 
-    settings: PairConfig
+    def __init__(self, settings: PairConfig):
+        self.settings = settings
+        self.stages: dict[str, Any] = {}
+        self.answers = Corpus({}, {}, {}, {})
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -114,12 +118,9 @@ class Composer:
 
     def check(self) -> None:
         """Composes all stages without answers, so that a wrong setting is refused at once."""
-        stages, nothing = {"respond": self.respond()}, Corpus({}, {}, {}, {})
-        stages["drafter"] = self.drafter(stages, nothing)
-        stages["drafter"].drafter_config(self.model, None)
-        self.head(stages, nothing)
-        self.export()
-        self.measure()
+        for name in ("respond", "drafter", "head", "export", "measure"):
+            self.stages[name] = getattr(self, name)()
+        self.stages["drafter"].drafter_config(self.model, None)
 
     def respond(self) -> RespondConfig:
         """Prompts that are longer than 95 % of all are left out; answers are cut at the length that suits the device."""
@@ -145,12 +146,13 @@ class Composer:
         )
         return run_config.replaced(made, settings.respond)
 
-    def read_answers(self, responded: RespondConfig) -> Corpus:
-        source, data = Source(path=responded.out, format="responses", hold_out=0), self._data(responded)
-        return packing.load_corpus([source], data, self.tokenizer, self.settings.seed, self.model.vocab_size)
+    def read_answers(self) -> None:
+        source = Source(path=self.stages["respond"].out, format="responses", hold_out=0)
+        shared = self.tokenizer, self.settings.seed, self.model.vocab_size
+        self.answers = packing.load_corpus([source], self._data(), *shared)
 
-    def drafter(self, stages: Mapping[str, Any], answers: Corpus) -> DrafterStage:
-        settings, model = self.settings, self.model
+    def drafter(self) -> DrafterStage:
+        settings, model, answers = self.settings, self.model, self.answers
         passes, least = settings.passes or PASSES, 1 if settings.passes else USUAL_STEPS
         steps = max(least, math.ceil(passes * answers.num_sequences / _batch_size(settings.mesh)))
         num_layers = settings.num_layers or choices.drafter_layers(model.num_layers)
@@ -158,9 +160,8 @@ class Composer:
         if mask_token_id is None:
             counts_v = answers.token_counts(model.vocab_size)
             mask_token_id = choices.mask_token(self.tokenizer, counts_v, model.eos_token_ids)
-        shared = self._training("drafter", stages["respond"], answers, settings.steps or steps)
         made = DrafterStage(
-            **shared,
+            **self._training("drafter", settings.steps or steps),
             block_size=self.block_size,
             num_layers=num_layers,
             mask_token_id=mask_token_id,
@@ -177,17 +178,18 @@ class Composer:
             )
         return stage
 
-    def head(self, stages: Mapping[str, Any], answers: Corpus) -> HeadStage:
+    def head(self) -> HeadStage:
         """Goes on from the head that was trained with the backbone, over the whole vocabulary."""
-        trained = stages["drafter"]
-        shared = self._training("head", stages["respond"], answers, math.ceil(trained.loop.steps / 2))
+        trained = self.stages["drafter"]
+        shared = self._training("head", math.ceil(trained.loop.steps / 2))
         folder = str(self.settings.path("drafter") / "model")
         made = HeadStage(**shared, drafter=folder, keep_head=trained.head == "mlp")
         return run_config.replaced(made, self.settings.head)
 
-    def _training(self, name: str, responded: RespondConfig, answers: Corpus, steps: int) -> dict[str, Any]:
+    def _training(self, name: str, steps: int) -> dict[str, Any]:
         """Returns the settings that both training stages have."""
-        settings, data, is_head = self.settings, self._data(responded), name == "head"
+        settings, data, is_head = self.settings, self._data(), name == "head"
+        hold_out = _hold_out(range(self.answers.num_documents))
         sample = choose_training_vocabulary(sharding.device()) * data.sequence_length
         objective = ObjectiveConfig(
             loss="forward-kl",
@@ -200,7 +202,7 @@ class Composer:
         return dict(
             run=str(settings.path(name)),
             verifier=settings.verifier,
-            sources=(Source(path=responded.out, format="responses", hold_out=_hold_out(range(answers.num_documents))),),
+            sources=(Source(path=self.stages["respond"].out, format="responses", hold_out=hold_out),),
             data=data,
             compute_dtype=choose_dtype(sharding.device()).name,
             objective=objective,
@@ -227,7 +229,8 @@ class Composer:
         made = MeasureStage(**pair, out=out, seconds=MEASURE_SECONDS, seed=self.settings.seed)
         return run_config.replaced(made, self.settings.measure)
 
-    def _data(self, responded: RespondConfig) -> DataConfig:
+    def _data(self) -> DataConfig:
+        responded = self.stages["respond"]
         whole = math.ceil((responded.max_prompt_tokens + responded.max_new_tokens) / 64) * 64
         return DataConfig(sequence_length=min(self.model.max_positions, max(256, whole)), thinking=responded.thinking)
 
