@@ -20,7 +20,7 @@ import jax
 from etils import epath
 
 from train.data import answers
-from train.runtime import folders, hosts, lock, run_config, watch
+from train.runtime import folders, hosts, run_config, watch
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
@@ -52,7 +52,7 @@ def main(settings: AskConfig) -> None:
     if jax.process_count() > 1:
         raise ValueError(f"got {jax.process_count()} processes, expected one: questions are short")
     out = folders.absolute(settings.out)
-    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
+    with hosts.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
         answers.check_settings(settings, out, FREE)
         model = load(verifier=locate(settings.verifier, "verifier"))
         known, first = read(out)

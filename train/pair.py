@@ -22,7 +22,7 @@ import jax
 
 from train import drafter, export, head, measure, respond
 from train.pairing.compose import MEASURE_SECONDS, Composer, PairConfig
-from train.runtime import folders, hosts, lock, run_config, watch
+from train.runtime import folders, hosts, run_config, watch
 from treeflash_jax.bench.report import format_interval
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
@@ -46,7 +46,7 @@ def main(settings: PairConfig) -> None:
     composer = Composer(settings)
     check_extension(settings)
     composer.check()
-    with lock.held(folders.absolute(settings.path("pair.lock")), f"out={settings.out}"):
+    with hosts.held(folders.absolute(settings.path("pair.lock")), f"out={settings.out}"):
         run_config.save(settings, settings.path("pair.toml"))
         run_stages(composer)
         conclude(settings, composer.stages["respond"], read_json(composer.stages["measure"].out))

@@ -27,7 +27,7 @@ from etils import epath
 
 from train.data import answers
 from train.data.records import Source, read
-from train.runtime import folders, hosts, lock, run_config, watch
+from train.runtime import folders, hosts, run_config, watch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.bench.prompt_sets import read_prompts
 from treeflash_jax.core.checks import expect
@@ -86,7 +86,7 @@ class Prompt:
 def main(settings: RespondConfig) -> None:
     hosts.connect()
     out = folders.absolute(settings.out)
-    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
+    with hosts.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
         answers.check_settings(settings, out, FREE)
         model = load_model(settings)
         answer(settings, model, collect_prompts(settings, model), out)

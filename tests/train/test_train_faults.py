@@ -16,13 +16,13 @@ from refusals import refused, snapshot
 from toy_training import ROOT, finish, read_log, start
 
 from train import head
-from train.runtime import folders, lock, watch
+from train.runtime import folders, hosts, watch
 from treeflash_jax.engine.pairs import locate
 
 HOLDER = (
-    "import sys, time; from train.runtime import lock; from etils import epath\n"
+    "import sys, time; from train.runtime import hosts; from etils import epath\n"
     "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
-    "with lock.held(epath.Path(sys.argv[1]), 'x'):\n    print('held', flush=True); time.sleep(float(sys.argv[3]))"
+    "with hosts.held(epath.Path(sys.argv[1]), 'x'):\n    print('held', flush=True); time.sleep(float(sys.argv[3]))"
 )
 
 
@@ -35,11 +35,11 @@ def test_a_lock_ends_with_its_process(tmp_path):
     path = epath.Path(tmp_path) / "x.lock"
     process = holder(path)
     assert process.stdout.readline() == "held\n"
-    refused(lambda: lock.held(path, "run=x").__enter__(), "run=x: another process works on it", "x.lock")
+    refused(lambda: hosts.held(path, "run=x").__enter__(), "run=x: another process works on it", "x.lock")
     process.kill()
     process.communicate()
-    with lock.held(path, "run=x"):
-        refused(lambda: lock.held(path, "run=x").__enter__(), "run=x: another process works on it")
+    with hosts.held(path, "run=x"):
+        refused(lambda: hosts.held(path, "run=x").__enter__(), "run=x: another process works on it")
     assert not list(tmp_path.iterdir())
 
 
@@ -82,7 +82,7 @@ def test_signals_are_noted_and_a_second_interrupt_ends_at_once():
 
 
 def test_two_runs_of_one_folder_are_refused(toy, tmp_path):
-    with lock.held(folders.absolute(tmp_path) / "run.lock", "run"):
+    with hosts.held(folders.absolute(tmp_path) / "run.lock", "run"):
         refused(lambda: head.main(toy_training.settings(toy, f"run={tmp_path}")), "works on it")
     assert not list(tmp_path.iterdir())
 

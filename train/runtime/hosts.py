@@ -1,15 +1,19 @@
-"""Processes and devices of a run: the same command runs on a laptop, on one GPU and on every host of a pod."""
+"""Processes, devices and locks of a run: the same command runs on a laptop, on one GPU and on every host of a pod."""
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
+from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
+from train.runtime import folders
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import sharding, terminal
 from treeflash_jax.core.checks import clipped
@@ -73,6 +77,36 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         jax.config.update("jax_enable_compilation_cache", False)  # for the same reason as above
         compilation_cache.reset_cache()  # JAX looks at the setting only once
     return mesh
+
+
+@contextmanager
+def held(path: epath.Path, what: str) -> Iterator[None]:
+    """Holds the lock file `path`, in a folder created if missing, for all hosts of this job while the block runs.
+
+    The operating system releases the lock when the process ends. Object stores have no locks: there nothing is held.
+    Raises ValueError on every host if another process holds the lock, which messages call `what`, or for a folder that
+    cannot be written.
+    """
+    lock, error = None, ""
+    if is_first() and not folders.is_remote(path):
+        lock = FileLock(path, timeout=0)
+        try:
+            epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            error = f"{what}: another process works on it (it holds {path}); wait until it has ended, or stop it"
+        except OSError as refused:
+            error = f"{path} cannot be written ({refused.strerror or refused}); give another place"
+    if jax.process_count() > 1 and not multihost_utils.broadcast_one_to_all(np.int32(not error)):
+        error = error or f"{what}: another process works on it; see the first host's message"
+    if error:
+        raise ValueError(error)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            epath.Path(path).unlink(missing_ok=True)  # before the release, after which it may be another process's
+            lock.release()
 
 
 def is_first() -> bool:

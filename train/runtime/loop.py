@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from train.data import packing
-from train.runtime import flops, folders, hosts, lock, sinks, training_state, watch
+from train.runtime import flops, folders, hosts, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
@@ -79,7 +79,7 @@ def fit(
     loop: LoopConfig = config.loop
     hosts.check_batch(loop.batch, loop.accumulate, mesh)
     steps, folder = resolve_steps(loop, corpus.num_sequences), folders.absolute(config.run)
-    with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}"):
+    with sharding.ambient(mesh), hosts.held(folder / "run.lock", f"run={config.run}"):
         claim(folder, config)
         with closing(Checkpoints(config.run, loop, corpus.digest())) as checkpoints, ExitStack() as stack:
             run = _Run(task, config, steps, mesh, params, checkpoints, stack, began)
@@ -123,7 +123,7 @@ class _Run:
             raise ValueError(
                 f"run={config.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
             )
-        opened = sinks.open_sinks(config, self.start, stack) if self.start < steps else []
+        opened = watch.open_sinks(config, self.start, stack) if self.start < steps else []
         log = watch.Watch(folders.absolute(config.run), steps=steps, resumed_at=self.start, sinks=opened, began=began)
         self.watch = stack.enter_context(closing(log))
         stack.enter_context(self.profile)
@@ -140,7 +140,7 @@ class _Run:
         for step, batch in zip(range(start + 1, steps + 1), batches, strict=True):
             if step == first:
                 jax.block_until_ready(self.state)
-                self.profile.enter_context(sinks.profiled(self.config))
+                self.profile.enter_context(watch.profiled(self.config))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 self.state = self.update(self.state, frozen, hosts.place_batch(batch, loop.batch, self.mesh))
             if step == last:

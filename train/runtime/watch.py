@@ -1,4 +1,4 @@
-"""Monitoring of commands and runs: a progress bar, printed lines, and the log of a run, RUN/log.jsonl.
+"""Monitoring of commands and runs: a progress bar, printed lines, the log of a run, RUN/log.jsonl, and other programs.
 
 The log has one JSON object per line.
 """
@@ -6,17 +6,19 @@ The log has one JSON object per line.
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import jax
 from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train.runtime import folders, hosts
-from train.runtime.sinks import Sink
+from train.runtime import folders, hosts, run_config
 
 Metrics = dict[str, Any]
+Sink = Callable[[int, Mapping[str, float]], None]  # receives a step and its metrics
 SHOWN = {  # metric -> its form in printed lines; the other metrics are in the log
     "loss": "loss {:.3f}",
     "tau_estimate": "estimated tau {:.3f}",
@@ -131,3 +133,37 @@ def summary(folder: Any) -> str:
     """Returns steps, time and last metrics of a run in words; "" if its log is gone."""
     last = {name: value for line in read_log(folder) for name, value in line.items() if value is not None}
     return f"{last['step']} steps in {duration(last['seconds'])}: {describe(last)}" if last else ""
+
+
+def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
+    """Opens the programs that the settings of a run name, for the metrics of steps after `step`; `stack` closes them."""
+    sinks: list[Sink] = []
+    try:
+        if config.loop.tensorboard and hosts.is_first():
+            from tensorboardX import SummaryWriter
+
+            folder = folders.absolute(config.run) / "tensorboard"
+            writer = stack.enter_context(SummaryWriter(str(folder), purge_step=step + 1))
+
+            def write(step: int, metrics: Mapping[str, float]) -> None:
+                for name, value in metrics.items():
+                    writer.add_scalar(name, value, step)
+
+            sinks.append(write)
+        if config.loop.wandb and hosts.is_first():
+            import wandb
+
+            run = wandb.init(project=config.loop.wandb, group=config.run, config=run_config.to_dict(config))
+            stack.callback(run.finish)
+            sinks.append(lambda step, metrics: run.log(dict(metrics), step=step))
+    except ImportError as error:
+        extras = "treeflash-jax[tensorboard], for gs:// also [gcs], and loop.wandb treeflash-jax[wandb]"
+        raise ValueError(f"{error}; loop.tensorboard needs {extras}") from None
+    return sinks
+
+
+@contextmanager
+def profiled(config: Any) -> Iterator[None]:
+    """Records a profile that TensorBoard finds in RUN/tensorboard."""
+    with folders.filled(folders.absolute(config.run) / "tensorboard", overwrite=True) as folder, jax.profiler.trace(folder):
+        yield
