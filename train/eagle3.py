@@ -2,11 +2,22 @@
 
     python -m train.eagle3 configs/tiny/eagle3.toml run=runs/eagle3 verifier=tiny
 
-Its layer is unrolled for a few steps on its own outputs, against the verifier's distribution ("training-time test"; see
-stages/rollout.py). The vocabulary matrix starts as the verifier's, whose embedding is shared. Writes a folder,
-RUN/model, that `treeflash_jax.load` and vLLM's speculators read.
+Its layer is unrolled for a few steps on its own outputs, against the verifier's distribution ("training-time test"). Step 0
+at position t reads the verifier's features at t and the token at t + 1, and predicts the token at t + 2. Step i reads the
+output of step i - 1 and the token at t + 1 + i, at position t + i, as drafting does. It attends to the step-0 keys before t
+and to the keys of its rollout. So a rollout computes what decoding would compute below an anchor at t + 1 if the true
+tokens were drafted.
 
-Source: EAGLE-3 (arXiv 2503.01840).
+Positions are processed in chunks, and logits are recomputed in the backward pass: no array has the vocabulary and all
+positions or all steps as axes.
+
+The vocabulary matrix starts as the verifier's, whose embedding is shared. Writes a folder, RUN/model, that
+`treeflash_jax.load` and vLLM's speculators read.
+
+Shape suffixes: b sequences, s positions of a sequence, n positions of a chunk, i steps, t = n i, d drafter width, f 2
+d, k key/value heads, e head dim, v tokens that can be drafted.
+
+Source: EAGLE-3 (arXiv 2503.01840) section 3; losses and masks as in SpecForge and DeepSpec.
 """
 
 from collections.abc import Mapping
@@ -15,22 +26,41 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from train.data.packing import Batch
 from train.runtime import run_config
-from train.runtime.training_state import SumsFunction
+from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_chunks
+from train.stages import blocks, losses
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
-from train.stages.rollout import RolloutConfig, rollout_sums
+from train.stages.teacher import teach
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
+from treeflash_jax.drafters import eagle3_drafter
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config, default_taps
 from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.formats.draft_vocabulary import most_frequent
+from treeflash_jax.models import layers, vocab
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees import pick
 from treeflash_jax.trees.shape import MAX_NODES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Positions that are rolled out, and for how many steps."""
+
+    steps: int = setting(7, "number of tokens drafted from every position (training-time test steps)", least=1)
+    decay: float = setting(0.8, "step i weighs decay ** i", above=0, most=1)
+    anchors: int = setting(0, "positions of a sequence that are rolled out, drawn in every step; 0: all of them", least=0)
+    chunk: int = setting(
+        128, "positions of a sequence processed at a time; divides `anchors`, or the sequence length", least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +126,111 @@ class Eagle3Stage(DraftingStage):
 
     def make_sums(self, verifier: ModelConfig, drafter: Eagle3Config) -> SumsFunction:
         return partial(rollout_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
+
+
+def rollout_sums(
+    params: Any,
+    frozen: Any,
+    batch: Batch,
+    keys_b: jax.Array,
+    *,
+    settings: RolloutConfig,
+    verifier: ModelConfig,
+    drafter: Eagle3Config,
+    attention: str = "chunked",
+) -> Sums:
+    """Returns weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
+
+    Args:
+      params: trained weights of the drafter, of any float dtype.
+      frozen: "verifier", and "offsets" if the draft vocabulary is a part of the verifier's.
+
+    Returns those of `losses.path_sums`; the loss is the cross-entropy to the verifier's distribution over the draft
+    vocabulary.
+    """
+    tables = frozen["verifier"]
+    dtype = tables["embed"].dtype
+    weights = jax.tree.map(lambda x: x.astype(dtype), params)
+    weights |= {name: frozen[name] for name in ("offsets", "embed") if name in frozen}
+    teacher = teach(tables, verifier, drafter.taps, batch, attention)
+    carried_bsd = eagle3_drafter.fuse(weights, drafter, teacher.features_btj)
+    next_bs = jnp.pad(batch.tokens_bt[:, 1:], ((0, 0), (0, 1)))
+    inputs_bsf = eagle3_drafter.read(weights, tables, drafter, next_bs, carried_bsd)
+    first = layers.keys_values(
+        weights["layer"], drafter.layers, inputs_bsf, eagle3_drafter.rotations(drafter, batch.positions_bt)
+    )
+    step = jax.checkpoint(partial(_step, drafter=drafter, attention=attention))
+    score = jax.checkpoint(partial(_score, drafter=drafter))
+
+    def chunk_sums(drawn: tuple[jax.Array, jax.Array]) -> Sums:
+        index_bn, is_drawn_bn = drawn
+        position_bn, where = pick(batch.positions_bt, index_bn), (index_bn, batch.segments_bt)
+        token_bni, label_bni = (_after(batch.tokens_bt, index_bn, first_at, settings.steps) for first_at in (1, 2))
+        carried_bnd, keys, scores = pick(carried_bsd, index_bn), (), []
+        for i in range(settings.steps):
+            hidden_bnd, new = step(weights, tables, first, where, carried_bnd, keys, position_bn + i, token_bni[:, :, i])
+            keys = (*keys, new)
+            teacher_bnd = _after(teacher.hidden_btd, index_bn, 1 + i, 1)[:, :, 0]
+            scores.append(score(weights, tables, hidden_bnd, teacher_bnd, label_bni[:, :, i]))
+            carried_bnd = eagle3_drafter.feed_back(weights, drafter, hidden_bnd)
+        loss_bni, top1_bni, overlap_bni, known_bni = (jnp.stack(x, axis=-1) for x in zip(*scores, strict=True))
+        weight_bni = jnp.where(is_drawn_bn[..., None], _loss_weights(batch, index_bn, settings.steps), 0.0)
+        real_bni = (weight_bni > 0).astype(jnp.float32)
+        weight_bni *= known_bni * settings.decay ** jnp.arange(settings.steps)
+        return losses.path_sums(loss_bni, weight_bni, real_bni, top1_bni, overlap_bni)
+
+    return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
+
+
+def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, drafter: Eagle3Config, attention):
+    """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
+    inputs_bnf = eagle3_drafter.read(weights, tables, drafter, token_bn, carried_bnd)
+    table = eagle3_drafter.rotations(drafter, position_bn)
+    new = layers.keys_values(weights["layer"], drafter.layers, inputs_bnf, table)
+    k_btke, v_btke = (
+        jnp.stack(x_bnke, axis=2).reshape(len(token_bn), -1, *new[0].shape[2:]) for x_bnke in zip(*keys, new, strict=True)
+    )
+
+    def attend(q_bnhe: jax.Array) -> jax.Array:
+        return blocks.block_attention(q_bnhe, k_btke, v_btke, *first, *where, attention)
+
+    return eagle3_drafter.hidden(weights, drafter, inputs_bnf, carried_bnd, table, attend), new
+
+
+def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: Eagle3Config) -> tuple[jax.Array, ...]:
+    """Returns for one step, [b, n] each: loss, top-1 hits, overlap, and 1 if the verifier's top token can be drafted."""
+    logits_bnv = vocab.unembed(weights["unembed"], eagle3_drafter.normed(weights, drafter, hidden_bnd))
+    verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
+    drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
+    if ids_v is not None:
+        known_bn = jnp.any(vocab.argmax(verifier_bnv)[..., None] == ids_v, axis=-1).astype(known_bn.dtype)
+        verifier_bnv, drafted_bn = verifier_bnv[..., ids_v], ids_v[drafted_bn]
+    log_p_bnv = losses.log_softmax(verifier_bnv)
+    loss_bn = -jnp.sum(jnp.exp(log_p_bnv) * losses.log_softmax(logits_bnv), axis=-1)
+    overlap_bn = lax.stop_gradient(losses.overlap(logits_bnv, log_p_bnv))
+    return loss_bn, (drafted_bn == label_bn).astype(overlap_bn.dtype), overlap_bn, known_bn
+
+
+def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draws positions [b, n] whose first step predicts an answer token, and whether each exists: there may be fewer."""
+    everywhere_bs = jnp.broadcast_to(jnp.arange(batch.tokens_bt.shape[1]), batch.tokens_bt.shape)
+    starts_bs = _loss_weights(batch, everywhere_bs, 1)[..., 0] > 0
+    if not settings.anchors:
+        return everywhere_bs, jnp.ones(starts_bs.shape, bool)
+    return blocks.draw_anchors(starts_bs, settings.anchors, keys_b)
+
+
+def _loss_weights(batch: Batch, index_bn: jax.Array, steps: int) -> jax.Array:
+    """Returns loss weights [b, n, i] of the steps from these positions."""
+    segment_bn1 = pick(batch.segments_bt, index_bn)[..., None]
+    is_inside_bni = (_after(batch.segments_bt, index_bn, 2, steps) == segment_bn1) & (segment_bn1 > 0)
+    return jnp.where(is_inside_bni, _after(batch.weights_bt, index_bn, 2, steps), 0.0)
+
+
+def _after(x_bs: jax.Array, index_bn: jax.Array, first: int, steps: int) -> jax.Array:
+    """Returns the values `first`, `first + 1`, ... after these positions, [b, n, i, ...]; zeros past the end."""
+    padded_bs = jnp.pad(x_bs, [(0, 0), (0, first + steps)] + [(0, 0)] * (x_bs.ndim - 2))
+    return pick(padded_bs, index_bn[..., None] + first + jnp.arange(steps))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ from refusals import refused, snapshot
 import treeflash_jax as tf
 from train import export, head
 from train.data import documents, packing
-from train.eagle3 import Eagle3Stage
+from train.eagle3 import Eagle3Stage, RolloutConfig
 from train.evaluate import held_out_prompts
 from train.runtime import folders, loop, run_config, watch
 from train.runtime.checkpoint import claim
 from train.stages import drafting
-from train.stages.rollout import RolloutConfig
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.formats import draft_vocabulary, model_files
