@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from train.data import packing
-from train.runtime.loop import Evaluating
+from train.runtime.loop import Report
 from train.runtime.training_state import TrainTask, gather
 from treeflash_jax.core import programs
 from treeflash_jax.core.settings import setting
@@ -33,7 +33,7 @@ class EvaluateConfig:
 
 def make_tau_measure(
     settings: Any, task: TrainTask, pair: TreeFlash, corpus: packing.Corpus, frozen: Mapping[str, Any]
-) -> Callable[[Any, Evaluating], dict[str, float]]:
+) -> Callable[[Any, Report], dict[str, float]]:
     """Returns a function that measures tau of trained weights by number of nodes, decoding in every way the stage names.
 
     Args:
@@ -46,20 +46,20 @@ def make_tau_measure(
     cast = programs.jit(lambda params: gather(params, task.specs, task.compute_dtype))
     sizes = {name: config.candidates for name in ("candidates", "children") if name in pair.drafter.settings}
 
-    def measure(params: Any, report: Evaluating) -> dict[str, float]:
+    def measure(params: Any, report: Report) -> dict[str, float]:
         if not prompts:
             return {}
         pair.weights = Weights(pair.weights.verifier, assemble(pair.drafter, {**frozen, **cast(params)}))
         for (name, system), nodes in product(settings.systems.items(), config.nodes):
             metric = f"held_out/{name}_{nodes}"
-            what = " ".join(["prompts with", *map(str, system.values()), f"trees of {nodes} nodes"])
-            report(0, len(prompts), what)
+            what = " ".join([f"of {len(prompts)} prompts with", *map(str, system.values()), f"trees of {nodes} nodes"])
+            report(f"evaluating 0 {what}")
             sampling = {"temperature": config.temperature, "max_new_tokens": config.new_tokens}
             batch_size, lengths = min(config.batch, len(prompts)), list[int]()
             answers = pair.generate_each(prompts, nodes=nodes, **sizes | system, **sampling, batch_size=batch_size)
             for done, (_, result) in enumerate(answers, start=1):
                 lengths += result.accept_lengths
-                report(done, len(prompts), what)
+                report(f"evaluating {done} {what}")
             known[metric] = statistics.fmean(lengths)
         return dict(known)
 

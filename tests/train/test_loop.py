@@ -74,8 +74,8 @@ def test_held_out_means_are_over_every_source_and_spread_over_it(sizes, parts):
     with sharding.ambient(mesh):
         held_out = loop.make_held_out_measure(task, corpus, LoopConfig(batch=4, accumulate=parts), mesh)
         placed, reports = place(mesh), []
-        metrics = held_out(*placed, lambda *words: reports.append(words))
-        assert reports == [(0, 2, "held-out sources"), (1, 2, "held-out sources")]
+        metrics = held_out(*placed, reports.append)
+        assert reports == [f"evaluating {done} of 2 held-out sources" for done in (0, 1)]
         assert held_out(*placed, lambda *_: None) == metrics
         assert {*computed} == {4 // parts // (4 if "fsdp" in sizes else 1)}
 
@@ -172,7 +172,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(whole, tmp_path, monkeypatch, cap
 
     def evaluate(params, report):
         os.kill(os.getpid(), sent)
-        report(1, 9, "prompts")
+        report("evaluating 1 of 9 prompts")
         return {"score": 3.0}
 
     with pytest.raises(SystemExit) as ended:

@@ -59,10 +59,9 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untra
     printed = capsys.readouterr().out
     assert "process 1 of 1: 8 of 8 devices (cpu), mesh data=1 model=1, run=gs://bucket/run\n" in printed
     assert "gs://bucket/run/model: " in printed
-    shown = watch.Watch(folder, steps=4, resumed_at=0)
-    for step, tau in ((2, 3.5), (4, 4.5)):
-        shown.write(step, {"held_out/tau_64": tau})
-    shown.close()
+    with watch.Watch(folder, steps=4, resumed_at=0) as log:
+        for step, tau in ((2, 3.5), (4, 4.5)):
+            log.write(step, {"held_out/tau_64": tau})
     trained = model_files.load_drafter(fetched("gs://bucket/run/model", tmp_path / "model"))[1]
     export.main(export.ExportStage(run=settings.run, out="gs://bucket/out"))
     exported = fetched("gs://bucket/out", tmp_path / "out")

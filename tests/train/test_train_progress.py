@@ -88,8 +88,7 @@ def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
     with (run / "log.jsonl").open("a") as file:
         file.write('{"step": 50, "seconds": 140.0}\n')
     monkeypatch.setattr(watch.time, "perf_counter", lambda: 107.5)
-    shown = watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, began=100.0)
-    shown.write(60, {"loss": 2.0})
-    shown.close()
+    with watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, began=100.0) as log:
+        log.write(60, {"loss": 2.0})
     assert watch.read_log(run) == [*LOG, {"step": 60, "loss": 2.0, "seconds": 147.5}]
     assert capsys.readouterr().out == "continuing at step 40 of 60\nstep 60 of 60: loss 2.000\n"

@@ -29,7 +29,7 @@ from treeflash_jax.core import programs, sharding
 
 HELD_OUT_BATCHES = 4  # of a source
 TIMED_STEPS = 5  # before `on_timed`
-Evaluating = Callable[[int, int, str], None]  # receives the progress of an evaluation: number done, total, noun
+Report = Callable[[str], None]  # receives the progress of an evaluation in words
 
 
 def resolve_steps(config: LoopConfig, num_sequences: int) -> int:
@@ -58,7 +58,7 @@ def fit(
     params: Any,
     frozen: Any,
     corpus: packing.Corpus,
-    evaluate: Callable[[Any, Evaluating], dict[str, Any]] | None = None,
+    evaluate: Callable[[Any, Report], dict[str, Any]] | None = None,
     began: float | None = None,
     on_timed: Callable[[int, float], None] | None = None,
 ) -> Any:
@@ -125,7 +125,7 @@ class _Run:
             )
         opened = watch.open_sinks(config, self.start, stack) if self.start < steps else []
         log = watch.Watch(folders.absolute(config.run), steps=steps, resumed_at=self.start, sinks=opened, began=began)
-        self.watch = stack.enter_context(closing(log))
+        self.watch = stack.enter_context(log)
         stack.enter_context(self.profile)
         self.measures: list[Callable[..., dict[str, Any]]] = []
 
@@ -146,7 +146,7 @@ class _Run:
             if step == last:
                 jax.block_until_ready(self.state)
                 self.profile.close()
-            self.watch.bar.show(step, "")
+            self.watch.show(step, "")
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
@@ -182,7 +182,7 @@ class _Run:
         metrics: dict[str, Any] = {}
         if evaluates:
             for measure in self.measures:
-                metrics |= measure(self.state.params, report=self.watch.evaluating)
+                metrics |= measure(self.state.params, report=lambda words: self.watch.show(note=words))
         if metrics and self.loop.best and self.loop.best not in metrics:
             hosts.say(f"no checkpoint is kept as the best: loop.best {self.loop.best} is not among {', '.join(metrics)}")
         line = line | metrics
@@ -200,7 +200,7 @@ class _Run:
 
 def make_held_out_measure(
     task: TrainTask, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh
-) -> Callable[[Any, Any, Evaluating], dict[str, Any]]:
+) -> Callable[[Any, Any, Report], dict[str, Any]]:
     """Returns a function of trained and frozen weights: means over a few held-out batches of every source.
 
     The batches are spread over the source, and their anchors are fixed. Like those of a step, they are computed in
@@ -221,10 +221,10 @@ def make_held_out_measure(
         keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), batch.tokens_bt.shape[0])
         return training_state.by_batch(local, task)(params, frozen, batch, keys_b)
 
-    def measure(params: Any, frozen: Any, report: Evaluating) -> dict[str, Any]:
+    def measure(params: Any, frozen: Any, report: Report) -> dict[str, Any]:
         totals: dict[str, Sums] = {}
         for done, (name, packed) in enumerate(sources.items()):
-            report(done, len(sources), "held-out sources")
+            report(f"evaluating {done} of {len(sources)} held-out sources")
             count = min(HELD_OUT_BATCHES, -(-len(packed) // loop.batch))
             batches = packing.spread(count * loop.batch, len(packed)).reshape(count, -1)
             placed = (hosts.place_batch(packed.take(index[members]), loop.batch, mesh) for index in batches)

@@ -68,7 +68,7 @@ def read_log(folder: Any) -> list[Metrics]:
         raise ValueError(f"{path}: {error}; move it away to begin a new log") from None
 
 
-class Watch:
+class Watch(Bar):
     """Progress bar, printed lines and RUN/log.jsonl of a run; silent on all hosts but the first.
 
     A run that continues drops log lines after the step of its checkpoint. "seconds" are those of all starts, up to the last
@@ -82,6 +82,7 @@ class Watch:
     def __init__(
         self, folder: epath.Path, *, steps: int, resumed_at: int, sinks: Sequence[Sink] = (), began: float | None = None
     ):
+        super().__init__("training", steps, resumed_at)
         self.path, self.steps, self.sinks = folder / "log.jsonl", steps, sinks
         self.began = time.perf_counter() if began is None else began
         if hosts.is_first():
@@ -91,13 +92,7 @@ class Watch:
             folders.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         if resumed_at:
             hosts.say(f"continuing at step {resumed_at} of {steps}")
-        self.bar = Bar("training", steps, resumed_at)
-        self.bar.start()
-        self.bar.show(note="compiling")
-
-    def evaluating(self, done: int, total: int, what: str) -> None:
-        """Shows how much of an evaluation is done."""
-        self.bar.show(note=f"evaluating {done} of {total} {what}")
+        self.show(note="compiling")
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Adds a line to the log and prints its most important metrics."""
@@ -112,9 +107,6 @@ class Watch:
             sink(step, {name: value for name, value in flat.items() if value is not None})
         if words := describe(metrics):
             hosts.say(f"step {step} of {self.steps}: {words}")
-
-    def close(self) -> None:
-        self.bar.stop()
 
 
 def describe(metrics: Metrics) -> str:
