@@ -67,7 +67,7 @@ def test_a_record_of_the_verifiers_outputs_gives_the_same_losses(toy, tmp_path, 
     for name, size in (("recording", 1), ("recorded", 2)):
         assert_same_losses(expected, run_stage(toy, tmp_path / name, *words, f"mesh.data={size}"), 1e-5)
         assert ("recording" in capsys.readouterr().out) == (name == "recording")
-    for path in folder.rglob("*-hidden"):
+    for path in folder.iterdir():
         path.write_bytes(bytes(path.stat().st_size))
     for line, other in zip(expected, run_stage(toy, tmp_path / "zeros", *words), strict=True):
         assert all(abs(line[key] - other[key]) > 1e-3 for key in line if key.endswith("loss")), "files are read"

@@ -34,7 +34,7 @@ class Batch:
       segments_bt: 1, 2, ... per document of a sequence; 0 for padding.
       positions_bt: position inside the document.
       weights_bt: loss weight of predicting this token; 0 on a document's first token.
-      features_btj, hidden_btd: outputs of the verifier (`teacher.Teacher`), if they are recorded.
+      outputs_bto: recorded outputs of the verifier (`teacher.record`): tapped layers, then final states.
       progress_b: share of the run's steps that are done, equal for all sequences; None outside training steps.
     """
 
@@ -42,8 +42,7 @@ class Batch:
     segments_bt: np.ndarray
     positions_bt: np.ndarray
     weights_bt: np.ndarray
-    features_btj: np.ndarray | None = None
-    hidden_btd: np.ndarray | None = None
+    outputs_bto: np.ndarray | None = None
     progress_b: jax.Array | None = None
 
 
@@ -55,13 +54,13 @@ class PackedDataset:
       documents: all documents in the order of the source.
       sequences: indices of the documents of each sequence.
       sequence_length: tokens of a sequence, padding included.
-      outputs: recorded outputs of the verifier, [sequences, tokens, model] each: tapped layers, then final states.
+      outputs: `Batch.outputs_bto` of all sequences.
     """
 
     documents: Sequence[Document]
     sequences: Sequence[Sequence[int]]
     sequence_length: int
-    outputs: tuple[np.ndarray, ...] = ()
+    outputs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -77,9 +76,8 @@ class PackedDataset:
     def take(self, indices: Sequence[int] | np.ndarray) -> Batch:
         shape = (len(indices), self.sequence_length)
         out = Batch(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, np.float32)))
-        if self.outputs:
-            *features, hidden_btd = (x_std[indices] for x_std in self.outputs)
-            out = replace(out, features_btj=np.concatenate(features, axis=-1) if features else None, hidden_btd=hidden_btd)
+        if self.outputs is not None:
+            out = replace(out, outputs_bto=self.outputs[indices])
         for b, index in enumerate(indices):
             start = 0
             for segment, number in enumerate(self.sequences[index], start=1):
