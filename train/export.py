@@ -24,10 +24,9 @@ from train.evaluate import assemble, held_out_prompts
 from train.runtime import folders, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.run_config import LoopConfig
-from train.runtime.training_state import TrainTask, abstract_batch, abstract_state, make_optimizer
-from train.stages.drafting import DraftingStage, make_task, read_drafter_config, read_stored, read_verifier
+from train.stages.drafting import DraftingStage, read_drafter_config, read_stored, read_verifier
 from train.stages.registry import read_stage
-from treeflash_jax.core import files, sharding, terminal
+from treeflash_jax.core import files, parameters, sharding, terminal
 from treeflash_jax.core.checks import clipped, read_json
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.pairs import HUB_IDS
@@ -69,8 +68,7 @@ class ExportStage:
 def main(settings: ExportStage) -> None:
     folders.check(settings.out, overwrite=settings.overwrite)
     old = folders.absolute(settings.out)
-    holds_files = old.exists() and not all(files.PART.fullmatch(path.name) for path in old.iterdir())
-    if holds_files and not storage.is_own(old / "model.safetensors"):
+    if old.exists() and any(old.iterdir()) and not storage.is_own(old / "model.safetensors"):
         raise ValueError(f"{settings.out} holds files that treeflash_jax did not write; give a new folder")
     path = folders.absolute(settings.run) / "settings.toml"
     if not path.exists():
@@ -82,7 +80,8 @@ def main(settings: ExportStage) -> None:
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, tau=settings.tau or None)
     dialect = settings.dialect or drafter.dialect
     model_files.writable(dialect).to_hf(drafter)  # refused before weights are read
-    step, params = read_params(settings, trained, make_task(trained, model, drafter))
+    specs = {name: tree for name, tree in drafter.specs().items() if name in trained.trains}
+    step, params = read_params(settings, trained.loop, specs)
     whole = assemble(drafter, read_stored(trained, drafter) | params)
     with folders.filled(settings.out, overwrite=settings.overwrite) as out:
         model_files.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
@@ -100,14 +99,12 @@ def main(settings: ExportStage) -> None:
     terminal.show(f"wrote {settings.out} from step {step}\n{line}")
 
 
-def read_params(settings: ExportStage, trained: DraftingStage, task: TrainTask) -> tuple[int, Any]:
-    """Returns the chosen step and its weights, whole, on one device."""
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    transform = make_optimizer(trained.optimizer, 1, task.specs)
-    batch = abstract_batch(trained.loop.batch, trained.data.sequence_length)
-    with closing(Checkpoints(settings.run, trained.loop)) as checkpoints:
-        step = choose_step(checkpoints.metrics(), settings.step, trained.loop)
-        return step, checkpoints.load(step, abstract_state(task, transform, batch, mesh)).params
+def read_params(settings: ExportStage, loop: LoopConfig, specs: Any) -> tuple[int, Any]:
+    """Returns the chosen step and its trained weights, whole, on one device."""
+    abstract = parameters.abstract(specs, jnp.float32, sharding.make_mesh(devices=jax.devices()[:1]))
+    with closing(Checkpoints(settings.run, loop)) as checkpoints:
+        step = choose_step(checkpoints.metrics(), settings.step, loop)
+        return step, checkpoints.load(step, {"params": abstract}, in_part=True)["params"]
 
 
 def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Path) -> tuple[float | None, str]:

@@ -55,16 +55,19 @@ class Checkpoints:
         steps = [*self.metrics()]
         return self.load(steps[-1], abstract) if steps else None
 
-    def load(self, step: int, abstract: Any) -> Any:
-        """Returns the state of one checkpoint, laid out as `abstract`.
+    def load(self, step: int, abstract: Any, *, in_part: bool = False) -> Any:
+        """Returns the state of one checkpoint, laid out as `abstract`; with `in_part`, what `abstract` has of it.
 
         Raises ValueError if it is damaged, holds other arrays, or was trained on other documents.
         """
         path = self.folder / "checkpoints" / str(step)
+        context = self.orbax.Context()
+        context.pytree.loading.partial_load = in_part
         try:
             notes = self.orbax.metadata(path, checkpointable_name=STATE).custom_metadata
             documents, steps = notes["documents"], notes["steps"]
-            state = self.orbax.load(path, abstract, checkpointable_name=STATE)
+            with context:
+                state = self.orbax.load(path, abstract, checkpointable_name=STATE)
         except Exception as error:  # errors of Orbax and TensorStore have no common ancestor
             raise ValueError(
                 f"{path} cannot be read ({_reason(error)}); use the code and drafter it was saved with, delete it to "
