@@ -59,7 +59,7 @@ def main(settings: AskConfig) -> None:
         answers.save_settings(settings, out)
         with watch.Bar("questions", settings.count, len(known)) as bar:
             for lines in ask(model, settings, known, first):
-                folders.append(out, "".join(lines))
+                folders.write(out, (out.read_text() if out.exists() else "") + "".join(lines))
                 bar.show(len(known))
                 hosts.say(f"{len(known):,} of {settings.count:,} questions")
     hosts.say(f"{len(known):,} questions in {out}")
@@ -81,8 +81,7 @@ def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
 
 def read(out: epath.Path) -> tuple[set[str], int]:
     """Returns the normalised questions of a file, and the number of the next question to try."""
-    answers.drop_unfinished_line(out)
-    records = [json.loads(line) for line in folders.whole_lines(out)]
+    records = [json.loads(line) for line in out.read_bytes().splitlines()] if out.exists() else []
     first = int(records[-1]["id"]) + 1 if records else 0
     return {normalised(record["turns"][0]) for record in records}, first
 

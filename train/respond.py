@@ -9,7 +9,7 @@ OUT.settings.toml; a file of other settings is never continued or overwritten, a
 writing it.
 
 On several hosts `out` must be visible to all of them. With replicas = "host" each host runs a verifier on its devices,
-answers its share of the prompts and writes a part file; the first host merges the parts at the end. With replicas = "all"
+answers its share of the prompts and writes part files; the first host merges the parts at the end. With replicas = "all"
 one verifier is sharded over all devices, if it does not fit into one host.
 """
 
@@ -173,12 +173,8 @@ def question(content: Any) -> Any:
 def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path) -> None:
     """Answers the prompts missing in `out`, and merges the answers of all hosts in order."""
     by_host = settings.replicas == "host" and jax.process_count() > 1
-    path = answers.part_path(out, jax.process_index()) if by_host else out
-    writes = by_host or hosts.is_first()
-    if writes:
-        answers.drop_unfinished_line(path)
-    hosts.wait("read")  # no host writes while another reads
     prompts, done = answers.match(out, prompts)
+    hosts.wait("read")  # no host writes while another reads
     if hosts.is_first():
         answers.save_settings(settings, out)
     missing = [index for index in range(len(prompts)) if index not in done]
@@ -194,7 +190,7 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
         batch_size=settings.batch,
     )
     began, printed, tokens = time.perf_counter(), time.perf_counter(), 0
-    adding = answers.adding(path, out) if writes else nullcontext(lambda *_: None)
+    adding = answers.adding(out) if by_host or hosts.is_first() else nullcontext(lambda *_: None)
     with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
         results = model.generate_each([prompts[index].ids for index in share], **decoding) if share else ()
         for number, (at, result) in enumerate(results, start=1):

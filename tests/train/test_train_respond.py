@@ -15,7 +15,7 @@ from train import respond
 from train.data import answers
 from train.data.records import Source
 from train.respond import RespondConfig
-from train.runtime import run_config
+from train.runtime import folders, run_config
 from train.runtime.run_config import MeshConfig
 
 QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
@@ -103,43 +103,38 @@ def test_drafted_answers_are_the_same(model, settings, whole):
     assert Path(settings.out).read_bytes() == whole
 
 
-def test_a_run_cut_at_any_byte_ends_with_the_same_file(model, settings, whole):
-    out = Path(settings.out)
-    respond.main(settings)
-    assert out.read_bytes() == whole and model.calls == [list(range(11))]
-    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    for cut in (0, 1, ends[0] - 1, ends[0], ends[3] + 1, ends[5] + 20, ends[10] - 1, ends[10], len(whole * 2)):
-        out.write_bytes((whole * 2)[:cut])  # the last file has every answer twice
-        model.calls.clear()
-        respond.main(settings)
-        assert out.read_bytes() == whole, f"cut at byte {cut}"
-        lines = sum(end <= cut for end in ends)
-        assert sum(model.calls, []) == list(range(lines, 11)), "only unanswered prompts are asked"
-
-
 def interrupted(generate_each, prompts, **named):
     """Four answers, then an interrupt."""
     for number, (at, result) in enumerate(generate_each(prompts, **named)):
         yield at, replace(result, finished="interrupted") if number >= 4 else result
 
 
-def test_answers_before_an_interrupt_are_kept(model, settings, whole, monkeypatch):
+@pytest.mark.parametrize("place", ["local", "gs://bucket"])
+def test_a_stopped_run_ends_with_the_same_file(bucket, model, settings, whole, monkeypatch, place):
+    """Answers are parts until they are merged, and only unanswered prompts are asked again."""
+    out = folders.absolute(settings.out if place == "local" else f"{place}/answers.jsonl")
+    settings = replace(settings, out=str(out))
+    monkeypatch.setattr(answers, "SECONDS_PER_PART", 0)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="the same command continues"):
         patch.setattr(model, "generate_each", partial(interrupted, model.generate_each))
         respond.main(settings)
-    assert len(lines_of(Path(settings.out).read_bytes())) == 4
+    parts = [path for path in out.parent.iterdir() if ".part-" in path.name]
+    assert sum(len(lines_of(path.read_bytes())) for path in parts) == len(parts) == 4 and not out.exists()
     respond.main(settings)
-    assert Path(settings.out).read_bytes() == whole and len(model.calls[1]) == 7
+    assert out.read_bytes() == whole and len(model.calls[1]) == 7
+    respond.main(settings)
+    assert len(model.calls) == 2 and out.read_bytes() == whole
+    assert {path.name for path in out.parent.iterdir()} == {out.name, f"{out.name}.settings.toml"}
 
 
 def test_parts_of_other_hosts_are_merged(model, settings, whole):
-    """As three hosts leave them that were killed: batches dealt out, some answers twice, an unfinished line."""
+    """As three hosts leave them that were killed: batches dealt out, some answers twice."""
     out = Path(settings.out)
     out.parent.mkdir()
     answers.save_settings(settings, out)
     lines = whole.splitlines(keepends=True)
     out.write_bytes(lines[3] * 2 + lines[8])
-    out.with_name("answers.jsonl.part-0").write_bytes(b"".join(lines[8:]) + b"".join(lines[:2]) + lines[2][:9])
+    out.with_name("answers.jsonl.part-0").write_bytes(b"".join(lines[8:]) + b"".join(lines[:2]))
     out.with_name("answers.jsonl.part-2").write_bytes(b"".join(lines[8:10]))
     respond.main(settings)
     assert out.read_bytes() == whole
@@ -147,24 +142,10 @@ def test_parts_of_other_hosts_are_merged(model, settings, whole):
     assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.settings.toml"]
 
 
-def test_answers_behind_a_url_are_parts_until_they_are_merged(bucket, model, settings, whole, monkeypatch):
-    """Files cannot grow there."""
-    out, settings = "/bucket/answers.jsonl", replace(settings, out="gs://bucket/answers.jsonl")
-    monkeypatch.setattr(answers, "SECONDS_PER_PART", 0)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(model, "generate_each", partial(interrupted, model.generate_each))
-        respond.main(settings)
-    parts = [name for name in bucket if ".part-" in name]
-    assert len(parts) == 4 and all(name.startswith(f"{out}.part-") for name in parts)
-    respond.main(settings)
-    assert bucket[out].getvalue() == whole and len(model.calls[1]) == 7
-    assert {*bucket} == {out, f"{out}.settings.toml"}
-
-
 def test_settings_may_change_only_where_no_answer_depends_on_them(model, settings, whole):
     out = Path(settings.out)
     respond.main(settings)
-    out.write_bytes(whole[:-5])
+    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
     respond.main(replace(settings, batch=7, mesh=MeshConfig(data=2), replicas="all"))
     assert out.read_bytes() == whole
     for changed in ({"seed": 8}, {"temperatures": (0.0,)}, {"max_new_tokens": 13}, {"verifier": "other"}):

@@ -1,11 +1,9 @@
 """The resumable JSONL file of `train.respond`: its parts, settings, missing prompts, and order.
 
-Files beside OUT: OUT.part-N (one per host until they are merged; on gs://, where files cannot grow, one per minute),
-OUT.settings.toml and OUT.lock.
+Files beside OUT: OUT.part-N (the answers of ten seconds, until all parts are merged), OUT.settings.toml and OUT.lock.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from etils import epath
 
 from train.runtime import folders, run_config
 
-SECONDS_PER_PART = 60.0  # of answers that make a part behind a URL
+SECONDS_PER_PART = 10.0
 
 
 def part_path(out: epath.Path, number: int) -> epath.Path:
@@ -87,41 +85,36 @@ def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], set[int]]
 
 
 def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:
-    """Yields place and index of every whole answer, the ids of its prompt, and its line."""
+    """Yields place and index of every answer, the ids of its prompt, and its line."""
     for path in (out, *_parts(out)):
-        for number, line in enumerate(folders.whole_lines(path), start=1):
+        content = path.read_bytes() if path.exists() else b""
+        for number, line in enumerate(content.splitlines(keepends=True), start=1):
             record = json.loads(line)
             yield f"{path}, line {number}", record["index"], record["prompt"], line
 
 
 @contextmanager
-def adding(path: epath.Path, out: epath.Path) -> Iterator[Callable[[int, str], None]]:
-    """Yields a function that adds the answer of an index to the file at `path`, or behind a URL to parts of `out`."""
+def adding(out: epath.Path) -> Iterator[Callable[[int, str], None]]:
+    """Yields a function that adds the answer of an index; answers are written as whole parts of `out`."""
     lines: dict[int, str] = {}
-    sent = time.monotonic()
+    written = time.monotonic()
 
-    def send() -> None:
+    def write() -> None:
         if lines:
-            folders.append(part_path(out, min(lines)) if folders.is_remote(out) else path, "".join(lines.values()))
+            folders.write(part_path(out, min(lines)), "".join(lines.values()))
             lines.clear()
 
     def add(index: int, line: str) -> None:
-        nonlocal sent
+        nonlocal written
         lines[index] = line
-        if not folders.is_remote(out) or time.monotonic() - sent > SECONDS_PER_PART:
-            send()
-            sent = time.monotonic()
+        if time.monotonic() - written > SECONDS_PER_PART:
+            write()
+            written = time.monotonic()
 
     try:
         yield add
     finally:
-        send()
-
-
-def drop_unfinished_line(path: epath.Path) -> None:
-    """Truncates a file after its last line end; objects behind a URL are always whole."""
-    if path.exists() and not folders.is_remote(path):
-        os.truncate(path, sum(map(len, folders.whole_lines(path))))
+        write()
 
 
 def merge(out: epath.Path, count: int) -> None:
