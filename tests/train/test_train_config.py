@@ -1,18 +1,16 @@
 """Settings of the stages: what a TOML file and overrides may say, and that every file in configs/ says nothing else."""
 
 import dataclasses
-import re
 from functools import partial
 from pathlib import Path
 
 import pytest
-from refusals import mistake, refused, understood
+from refusals import mistake, refused
 
-from train import ask, drafter, export, from_scratch, head, measure, respond
+from train import ask, drafter, from_scratch, head, respond
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
-from treeflash_jax.core.settings import describe, dotted, setting_names
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STAGES = {
@@ -51,37 +49,13 @@ def test_overrides_win_and_reach_into_lists():
     ("sources.3.path=x", "got sources.3.path, expected a setting of a table that there is"),
     ("train_backbone=yesno", "expected a valid boolean"),
     ("objective.chunk=5", "expected a multiple of objective.chunk 5"),
+    ("loop.batch=0", "got loop.batch = 0, expected at least 1"),
+    ("optimizer.learning_rate=1e30", "learning_rate = 1e+30, expected at most 10"),
+    ("evaluate.nodes=[0]", "evaluate.nodes"),
+    ("run=", "got run = "),
 ])  # fmt: skip
 def test_what_is_not_understood_is_named(override, message):
     refused(lambda: run_config.load(head.HeadStage, HEAD, [override]), message)
-
-
-@pytest.mark.parametrize("path", [HEAD, DRAFTER, CONFIGS / "tiny" / "respond.toml"], ids=lambda path: path.stem)
-def test_values_of_every_type_are_served_or_refused(path):
-    endless = ["nan", "inf", "1" + "0" * 400]
-    words = ['""', "[]", "{}", "1.5", "-1", "0", str(2**31), str(2**63), "true", "[1.5]", '"x"', *endless]
-    for key, default in dotted(run_config.to_dict(run_config.load(STAGES[path.stem], path))).items():
-        for word in words:
-            loaded = understood(run_config.load, STAGES[path.stem], path, [f"{key}={word}"])
-            assert not loaded or word not in endless or isinstance(default, str) or key == "drafter", (key, word)
-
-
-BAD_DRAFTER = (
-    "drafter_temperature=-1 num_nodes=0 num_nodes=4097 num_layers=0 block_size=1 loop.batch=0 loop.batch=-2 run="
-    " optimizer.learning_rate=-1 optimizer.learning_rate=0 optimizer.learning_rate=1e30 optimizer.b1=2 optimizer.b1=1"
-    " optimizer.b2=-1 optimizer.warmup=5 optimizer.final=-1 optimizer.clip=-1 optimizer.clip=0 optimizer.weight_decay=-5"
-    " evaluate.prompts=-1 evaluate.nodes=[0] evaluate.batch=0 loop.accumulate=0 loop.steps=-1 loop.keep=0 loop.log_every=-1"
-    " data.sequence_length=1 data.prompt_weight=2 objective.decay=-1 objective.chunk=0 init_scale=0 mesh.model=0"
-).split()
-BAD_MEASURE = "prompts=0 nodes=0 temperatures=[-1.0] out=".split()
-
-
-@pytest.mark.parametrize(("stage", "path", "given", "word"), [
-    *((drafter.DrafterStage, DRAFTER, (), word) for word in BAD_DRAFTER),
-    *((measure.MeasureStage, None, ("verifier=x", "drafter=x", "respond=x", "out=x"), word) for word in BAD_MEASURE),
-])  # fmt: skip
-def test_values_that_make_no_sense_are_named(stage, path, given, word):
-    refused(lambda: run_config.load(stage, path, [*given, word]), word.split("=")[0].split(".")[-1])
 
 
 def test_any_path_survives_being_saved(tmp_path):
@@ -111,15 +85,6 @@ def test_changes_name_what_differs(tmp_path):
     assert other_stage["num_layers"] == (2, None) and other_stage["drafter"] == (None, "tiny")
     saved.write_text("run = = 3")
     refused(lambda: run_config.changes(settings, saved, ()), "settings.toml is not valid TOML")
-
-
-OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage]
-
-
-@pytest.mark.parametrize("cls", dict.fromkeys([*STAGES.values(), *OTHERS]))
-def test_help_describes_every_setting(cls):
-    explained = re.findall(r"^  ([\w.\[\]]+): [\w\"]", describe(cls), re.MULTILINE)
-    assert [name.replace("[]", "") for name in explained] == setting_names(cls) and len(explained) > 3
 
 
 def test_missing_values_and_files_are_named(tmp_path):

@@ -1,10 +1,8 @@
 """Runs and results behind gs:// URLs, without a network: every file ends up there, and none in a folder named gs:."""
 
 import json
-import resource
 import statistics
 from dataclasses import replace
-from functools import partial
 from unittest.mock import Mock
 
 import fsspec
@@ -128,10 +126,6 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
         patch.setattr(tf, "load", Mock(side_effect=jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of memory\nand more")))
         shown = export.measure_tau(settings, None, tmp_path / "out")
     assert shown == (None, "tau was not measured: RESOURCE_EXHAUSTED: of memory and more")
-    for name in (*chosen, "tau"):
-        words = [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"]
-        refused(partial(run_config.load, export.ExportStage, None, words), f"got {name} = -1.0, expected at least 0")
-    assert not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize("answered, given, expected", [
@@ -150,16 +144,6 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypa
         assert model_files.read_drafter_config(tmp_path / folder).thinking is expected
     *_, tokenizer = drafting.read_verifier(toy_training.settings(toml, "verifier=tiny", *given))
     assert tokenizer.template == {"enable_thinking": bool(given) and bool(expected)}
-
-
-def test_a_full_disk_is_named(tmp_path):
-    """No file may grow beyond 10 bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-    try:
-        refused(lambda: folders.append(epath.Path(tmp_path / "log.jsonl"), "x" * 100), "log.jsonl: File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_what_failed_is_not_sent(bucket):
