@@ -28,7 +28,6 @@ from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import programs, sharding
 
 HELD_OUT_BATCHES = 4  # of a source
-TIMED_STEPS = 5  # before `on_timed`
 Report = Callable[[str], None]  # receives the progress of an evaluation in words
 
 
@@ -69,7 +68,7 @@ def fit(
       params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
       evaluate: metrics of the weights, added to those of the held-out sequences; it may report its progress.
       began: `time.perf_counter()` at the beginning of the command; now by default.
-      on_timed: receives, once a few steps are done, the number of the step and the seconds that a step takes.
+      on_timed: receives, at the first log line, the number of the step and the seconds that a step takes.
 
     Raises:
       ValueError: a run directory of other settings or past the last step, a batch that does not divide, a loss that is not
@@ -150,9 +149,6 @@ class _Run:
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
-            if on_timed is not None and step == min(start + 1 + TIMED_STEPS, steps):
-                jax.block_until_ready(self.state.step)
-                on_timed(step, (time.perf_counter() - began) / max(1, step - timed))
             ends = step == steps or self.signals.requested(step)
             logs = step == steps or _is_due(step, loop.log_every or steps)
             evaluates = step == steps or _is_due(step, loop.evaluate_every)
@@ -169,6 +165,9 @@ class _Run:
                 seconds, count, began, timed = now - began, step - timed, now, step
             if logs:
                 line = means(window) | {"learning_rate": float(self.rate(step - 1))}
+            if on_timed is not None and logs and count:
+                on_timed(step, seconds / count)
+                on_timed = None
             if logs and count:
                 line |= {"tokens_per_second": count * loop.batch * batch.tokens_bt.shape[1] / seconds}
                 line |= {"mfu": count * self.task.flops / seconds / peak} if peak else {}
