@@ -68,13 +68,6 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
             epath.Path(path).copy(copy, overwrite=True)
 
 
-def whole_lines(path: epath.Path) -> Iterator[bytes]:
-    """Yields the lines of a file with their ends, without a last one that a kill cut off; none of a missing file."""
-    if path.exists():
-        with path.open("rb") as file:
-            yield from (line for line in file if line.endswith(b"\n"))
-
-
 def append(path: epath.Path, text: str) -> None:
     """Appends to a file; a remote file, which cannot grow, is rewritten."""
     if is_remote(path):

@@ -62,8 +62,9 @@ def duration(seconds: float) -> str:
 def read_log(folder: Any) -> list[Metrics]:
     """The lines of RUN/log.jsonl; a last line cut by a kill is left out, any other wrong line raises ValueError."""
     path = folders.absolute(folder) / "log.jsonl"
+    content = path.read_bytes() if path.exists() else b""
     try:
-        return [json.loads(line) for line in folders.whole_lines(path)]
+        return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
     except ValueError as error:
         raise ValueError(f"{path}: {error}; move it away to begin a new log") from None
 
