@@ -131,18 +131,16 @@ def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Pat
 
 def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfig) -> int:
     """Returns the step that "last", "best" or a number stands for. Raises ValueError if it was not saved."""
-    scores = {step: metrics[loop.best] for step, metrics in saved.items() if loop.best in metrics}
-    if wanted == "last" and saved:
-        return max(saved)
-    if wanted == "best" and scores:
-        return (min if loop.best_mode == "min" else max)(scores, key=scores.get)
-    if wanted.isdigit() and int(wanted) in saved:
-        return int(wanted)
     if wanted == "best":
-        raise ValueError(
-            f"{loop.best} was never measured; give step=last (and, with under 50 documents, sources.0.hold_out=4)"
-        )
-    raise ValueError(f"got step {wanted!r}, expected last, best or one of {[*saved]}")
+        scores = {step: metrics[loop.best] for step, metrics in saved.items() if loop.best in metrics}
+        if not scores:
+            hint = "give step=last (and, with under 50 documents, sources.0.hold_out=4)"
+            raise ValueError(f"{loop.best} was never measured; {hint}")
+        return (min if loop.best_mode == "min" else max)(scores, key=scores.get)
+    step = max(saved, default=0) if wanted == "last" else int(wanted) if wanted.isdigit() else 0
+    if step not in saved:
+        raise ValueError(f"got step {wanted!r}, expected last, best or one of {[*saved]}")
+    return step
 
 
 def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int) -> str:

@@ -24,7 +24,6 @@ from train import drafter, export, head, measure, respond
 from train.pairing.compose import MEASURE_SECONDS, Composer, PairConfig
 from train.runtime import folders, hosts, run_config, watch
 from treeflash_jax.bench.report import format_interval
-from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 from treeflash_jax.core.settings import dotted
 
@@ -69,31 +68,27 @@ def _begun_with(settings: PairConfig, name: str) -> Path:
 def run_stages(composer: Composer) -> None:
     """Runs the stages that have not finished with these settings."""
     began, settings = time.perf_counter(), composer.settings
-    path = settings.path("finished.json")
-    finished = read_json(path) if path.exists() else {}
     for number, (name, module) in enumerate(STAGES.items(), start=1):
-        toml = settings.path(f"{name}.toml")
+        toml, finished = settings.path(f"{name}.toml"), settings.path(f"{name}.finished.toml")
         hosts.say(f"\n{number} of {len(STAGES)}: python -m train.{name} {shlex.quote(str(toml))}")
         if name == "drafter":
             composer.read_answers()
         composer.stages[name] = stage = continued(getattr(composer, name)(), settings, name)
         run_config.save(stage, toml)
-        if finished.get(name) == run_config.to_dict(stage):
+        if finished.exists() and finished.read_text() == run_config.dump(stage):
             hosts.say("  finished before")
             continue
         values = dotted(run_config.to_dict(stage), into_lists=True)
         for key in PRINTED.get(name, "").split():
             hosts.say(f"  {key} = {values[key]}")
         for other in [name] if name == "respond" else [*STAGES][number - 1 :]:  # later results are of another drafter
-            finished.pop(other, None)
-        files.write(path, json.dumps(finished, indent=1) + "\n")
+            settings.path(f"{other}.finished.toml").unlink(missing_ok=True)
         if name == "drafter":  # the head was trained on another backbone
             shutil.rmtree(settings.path("head"), ignore_errors=True)
             module.main(stage, on_timed=partial(announce, began, stage.loop.steps))
         else:
             module.main(stage)
-        finished[name] = run_config.to_dict(stage)
-        files.write(path, json.dumps(finished, indent=1) + "\n")
+        run_config.save(stage, finished)
 
 
 def announce(began: float, steps: int, step: int, seconds: float) -> None:

@@ -16,10 +16,6 @@ from train.runtime import folders, run_config
 SECONDS_PER_PART = 10.0
 
 
-def part_path(out: epath.Path, number: int) -> epath.Path:
-    return out.with_name(f"{out.name}.part-{number}")
-
-
 def settings_path(out: epath.Path) -> epath.Path:
     return out.with_name(f"{out.name}.settings.toml")
 
@@ -101,7 +97,7 @@ def adding(out: epath.Path) -> Iterator[Callable[[int, str], None]]:
 
     def write() -> None:
         if lines:
-            folders.write(part_path(out, min(lines)), "".join(lines.values()))
+            folders.write(out.with_name(f"{out.name}.part-{min(lines)}"), "".join(lines.values()))
             lines.clear()
 
     def add(index: int, line: str) -> None:

@@ -153,14 +153,11 @@ def split_chunks(tree: Any, size: int) -> Any:
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0), tree)
 
 
-def split_batch(tree: Any, count: int) -> Any:
-    """[b, ...] -> [count, b / count, ...]; every part has sequences of every device."""
-    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), tree)
-
-
 def sum_parts(function: Callable[[Any], Any], batch: Any, count: int) -> Any:
-    """Adds up `function(part)` over `count` parts of a batch [b, ...], one part at a time."""
-    return function(batch) if count == 1 else sum_chunks(function, split_batch(batch, count))
+    """Adds up `function(part)` over `count` parts of a batch [b, ...], one at a time, with sequences of every device."""
+    if count == 1:
+        return function(batch)
+    return sum_chunks(function, jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch))
 
 
 def make_update(
