@@ -6,7 +6,6 @@ Writes a Hugging Face folder with the tokenizer, RUN/model, which all other stag
 the tokenizer must exist before.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +83,6 @@ def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any,
 
 
 def main(settings: FromScratchStage) -> None:
-    began = time.perf_counter()
     hosts.connect(notes_sigterm=True)
     if not Path(settings.tokenizer).exists():
         train_tokenizer(settings)
@@ -100,7 +98,7 @@ def main(settings: FromScratchStage) -> None:
     flops = 6.0 * parameters.count(params) * settings.loop.batch * length
     task = TrainTask(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
-    params = loop.fit(task, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, began=began)
+    params = loop.fit(task, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus)
     params = sharding.to_host(params)
     if hosts.is_first():
         target = folders.absolute(settings.run) / "model"

@@ -87,8 +87,8 @@ def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
     """Also those of steps 41 to 50 of an earlier start, which are lost."""
     with (run / "log.jsonl").open("a") as file:
         file.write('{"step": 50, "seconds": 140.0}\n')
-    monkeypatch.setattr(watch.time, "perf_counter", lambda: 107.5)
-    with watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, began=100.0) as log:
+    monkeypatch.setattr(watch.time, "perf_counter", iter([100.0, 107.5]).__next__)
+    with watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40) as log:
         log.write(60, {"loss": 2.0})
     assert watch.read_log(run) == [*LOG, {"step": 60, "loss": 2.0, "seconds": 147.5}]
     assert capsys.readouterr().out == "continuing at step 40 of 60\nstep 60 of 60: loss 2.000\n"

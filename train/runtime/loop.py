@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from train.data import packing
 from train.runtime import flops, folders, hosts, training_state, watch
@@ -53,12 +54,11 @@ def fit(
     task: TrainTask,
     *,
     config: Any,
-    mesh: jax.sharding.Mesh,
+    mesh: Mesh,
     params: Any,
     frozen: Any,
     corpus: packing.Corpus,
     evaluate: Callable[[Any, Report], dict[str, Any]] | None = None,
-    began: float | None = None,
     on_timed: Callable[[int, float], None] | None = None,
 ) -> Any:
     """Trains until the last step and returns the float32 weights, on the mesh.
@@ -67,7 +67,6 @@ def fit(
       config: settings of the stage; reads `run`, `loop`, `optimizer` and `data`, and a run belongs to all of them.
       params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
       evaluate: metrics of the weights, added to those of the held-out sequences; it may report its progress.
-      began: `time.perf_counter()` at the beginning of the command; now by default.
       on_timed: receives, at the first log line, the number of the step and the seconds that a step takes.
 
     Raises:
@@ -81,7 +80,7 @@ def fit(
     with sharding.ambient(mesh), hosts.held(folder / "run.lock", f"run={config.run}"):
         claim(folder, config)
         with closing(Checkpoints(config.run, loop, corpus.digest())) as checkpoints, ExitStack() as stack:
-            run = _Run(task, config, steps, mesh, params, checkpoints, stack, began)
+            run = _Run(task, config, steps, mesh, params, checkpoints, stack)
             run.measures = [partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)]
             if evaluate is not None:
                 run.measures.append(evaluate)
@@ -92,15 +91,7 @@ class _Run:
     """A run in progress: the state of its last checkpoint, else a fresh one, and the compiled step."""
 
     def __init__(
-        self,
-        task: TrainTask,
-        config: Any,
-        steps: int,
-        mesh: jax.sharding.Mesh,
-        params: Any,
-        checkpoints: Checkpoints,
-        stack: ExitStack,
-        began: float | None,
+        self, task: TrainTask, config: Any, steps: int, mesh: Mesh, params: Any, checkpoints: Checkpoints, stack: ExitStack
     ):
         loop: LoopConfig = config.loop
         self.task, self.config, self.loop, self.steps, self.mesh = task, config, loop, steps, mesh
@@ -123,7 +114,7 @@ class _Run:
                 f"run={config.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
             )
         opened = watch.open_sinks(config, self.start, stack) if self.start < steps else []
-        log = watch.Watch(folders.absolute(config.run), steps=steps, resumed_at=self.start, sinks=opened, began=began)
+        log = watch.Watch(folders.absolute(config.run), steps=steps, resumed_at=self.start, sinks=opened)
         self.watch = stack.enter_context(log)
         stack.enter_context(self.profile)
         self.measures: list[Callable[..., dict[str, Any]]] = []
@@ -150,9 +141,8 @@ class _Run:
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
             ends = step == steps or self.signals.requested(step)
-            logs = step == steps or _is_due(step, loop.log_every or steps)
-            evaluates = step == steps or _is_due(step, loop.evaluate_every)
-            pauses = ends or evaluates or _is_due(step, loop.save_every)
+            logs, evaluates = self.is_due(step, loop.log_every), self.is_due(step, loop.evaluate_every)
+            pauses = ends or evaluates or self.is_due(step, loop.save_every)
             line: dict[str, Any] = {}
             if logs or pauses:
                 window = sharding.to_host(self.state.window)
@@ -176,6 +166,9 @@ class _Run:
                 began = time.perf_counter()  # evaluations and checkpoints are not step time
         return self.state.params
 
+    def is_due(self, step: int, every: int) -> bool:
+        return step == self.steps or (every > 0 and step % every == 0)
+
     def finish(self, step: int, line: dict[str, Any], *, evaluates: bool, ends: bool) -> None:
         """Evaluates, logs and saves a step, and exits after a signal."""
         metrics: dict[str, Any] = {}
@@ -187,7 +180,7 @@ class _Run:
         line = line | metrics
         if line:
             self.watch.write(step, line)
-        if ends or bool(metrics and self.loop.best) or _is_due(step, self.loop.save_every):
+        if ends or bool(metrics and self.loop.best) or self.is_due(step, self.loop.save_every):
             floats = {name: value for name, value in line.items() if isinstance(value, float)}
             self.checkpoints.save(step, self.state, floats, wait=ends)
         if ends and step < self.steps:
@@ -198,7 +191,7 @@ class _Run:
 
 
 def make_held_out_measure(
-    task: TrainTask, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh
+    task: TrainTask, corpus: packing.Corpus, loop: LoopConfig, mesh: Mesh
 ) -> Callable[[Any, Any, Report], dict[str, Any]]:
     """Returns a function of trained and frozen weights: means over a few held-out batches of every source.
 
@@ -271,7 +264,3 @@ class Signals:
     def requested(self, step: int) -> bool:
         """Returns whether the run ends after this step; all hosts agree."""
         return self.received is not None if self.alone else multihost_utils.reached_preemption_sync_point(step)
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

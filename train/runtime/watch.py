@@ -77,15 +77,12 @@ class Watch(Bar):
 
     Args:
       sinks: functions that receive the metrics too.
-      began: `time.perf_counter()` at the beginning of the command.
     """
 
-    def __init__(
-        self, folder: epath.Path, *, steps: int, resumed_at: int, sinks: Sequence[Sink] = (), began: float | None = None
-    ):
+    def __init__(self, folder: epath.Path, *, steps: int, resumed_at: int, sinks: Sequence[Sink] = ()):
         super().__init__("training", steps, resumed_at)
         self.path, self.steps, self.sinks = folder / "log.jsonl", steps, sinks
-        self.began = time.perf_counter() if began is None else began
+        self.began = time.perf_counter()
         if hosts.is_first():
             lines = read_log(folder)
             self.began -= max((line["seconds"] for line in lines), default=0.0)

@@ -13,7 +13,6 @@ Example:
 """
 
 import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -198,7 +197,6 @@ def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: A
 
 def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | None = None) -> None:
     """Loads verifier and data, trains, and writes RUN/model; `on_timed` as in `loop.fit`."""
-    began = time.perf_counter()
     hosts.connect(notes_sigterm=True)
     settings, mesh = with_thinking(settings), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
@@ -226,7 +224,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     hosts.say(f"{parameters.count(params):,} weights to train, {corpus.num_sequences} sequences of {length} tokens")
     pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=model_files.stop_ids(folder, model), mesh=mesh)
     measure = make_tau_measure(settings, task, pair, corpus, frozen)
-    named = dict(params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began, on_timed=on_timed)
+    named = dict(params=params, frozen=frozen, corpus=corpus, evaluate=measure, on_timed=on_timed)
     params = loop.fit(task, config=settings, mesh=mesh, **named)
     whole = sharding.to_host(assemble(drafter, params | frozen))
     if hosts.is_first():
