@@ -186,7 +186,7 @@ def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict
 
 
 def refuse(changed: dict[str, tuple[Any, Any]], where: Any, option: str) -> None:
-    """Raises ValueError if there are `changes` since `where`, the value of `option`, was begun; names the first of them."""
+    """Raises ValueError for the first setting of `changes` since `where`, the value of `option`, was begun, if any."""
     for key, (then, now) in changed.items():
         give = f"leave {key} out" if then in (None, [], "") else f"give {key}={quoted(then)}"
         raise ValueError(f"{where} was begun with {key} = {quoted(then)}, got {quoted(now)}; {give}, or another {option}=")
