@@ -80,7 +80,12 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     assert choose(H200, jnp.bfloat16, head_dims=(128, 64)) == "pallas-gpu"
     others = (jnp.bfloat16, (96, 64)), (jnp.bfloat16, (128, 8)), (jnp.float32, (128,))
     assert {choose(H200, dtype, head_dims=sizes) for dtype, sizes in others} == {"xla"}
-    assert choose(Device("gpu", "NVIDIA A100-SXM4-80GB"), jnp.bfloat16, head_dims=(128,)) == "xla"
+    a100 = Device("gpu", "NVIDIA A100-SXM4-80GB")
+    assert choose(a100, jnp.bfloat16, head_dims=(128,)) == "xla"
+    assert {choose(device, jnp.bfloat16, "mosaic-gpu") for device in (cpu, H200)} == {"mosaic-gpu"}
+    refused(
+        lambda: choose(a100, jnp.bfloat16, "mosaic-gpu"), "got attention 'mosaic-gpu' on NVIDIA A100-SXM4-80GB, expected an"
+    )
     words = "got attention 'pallas-gpu' on a tpu, expected 'xla' or 'streamed'"
     refused(lambda: choose(Device("tpu"), jnp.float32, "pallas-gpu"), words)
 

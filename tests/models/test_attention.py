@@ -1,6 +1,6 @@
 """Attention "xla" against a dense softmax, and the others, which read a part of the cache, against it; what caches hold.
 
-A CPU runs the kernel interpreted.
+A CPU runs the kernels interpreted.
 """
 
 import re
@@ -10,23 +10,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import TREE, drafted_as_plain, draw, slow_unless
+from answers import TREE, drafted_as_plain, draw, random_weights, slow_unless
 from compiled import moved_shapes
 from conftest import RANDOM_MODEL, needs_8_devices, needs_cpu
+from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AbstractDevice, AbstractMesh
 from refusals import refused
 
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
 from treeflash_jax.models import attention as attention_module
-from treeflash_jax.models import kv_cache
+from treeflash_jax.models import kv_cache, verifier
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.kv_cache import AXES, LayerKV
 from treeflash_jax.trees import ancestor_mask
 
-B, T, S, H, K, E = 4, 7, 704, 6, 2, 16
+B, T, S, H, K, E = 4, 7, 704, 6, 2, 64
 LENGTHS = {"edges": (0, 1, 127, 128), "full": (129, 640, 703, 704), "short": (0, 0, 64, 65), "ragged": (704, 3, 0, 130)}
+KERNELS = ["pallas-gpu", "mosaic-gpu"]
 NAMES = ["streamed", "blocked", *(["pallas-gpu"] if jax.default_backend() in ("cpu", "gpu") else [])]
+IS_INTERPRETED = hasattr(mosaic_gpu, "InterpretGPUParams")
+needs_mosaic = pytest.mark.skipif(
+    not IS_INTERPRETED or jax.default_backend() != "cpu",
+    reason="interpreted on a CPU, from jax 0.12 on",
+)
+WITH_MOSAIC = [*NAMES, pytest.param("mosaic-gpu", marks=needs_mosaic)]
+CASES = [(name, dtype) for name in NAMES for dtype in ("float32", "float64", "bfloat16")]
+CASES += [pytest.param("mosaic-gpu", dtype, marks=needs_mosaic) for dtype in ("bfloat16", "float16")]
+TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 0.02, "float16": 2e-3}
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0] * T, [0, 0, 0, 2, 2, 2, 4]], jnp.int32)
 BLOCK = 96  # divides none of the capacities
 attention = jax.jit(tree_attention, static_argnames="implementation")
@@ -39,7 +50,7 @@ def short_blocks():
         yield
 
 
-def arguments(lengths, dtype=np.float32, *, queries=T, heads=H, kv_heads=K, slots=S, poison=lambda length: length):
+def arguments(lengths, dtype="float32", *, queries=T, heads=H, kv_heads=K, slots=S, poison=lambda length: length):
     """Queries, keys, values, mask, prefix and lengths; slots from `poison(length)` on are NaN, and garbage before that."""
     rng, (batch, parent_bt) = np.random.default_rng(0), (len(lengths), PARENT[: len(lengths)])
     causal_btu = jnp.broadcast_to(jnp.tri(queries, dtype=bool), (batch, queries, queries))
@@ -49,7 +60,7 @@ def arguments(lengths, dtype=np.float32, *, queries=T, heads=H, kv_heads=K, slot
     ends_bs = np.asarray([poison(length) - length for length in lengths])[:, None]
     cached = rng.normal(size=(2, batch, kv_heads, slots, E))
     cached = np.where((at_bs < 0)[:, None, :, None], cached, np.where((at_bs < ends_bs)[:, None, :, None], 1e4, np.nan))
-    *new, keys, values = (jnp.asarray(x, dtype) for x in (*new, *cached))
+    *new, keys, values = (jnp.asarray(x, jnp.dtype(dtype)) for x in (*new, *cached))
     return *new, mask_btu, LayerKV(keys, values), jnp.asarray(lengths, jnp.int32)
 
 
@@ -86,40 +97,48 @@ def finite(arrays):
 
 def needed(name: str, longest: int, slots: int = S):
     """The end of the last block that a sequence needs; "streamed" and "blocked" read as much for all as for the longest."""
-    size = {"streamed": slots // 4, "blocked": BLOCK, "pallas-gpu": 64}[name]
-    return lambda length: -(-(length if name == "pallas-gpu" else longest) // size) * size
+    size = {"streamed": slots // 4, "blocked": BLOCK}.get(name, 64)
+    return lambda length: -(-(length if name in KERNELS else longest) // size) * size
 
 
-@pytest.mark.parametrize("name", NAMES)
+def widest(name: str) -> str:
+    """Returns the widest dtype that an implementation takes on every device."""
+    return "float16" if name == "mosaic-gpu" else "float32"
+
+
+def same(got, expected, **tolerance):
+    np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(expected, np.float64), rtol=0, **tolerance)
+
+
+@pytest.mark.parametrize("name, dtype", CASES)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("float64", 1e-12), ("bfloat16", 0.02)])
-def test_equals_xla(name, lengths, dtype, atol):
+def test_equals_xla(name, lengths, dtype):
     """Garbage in the last block that is needed is hidden; blocks past it, full of NaN, are not read at all."""
     with jax.enable_x64(dtype == "float64"):
-        arrays = arguments(lengths, jnp.dtype(dtype), poison=needed(name, max(lengths)))
+        arrays = arguments(lengths, dtype, poison=needed(name, max(lengths)))
         got = attention(*arrays, implementation=name)
         assert got.dtype == dtype
-        expected = attention(*finite(arrays))
-        np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(expected, np.float64), atol=atol, rtol=0)
+        same(got, attention(*finite(arrays)), atol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("queries, heads, slots", [(1, 2, 2048), (1, 8, 2112), (40, 4, 576), (700, 4, 512)])
+@pytest.mark.parametrize("name", WITH_MOSAIC)
+@pytest.mark.parametrize("queries, heads, slots", [(1, 2, 2048), (1, 8, 2112), (41, 4, 576), (260, 4, 512)])
 def test_any_number_of_queries_and_slots(name, queries, heads, slots):
     """One query, several tiles of queries, and queries that pad the last one."""
-    arrays = arguments((300, 0), queries=queries, heads=heads, slots=slots, poison=needed(name, 300, slots))
+    sizes = {"queries": queries, "heads": heads, "slots": slots}
+    arrays = arguments((300, 0), widest(name), **sizes, poison=needed(name, 300, slots))
     got = attention(*arrays, implementation=name)
-    np.testing.assert_allclose(got, attention(*finite(arrays)), atol=1e-5)
+    same(got, attention(*finite(arrays)), atol=TOLERANCES[widest(name)])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_MOSAIC)
 def test_large_logits_stay_finite_and_a_prefix_may_be_missing(name):
     """Peaks of a thousand move from block to block, and from the prefix to the new positions: sums never overflow."""
-    q_bthe, *others = arguments(LENGTHS["full"])
+    q_bthe, *others = arguments(LENGTHS["full"], widest(name))
     for arrays in (finite((q_bthe * 1e3, *others)), (q_bthe * 1e3, *others[:3])):
         expected = attention(*arrays)
         assert (jnp.abs(expected) < 10).all()
-        np.testing.assert_allclose(attention(*arrays, implementation=name), expected, atol=1e-3)
+        same(attention(*arrays, implementation=name), expected, atol=2e-3)
 
 
 @needs_8_devices
@@ -154,22 +173,50 @@ def test_streamed_copies_no_cache():
     assert kinds and kinds <= {"parameter", "get-tuple-element"}
 
 
-def test_the_kernel_lowers_for_a_gpu():
-    """As far as a machine without one can tell: Triton takes the kernel, at the sizes of Qwen3-4B."""
-    new = [jax.ShapeDtypeStruct((1, 64, count, 128), jnp.bfloat16) for count in (32, 8, 8)]
-    slots = jax.ShapeDtypeStruct((1, 8, 6144, 128), jnp.bfloat16)
-    shapes = *new, jax.ShapeDtypeStruct((1, 64, 64), bool), LayerKV(slots, slots), jax.ShapeDtypeStruct((1,), jnp.int32)
+@pytest.mark.parametrize("name, word", [("pallas-gpu", "triton"), pytest.param("mosaic-gpu", "mosaic", marks=needs_mosaic)])
+@pytest.mark.parametrize("queries, head_dim", [(64, 128), (1, 64)])
+def test_the_kernels_lower_for_a_gpu(name, word, queries, head_dim):
+    """As far as a machine without one can tell: Triton and Mosaic take them, at the sizes of Qwen3-4B among others."""
+    new = [jax.ShapeDtypeStruct((1, queries, count, head_dim), jnp.bfloat16) for count in (32, 8, 8)]
+    slots = jax.ShapeDtypeStruct((1, 8, 6144, head_dim), jnp.bfloat16)
+    mask, length = jax.ShapeDtypeStruct((1, queries, queries), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
     device = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        traced = jax.jit(lambda *arrays: tree_attention(*arrays, implementation="pallas-gpu")).trace(*shapes)
-        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        traced = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=name)).trace(
+            *new, mask, LayerKV(slots, slots), length
+        )
+        assert word in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_the_kernel_refuses_odd_sizes():
+def test_the_kernels_refuse_what_products_do_not_take():
     arrays = list(arguments(LENGTHS["full"]))
     arrays[4] = jax.tree.map(lambda x: x[:, :, :696], arrays[4])
-    words = "got heads of 16 and a cache of 696 slots, expected a power of two and a"
+    words = "got heads of 64 and a cache of 696 slots, expected a power of two and a"
     refused(lambda: tree_attention(*arrays, implementation="pallas-gpu"), words)
+    words = "got float32, heads of 64 and a cache of 696 slots, expected bfloat16"
+    if not IS_INTERPRETED:
+        words = f"got jax {jax.__version__}, expected 0.12 or newer for attention 'mosaic-gpu'"
+    refused(lambda: tree_attention(*arrays, implementation="mosaic-gpu"), words)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("qk_norm, tokens", [(True, 7), (False, 1)])
+def test_the_verifier_norms_and_rotates_in_the_kernel(qk_norm, tokens):
+    """Merged weights, a prefix of two lengths and a tree: hidden states, keys and values are those of "xla"."""
+    config = replace(RANDOM_MODEL, head_dim=64, qk_norm=qk_norm)
+    params = random_weights(verifier.specs(config), dtype=jnp.bfloat16)
+    verifier.merge(params)
+    forward = jax.jit(verifier.forward, static_argnames=("config", "attention"))
+    ids_bt = jax.random.randint(jax.random.key(1), (2, 70 + tokens), 0, config.vocab_size)
+    at_bs = jnp.broadcast_to(jnp.arange(70), (2, 70))
+    prompt = forward(params, config, ids_bt[:, :70], at_bs, verifier.causal_mask(2, 70))
+    cache = kv_cache.append(kv_cache.allocate(config, 2, 192, jnp.bfloat16), prompt.new_kv, jnp.asarray([70, 3]))
+    mask_btt = ancestor_mask(PARENT[:2], T)[:, :tokens, :tokens]
+    inputs = ids_bt[:, 70:], cache.length_b[:, None] + jnp.arange(tokens), mask_btt, cache
+    expected, got = (forward(params, config, *inputs, attention=name) for name in ("xla", "mosaic-gpu"))
+    same(got.hidden_btd, expected.hidden_btd, atol=0.05)
+    for new, others in zip(jax.tree.leaves(got.new_kv), jax.tree.leaves(expected.new_kv), strict=True):
+        same(new, others, atol=0.05)
 
 
 @pytest.mark.parametrize("name", [slow_unless(name == "streamed", name) for name in NAMES])

@@ -113,11 +113,14 @@ def choose_attention(device: Device, dtype: Any, requested: str | None = None, h
     On CPUs "streamed" in float32 and "xla" in bfloat16, where copying a part of the cache takes longer than it saves. On
     Hopper GPUs the kernel in bfloat16, for head sizes that are powers of two, at least 16.
 
-    Raises ValueError for another backend's kernel; a CPU interprets all of them.
+    "mosaic-gpu" never ran on a GPU, so it is no default. Raises ValueError for another device's kernel; a CPU interprets
+    all of them.
     """
     if requested is not None:
-        if not device.is_cpu and requested.startswith("pallas-") and requested != f"pallas-{device.backend}":
+        if not device.is_cpu and requested.endswith("-gpu") and device.backend != "gpu":
             raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'xla' or 'streamed'")
+        if requested == "mosaic-gpu" and not device.is_cpu and not device.kind.startswith(HOPPER):
+            raise ValueError(f"got attention 'mosaic-gpu' on {device.kind}, expected an H100 or H200, or 'pallas-gpu'")
         return requested
     if device.kind.startswith(HOPPER) and jnp.dtype(dtype) == jnp.bfloat16:
         return "pallas-gpu" if all(size >= 16 and size.bit_count() == 1 for size in head_dims) else "xla"

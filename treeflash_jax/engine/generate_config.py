@@ -236,8 +236,9 @@ class GenerateConfig:
     )
     attention: str | None = running(
         None,
-        "implementation of attention: xla reads whole caches; streamed, blocked and pallas-gpu only their filled part. "
-        "pallas-gpu is the default on H100 and H200 in bfloat16",
+        "implementation of attention: xla reads whole caches; streamed, blocked, pallas-gpu and mosaic-gpu only their "
+        "filled part. pallas-gpu is the default on H100 and H200 in bfloat16; mosaic-gpu launches fewer operations there, "
+        "needs jax 0.12 and was never timed",
         unset="chosen by device and dtype",
         choices=lambda: CHOICES,
     )

@@ -6,8 +6,8 @@ exists.
 
 "xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
 prefix; "blocked" the blocks that hold it one after the other, so that it keeps the logits of one block only. The Pallas
-kernel reads each prefix block by block under an online softmax. "splash", "cudnn" and "chunked" are for packed sequences
-without a prefix, in training.
+kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the new positions, norms and
+rotates in its kernel. "splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, x keys of either kind, h query
 heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.
@@ -181,6 +181,45 @@ def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
+def _mosaic_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+    if prefix is None:
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+    from treeflash_jax.models.backend import attention_mosaic  # slow to import
+
+    return _on_each_device(attention_mosaic.attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+
+
+def raw_attention(
+    qkv_btkge: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    scales_ge: jax.Array | None,
+    eps: float,
+    mask_btt: jax.Array,
+    prefix: LayerKV,
+    length_b: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Norms and rotates new positions, and attends as `tree_attention` does, in one kernel ("mosaic-gpu").
+
+    Returns attention [b, t, h, e], and keys and values [b, t, k, e] for the cache.
+
+    Args:
+      qkv_btkge: query heads, key and value of each key/value head (`layers.raw_heads`).
+      table: cosines and sines (`layers.rotary_table`).
+      scales_ge: scales of the norms of query heads and key (`layers.merge`); None: no norm.
+      eps: epsilon of the norms.
+    """
+    from treeflash_jax.models.backend import attention_mosaic  # slow to import
+
+    heads, batch = ("batch", None, "kv_heads", None, None), ("batch", None, None)
+    cos_sin_bte = jnp.concatenate(table, axis=-1)[:, :, 0]
+    arrays = qkv_btkge, cos_sin_bte, scales_ge, mask_btt, prefix, length_b
+    layouts = [(heads, qkv_btkge.shape), (batch, cos_sin_bte.shape), ((), ()), (batch, mask_btt.shape)]
+    layouts += [(kv_cache.AXES, prefix.keys_bkse.shape), (batch[:1], length_b.shape)]
+    mixed_btkge, keys_btk1e = sharding.over_mesh(partial(attention_mosaic.attend_raw, eps=eps), arrays, layouts)
+    mixed_bthe = mixed_btkge.reshape(*mixed_btkge.shape[:2], -1, mixed_btkge.shape[-1])
+    return mixed_bthe, (keys_btk1e[:, :, :, 0], qkv_btkge[:, :, :, -1])
+
+
 def _on_each_device(attend: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b) -> jax.Array:
     """Runs `attend` on every device of a mesh, for its own sequences and heads; no device waits for another.
 
@@ -228,6 +267,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "streamed": _streamed,
     "blocked": _blocked,
     "pallas-gpu": _pallas_gpu,
+    "mosaic-gpu": _mosaic_gpu,
 }
 
 CHOICES = tuple(name for name in IMPLEMENTATIONS if name not in TRAINING)

@@ -165,15 +165,18 @@ def queries_keys_values(
     """Returns `queries` and `keys_values`, of merged weights or others."""
     if "qkv" not in params:
         return queries(params, config, x_btd, table), *keys_values(params, config, x_btd, table)
-    x_btkge = product("btd,kged->btkge", x_btd, params["qkv"])
-    if config.qkv_bias:
-        x_btkge += params["qkv_bias"].astype(x_btkge.dtype)
+    x_btkge = raw_heads(params, x_btd)
     qk_btkge = x_btkge[..., :-1, :]
     if config.qk_norm:
         qk_btkge = rms_norm(qk_btkge, params["qk_norm"], config.rms_norm_eps)
     qk_btkge = rotate(qk_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(qk_btkge.shape)
     q_bthe = qk_btkge[..., :-1, :].reshape(*x_btd.shape[:2], config.num_heads, config.head_dim)
     return q_bthe, qk_btkge[..., -1, :], x_btkge[..., -1, :]
+
+
+def raw_heads(params: Params, x_btd: jax.Array) -> jax.Array:
+    """Returns the query heads, the key and the value of each key/value head [b, t, k, g, e], of merged weights."""
+    return _projected("btd,kged->btkge", x_btd, params, "qkv")
 
 
 def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:

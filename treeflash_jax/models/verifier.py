@@ -17,7 +17,7 @@ from flax import struct
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import experts, kv_cache, layers, quantized, vocab
-from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.attention import raw_attention, tree_attention
 from treeflash_jax.models.config import ModelConfig
 
 
@@ -119,6 +119,9 @@ def _make_layer(
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
     def layer(weights, x_btd, prefix, earlier_kv, shift_btf):
         def attend(weights, x_btd):
+            if attention == "mosaic-gpu" and "qkv" in weights and prefix is not None and earlier_kv is None:
+                raw = layers.raw_heads(weights, x_btd), table, weights.get("qk_norm"), config.rms_norm_eps
+                return raw_attention(*raw, mask_btu, prefix, length_b)
             q_bthe, *new = layers.queries_keys_values(weights, config, x_btd, table)
             new = seen = tuple(new)
             if earlier_kv is not None:

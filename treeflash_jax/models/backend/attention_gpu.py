@@ -4,7 +4,7 @@ One program per sequence and key/value head, tile of queries and share of the pr
 divided evenly among its shares, whatever its length, so that a batch of one fills the device; the caller merges them.
 No block past a sequence's length is read.
 
-Pallas' Triton lowering serves every NVIDIA GPU since Ampere; jax 0.12 deprecates it for Mosaic's, which starts at Hopper.
+Pallas' Triton lowering serves every NVIDIA GPU since Ampere; jax 0.12 deprecates it for Mosaic's (`attention_mosaic`).
 The sizes below are not tuned.
 
 Shape suffixes: b batch, k key/value heads, q queries of one key/value head, s cache slots, x slots of one block,
