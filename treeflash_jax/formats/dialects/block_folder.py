@@ -17,7 +17,6 @@ from typing import Any
 
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
 from treeflash_jax.formats import architectures
@@ -29,14 +28,11 @@ from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.trees.shape import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
-KERNELS = {
-    "conv": Entry("conv.base_kernel", order=(0, 1), is_stacked=True),
-    "conv_delta": Entry("conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3),
-}
-CONVOLUTION = {
-    f"{part}_{name}": replace(entry, name=f"{part}_{entry.name}")
-    for part in backbone.CONVOLVED
-    for name, entry in KERNELS.items()
+CONVOLUTIONS = {  # of a layer
+    "attention_conv": Entry("attention_conv.base_kernel", order=(0, 1), is_stacked=True),
+    "attention_conv_delta": Entry("attention_conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3),
+    "mlp_conv": Entry("mlp_conv.base_kernel", order=(0, 1), is_stacked=True),
+    "mlp_conv_delta": Entry("mlp_conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3),
 }
 LISTED = {"unembed": Entry("lm_head.weight", order=(0, 1)), "offsets": Entry("d2t")}  # of a draft vocabulary in files
 ALIGNMENT = ("shift_label", "sample_from_anchor")
@@ -136,14 +132,10 @@ class BlockFolder(Dialect):
         prefix = self.prefix
         if names:
             prefix = "model." if any(name.startswith("model.") for name in names) else ""
-        table = ARCHITECTURES[config.layers.model_type]
+        architecture = ARCHITECTURES[config.layers.model_type]
+        architecture = replace(architecture, layer={**architecture.layer, **CONVOLUTIONS})
         entries = {name: replace(entry, name=prefix + entry.name) for name, entry in BACKBONE.items()}
-        [layers] = specs["backbone"]["groups"]
-        plain = [[{name: spec for name, spec in layer.items() if name not in CONVOLUTION} for layer in layers]]
-        entries["groups"] = table.layer_entries(plain, prefix)
-        for number, (layer, layer_specs) in enumerate(zip(entries["groups"][0], layers, strict=True)):
-            for name in CONVOLUTION.keys() & layer_specs.keys():
-                layer[name] = replace(CONVOLUTION[name], name=f"{prefix}layers.{number}.{CONVOLUTION[name].name}")
+        entries["groups"] = architecture.layer_entries(specs["backbone"]["groups"], prefix)
         head = HEADS[config.head].entries
         listed = {name: entry for name, entry in LISTED.items() if name in specs}
         return {"backbone": entries, "head": {name: head[name] for name in specs["head"]}} | listed

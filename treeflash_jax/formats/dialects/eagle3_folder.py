@@ -30,7 +30,6 @@ from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
-LAYER = {"attention_norm": "input_layernorm.weight", "hidden_norm": "hidden_norm.weight"}
 OUTSIDE = {
     "fc": Entry("fc.weight", **LINEAR),
     "norm": Entry("norm.weight"),
@@ -116,8 +115,7 @@ class Eagle3(Dialect):
     def entries(self, config: Eagle3Config, specs: Any, names: Collection[str]) -> dict[str, Any]:
         prefixes = (p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
         prefix = next(prefixes, self.prefix)
-        layer = dict(ARCHITECTURES[config.layers.model_type].layer)
-        layer |= {name: Entry(published) for name, published in LAYER.items()}
+        layer = {**ARCHITECTURES[config.layers.model_type].layer, "hidden_norm": Entry("hidden_norm.weight")}
         entries: dict[str, Any] = {name: OUTSIDE[name] for name in specs if name in OUTSIDE}
         entries["layer"] = {name: replace(layer[name], name=prefix + layer[name].name) for name in specs["layer"]}
         if "fc_norm" in specs:
