@@ -125,7 +125,7 @@ def test_answers_that_differ_fail_unless_it_is_at_a_near_tie(fake, small, tmp_pa
 
 
 def test_differences_are_judged_by_the_filters_of_the_run(fake, small, tmp_path, monkeypatch):
-    asked, tie = [], check.Divergence(index=2, drafted=9, plain=7, gap=0.0, rounding=0.0)
+    asked, tie = [], check.Divergence(index=2, drafted=9, plain=7, gap=0.0, near_tie=True)
     monkeypatch.setattr(harness, "divergence", lambda model, request, *ids: asked.append(request) or tie)
     fake.ids = lambda config: [5, 6, 7, 8] if config.builder == "none" else [5, 6, 9, 8]
     sampled = "--systems ar treeflash --temperature 0.5 --top-k 5 --top-p 0.9".split()

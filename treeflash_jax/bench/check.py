@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import programs, sharding
+from treeflash_jax.core import programs
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding import processors
-from treeflash_jax.decoding.accepting import VERIFY_STREAM
-from treeflash_jax.decoding.state import DecodeState
+from treeflash_jax.decoding.accepting import make_target, target_noise
+from treeflash_jax.decoding.state import DecodeState, Sampling
 from treeflash_jax.engine import defaults
 from treeflash_jax.engine.batching import make_batch
 from treeflash_jax.engine.model import TreeFlash
@@ -21,9 +21,9 @@ from treeflash_jax.engine.plan import NO_DRAFTER
 from treeflash_jax.engine.prompts import Prompt
 from treeflash_jax.engine.requests import Request
 from treeflash_jax.engine.results import Result
-from treeflash_jax.models import verifier, vocab
+from treeflash_jax.models import verifier
 
-NEAR_TIE = 1e-4  # largest gap between the two logits of a near-tie, in any dtype, or
+NEAR_TIE = 1e-4  # largest change of two logits' difference that counts as rounding, in any dtype, or
 ROUNDINGS = 8  # this number of units of rounding of the larger logit, if larger (as in bfloat16)
 IDENTICAL, ROUNDING, FAIL = "identical", "equal up to rounding", "FAIL"  # verdicts on drafted answers
 
@@ -36,20 +36,17 @@ class Divergence:
       index: number of generated tokens before it.
       drafted, plain: token of the drafted and of the one-token answer; None if the answer had ended.
       gap: difference of the two tokens' logits after one pass over the common prefix, at a temperature above 0 with the
-        noise that decides between them; or the change of logits by which a filter keeps one token and drops the other, if
-        that explains the difference; None if an answer had ended.
-      rounding: unit of rounding of the larger logit in the compute dtype.
+        noise that decides between them; None if an answer had ended.
+      near_tie: True if rounding explains the difference, since products over one and over many tokens round differently:
+        either token is drawn if the logits of the two are that much in its favour. Filters count: a token may be drawn
+        because rounding keeps it, or drops the other.
     """
 
     index: int
     drafted: int | None
     plain: int | None
-    gap: float | None
-    rounding: float
-
-    def is_near_tie(self) -> bool:
-        """Returns True if rounding explains the difference: products over one and over many tokens round differently."""
-        return self.gap is not None and self.gap <= max(NEAR_TIE, ROUNDINGS * self.rounding)
+    gap: float | None = None
+    near_tie: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,7 @@ class Check:
         """IDENTICAL, ROUNDING if the first difference is a near-tie, or FAIL."""
         if self.divergence is None:
             return IDENTICAL
-        return ROUNDING if self.divergence.is_near_tie() else FAIL
+        return ROUNDING if self.divergence.near_tie else FAIL
 
     @property
     def tokens(self) -> int:
@@ -141,9 +138,9 @@ def meaning(quantize: str | None) -> str:
 def explanation(divergence: Divergence, dtype: Any) -> str:
     if divergence.gap is None:
         return "one answer ended before the other"
-    if divergence.is_near_tie():
+    if divergence.near_tie:
         return f"near-tie: {dtype} rounding decides between the two candidates; not an error"
-    return f"the two candidates' logits are {divergence.gap:.2g} apart, more than {dtype} rounding explains"
+    return f"{dtype} rounding does not explain it: the two candidates' logits are {divergence.gap:.2g} apart"
 
 
 def divergence(
@@ -154,63 +151,36 @@ def divergence(
         return None
     index = next((i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b), min(len(drafted), len(plain)))
     tokens = [ids[index] if index < len(ids) else None for ids in (drafted, plain)]
+    if None in tokens:
+        return Divergence(index=index, drafted=tokens[0], plain=tokens[1])
     prefix = request.ids + plain[:index]
     padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few shapes, few compilations
     padded[0, : len(prefix)] = prefix
     arguments = model.weights.verifier, jnp.asarray(padded), jnp.int32(len(prefix) - 1)
     static = {"config": model.verifier, "dtype": defaults.choose_residual_dtype(model.device, model.dtype)}
     logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, **static))
-    largest = np.abs(logits_v[[token for token in tokens if token is not None]]).max()
-    logits_v = _process(logits_v, request, plain[:index], processor)
-    with sharding.ambient(model.mesh):
-        key, dtype = jax.random.key(request.settings.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
-        for number in (request.index, *filter(None, [request.sample]), VERIFY_STREAM, len(prefix)):
-            key = jax.random.fold_in(key, number)
-        noise_v = vocab.gumbel(key[None], logits_v.size, dtype)[0]
-    scores_v = logits_v.astype(np.float64) + request.settings.temperature * np.asarray(noise_v)
-    ids = [token for token in tokens if token is not None]
-    gap = None
-    if len(ids) == 2:
-        low, high = sorted(ids, key=lambda token: scores_v[token])
-        is_kept, margins = _filter_margins(logits_v, [low, high], request)
-        gap = min(scores_v[high] - scores_v[low], margins[1]) if is_kept[1] else margins[1]
-        gap = float(gap if is_kept[0] else max(gap, margins[0]))
-    rounding = float(np.spacing(largest.astype(model.dtype)))  # logits may have more bits
-    return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
+    rounding = np.spacing(np.abs(logits_v[tokens]).max().astype(model.dtype))  # logits may have more bits
+    tolerance = max(NEAR_TIE, ROUNDINGS * float(rounding))
 
-
-def _process(logits_v: np.ndarray, request: Request, answer: list[int], processor: Any) -> np.ndarray:
-    """Returns the processed logits of the token after a prompt and the beginning of its answer."""
-    tokens_bs, length_b, sampling = make_batch([request], batch_size=1, capacity=request.length, dtype=logits_v.dtype)
+    logits_bnv = jnp.asarray(logits_v, jnp.promote_types(logits_v.dtype, jnp.float32))[None, None]
+    tokens_bs, length_b, sampling = make_batch([request], batch_size=1, capacity=request.length, dtype=logits_bnv.dtype)
     state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
-    state, answer_bni = processors.start(state, logits_v.size, processor), jnp.asarray(answer, jnp.int32)[None, None]
-    return np.asarray(processors.process(jnp.asarray(logits_v)[None, None], state, answer_bni, processor))[0, 0]
+    noise_bnv = target_noise(state.replace(end_b=jnp.array([len(prefix)])), 1, logits_bnv)
+    state, answer_bni = processors.start(state, logits_v.size, processor), jnp.asarray(plain[:index], jnp.int32)[None, None]
+    logits_bnv = processors.process(logits_bnv, state, answer_bni, processor)
+    low, high = np.sort(np.asarray(logits_bnv + request.settings.temperature * noise_bnv)[0, 0, tokens])
+
+    def is_drawn(token: int, other: int) -> bool:
+        favoured_bnv = logits_bnv.at[..., token].add(tolerance / 2).at[..., other].add(-tolerance / 2)
+        return token == int(programs.call(_draw, favoured_bnv, sampling, noise_bnv)[0, 0])
+
+    near_tie = is_drawn(*tokens) and is_drawn(*reversed(tokens))
+    return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=float(high - low), near_tie=near_tie)
 
 
-def _filter_margins(logits_v: np.ndarray, ids: list[int], request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Returns whether the filters keep each token, and the smallest change of logits that alters it."""
-    from scipy.special import logit  # slow to import
-
-    temperature, top_p = request.settings.temperature, request.settings.top_p
-    top_k = min(request.settings.top_k or logits_v.size, logits_v.size)
-    if temperature == 0:  # no filters
-        return np.array([True, True]), np.array([np.inf, np.inf])
-    sorted_v = np.append(np.sort(logits_v.astype(np.float64))[::-1], -np.inf)
-    mass_k = np.cumsum(np.exp((sorted_v[:top_k] - sorted_v[0]) / temperature))
-    mass_k /= mass_k[-1]
-    num_kept = top_k if top_p == 1 else 1 + int(np.argmax(mass_k >= top_p))
-    # If differences of logits change by up to d, the log-odds of a mass change by up to d / temperature.
-    changes_k = temperature * np.abs(logit(mass_k) - logit(top_p)) if top_p < 1 else np.full(top_k, np.inf)
-    fewer = changes_k[num_kept - 2] if num_kept > 1 else np.inf  # change by which top-p keeps one token fewer
-    more = changes_k[num_kept - 1] if num_kept < top_k else np.inf
-    values, last, after = logits_v[ids].astype(np.float64), *sorted_v[num_kept - 1 : num_kept + 1]
-    to_drop, to_keep = np.maximum(values - last, fewer), np.maximum(after - values, more)
-    margins = np.where(values >= last, np.minimum(values - after, to_drop), np.minimum(last - values, to_keep))
-    with np.errstate(divide="ignore"):
-        excess = values - sorted_v[0] - temperature * np.log(request.settings.min_p)  # above the limit of min-p
-    is_kept, is_likely = values >= last, excess >= 0
-    to_keep = np.maximum(np.where(is_kept, 0, margins), np.where(is_likely, 0, -excess))
-    return is_kept & is_likely, np.where(is_kept & is_likely, np.minimum(margins, excess), to_keep)
+@jax.jit
+def _draw(logits_bnv: jax.Array, sampling: Sampling, noise_bnv: jax.Array) -> jax.Array:
+    return make_target(logits_bnv, sampling).sample(noise_bnv)
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))

@@ -198,7 +198,7 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Compares a drafted with a one-token answer to the same prompt, and prints how they differ.
 
-    Returns {"turn", "near_tie"} and the fields of `check.Divergence` by system, without systems of the same answer.
+    Returns {"turn"} and the fields of `check.Divergence` by system, without systems of the same answer.
     """
     differing, settings = {}, record["settings"]
     sampling = {name: settings[name] for name in ("temperature", "top_k", "top_p")}
@@ -209,9 +209,8 @@ def compare(
             config = tf.GenerateConfig(seed=prompt.seed(settings["seed"]), **sampling)
             request = Request(ids=results[turn].prompt_ids, settings=config)
             difference = divergence(model, request, drafted["ids"][turn], plain["ids"][turn])
-            is_tie = difference.is_near_tie()
-            differing[other["system"]] = {"turn": turn, "near_tie": is_tie, **asdict(difference)}
+            differing[other["system"]] = {"turn": turn, **asdict(difference)}
             names = " and ".join(sorted((record["system"], other["system"])))
             text = f"{names} from token {difference.index} on: {explanation(difference, model.dtype)}"
-            print_progress(f"{ROUNDING if is_tie else FAIL}: prompt {record['prompt_id']}, {text}")
+            print_progress(f"{ROUNDING if difference.near_tie else FAIL}: prompt {record['prompt_id']}, {text}")
     return differing

@@ -51,7 +51,7 @@ def accept_path(
     """Returns the path that the plan's rule keeps, and the tokens that it emits; `processor` is the user's, if any."""
     with jax.named_scope("accept"):
         coins_bx, bonus_bv = coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
-        noise = acceptance.Noise(_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
+        noise = acceptance.Noise(target_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
         processed_bnv = logits_bnv
         if processor is not None or state.sampling.is_processed:
             path_bni = trees.path_tokens(tree, plan.path_length - 1)
@@ -89,7 +89,7 @@ def first_token(
     if weights.processor is not None or state.sampling.is_processed:
         no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)
         processed_bnv = processors.process(logits_bnv, state, no_path_bni, weights.processor)
-    picks_bp = make_target(processed_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
+    picks_bp = make_target(processed_bnv, state.sampling).sample(target_noise(state, 1, logits_bnv))
     picks_bp = picks_bp if given_b is None else given_b[:, None]
     log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
     return emit(state, picks_bp, count_b, log_probs_bp, weights.processor)[0]
@@ -102,7 +102,7 @@ def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetD
     )
 
 
-def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
+def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
     """Returns Gumbel noise [b, depths, v] of the next positions; zeros if all sequences are greedy."""
     size, dtype = logits_bnv.shape[-1], jnp.promote_types(logits_bnv.dtype, jnp.float32)
     with jax.named_scope("noise"):
