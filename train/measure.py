@@ -110,14 +110,14 @@ def make_systems(model: tf.TreeFlash, settings: MeasureStage) -> list[System]:
     other = "streamed" if usual == "xla" else "xla"
     ngrams = copy(model)
     ngrams.drafter, ngrams.weights = NgramConfig(), replace(model.weights, drafter={})
+    ngrams.names = (model.names[0], "ngram")
     systems = {
         f"drafted, {nodes} nodes": (model, tf.GenerateConfig(nodes=nodes, **limits)),
         NGRAMS: (ngrams, tf.GenerateConfig(builder="best-first", **limits)),
         f"one token, {usual} attention": (model, plain),
         f"one token, {other} attention": (model, replace(plain, attention=other)),
     }
-    pairs = {name: (settings.verifier, "ngram" if name == NGRAMS else settings.drafter) for name in systems}
-    return [System(name=name, model=model, config=how, pair=pairs[name]) for name, (model, how) in systems.items()]
+    return [System(name=name, model=model, config=how) for name, (model, how) in systems.items()]
 
 
 if __name__ == "__main__":

@@ -195,30 +195,10 @@ def _phase_rows(runs: Iterable[dict[str, Any]], *keys: str) -> list[list[Any]]:
     return rows
 
 
-def latency() -> str:
-    results, commands = read("latency_tiny.json")["results"], []
-    for result in results:
-        settings = result["settings"]
-        sizes = {name: settings[name] for name in ("batch", "context", "candidates", "children", "dtype")}
-        options = " ".join(f"--{name} {value}" for name, value in sizes.items())
-        nodes = " ".join(map(str, settings["nodes"]))
-        commands.append(f"treeflash bench latency --verifier tiny --nodes {nodes} {options} --out latency.json")
-    where = f"{result['hardware']['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}"
-    note = f"{where}, jax {result['versions']['jax']}:"
-    return section(f"candidates, children | {PHASES}", _phase_rows(results, "candidates"), note, commands)
-
-
-def latency_smollm2() -> str:
-    runs = read("latency_smollm2.json")
-    rows = _phase_rows(runs["results"], "jax", "dtype")
-    return section(f"jax | dtype | {PHASES}", rows, runs["note"], [runs["command"]])
-
-
-def latency_h200() -> str:
-    runs = read("latency_h200.json")
-    rows = _phase_rows(runs["results"], "context", "attention")
-    commands = [f"{runs['command']} --attention {name}" for name in ("xla", "pallas-gpu")]
-    return section(f"tokens in the cache | attention | {PHASES}", rows, runs["note"], commands)
+def latency(name: str, header: str, *keys: str) -> str:
+    """Formats the times of phases; `header` has a heading for each of the settings `keys`."""
+    runs = read(f"latency_{name}.json")
+    return section(f"{header} | {PHASES}", _phase_rows(runs["results"], *keys), runs["note"], runs["commands"])
 
 
 def compiled(name: str) -> str:
@@ -276,7 +256,7 @@ def round_times() -> str:
         "Milliseconds; bfloat16, batch 1, greedy. SmolLM2 with its drafter and n-grams; Qwen3-4B with random weights, "
         "16 candidates with 16 children each:"
     )
-    commands = [smollm2["command"].replace("float32", "bfloat16"), qwen3["command"]]
+    commands = [smollm2["commands"][0].replace("float32", "bfloat16"), qwen3["commands"][0].partition(" --attention")[0]]
     header = "model and device | jax | tokens in the cache | nodes | round | one-token step | round / step"
     return section(header, rows, note, commands)
 
@@ -444,11 +424,14 @@ def near_ties() -> str:
     return table(f"prompts | {' | '.join(TREES.values())}", rows)
 
 
-SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
-SHOWN += (latency_h200, round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
+SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees)
+SHOWN += (round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
 SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu)
 SHOWN += (shipped_nodes, pod_minutes)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
+    "latency": lambda: latency("tiny", "candidates, children", "candidates"),
+    "latency-smollm2": lambda: latency("smollm2", "jax | dtype", "jax", "dtype"),
+    "latency-h200": lambda: latency("h200", "tokens in the cache | attention", "context", "attention"),
     "peers": lambda: beside_peers("ngrams"),
     "peers-trained": lambda: beside_peers("trained"),
     "peers-zen5": lambda: beside_peers("zen5"),

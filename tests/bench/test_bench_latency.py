@@ -155,34 +155,28 @@ def made_up(monkeypatch):
     return asked
 
 
-def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
+def test_all_combinations_are_measured_and_results_of_other_settings_kept(made_up, tmp_path, capsys):
     out = tmp_path / "out.json"
     sizes = "--batch 1 2 --context 24 40 --nodes 64 8 16 8 --temperature 0.5 --dtype bfloat16".split()
-    assert commands.main(["bench", "latency", "--shape", "tiny", *sizes, "--out", str(out)]) == 0
-    assert made_up == [(b, s, [8, 16, 64], 0.5) for b in (1, 2) for s in (24, 40)]
+    for more in ([], ["--dtype", "float32", "--batch", "1"], ["--context", "40", "--repeats", "3"]):
+        assert commands.main(["bench", "latency", *SMALL, *sizes, *more, "--out", str(out)]) == 0
+    assert made_up[:4] == [(b, s, [8, 16, 64], 0.5) for b in (1, 2) for s in (24, 40)]
     results = json.loads(out.read_text())["results"]
-    assert [(r["settings"]["batch"], r["settings"]["context"]) for r in results] == [(1, 24), (1, 40), (2, 24), (2, 40)]
-    expected = {"shape": "tiny", "weights": "random", "dtype": "bfloat16", "nodes": [8, 16, 64], "builder": "best-first"}
+    names = ("batch", "context", "dtype")
+    kept = [(*(result["settings"][name] for name in names), result["phases"][0]["samples"]) for result in results]
+    assert kept == [
+        (1, 24, "bfloat16", 9), (2, 24, "bfloat16", 9), (1, 24, "float32", 9), (1, 40, "float32", 9),
+        (1, 40, "bfloat16", 3), (2, 40, "bfloat16", 3),
+    ], "the same settings replace"  # fmt: skip
+    expected = {"shape": "verifier", "weights": "random", "nodes": [8, 16, 64], "builder": "best-first"}
     assert results[0]["settings"] | expected == results[0]["settings"] and results[0]["versions"]["jax"] == jax.__version__
-    printed, steps = capsys.readouterr()
-    assert "compiling and timing the phases at batch 1, context 24\n" in steps
-    assert printed.startswith("shape tiny, weights random, ") and "batch 1, context 24, " in printed
-    assert printed.count("round / step at 64 nodes: 16.00\n") == 4
-    assert re.search(r"\n round .*16\.0000 .*1\.0000 - 1\.0000", printed)
-
-
-def test_results_of_other_settings_are_kept(made_up, tmp_path):
-    out = tmp_path / "out.json"
-    first, *others = "--batch 1 --nodes 8 16", "--batch 2 --nodes 8", "--batch 2 --dtype bfloat16 --nodes 8"
-    for sizes in (first, *others, first):
-        words = [*sizes.split(), "--repeats", str(len(made_up) + 1)]
-        assert commands.main(["bench", "latency", *SMALL, *words, "--out", str(out)]) == 0
-    results = json.loads(out.read_text())["results"]
-    kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["phases"][0]["samples"]) for r in results]
-    assert kept == [(2, [8], 2), (2, [8], 3), (1, [8, 16], 4)], "the same settings replace"
-    assert results[0]["settings"]["shape"] == "verifier", "a name, not the path"
     for private in (str(tmp_path), str(DATA), str(Path.home()), socket.gethostname()):
         assert private not in out.read_text()
+    printed, steps = capsys.readouterr()
+    assert "compiling and timing the phases at batch 1, context 24\n" in steps
+    assert printed.startswith("shape verifier, weights random, ") and "batch 1, context 24, " in printed
+    assert printed.count("round / step at 64 nodes: 16.00\n") == 8
+    assert re.search(r"\n round .*16\.0000 .*1\.0000 - 1\.0000", printed)
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -15,7 +15,6 @@ from toy_training import read_lines, write_lines
 import treeflash_jax as tf
 from treeflash_jax.bench import bench_records, check, harness, report, run
 from treeflash_jax.bench.harness import Peer
-from treeflash_jax.bench.prompt_sets import FORMATS
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
@@ -178,13 +177,9 @@ def test_a_stopped_run_continues_where_it_was(fake, small, tmp_path):
 
 
 def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, small, tmp_path):
-    bench(tmp_path / "out.jsonl", *small, "--seed", "0", "1", "--format", "math")
-    firsts = [
-        (call, call.inputs[0] if isinstance(call.inputs[0], str) else call.inputs[0][0]["content"]) for call in fake.calls
-    ]
-    seeds = {(seed, text) for call, text in firsts for seed in call.seed}
-    worded = [FORMATS["math"].replace("{turn}", prompt["turns"][0]) for prompt in PROMPTS]
-    assert Counter(dict(seeds).values()) == dict.fromkeys(worded, 2), "one per seed, whatever the system"
+    bench(tmp_path / "out.jsonl", *small, "--seed", "0", "1")
+    seeds = {(seed, FIRST in str(call.inputs[0])) for call in fake.calls for seed in call.seed}
+    assert Counter(dict(seeds).values()) == {True: 2, False: 2}, "one per prompt and seed, whatever the system"
     assert len(seeds) == 4
 
 
@@ -203,9 +198,7 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, small, tmp_path, 
         (out, ["--prompts", str(other), str(other)], "expected files of different names"),
         (out, ["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file"),
         (fresh, ["--max-new-tokens", "1500"], "prompt 'cows': got 30"),
-        (out, ["--format", "math"], "another text for prompt 'cows'"),
         (fresh, ["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
-        (out, ["--drafter", "tiny=other"], "got drafter 'tiny=other', but 'tiny' in earlier records"),
         (out, ["--stop-ids", "7"], "got stop_ids [7], but None in earlier records"),
         (fresh, ["--other", "ar=cat"], "got --other 'ar=cat', expected NAME=COMMAND with a name that no other system has"),
         (fresh, ["--other", "cat"], "got --other 'cat', expected NAME=COMMAND"),
@@ -264,20 +257,8 @@ def test_drafters_are_systems_with_one_baseline_and_their_own_options():
     trees = [f"{name}, shipped" for name in ("chain", "marginal-4", "treeflash-4", "joined-4")]
     assert [system.name for system in systems] == ["ar", *trees, "chain, ngram", "treeflash-4, ngram"]
     assert [system.settings()["candidates"] for system in systems] == [None, 5, 5, 5, 5, None, None]
-    assert [system.settings()["drafter"] for system in systems[1:]] == 4 * ["shipped=tiny"] + 2 * ["ngram"]
+    assert [system.settings()["drafter"] for system in systems[1:]] == 4 * ["tiny"] + 2 * ["ngram"]
     assert systems[1].model.weights.verifier is systems[-1].model.weights.verifier, "one copy in memory"
-
-
-@pytest.mark.slow
-def test_drafters_are_compared_in_turns(short, small, tmp_path, capsys):
-    out = tmp_path / "out.jsonl"
-    drafters = ["--verifier", str(short), "--drafter", f"itself={short}", "ngram"]
-    records = bench(out, *small, *drafters, "--systems", "ar", "chain", "treeflash", "--nodes", "2", "4")
-    names = [f"{name}, {drafter}" for drafter in ("itself", "ngram") for name in ("chain", "treeflash-2", "treeflash-4")]
-    assert [record["system"] for record in records[:7]] == ["ar", *names] and len(records) == 14
-    assert "FAIL" not in capsys.readouterr().out
-    systems = {system["system"]: system for system in report.summarise(records)["systems"]}
-    assert systems["treeflash-4, itself"]["acceptance_by_depth"][0] == 1, "a model accepts what it drafted itself"
 
 
 @pytest.mark.parametrize("verifier, drafters, words", [
@@ -298,7 +279,7 @@ import json, sys
 for line in sys.stdin:
     question = json.loads(line)
     assert question["max_new_tokens"] == 12 and question["stop_ids"] == []
-    answer = {"ids": question["prompt"][:1]} if sys.argv[1:] else {"text": "an answer", "tokens": 4}
+    answer = {"ids": question["prompt"][-4:]} if sys.argv[1:] else {"text": "an answer", "tokens": 4}
     print(json.dumps(answer | {"seconds": 0.1}), flush=True)
 """
 GREEDY = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"), "--stop-ids", ""]
@@ -314,7 +295,7 @@ def test_other_programs_are_systems(tmp_path, capsys):
     assert [record["system"] for record in records] == 2 * ["ar", "treeflash-16", "text", "ids"]
     answers = {record["system"]: record for record in records}
     assert answers["text"]["texts"] == ["an answer"] and answers["text"]["tokens"] == 4
-    assert answers["ids"]["ids"] == [[3]] and answers["ids"]["seconds"] == 0.1
+    assert answers["ids"]["ids"] == [[3, 4, 5]] and answers["ids"]["seconds"] == 0.1
     assert answers["treeflash-16"]["ids"] == answers["ar"]["ids"]
     shown = capsys.readouterr().out
     speeds = next(line.split() for line in shown.splitlines() if line.split()[1:2] == ["text"])
@@ -323,10 +304,16 @@ def test_other_programs_are_systems(tmp_path, capsys):
 
 def test_a_later_turn_follows_the_ids_of_another_program(tmp_path):
     """Without a text of its own, the text of its ids: here the last four of the prompt, which the next prompt repeats."""
-    code = "ids = question['prompt'][-4:]; print(json.dumps({'ids': ids, 'seconds': 0.1}), flush=True)"
-    (tmp_path / "other.py").write_text(f"import json, sys\nfor line in sys.stdin: question = json.loads(line); {code}\n")
-    words = ["--prompts", str(write_lines(tmp_path / "prompts.jsonl", PROMPTS[:1])), *SMALL[:2], "--max-new-tokens", "4"]
-    records = bench(tmp_path / "out.jsonl", *words, "--other", f"ids={sys.executable} {tmp_path / 'other.py'}")
+    (tmp_path / "other.py").write_text(STAND_IN)
+    words = [
+        "--prompts",
+        str(write_lines(tmp_path / "prompts.jsonl", PROMPTS[:1])),
+        *SMALL[:2],
+        *GREEDY[-2:],
+        "--stop-ids",
+        "",
+    ]
+    records = bench(tmp_path / "out.jsonl", *words, "--other", f"ids={sys.executable} {tmp_path / 'other.py'} ids")
     decode = Tokenizer.load(locate("tiny")).decode
     [record] = [record for record in records if record["system"] == "ids"]
     assert len(record["ids"]) == 2 and record["texts"] == [decode(ids) for ids in record["ids"]]

@@ -1,4 +1,4 @@
-"""Prompts of `bench run`: files in every form of a chat, the published wording and draw, and files that are refused."""
+"""Prompts of `bench run`: files in every form of a chat, the published draw, and files that are refused."""
 
 import random
 
@@ -37,19 +37,9 @@ def test_training_files_are_prompt_files_too(tmp_path):
     expected = [("a", ("x", "y"), None), ("mixed-2", ("x",), None), ("mixed-3", ("x",), "s"), ("mixed-4", ("x",), None)]
     assert [(prompt.id, prompt.turns, prompt.system) for prompt in prompts] == expected
     assert prompts[1].hash == prompts[3].hash != prompts[2].hash
+    first, answer, _ = prompt_sets.make_chat(prompts[0], ["Yes."])
+    assert first == {"role": "user", "content": "x"} and answer == {"role": "assistant", "content": "Yes."}
     assert prompt_sets.make_chat(prompts[2], []) == [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
-
-
-@pytest.mark.parametrize("turn, format, expected", [
-    ("1 + {turn}?", "chat", "1 + {turn}?"),
-    ("Q", "math", "Q\nPlease reason step by step, and put your final answer within \\boxed{}."),
-    ("def f():", "humaneval", "passes the tests:\n```python\ndef f():\n```"),
-])  # fmt: skip
-def test_published_formats(tmp_path, turn, format, expected):
-    path = write_lines(tmp_path / "prompts.jsonl", [{"turns": [turn, "More?"]}])
-    [prompt] = prompt_sets.choose_prompts([path], format=format)
-    first, answer, _ = prompt_sets.make_chat(prompt, ["Yes."])
-    assert first["content"].endswith(expected) and answer == {"role": "assistant", "content": "Yes."}
 
 
 def test_the_published_draw(tiny):

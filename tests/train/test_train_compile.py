@@ -88,6 +88,6 @@ def test_errors_are_one_line(small_shape, capsys, words, message):
 
 
 def test_named_shapes_are_those_published():
-    for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03)):
+    for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.19)):
         leaves = jax.tree.leaves(verifier.specs(shapes.find_verifier(name)), is_leaf=parameters.is_spec)
         assert sum(math.prod(spec.shape) for spec in leaves) / 1e9 == pytest.approx(billions, rel=0.01)

@@ -192,7 +192,7 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, count):
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     answering = SimpleNamespace(thinking=True, template={"effort": "high"})
     plan, weights = SimpleNamespace(num_nodes=8, attention="streamed"), Weights(None, None)
-    model = SimpleNamespace(plan=lambda _: plan, weights=weights)
+    model = SimpleNamespace(plan=lambda _: plan, weights=weights, names=("x", "x"))
     monkeypatch.setattr(measure.tf, "load", lambda **how: loaded.append(how) or model)
     monkeypatch.setattr(measure.run_config, "load", lambda *_: answering)
     asked = [SimpleNamespace(ids=[i]) for i in range(20)]

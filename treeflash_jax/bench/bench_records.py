@@ -86,22 +86,20 @@ def check_one_run(records: Sequence[Record], path: str | Path) -> None:
     """Raises ValueError if records differ in settings, versions or hardware, so that they cannot be compared."""
     firsts: dict[str, Record] = {}
     for record in records:
-        first = firsts.setdefault(record["system"], record)
-        if change := difference(record, records[0]) or difference(record, first):
-            raise ValueError(f"{path}: {change} in earlier records; write to another file")
+        system = record["system"]
+        for other in (records[0], firsts.setdefault(system, record)):
+            ours, theirs = (_conditions(each, other["system"] == system) for each in (record, other))
+            for name in sorted({*ours, *theirs}):
+                if ours.get(name) != theirs.get(name):
+                    change = f"got {name} {quoted(ours.get(name))}, but {quoted(theirs.get(name))}"
+                    raise ValueError(f"{path}: {change} in earlier records; write to another file")
 
 
-def difference(record: Record, other: Record) -> str | None:
-    """Describes the first difference that two records of one run cannot have; None if there is none."""
-    for part in ("settings", "versions", "hardware"):
-        ours, theirs = record[part], other[part]
-        names = sorted({*ours, *theirs} - {"temperature", "seed"})
-        if part == "settings" and record["system"] != other["system"]:
-            names = SHARED
-        for name in names:
-            if ours.get(name) != theirs.get(name):
-                return f"got {name} {quoted(ours.get(name))}, but {quoted(theirs.get(name))}"
-    return None
+def _conditions(record: Record, is_same_system: bool) -> Record:
+    """Returns what is equal in all records of a run, or in those of one system."""
+    settings = record["settings"]
+    names = settings.keys() - {"temperature", "seed"} if is_same_system else SHARED
+    return {name: settings.get(name) for name in names} | record["versions"] | record["hardware"]
 
 
 def record_key(record: Record) -> tuple[str, str, float, int]:

@@ -31,7 +31,6 @@ class System:
 
     Attributes:
       config: settings of `generate`; temperature and seed are replaced by those that are measured.
-      pair: names of verifier and drafter, for the records.
 
     Example:
       >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))
@@ -41,7 +40,6 @@ class System:
     name: str
     model: tf.TreeFlash
     config: tf.GenerateConfig
-    pair: tuple[str, str | None] = ("tiny", "tiny")
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
         """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of those of the call.
@@ -59,14 +57,14 @@ class System:
     def settings(self) -> dict[str, Any]:
         """Returns the settings as they take effect; those of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
-        settings = {"verifier": self.pair[0], "dtype": str(model.dtype), "quantize": model.quantize}
+        settings = {"verifier": model.names[0], "dtype": str(model.dtype), "quantize": model.quantize}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
         settings |= describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
         settings["stop_ids"] = config.stop_ids and list(config.stop_ids)
         if not plan.drafts:
             return settings | dict.fromkeys(("drafter", "drafter_temperature", "nodes", "acceptance"))
         least = f"max({model.drafter.drafter_temperature:g}, min(T, 1))"
-        return settings | {"drafter": self.pair[1], "drafter_temperature": config.drafter_temperature or least}
+        return settings | {"drafter": model.names[1], "drafter_temperature": config.drafter_temperature or least}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,6 @@ from treeflash_jax.engine.prompts import read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
 PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks
-FORMATS = {  # what a user turn becomes, in the words of the published benchmarks
-    "chat": "{turn}",
-    "math": "{turn}\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    "humaneval": "Write a solution to the following problem and make sure that it passes the tests:\n"
-    "```python\n{turn}\n```",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +42,14 @@ class BenchPrompt:
         return zlib.crc32(f"{seed} {self.id}".encode())
 
 
-def choose_prompts(paths: Sequence[str | Path], limit: int | None = None, format: str = "chat") -> list[BenchPrompt]:
-    """Reads up to `limit` prompts of each file, worded by FORMATS; with several files, ids begin with their file's name."""
+def choose_prompts(paths: Sequence[str | Path], limit: int | None = None) -> list[BenchPrompt]:
+    """Reads up to `limit` prompts of each file; with several files, ids begin with the name of their file."""
     sets = {Path(path).stem: draw(read_prompts(path), limit) for path in paths}
     if len(sets) < len(paths):
         raise ValueError(f"got --prompts {' '.join(paths)}, expected files of different names")
-    chosen = []
-    for name, prompts in sets.items():
-        for prompt in prompts:
-            turns = tuple(FORMATS[format].replace("{turn}", turn) for turn in prompt.turns)
-            apart = {"id": f"{name}/{prompt.id}", "set": name} if len(sets) > 1 else {}
-            chosen.append(replace(prompt, turns=turns, **apart))
-    return chosen
+    if len(sets) == 1:
+        return next(iter(sets.values()))
+    return [replace(prompt, id=f"{name}/{prompt.id}", set=name) for name, prompts in sets.items() for prompt in prompts]
 
 
 def read_prompts(path: str | Path) -> list[BenchPrompt]:

@@ -209,7 +209,7 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _describe(summary: dict[str, Any]) -> str:
-    """Returns the settings, what the columns mean and, of systems that drafting must not change, the verdict."""
+    """Returns the settings, what the columns mean, and the verdict."""
     settings, hardware = summary["settings"], summary["hardware"]
     quantized = f"{settings['quantize']} verifier, " if settings["quantize"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
@@ -219,12 +219,17 @@ def _describe(summary: dict[str, Any]) -> str:
         f"{versions}. tau: tokens that a round adds to its answer, the verifier's bonus token included; brackets: 95 % "
         "paired bootstrap over prompts; identical: answers equal to one-token decoding."
     )
+    return f"{text}\n{conclusion(summary)}"
+
+
+def conclusion(summary: dict[str, Any]) -> str:
+    """Returns the verdict on systems that drafting must not change; "" if there are none."""
     if not (judged := [system for system in summary["systems"] if system["verdict"]]):
-        return text
+        return ""
     names = "compared", "identical", "near_ties", "compared_tokens"
-    line = conclude(*(sum(system[name] for system in judged) for name in names), settings["dtype"])
+    line = conclude(*(sum(system[name] for system in judged) for name in names), summary["settings"]["dtype"])
     failed = ", ".join(f"{s['system']} at T {s['temperature']:g}" for s in judged if s["verdict"] == FAIL)
-    return f"{text}\n{line}" + (f", of {failed}" if failed else "")
+    return line + (f", of {failed}" if failed else "")
 
 
 def table_console() -> Console:

@@ -1,6 +1,6 @@
 """Compares systems on the same prompts, one JSON line per answered prompt: `treeflash bench run --out results.jsonl`.
 
-    treeflash bench run --verifier smollm2 --prompts gsm8k.jsonl --format math --limit 64 \\
+    treeflash bench run --verifier smollm2 --prompts gsm8k.jsonl --limit 64 \\
         --systems ar chain marginal treeflash --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
 
 The names of systems are explained in treeflash_jax/bench/README.md. Answers already in --out are not repeated; a file of
@@ -21,7 +21,7 @@ from typing import Any
 from treeflash_jax.bench import bench_records, harness, report
 from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import Peer, System
-from treeflash_jax.bench.prompt_sets import BUNDLED, FORMATS, BenchPrompt, choose_prompts, make_chat
+from treeflash_jax.bench.prompt_sets import BUNDLED, BenchPrompt, choose_prompts, make_chat
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options, field_names, fit_field, option_values, setting
 from treeflash_jax.engine import pairs
@@ -50,7 +50,6 @@ class RunOptions:
         unit="model",
     )
     prompts: str | None = setting(None, "JSONL files of prompts", unset="a bundled set", unit="file")
-    format: str = setting("chat", "how prompts are worded", choices=lambda: tuple(FORMATS))
     limit: int | None = setting(
         None, "prompts of each file, drawn as in the published benchmarks", least=1, unset="all", unit="prompts"
     )
@@ -117,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prompt_ids is not None and arguments.prompts:
         raise ValueError("got --prompt-ids and --prompts, expected one of them")
     if arguments.prompt_ids is None:
-        prompts = choose_prompts(arguments.prompts or [BUNDLED], arguments.limit, arguments.format)
+        prompts = choose_prompts(arguments.prompts or [BUNDLED], arguments.limit)
     else:
         prompts = [BenchPrompt(id="ids", ids=parse_ids(arguments.prompt_ids))]
     temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
@@ -165,13 +164,13 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     """
     verifier = choose_verifier(arguments.verifier)
     words = arguments.drafter or [pairs.default_drafter(verifier)]
-    labels = {label or name: (name, word) for word in words for label, _, name in [word.rpartition("=")]}
-    if len(labels) < len(words) or any(name == pairs.NO_DRAFTER for name, _ in labels.values()):
+    labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
+    if len(labels) < len(words) or pairs.NO_DRAFTER in labels.values():
         raise ValueError(f"got --drafter {' '.join(words)}, expected one or more drafters of different labels")
     listed, known = ("nodes", "temperature", "seed"), {*field_names(GenerateConfig, "drafting")}
     shared = {key: value for key, value in option_values(arguments, GenerateConfig).items() if key not in listed}
     systems: dict[str, System] = {}
-    for label, (drafter, word) in labels.items():
+    for label, drafter in labels.items():
         model = load_model(arguments, verifier=verifier, drafter=drafter)
         for system in systems.values():  # keeps one copy of the verifier
             model.weights = model.weights.replace(verifier=system.model.weights.verifier)
@@ -183,7 +182,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
             dropped = {key for key in settings.keys() & missing if len(labels) > 1 or not settings[key]}
             config = GenerateConfig(**{key: value for key, value in settings.items() if key not in dropped})
             ending = f", {label}" if len(labels) > 1 and config.builder != "none" else ""
-            new = System(name=name + ending, model=model, config=config, pair=(verifier, word))
+            new = System(name=name + ending, model=model, config=config)
             systems.setdefault(json.dumps(new.settings()), new)  # settings of no effect are refused
     return list(systems.values())
 

@@ -24,13 +24,13 @@ from treeflash_jax.engine.pairs import DRAFTERS, locate
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig, Rope
+from treeflash_jax.trees import BUILDERS
 
 _QWEN3 = dict(
     vocab_size=151_936, num_kv_heads=8, head_dim=128, rope=Rope(theta=1e6), max_positions=40_960, eos_token_ids=(151_645,)
 )
 _QWEN3_MOE = _QWEN3 | dict(num_kv_heads=4, num_experts=128, experts_per_token=8, expert_size=768)
 _QWEN3_MOE |= dict(normalize_experts=True, model_type="qwen3_moe")
-_LLAMA = dict(rms_norm_eps=1e-5, qk_norm=False, model_type="llama")
 
 
 def _config(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, **sizes: Any) -> ModelConfig:
@@ -44,13 +44,9 @@ VERIFIERS: dict[str, ModelConfig] = {
     "qwen3-4b": _config(2560, 9728, 36, 32, tie_embeddings=True, **_QWEN3),
     "qwen3-8b": _config(4096, 12_288, 36, 32, **_QWEN3),
     "qwen3-30b-a3b": _config(2048, 6144, 48, 32, **_QWEN3_MOE),
-    "llama-3.1-8b": _config(
-        4096, 14_336, 32, 32, vocab_size=128_256, num_kv_heads=8, head_dim=128, max_positions=131_072,
-        rope=Rope(theta=5e5, kind="llama3", factor=8.0), **_LLAMA,
-    ),
     "smollm2": _config(
         576, 1536, 30, 9, vocab_size=49_152, num_kv_heads=3, head_dim=64, max_positions=8192, rope=Rope(theta=1e5),
-        tie_embeddings=True, eos_token_ids=(2,), **_LLAMA,
+        tie_embeddings=True, eos_token_ids=(2,), rms_norm_eps=1e-5, qk_norm=False, model_type="llama",
     ),
     "tiny": model_files.read_verifier_config(locate("tiny", "verifier")),
 }  # fmt: skip
@@ -77,8 +73,10 @@ class Shapes:
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     """Returns what a plan's rounds draft and verify, for a record."""
     drafting = {option: getattr(plan.draft, option, None) for option in field_names(GenerateConfig, "drafting")}
+    read = BUILDERS[plan.builder].reads if plan.drafts else ()
+    shape = {name: value for name, value in asdict(plan.shape).items() if name in read}
     rule = {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
-    return {"nodes": plan.num_nodes, **drafting, **asdict(plan.shape), **rule}
+    return {"nodes": plan.num_nodes, **drafting, **shape, **rule}
 
 
 def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, DrafterConfig]:

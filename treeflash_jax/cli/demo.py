@@ -4,7 +4,6 @@ import argparse
 import io
 import logging
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -79,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Streams answers side by side, and prints a draft tree and a table.
 
-    Speeds are medians over interleaved runs at batch 1, greedy, made after all programs are compiled. The picture has
-    the streams of the last prompt when the first of them ended, the tree and the table.
+    Speeds are those of interleaved runs at batch 1, greedy, made after all programs are compiled. The picture has the
+    streams of the last prompt when the first of them ended, the tree and the table.
     """
     if arguments.svg is not None:
         files.check_output(arguments.svg)
@@ -88,8 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
         console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="tau is")  # of an answer of which little can be drafted
         logger = logging.getLogger("treeflash_jax")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # the status says that programs are compiled
@@ -109,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
             text, result, streams = _race(console, systems, prompt)
             console.print(text, "\n")
             results.append(result)
-        prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in PROMPTS[pair].items()]
+        prompts = [BenchPrompt(id=name, set=name, turns=(prompt,)) for name, prompt in PROMPTS[pair].items()]
         with console.status("measuring") as status:
             records = list(harness.measure(systems, prompts, seeds=range(arguments.repeats), notify=status.update))
             status.update("drawing a tree")  # its round is drafted again, by a program of its own
@@ -171,16 +168,16 @@ def _draw(results: Sequence[tf.Result]) -> str:
 
 
 def _table(pair: str, records: Sequence[Record]) -> Table:
-    table = report.make_table(f"{pair}: greedy, batch 1", COLUMNS)
-    for prompt in dict.fromkeys(record["prompt_id"] for record in records):
-        entries = report.summarise([r for r in records if r["prompt_id"] == prompt])["systems"]
-        for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):  # the order of the turns changes
-            same = SAME.get(entry["verdict"], "")  # one-token decoding is compared with nothing
-            passes = str(entry["rounds"] // entry["responses"] + 1)
-            speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"
-            name = prompt if entry["system"] == PLAIN else ""
-            table.add_row(name, entry["system"], passes, f"{entry['tau'] or 1:.2f}", *speeds, same)
-    [drafted] = [entry for entry in report.summarise(records)["systems"] if entry["system"] == DRAFTED]
-    counts = (drafted[name] for name in ("compared", "identical", "near_ties", "compared_tokens"))
-    table.caption = check.conclude(*counts, records[0]["settings"]["dtype"])
+    table, summary, order = (
+        report.make_table(f"{pair}: greedy, batch 1", COLUMNS),
+        report.summarise(records),
+        [*PROMPTS[pair]],
+    )
+    for entry in sorted(summary["systems"], key=lambda entry: (order.index(entry["set"]), entry["system"] != PLAIN)):
+        same = SAME.get(entry["verdict"], "")  # one-token decoding is compared with nothing
+        passes = str(entry["rounds"] // entry["responses"] + 1)
+        speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"
+        name = entry["set"] if entry["system"] == PLAIN else ""
+        table.add_row(name, entry["system"], passes, f"{entry['tau'] or 1:.2f}", *speeds, same)
+    table.caption = report.conclusion(summary)
     return table
