@@ -30,7 +30,7 @@ WRONG += ("x" * 5000, "a\nb\x1b\u2028", [[None] * 999])
 
 
 def resolved(**settings) -> GenerateConfig:
-    config = GenerateConfig().updated(**settings)
+    config = GenerateConfig(**settings)
     find_stops((), config.stop_ids or (), None, RANDOM_MODEL.vocab_size)
     resolve(config, RANDOM_MODEL, RANDOM_DRAFTER, dtype=jnp.float32, device=Device("cpu"))
     return config

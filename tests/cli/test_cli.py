@@ -72,7 +72,7 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
     (["--prompt-ids", "3 x"], "'x'"),
     (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
     (["--prompt-file", str(PAIR / "expected.npz")], "expected.npz: got byte 0x"),
-    (["--prompt-ids", "3", "--nodes", "0"], "nodes '0'"),
+    (["--prompt-ids", "3", "--nodes", "0"], "nodes 0"),
     (["--prompt-ids", "3", "--candidates", "132"], "candidates 132"),
     (["--prompt-ids", "3", "--mesh", "4"], "--mesh '4'"),
     (["--prompt-ids", "3", "--num-beams", "4"], "--num-beams is not supported"),

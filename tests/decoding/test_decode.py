@@ -134,7 +134,7 @@ def test_tiny_temperatures_are_greedy(trained, greedy):
             ("max_tokens", "max_new_tokens"), ("n", "samples"), ("do_sample", "temperature"), ("eos_token_id", "stop_ids"),
             ("temprature", "temperature"), ("num_speculative_tokens", "nodes"),
         )),
-        ({"zzz": 1}, "unknown setting 'zzz', expected one of max_new_tokens, temperature"),
+        ({"zzz": 1}, "unknown argument 'zzz', expected one of max_new_tokens, temperature"),
         ({"model": 1}, "'model'; verifier is an argument of tf.load"),
         ({"builder": "best-frist"}, "did you mean best-first?"),
         ({"attention": "flash9"}, "got attention 'flash9', expected one of "),

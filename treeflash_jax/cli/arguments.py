@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from treeflash_jax.core.checks import clipped, quoted, suggestion
+from treeflash_jax.core.checks import clipped, hint, quoted, suggestion
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import add_options, field_names, setting
 from treeflash_jax.engine.generate_config import GROUPS, REFUSED, GenerateConfig
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-"):
                 name = word.partition("=")[0].lstrip("-").replace("-", "_")
                 if name in self.refused:
-                    self.error(f"{word.partition('=')[0]} is not supported: {self.refused[name]}")
+                    self.error(f"{word.partition('=')[0]} {self.refused[name]}")
                 self.error(f"unrecognized option {word}{self._did_you_mean(name)}")
         if hasattr(namespace, "words"):
             namespace.words, unknown = namespace.words + unknown, []
@@ -59,8 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            meant = suggestion(value, action.choices)
-            known = f"expected one of {', '.join(action.choices)}" + (f"; did you mean {meant}?" if meant else "")
+            known = f"expected one of {', '.join(action.choices)}{hint(value, action.choices)}"
             raise argparse.ArgumentError(action, f"got {quoted(value)}, {known}")
 
     def _did_you_mean(self, name: str) -> str:

@@ -11,11 +11,10 @@ import operator
 import os
 import re
 import reprlib
-import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_origin
 
 T = TypeVar("T")
 
@@ -23,23 +22,17 @@ QUOTED = 60  # characters of a value in a message
 LONGEST_PATH = 120  # characters of a path in a message
 LINE = 300  # characters of a message
 INT32 = 2**31 - 1
-# Pydantic's names of limits.
-LIMITS = {"least": "ge", "most": "le", "above": "gt", "below": "lt", "min_length": "min_length"}
-CONFIG = {  # of pydantic
-    "allow_inf_nan": False,
-    "str_min_length": 1,
-    "arbitrary_types_allowed": True,
-    "coerce_numbers_to_str": True,
+LIMITS = {  # of numbers, with their words in messages
+    "least": (operator.ge, "at least"),
+    "most": (operator.le, "at most"),
+    "above": (operator.gt, "above"),
+    "below": (operator.lt, "below"),
 }
 
 PLAIN = {bool, int, float, str}
 WORDS = {  # patterns in pydantic's messages and their replacements
     r"\w+ should (be|have) |Unable to parse \w+ \w+ as |, (unable|exceeded)[^,]*?(?= or |$)| after validation, not 0": "",
     r"an instance of Sequence|a valid (tuple|list)|'\w+' instances are not allowed as a Sequence value": "a list",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "greater than": "above",
-    "less than": "below",
 }
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # without tabs and line breaks
@@ -103,7 +96,8 @@ def fit(
     says: str = "",
     from_text: bool = False,
     choices: Callable[[], Iterable[str]] | None = None,
-    **limits: Any,
+    min_length: int | None = None,
+    **limits: float,
 ) -> Any:
     """Converts a value to `kind`, a type or a type hint such as `float | Sequence[float]`; lists become tuples.
 
@@ -113,14 +107,13 @@ def fit(
       says: expectation in words, in place of pydantic's.
       from_text: accepts texts as numbers, as on command lines.
       choices: returns the accepted texts.
-      **limits: `least`, `most`, `above` and `below` of numbers, also of those in lists; `min_length` of a list or text.
+      min_length: smallest length of a list or text; None: 0 of a list, 1 of a text.
+      **limits: `least`, `most`, `above` and `below` of numbers, also of those in lists.
 
     Raises ValueError for any other value.
     """
-    place = f"{where}: " if where else ""
     try:
-        limits = tuple((LIMITS[limit], x) for limit, x in limits.items())
-        fitted = _adapter(kind, limits).validate_python(_without_arrays(value), strict=not from_text)
+        fitted = _adapter(kind, min_length).validate_python(_without_arrays(value), strict=not from_text)
     except ValueError as error:
         errors = error.errors(include_url=False)
         depth = max(len(error["loc"]) for error in errors)  # a list's item rather than the list
@@ -128,12 +121,24 @@ def fit(
         expected = says or " or ".join(dict.fromkeys(error["msg"] for error in errors))
         for theirs, ours in WORDS.items():
             expected = re.sub(theirs, ours, expected)
-        raise ValueError(f"{place}got {name} {quoted(errors[0]['input'])}, expected {expected}") from None
+        expect(False, name, errors[0]["input"], expected, where)
+    for number in _numbers(fitted) if limits else ():
+        for limit, most in limits.items():
+            is_within, words = LIMITS[limit]
+            expect(is_within(number, most), name, number, says or f"{words} {most}", where)
     if choices is not None and fitted is not None and fitted not in choices():
-        meant, known = suggestion(fitted, choices()), list(map(repr, choices()))
-        expected = "one of " * (len(known) > 1) + ", ".join(known) + (f"; did you mean {meant}?" if meant else "")
-        raise ValueError(f"{place}got {name} {quoted(fitted)}, expected {expected}")
+        known = list(map(repr, choices()))
+        expect(False, name, fitted, "one of " * (len(known) > 1) + ", ".join(known) + hint(fitted, choices()), where)
     return tuple(fitted) if isinstance(fitted, list) and get_origin(kind) is not list else fitted
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yields the numbers of a value: itself, or those in its lists."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float):
+        yield value
 
 
 def _without_arrays(value: Any) -> Any:
@@ -148,23 +153,11 @@ def _without_arrays(value: Any) -> Any:
 
 
 @functools.lru_cache(1024)
-def _adapter(kind: Any, limits: tuple[tuple[str, Any], ...]) -> Any:
+def _adapter(kind: Any, min_length: int | None) -> Any:
     import pydantic
 
-    numbers = pydantic.Field(**{name: limit for name, limit in limits if name != "min_length"})
-    sizes = pydantic.Field(**{name: limit for name, limit in limits if name == "min_length"})
-    return pydantic.TypeAdapter(Annotated[_limited(kind, numbers), sizes], config=CONFIG)
-
-
-def _limited(kind: Any, limits: Any) -> Any:
-    """Adds limits to the numbers of a type hint, also inside lists and unions."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if kind in (int, float):
-        return Annotated[kind, limits]
-    if origin in (None, Literal, Annotated):
-        return kind
-    parts = tuple(part if part is ... else _limited(part, limits) for part in parts)
-    return functools.reduce(operator.or_, parts) if origin in (Union, types.UnionType) else origin[parts]
+    config = {"allow_inf_nan": False, "arbitrary_types_allowed": True, "coerce_numbers_to_str": True, "str_min_length": 1}
+    return pydantic.TypeAdapter(Annotated[kind, pydantic.Field(min_length=min_length)], config=config)
 
 
 def whole(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
@@ -233,23 +226,36 @@ def suggestion(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def hint(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: "; did you mean ...?", or "" if it resembles no known one."""
+    meant = suggestion(name, known)
+    return f"; did you mean {meant}?" if meant else ""
+
+
 class UnknownSetting(TypeError):
     """A setting, keyword argument or option that does not exist."""
 
 
-def suggesting(function: T) -> T:
-    """Makes a function or class answer unknown keyword arguments with an UnknownSetting that suggests a known one."""
+def suggesting(function: T, **others: str) -> T:
+    """Makes a function or class answer unknown keyword arguments with an UnknownSetting that names what was meant.
+
+    `others` are names that it does not take, with the reason.
+    """
     if isinstance(function, type):
-        function.__init__ = suggesting(function.__init__)
+        function.__init__ = suggesting(function.__init__, **others)
         return function
-    known = list(inspect.signature(function).parameters)
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
     def checked(*args: Any, **keywords: Any) -> Any:
         for name in keywords:
             if name not in known:
-                meant = suggestion(name, known)
-                raise UnknownSetting(f"got unknown argument {name!r}" + (f"; did you mean {meant}?" if meant else ""))
+                meant = name if name in others else suggestion(name, [*known, *others])
+                if meant in others:
+                    ending = f"; {meant} {others[meant]}"
+                else:
+                    ending = hint(name, known) or f", expected one of {clipped(', '.join(known), 200)}"
+                raise UnknownSetting(f"got unknown argument {quoted(name)}{ending}")
         return function(*args, **keywords)
 
     return checked

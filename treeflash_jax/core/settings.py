@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from treeflash_jax.core.checks import INT32, UnknownSetting, clipped, fit, parse_json, quoted, suggestion
+from treeflash_jax.core.checks import INT32, UnknownSetting, clipped, fit, hint, parse_json, quoted
 
 T = TypeVar("T")
 kinds = functools.cache(get_type_hints)  # types of the fields of a dataclass, by name
@@ -112,9 +112,8 @@ def _is_required(field: Field) -> bool:
 
 def _choices(field: Field, kind: Any) -> list[str]:
     """Returns the words that a field accepts: its choices, or those of a Literal."""
-    checks = field.metadata.get("checks", {})
-    if "choices" in checks:
-        return list(checks["choices"]())
+    if choices := field.metadata.get("checks", {}).get("choices"):
+        return list(choices())
     return [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
 
 
@@ -199,39 +198,36 @@ def setting_names(cls: type) -> list[str]:
 
 def build(cls: type[T], raw: dict[str, Any], where: str = "settings") -> T:
     """Returns nested dicts as settings. Raises UnknownSetting, or ValueError for a missing or wrong value."""
-    known = setting_names(cls)
-    tables = {name.rpartition(".")[0] for name in known}
-    free = tuple(f"{name}." for name, kind, _ in leaves(cls) if get_origin(kind) is dict)
-    for key in dotted(raw, into_lists=True):
-        name = re.sub(r"\.\d+", "", key)
-        if name not in (*known, *tables) and not name.startswith(free):
-            meant = suggestion(name, [*known, *tables])
-            hint = f"did you mean {meant}?" if meant else f"expected one of {clipped(', '.join(known), 160)}"
-            raise UnknownSetting(f"{where}: got unknown setting {clipped(key, 60)}; {hint}")
     try:
-        return _build(cls, raw, "")
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        return _build(cls, raw, "", setting_names(cls))
+    except (UnknownSetting, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
-def _build(cls: type, raw: Any, prefix: str) -> Any:
+def _build(cls: type, raw: Any, prefix: str, known: list[str]) -> Any:
+    """Returns a table as settings; `known` are the dotted names of all settings, for hints."""
     if not isinstance(raw, dict):
         raise ValueError(f"got {prefix[:-1]} = {quoted(raw)}, expected a dictionary")
     values = {}
-    for field in fields(cls):
-        kind, key = kinds(cls)[field.name], prefix + field.name
-        table, value = _table(kind), raw.get(field.name)
-        if field.name not in raw:
-            if _is_required(field):
-                raise ValueError(f"got no {key}, expected a value")
-        elif table is None:
-            values[field.name] = fit_field(cls, field.name, value, label=f"{key} =", from_text=True)
+    for name, value in raw.items():
+        key, field, kind = prefix + name, cls.__dataclass_fields__.get(name), kinds(cls).get(name)
+        table = _table(kind)
+        if field is None:
+            tables = {other.rpartition(".")[0] for other in known}
+            ending = hint(re.sub(r"\.\d+", "", key), [*known, *tables])
+            ending = ending or f"; expected one of {clipped(', '.join(known), 160)}"
+            raise UnknownSetting(f"got unknown setting {clipped(key, 60)}{ending}")
+        if table is None:
+            values[name] = fit_field(cls, name, value, label=f"{key} =", from_text=True)
         elif table is kind:
-            values[field.name] = _build(table, value, f"{key}.")
+            values[name] = _build(table, value, f"{key}.", known)
         elif isinstance(value, list) and len(value) >= field.metadata.get("checks", {}).get("min_length", 0):
-            values[field.name] = tuple(_build(table, item, f"{key}.{i}.") for i, item in enumerate(value))
+            values[name] = tuple(_build(table, item, f"{key}.{i}.", known) for i, item in enumerate(value))
         else:
             raise ValueError(f"got {key} = {quoted(value)}, expected a list of tables with at least one")
+    for field in fields(cls):
+        if _is_required(field) and field.name not in raw:
+            raise ValueError(f"got no {prefix}{field.name}, expected a value")
     return cls(**values)
 
 

@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.core.checks import UnknownSetting, clipped, quoted, suggesting, suggestion
-from treeflash_jax.core.settings import changed, check, describe, field_names, setting
+from treeflash_jax.core.checks import suggesting
+from treeflash_jax.core.settings import changed, check, describe, setting
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models.attention import CHOICES
@@ -19,9 +19,9 @@ MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larg
 MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 would leave float32
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
-    "num_beams": "beam search does not sample from the verifier",
-    "grammar": "a processor can admit the tokens of an automaton; treeflash_jax/README.md has one",
-    "raw": 'text to be continued is given as tf.Text("...") in Python, and with --prompt on the command line',
+    "num_beams": "is not supported: beam search does not sample from the verifier",
+    "grammar": "is not supported: a processor can admit the tokens of an automaton; treeflash_jax/README.md has one",
+    "raw": 'is not supported: text to be continued is given as tf.Text("...") in Python, with --prompt on command lines',
 }
 # Arguments of `load` that users give to a call.
 LOAD_ARGUMENTS = """verifier drafter dtype quantize mesh revision drafter_revision steering local_files_only thinking
@@ -38,7 +38,7 @@ tree = partial(setting, group="tree")
 running = partial(setting, group="running")
 
 
-@suggesting
+@partial(suggesting, **REFUSED, **dict.fromkeys(LOAD_ARGUMENTS, "is an argument of tf.load"))
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`.
@@ -255,12 +255,6 @@ class GenerateConfig:
     def __repr__(self) -> str:
         return f"GenerateConfig({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
-    def updated(self, **settings: Any) -> Self:
-        """Returns these settings with some replaced. Raises UnknownSetting (a TypeError) or ValueError."""
-        for name in settings:
-            check_name(name)
-        return replace(self, **settings)
-
 
 GenerateConfig.__doc__ = f"""{inspect.cleandoc(GenerateConfig.__doc__ or "")}
 
@@ -270,17 +264,3 @@ Attributes:
 Advanced attributes:
 {describe(GenerateConfig, basic=False)}
 """
-
-
-def check_name(name: str) -> None:
-    """Raises UnknownSetting for a name that is no setting, with the setting or argument of `load` that was meant."""
-    known = field_names(GenerateConfig)
-    if name in REFUSED:
-        raise UnknownSetting(f"{name} is not supported: {REFUSED[name]}")
-    if name in known:
-        return
-    meant = name if name in LOAD_ARGUMENTS else suggestion(name, [*known, *LOAD_ARGUMENTS])
-    if meant in LOAD_ARGUMENTS:
-        raise UnknownSetting(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
-    hint = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
-    raise UnknownSetting(f"got unknown setting {quoted(name)}{hint}")

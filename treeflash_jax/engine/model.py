@@ -6,7 +6,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -264,7 +264,7 @@ class TreeFlash:
         Arguments and exceptions are those of `generate`. Logs once why nothing is drafted, and what the model recommends.
         """
         fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
-        config = (config or GenerateConfig()).updated(**settings)
+        config = replace(config or GenerateConfig(), **settings)
         if config.sampling == "model":
             config, note = take_recommended(config, self.recommended, settings)
             self._note(note)
