@@ -30,7 +30,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.engine import batching, device_memory, loading
 from treeflash_jax.engine import model as engine
-from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, memory_limit
+from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, usable_memory
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import vocab
 
@@ -288,7 +288,7 @@ def test_limits_of_devices_that_say_and_of_kinds_that_are_known():
         return SimpleNamespace(device_kind=kind, platform="any", memory_stats=stats)
 
     def limit(*devices):
-        return memory_limit(SimpleNamespace(local_devices=devices, devices=np.array(devices)))
+        return usable_memory(SimpleNamespace(local_devices=devices, devices=np.array(devices)))
 
     gib, silent = 2**30, jax.errors.JaxRuntimeError("only supported for addressable devices")
     assert limit(device("NVIDIA H200", 100 * gib), device("NVIDIA L4", 18 * gib)) == 18 * gib

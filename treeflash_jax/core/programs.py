@@ -34,11 +34,6 @@ class Program:
         """The executable; waits until it is compiled."""
         return self.executable.result()
 
-    @property
-    def has_failed(self) -> bool:
-        """True if it could not be compiled, for example for want of memory; the next call tries again."""
-        return self.executable.done() and self.executable.exception() is not None
-
 
 _programs: dict[Any, Program] = {}
 _unstored = Lock()  # held while a program is compiled that must not be stored on disk
@@ -72,7 +67,7 @@ def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = N
     precision = jax.config.jax_enable_x64, of_products
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     known = _programs.get(key)
-    if known is not None and not known.has_failed:
+    if known is not None and not (known.executable.done() and known.executable.exception()):  # a failure is tried again
         return known
     with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
         with (clock or Clock()).compiling(function.__name__, _note()):

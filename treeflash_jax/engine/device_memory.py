@@ -6,6 +6,7 @@ Temporaries of programs are not counted; `treeflash bench memory` reads them fro
 import functools
 import math
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,20 +88,6 @@ def _state_bytes(state: Any, mesh: Any) -> int:
     return device_bytes(jax.tree.map(placed, state, state.axes()))
 
 
-def memory_limit(mesh=None) -> int | None:
-    """Returns the bytes that JAX may use on a device of the mesh or the default device; None if not known, as on a CPU."""
-    limits = [_stated_limit(device) for device in (jax.local_devices()[:1] if mesh is None else mesh.local_devices)]
-    return min((limit for limit in limits if limit), default=sharding.device(mesh).memory)
-
-
-def _stated_limit(device: Any) -> int | None:
-    """Returns the bytes that JAX may use on a device; None if the device does not say, as a CPU or an abstract one."""
-    try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except (jax.errors.JaxRuntimeError, NotImplementedError):  # abstract devices
-        return None
-
-
 @functools.cache
 def host_memory() -> int | None:
     """Returns the bytes of host memory available to this process, swap included; None if unknown."""
@@ -120,11 +107,19 @@ def host_memory() -> int | None:
 
 
 def usable_memory(mesh=None) -> int | None:
-    """Returns the bytes of memory of a device: `memory_limit`, or on CPUs its share of the host's memory."""
-    if not sharding.device(mesh).is_cpu:
-        return memory_limit(mesh)
-    total, count = host_memory(), 1 if mesh is None else len(mesh.local_devices)
-    return total and total // max(count, 1)
+    """Returns the bytes that JAX may use on a device of the mesh or the default device; None if not known.
+
+    On CPUs, a device has its share of the host's memory.
+    """
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    if sharding.device(mesh).is_cpu:
+        total = host_memory()
+        return total and total // max(len(devices), 1)
+    limits = []
+    for device in devices:
+        with suppress(jax.errors.JaxRuntimeError, NotImplementedError):  # abstract devices do not say
+            limits.append((device.memory_stats() or {}).get("bytes_limit"))
+    return min(filter(None, limits), default=sharding.device(mesh).memory)
 
 
 def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:

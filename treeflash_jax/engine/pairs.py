@@ -1,6 +1,5 @@
 """Paths of models by name: pairs known by name ("tiny", "smollm2"), folders, GGUF files and Hub ids."""
 
-import difflib
 import os
 from importlib import metadata, resources
 from importlib.util import find_spec
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import LONGEST_PATH, clipped, expect, quoted
+from treeflash_jax.core.checks import LONGEST_PATH, clipped, expect, hint, quoted
 from treeflash_jax.formats import gguf_reader, hub
 
 Part = Literal["verifier", "drafter"]
@@ -47,12 +46,10 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
         return path
     is_file = os.path.isfile(path)
     if is_file or not hub.is_hub_id(name) or gguf_reader.is_gguf(path):
-        near = difflib.get_close_matches(str(name), VERIFIERS, n=1)
         kind = ValueError if is_file else FileNotFoundError
         raise kind(
             f"{clipped(name, LONGEST_PATH)} {'is a file' if is_file else 'not found'}; expected a model folder, a GGUF "
-            f"file, a Hub id like Qwen/Qwen3-4B, or a pair: {', '.join(VERIFIERS)}"
-            + (f" (did you mean {near[0]}?)" if near else "")
+            f"file, a Hub id like Qwen/Qwen3-4B, or a pair: {', '.join(VERIFIERS)}{hint(str(name), VERIFIERS)}"
         )
     return hub.download(str(name), revision, local_files_only)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from treeflash_jax.acceptance import check_lossless
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.devices import Device
-from treeflash_jax.core.settings import field_names
+from treeflash_jax.core.settings import changed, field_names
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import defaults
@@ -90,7 +90,7 @@ def _why_plain(
 
     Raises ValueError if the call has settings of drafting and there is no drafter.
     """
-    requested = [name for name in (*field_names(GenerateConfig, "tree"), *DRAFTING) if _is_changed(config, name)]
+    requested = [name for name in (*field_names(GenerateConfig, "tree"), *DRAFTING) if name in changed(config)]
     if drafter is None:
         _refuse(config, requested, NO_DRAFTER)
         return NO_DRAFTER
@@ -114,10 +114,6 @@ def _check_settings(config: GenerateConfig, drafter: DrafterConfig, name: str, b
     expect(name != "chain" or not config.ngrams, "ngrams", config.ngrams, why)
 
 
-def _is_changed(config: GenerateConfig, name: str) -> bool:
-    return getattr(config, name) != getattr(GenerateConfig, name)
-
-
 def _refuse(config: GenerateConfig, names: list[str], why: str) -> None:
     for name in names:
-        expect(not _is_changed(config, name), name, getattr(config, name), f"its default: {why}")
+        expect(name not in changed(config), name, getattr(config, name), f"its default: {why}")

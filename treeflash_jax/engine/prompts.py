@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
-from treeflash_jax.core.checks import QUOTED, clipped, fit, quoted, suggestion
+from treeflash_jax.core.checks import QUOTED, clipped, expect, fit, hint, quoted
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -87,10 +87,8 @@ def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise ValueError(f"{at}: got {type(message).__name__}, expected a dict with 'role' and 'content'")
         role = message.get("role")
-        if role not in ROLES:
-            meant = OTHER_ROLES.get(str(role)) or suggestion(str(role), ROLES)
-            hint = f"; did you mean {meant}?" if meant else ""
-            raise ValueError(f"{at}: got role {quoted(role)}, expected one of {', '.join(ROLES)}{hint}")
+        ending = hint(OTHER_ROLES.get(str(role), str(role)), ROLES)
+        expect(role in ROLES, "role", role, f"one of {', '.join(ROLES)}{ending}", at)
         messages.append({**message, "content": _join_text(message.get("content"), at)})
     return messages
 

@@ -80,6 +80,7 @@ def make_requests(
     if len(indices) != len(prompts):
         raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
     requests: list[Request] = []
+    given = frozenset(changed(config))
     for number, (ids, index, own) in enumerate(zip(prompts, indices, _split(config, len(prompts)), strict=True)):
         _check_prompt(number, ids, own, verifier)
         temperature = 0.0 if own.temperature < GREEDY_BELOW else own.temperature
@@ -88,7 +89,7 @@ def make_requests(
         stop, ends = find_stops(own.stop, ends, tokenizer, verifier.vocab_size)
         own = replace(own, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
         bias = tuple((own.logit_bias or {}).items())
-        request = Request(ids=ids, settings=own, stop_ids=ends, bias=bias, given=frozenset(changed(config)), index=index)
+        request = Request(ids=ids, settings=own, stop_ids=ends, bias=bias, given=given, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return _padded(requests)
 
@@ -103,6 +104,8 @@ def _split(config: GenerateConfig, num_prompts: int) -> list[GenerateConfig]:
         if len(values) != num_prompts:
             raise ValueError(f"got {len(values)} values of {name} for {num_prompts} prompts, expected one per prompt")
         lists[name] = values
+    if not lists:
+        return [config] * num_prompts
     return [replace(config, **{name: lists[name][i] for name in lists}) for i in range(num_prompts)]
 
 

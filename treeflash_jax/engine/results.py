@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from html import escape
-from typing import Any
 
 import numpy as np
 
@@ -160,8 +159,8 @@ class Reader:
     tokenizer: Tokenizer | None
 
     def read(self, slots: Sequence[int]) -> list[Result]:
-        """Returns the answers so far in these slots of the batch."""
-        state = self.decoder.state
+        """Returns the answers so far in these slots of the batch. Raises ValueError for NaN logits."""
+        state, clock, runner = self.decoder.state, self.decoder.clock, self.decoder.runner
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         arrays, optional = sharding.to_host((arrays, (state.log_probs_bs, state.expected_bs)))
         results = []
@@ -171,25 +170,27 @@ class Reader:
             request = self.decoder.slots.held[slot]
             ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
             self._check(ids)
-            finished = "length"
-            if done and ids[-1] in request.stop_ids:
-                finished = "stop"
-            elif not done and self.decoder.is_interrupted:
-                finished = "interrupted"
+            is_stopped = done and ids[-1] in request.stop_ids
             ids, text, accepted, has_stop = self._until_stop(request, ids, accepted)
-            if has_stop:
-                finished = "stop"
-            results.append(
-                self._result(
-                    request,
-                    ids,
-                    accepted,
-                    text=text,
-                    finished=finished,
-                    log_probs=log_probs and log_probs[request.length :][: len(ids)],
-                    expected_lengths=expected and expected[: len(accepted)],
-                )
+            finished = "interrupted" if not done and self.decoder.is_interrupted else "length"
+            cut = 1 + sum(accepted) - len(ids) if accepted else 0
+            drafted = runner, self.tokenizer, request, ids, accepted
+            result = Result(
+                text=text,
+                ids=ids,
+                prompt_ids=request.ids,
+                builder=runner.plan.builder,
+                accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
+                finished="stop" if is_stopped or has_stop else finished,
+                seconds=clock.seconds,
+                compile_seconds=clock.compile_seconds,
+                tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
+                log_probs=log_probs and log_probs[request.length :][: len(ids)],
+                expected_lengths=expected and expected[: len(accepted)],
+                cut=cut,
+                draft_again=_DraftAgain(draw_tree, *drafted) if runner.plan.drafts else None,
             )
+            results.append(result)
         return results
 
     def _check(self, ids: list[int]) -> None:
@@ -200,24 +201,6 @@ class Reader:
                 f"got NaN as logits of token {outside[0]} of an answer, expected numbers: weights are damaged, or "
                 "activations leave the range of the dtype; try dtype 'float32'"
             )
-
-    def _result(self, request: Request, ids: list[int], accepted: list[int], **values: Any) -> Result:
-        """Returns the Result of an answer; `accepted` counts tokens beyond its end, too."""
-        clock, runner = self.decoder.clock, self.decoder.runner
-        drafted = runner, self.tokenizer, request, ids, accepted
-        cut = 1 + sum(accepted) - len(ids) if accepted else 0
-        return Result(
-            prompt_ids=request.ids,
-            ids=ids,
-            builder=runner.plan.builder,
-            accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
-            cut=cut,
-            seconds=clock.seconds,
-            compile_seconds=clock.compile_seconds,
-            tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
-            draft_again=_DraftAgain(draw_tree, *drafted) if runner.plan.drafts else None,
-            **values,
-        )
 
     def has_stop(self, request: Request, ids: list[int]) -> bool:
         """Returns True if the text of tokens contains a stop string of their request."""
