@@ -316,6 +316,16 @@ def drafters() -> str:
     return section(header, rows, note, [runs["command"]])
 
 
+def heads() -> str:
+    """Formats tau of heads on one backbone, by nodes and temperature."""
+    runs, rows = read("heads_tiny.json"), {}
+    for row in runs["rows"]:
+        cells = rows.setdefault((row["head"], row["trained"], row["nodes"]), [])
+        cells += [f"{row['tau']:.2f}", interval(row["tau_ratio"])]
+    header = "head | trained with | nodes | tau, T = 0 | over the marginal tree | tau, T = 1 | over the marginal tree"
+    return section(header, [[*key, *cells] for key, cells in rows.items()], f"{runs['note']}:", runs["commands"])
+
+
 def drafters_smollm2() -> str:
     """Formats tau, costs and gains with 8 nodes, over all sets of prompts together and the gain for each."""
     results, rows = read("drafters_smollm2.json"), []
@@ -427,7 +437,7 @@ def near_ties() -> str:
 SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees)
 SHOWN += (round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
 SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu)
-SHOWN += (shipped_nodes, pod_minutes)
+SHOWN += (shipped_nodes, pod_minutes, heads)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "latency": lambda: latency("tiny", "candidates, children", "candidates"),
     "latency-smollm2": lambda: latency("smollm2", "jax | dtype", "jax", "dtype"),
