@@ -17,8 +17,10 @@ from refusals import mistake, refused, understood
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.devices import Device
+from treeflash_jax.core.settings import field_names
 from treeflash_jax.engine import device_memory, prompts
-from treeflash_jax.engine.generate_config import LOAD_ARGUMENTS, GenerateConfig
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.plan import resolve
 from treeflash_jax.engine.requests import find_stops
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -76,7 +78,7 @@ def test_arguments_of_load_are_suggested():
     for name, meant in {"model": "verifier", "torch_dtype": "dtype", "assistant_model": "drafter"}.items():
         refused(partial(tf.load, **{name: "x"}), f"unknown argument '{name}'; did you mean {meant}")
     refused(partial(GenerateConfig, max_tokens=1), "'max_tokens'; did you mean max_new_tokens")
-    assert set(LOAD_ARGUMENTS) <= set(inspect.signature(tf.load).parameters)
+    assert {*field_names(ModelOptions)} == {*inspect.signature(tf.load).parameters}
 
 
 def test_prompts(tiny):

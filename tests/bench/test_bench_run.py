@@ -18,7 +18,7 @@ from treeflash_jax.bench.harness import Peer
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
-from treeflash_jax.engine import model_options
+from treeflash_jax.engine import loading
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ def fake(tiny, monkeypatch):
         return model
 
     monkeypatch.setattr(tf.TreeFlash, "generate", generate)
-    monkeypatch.setattr(model_options, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     return fake
 
 
@@ -65,7 +65,7 @@ def bench(out, *options, status=0):
 
 @pytest.mark.slow
 def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_options, "load", lambda **_: tiny)
+    monkeypatch.setattr(loading, "load", lambda **_: tiny)
     records = bench(tmp_path / "out.jsonl", *small, "--temperature", "0", "1")
     keys = [(p, s, t, 0) for p in ("cows", "7") for t in (0.0, 1.0) for s in SYSTEMS]
     assert sorted(map(bench_records.record_key, records)) == sorted(keys)
@@ -246,7 +246,7 @@ def test_trees_of_equal_settings_are_measured_once(tiny, monkeypatch):
     arguments = commands.parser().parse_args(words)
     for head, expected in (("marginal", 2), ("mlp", 3)):
         model = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head=head))
-        monkeypatch.setattr(model_options, "load", lambda model=model, **_: model)
+        monkeypatch.setattr(loading, "load", lambda model=model, **_: model)
         assert len(run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))) == expected
 
 

@@ -21,7 +21,7 @@ from treeflash_jax.bench import check
 from treeflash_jax.cli import commands, demo
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.settings import default_text, option_values
-from treeflash_jax.engine import model_options
+from treeflash_jax.engine import loading
 from treeflash_jax.formats import hub
 
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
@@ -58,7 +58,7 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
             yield piece
             printed.append(capsys.readouterr().out)
 
-    monkeypatch.setattr(model_options, "load", lambda **_: tiny)
+    monkeypatch.setattr(loading, "load", lambda **_: tiny)
     monkeypatch.setattr(tf.TreeFlash, "stream", watched)
     assert main("generate Count to four. --max-new-tokens 8 --nodes 8 --candidates 4 --children 4".split()) == 0
     assert len([text for text in printed if text.strip()]) > 1
@@ -104,7 +104,7 @@ def heard(monkeypatch, tiny):
     heard = SimpleNamespace(prompts=[], loaded={})
     for name in ("generate", "stream"):
         monkeypatch.setattr(tf.TreeFlash, name, lambda self, prompts, **settings: heard.prompts.extend(prompts) or [])
-    monkeypatch.setattr(model_options, "load", lambda **given: heard.loaded.update(given) or tiny)
+    monkeypatch.setattr(loading, "load", lambda **given: heard.loaded.update(given) or tiny)
     return heard
 
 

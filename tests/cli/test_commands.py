@@ -20,7 +20,7 @@ from treeflash_jax.bench.check import check, divergence
 from treeflash_jax.cli import chat, commands
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import programs
-from treeflash_jax.engine import model_options
+from treeflash_jax.engine import loading
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.requests import Request
 from treeflash_jax.formats import model_files
@@ -43,7 +43,7 @@ def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, ca
     sizes = {"max_new_tokens": 12, "nodes": 8, "candidates": 4, "children": 4}
     [honest] = check(model, [[1, 2, 3]], **sizes)
     assert honest.divergence is None
-    monkeypatch.setattr(model_options, "load", lambda **_: model)
+    monkeypatch.setattr(loading, "load", lambda **_: model)
     command = ["check", *(f"--{name}={value}".replace("_", "-") for name, value in sizes.items()), "--prompt-ids", "1 2 3"]
     assert main([*command, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import treeflash_jax as tf
 from treeflash_jax.core import devices, programs, sharding
@@ -59,14 +58,6 @@ def test_programs_are_compiled_without_the_fusions_that_are_wrong():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     subprocess.run([sys.executable, "-c", WRONG_FUSIONS], env=environment, cwd=Path(tf.__file__).parents[1], check=True)
-
-
-def test_programs_that_hold_weights_as_constants_fail():
-    """pytest makes JAX's warning of large constants an error: in every test, of runners, training and evaluation."""
-    weight = jnp.ones((64, 64))
-    with pytest.raises(UserWarning, match="onstant"):
-        programs.jit(lambda x: x @ weight)(jnp.ones(64))
-    programs.jit(lambda x, weight: x @ weight)(jnp.ones(64), weight)
 
 
 def test_float32_is_float32_on_accelerators(monkeypatch):

@@ -85,12 +85,6 @@ def test_programs_are_kept_but_not_those_of_several_cpu_devices(tmp_path):
     assert len(list(usual.glob("jit_decode-*-cache"))) == 1
 
 
-def test_a_prepared_program_is_the_one_that_is_called():
-    function, x = jax.jit(lambda x, y: x + y), jnp.arange(3)
-    program = programs.prepare(function, x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
-    assert programs.call(function, x, x).tolist() == [0, 2, 4] and programs.compiled(function) == [program]
-
-
 def test_a_program_that_could_not_be_compiled_is_compiled_again(monkeypatch):
     function, x = jax.jit(lambda x: x + 1), jnp.arange(3)
     monkeypatch.setattr(devices.Device, "compiler_options", {"no_such_option": "1"})

@@ -16,7 +16,7 @@ from treeflash_jax import TreeFlash
 from treeflash_jax.core import clock, parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.requests import choose_drafter_temperature, make_requests
+from treeflash_jax.engine.requests import make_requests
 from treeflash_jax.engine.results import Result
 from treeflash_jax.models import verifier
 
@@ -112,10 +112,15 @@ def test_a_chain_is_a_whole_block_by_default(trained):
 
 def test_the_draft_temperature_follows_the_sampling_temperature(trained):
     sharp = replace(trained.drafter, drafter_temperature=0.5)
-    asked = [choose_drafter_temperature(GenerateConfig(), sharp, t) for t in (0.0, 0.3, 0.7, 1.0, 1.3)]
-    assert asked == [0.5, 0.5, 0.7, 1.0, 1.0]
-    assert choose_drafter_temperature(GenerateConfig(drafter_temperature=0.2), sharp, 1.0) == 0.2
-    assert choose_drafter_temperature(GenerateConfig(), trained.drafter, 0.0) == 1.0, "published drafters draft at 1"
+
+    def asked(drafter, *temperatures, **settings):
+        config = GenerateConfig(temperature=temperatures, **settings)
+        requests = make_requests([PROMPT] * len(temperatures), config, trained.verifier, drafter)
+        return [request.settings.drafter_temperature for request in requests]
+
+    assert asked(sharp, 0.0, 0.3, 0.7, 1.0, 1.3) == [0.5, 0.5, 0.7, 1.0, 1.0]
+    assert asked(sharp, 1.0, drafter_temperature=0.2) == [0.2]
+    assert asked(trained.drafter, 0.0) == [1.0], "published drafters draft at 1"
 
 
 def test_tiny_temperatures_are_greedy(trained, greedy):

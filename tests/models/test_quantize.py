@@ -21,7 +21,7 @@ from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding.loops import DecodePlan
-from treeflash_jax.engine import model_options
+from treeflash_jax.engine import loading
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import layers, quantized, verifier
@@ -181,7 +181,7 @@ def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
 
 def test_check_compares_with_the_int8_verifier_and_says_so(capsys, monkeypatch, int8):
     requested = []
-    monkeypatch.setattr(model_options, "load", lambda **sizes: requested.append(sizes["quantize"]) or int8)
+    monkeypatch.setattr(loading, "load", lambda **sizes: requested.append(sizes["quantize"]) or int8)
     words = "check --quantize int8 --candidates 8 --children 8 --nodes 16 --max-new-tokens 12".split()
     words += ["--prompt-ids=3 4 5", "--prompt-ids=17 3 2 40"]
     assert commands.main(words) == 0

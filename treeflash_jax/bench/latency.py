@@ -24,7 +24,8 @@ from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.engine.defaults import choose_dtype
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model_options import ModelOptions, load_model
+from treeflash_jax.engine.loading import load_model
+from treeflash_jax.engine.model_options import ModelOptions
 
 SCHEMA = 3
 SAME = ("settings", "versions", "hardware")  # of results that replace each other

@@ -26,7 +26,8 @@ from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options, field_names, fit_field, option_values, setting
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model_options import ModelOptions, choose_verifier, load_model
+from treeflash_jax.engine.loading import choose_verifier, load_model
+from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.prompts import parse_ids
 
 SYSTEMS: dict[str, dict[str, Any]] = {

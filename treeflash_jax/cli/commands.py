@@ -23,7 +23,7 @@ from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model_options import load_model
+from treeflash_jax.engine.loading import load_model
 from treeflash_jax.engine.results import Chunk
 from treeflash_jax.formats import dialects, gguf_reader, model_files
 

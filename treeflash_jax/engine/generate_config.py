@@ -8,9 +8,10 @@ from typing import Any
 
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.core.checks import suggesting
-from treeflash_jax.core.settings import changed, check, describe, setting
+from treeflash_jax.core.settings import changed, check, describe, field_names, setting
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.models.attention import CHOICES
 from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.shape import MAX_NODES
@@ -23,9 +24,6 @@ REFUSED = {
     "grammar": "is not supported: a processor can admit the tokens of an automaton; treeflash_jax/README.md has one",
     "raw": 'is not supported: text to be continued is given as tf.Text("...") in Python, with --prompt on command lines',
 }
-# Arguments of `load` that users give to a call.
-LOAD_ARGUMENTS = """verifier drafter dtype quantize mesh revision drafter_revision steering local_files_only thinking
-    template""".split()
 GROUPS = {  # titles in help texts
     "sampling": "sampling",
     "drafting": "drafting (affects the speed, never the distribution of the output)",
@@ -38,7 +36,7 @@ tree = partial(setting, group="tree")
 running = partial(setting, group="running")
 
 
-@partial(suggesting, **REFUSED, **dict.fromkeys(LOAD_ARGUMENTS, "is an argument of tf.load"))
+@partial(suggesting, **REFUSED, **dict.fromkeys(field_names(ModelOptions), "is an argument of tf.load"))
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`.

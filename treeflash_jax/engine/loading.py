@@ -1,6 +1,8 @@
 """Loading a verifier with its drafter."""
 
+import argparse
 import logging
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,12 +14,15 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import clipping, expect, fit, quoted, suggesting
+from treeflash_jax.core.clock import slow
+from treeflash_jax.core.settings import option_values
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.defaults import choose_dtype, merges_weights
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.dialects import language_model_folder
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
@@ -171,3 +176,22 @@ def float_type(dtype: Any) -> Any:
     is_available = name != "float64" or jax.config.jax_enable_x64
     expect(is_available, "dtype", dtype, 'jax.config.update("jax_enable_x64", True) before it')
     return jnp.dtype(dtype)
+
+
+def choose_verifier(name: str | None) -> str:
+    """Returns the name of the verifier, by default smollm2; prints a line if that is not on this machine."""
+    if name is None and (name := pairs.default_verifier()) == "tiny":
+        why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
+        print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
+    return name
+
+
+def load_model(arguments: argparse.Namespace, **changed: Any) -> TreeFlash:
+    """Loads the model of the options; `changed` replaces some of them."""
+    given = option_values(arguments, ModelOptions) | changed
+    given["verifier"] = choose_verifier(given.get("verifier"))
+    if given.get("mesh"):
+        given["mesh"] = sharding.make_mesh(**sharding.parse_sizes(given["mesh"]))
+    loaded = [name for name in (given["verifier"], given.get("drafter")) if name not in (None, pairs.NO_DRAFTER)]
+    with slow(f"loading {' and '.join(loaded)}"):
+        return load(**given)

@@ -1,17 +1,11 @@
-"""The arguments of `tf.load` as options of commands, and the model that they name."""
+"""The arguments of `tf.load` as options of commands."""
 
-import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from treeflash_jax.core import sharding
-from treeflash_jax.core.clock import slow
-from treeflash_jax.core.settings import option_values, setting
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine import pairs
-from treeflash_jax.engine.loading import load
-from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.models.quantized import SCHEMES
 
 
@@ -61,22 +55,3 @@ class ModelOptions:
     template: Mapping[str, Any] | None = setting(
         None, 'further arguments of the chat template, such as {"reasoning_effort": "high"}', unset="none", unit="json"
     )
-
-
-def choose_verifier(name: str | None) -> str:
-    """Returns the name of the verifier, by default smollm2; prints a line if that is not on this machine."""
-    if name is None and (name := pairs.default_verifier()) == "tiny":
-        why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
-        print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
-    return name
-
-
-def load_model(arguments: argparse.Namespace, **changed: Any) -> TreeFlash:
-    """Loads the model of the options; `changed` replaces some of them."""
-    given = option_values(arguments, ModelOptions) | changed
-    given["verifier"] = choose_verifier(given.get("verifier"))
-    if given.get("mesh"):
-        given["mesh"] = sharding.make_mesh(**sharding.parse_sizes(given["mesh"]))
-    loaded = [name for name in (given["verifier"], given.get("drafter")) if name not in (None, pairs.NO_DRAFTER)]
-    with slow(f"loading {' and '.join(loaded)}"):
-        return load(**given)

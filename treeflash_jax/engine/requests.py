@@ -84,10 +84,10 @@ def make_requests(
     for number, (ids, index, own) in enumerate(zip(prompts, indices, _split(config, len(prompts)), strict=True)):
         _check_prompt(number, ids, own, verifier)
         temperature = 0.0 if own.temperature < GREEDY_BELOW else own.temperature
-        drafter_temperature = choose_drafter_temperature(config, drafter, temperature)
+        usual = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
         ends = stop_ids if own.stop_ids is None else own.stop_ids
         stop, ends = find_stops(own.stop, ends, tokenizer, verifier.vocab_size)
-        own = replace(own, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
+        own = replace(own, temperature=temperature, drafter_temperature=own.drafter_temperature or usual, stop=stop)
         bias = tuple((own.logit_bias or {}).items())
         request = Request(ids=ids, settings=own, stop_ids=ends, bias=bias, given=given, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
@@ -133,13 +133,6 @@ def _padded(requests: list[Request]) -> list[Request]:
             values = getattr(request, name)
             requests[number] = replace(request, **{name: values + (padding,) * (size - len(values))})
     return requests
-
-
-def choose_drafter_temperature(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> float:
-    """Returns the temperature of the draft for a sampling temperature: the requested one, or the default."""
-    if config.drafter_temperature is not None or drafter is None:
-        return config.drafter_temperature or 1.0
-    return max(drafter.drafter_temperature, min(temperature, 1.0))
 
 
 def find_stops(
