@@ -75,12 +75,6 @@ def test_samples_leave_the_state_as_it_was(bench):
     assert state.end_b.tolist() == [41, 41] and state.cache.length_b.tolist() == [40, 40]
 
 
-def test_a_sample_is_divided_by_its_calls_and_tokens(monkeypatch):
-    now = iter([10.0, 18.0])
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: next(now))
-    assert phases.Phase("prefill", None, lambda calls: lambda: calls, 0.0, calls=4, units=20).sample() == 0.1
-
-
 @pytest.mark.slow
 @needs_8_devices
 def test_on_a_mesh_every_phase_takes_the_layout_that_the_one_before_gives():

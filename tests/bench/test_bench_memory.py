@@ -96,37 +96,20 @@ def test_a_round_on_a_mesh_gathers_neither_logits_nor_caches(monkeypatch):
     assert are_moved(moved(nodes=7), MODEL.vocab_size), "automatic partitioning gathers logits"
 
 
-PROGRAM = """HloModule jit_decode
-
-%fused_add (p: f32[2]) -> f32[2] {
-  %copy.9 = f32[2]{0} copy(%p)
-  ROOT %add.1 = f32[2]{0} add(%copy.9, %copy.9), metadata={op_name="a fusion("}
-}
-
-%body.2 (carry: (s32[], f32[2], /*index=2*/f32[2])) -> (s32[], f32[2], /*index=2*/f32[2]) {
-  %carry = (s32[], f32[2]{0}, /*index=2*/f32[2]{0}) parameter(0)
-  %add_fusion = f32[2]{0} fusion(%carry), kind=kLoop, calls=%fused_add, metadata={op_name="jit(decode)/sort"}
-  %kernel = (f32[2]{0}, f32[2]{0}) custom-call(%add_fusion), custom_call_target="attention"
-  %scalar = s32[] fusion(%carry), kind=kLoop, calls=%fused_add
-  %copy-start.1 = (f32[2]{0}, f32[2]{0:S(5)}, u32[]) copy-start(%add_fusion)
-  %sort.1 = (f32[2]{0:T(128)}, s32[2]{0:T(128)}) sort(%kernel), dimensions={0}
-  ROOT %copy.1 = (s32[], f32[2]{0}) copy(%sort.1)
-}
-
-%body.1 (carry.1: s32[]) -> s32[] {
-  ROOT %scalar.1 = s32[] fusion(%carry.1), kind=kLoop, calls=%fused_add
-}
-
-ENTRY %main.3 (state: f32[2]) -> (s32[], f32[2]) {
-  %fusion.8 = f32[2]{0} fusion(%state), kind=kLoop, calls=%fused_add
-  %while.1 = s32[] while(%fusion.8), condition=%going, body=%body.1
-  ROOT %while.2 = (s32[], f32[2]{0}) while(%fusion.8), condition=%going, body=%body.2, backend_config={}
-}
-"""
-
-
 def test_launches_are_the_operations_in_the_body_of_the_largest_loop():
-    assert memory.count_launches(PROGRAM) == 5  # two fusions, a kernel, a sort and a copy
+    def launches(sorts: int) -> int:
+        def body(x):
+            for _ in range(sorts):
+                x = jnp.sort(x + 1)
+            return x
+
+        def program(x):
+            x = jax.lax.while_loop(lambda x: x[0] < 5, lambda x: x + 1, jnp.sort(x))
+            return jax.lax.while_loop(lambda x: x[0] < 9, body, x)
+
+        return memory.count_launches(jax.jit(program).lower(jnp.zeros(8)).compile().as_text())
+
+    assert launches(4) == 4 * launches(1) > 0
 
 
 @pytest.mark.slow

