@@ -73,9 +73,6 @@ class LanguageModelStage(DraftingStage):
     vocabulary: int = setting(
         0, "size of the sample of the vocabulary that distributions are compared over (`ObjectiveConfig`); 0: all", least=0
     )
-    num_depths: int = setting(8, "depth of the tree in evaluations, not stored", least=1)
-    num_nodes: int = setting(16, "number of tree nodes in evaluations, not stored", least=1)
-    drafter_temperature: float = setting(1.0, "temperature of the draft in evaluations, not stored", above=0)
 
     def __post_init__(self) -> None:
         if not (self.train_model or self.steers):
@@ -113,8 +110,7 @@ class LanguageModelStage(DraftingStage):
             taps = self.taps or steering.default_taps(model.num_layers)
             sizes = dict(width=model.hidden_size, num_layers=layers.num_layers, ffn=layers.intermediate_size)
             steered = SteeringConfig(taps=taps, rank=self.rank, **sizes)
-        options = dict(num_depths=self.num_depths, num_nodes=self.num_nodes, drafter_temperature=self.drafter_temperature)
-        return LanguageModelConfig(layers=layers, steering=steered, **options).fitted(model)
+        return LanguageModelConfig(layers=layers, steering=steered).fitted(model)
 
     def fresh(self, drafter: LanguageModelConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains if name in stored}

@@ -56,7 +56,7 @@ class DraftingStage(ABC):
     run: str = setting(help="folder of checkpoints, log and result, local or gs://")
     verifier: str = setting("tiny", "name of a pair, folder, GGUF file or Hub id")
     sources: tuple[Source, ...] = setting(help="responses of that verifier (`train.respond`), or chats")
-    data: DataConfig = setting(DataConfig(), "responses of that verifier (`train.respond`), or chats")
+    data: DataConfig = DataConfig()
     init_scale: float = setting(0.02, "standard deviation of fresh weights", above=0)
     compute_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "dtype of activations and frozen weights")
     attention: Literal["auto", "chunked", "splash", "cudnn"] = setting(
