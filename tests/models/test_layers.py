@@ -29,7 +29,7 @@ def test_rms_norm_sums_bfloat16_in_float32():
 @pytest.mark.parametrize(
     "rope", [Rope(theta=10_000.0), Rope(theta=1_000_000.0), LLAMA3, YARN], ids=["small", "large", "llama3", "yarn"]
 )
-def test_rotation_is_multiplication_by_a_complex_number(rope):
+def test_rotation_is_multiplication_by_a_complex_number(rope, backend_form):
     positions_bt, x_bthe = np.array([[0, 1, 17], [5, 100, 3000]]), draw(2, 3, 4, 16)
     got = layers.rotate(jnp.asarray(x_bthe), layers.rotary_table(rope, 16, jnp.asarray(positions_bt)))
     plane = x_bthe[..., :8].astype(complex) + 1j * x_bthe[..., 8:]

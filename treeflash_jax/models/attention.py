@@ -205,7 +205,7 @@ def raw_attention(
     Args:
       qkv_btkge: query heads, key and value of each key/value head (`layers.raw_heads`).
       table: cosines and sines (`layers.rotary_table`).
-      scales_ge: scales of the norms of query heads and key (`layers.merge`); None: no norm.
+      scales_ge: scales of the norms of query heads and key, and one that is not read (`layers.merge`); None: no norm.
       eps: epsilon of the norms.
     """
     from treeflash_jax.models.backend import attention_mosaic  # slow to import

@@ -15,6 +15,7 @@ import numpy as np
 from treeflash_jax.core import programs
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import experts
+from treeflash_jax.models.backend.rotation import rotate
 from treeflash_jax.models.config import ModelConfig, Rope
 from treeflash_jax.models.quantized import product
 
@@ -60,7 +61,7 @@ def layer_specs(config: ModelConfig, is_sparse: bool = False, is_merged: bool = 
         if not is_sparse:
             specs["gate_up"] = Spec((2, f, d), (None, "ffn", "embed"), inputs=(2,), outputs=(0, 1))
         if config.qk_norm:
-            specs["qk_norm"] = Spec((g + 1, e), (None, None), "ones")
+            specs["qkv_norm"] = Spec((g + 2, e), (None, None), "ones")
         if config.qkv_bias:
             specs["qkv_bias"] = Spec((k, g + 2, e), ("kv_heads", None, None), "zeros")
     return specs
@@ -81,7 +82,8 @@ def merge(params: Params) -> Params:
     if "gate" in params:
         merged["gate_up"] = jax.tree.map(lambda *maps_fd: jnp.stack(maps_fd), params["gate"], params["up"])
     if "q_norm" in params:
-        merged["qk_norm"] = jnp.stack([params["q_norm"]] * (merged["qkv"].shape[1] - 2) + [params["k_norm"]])
+        q_norms = [params["q_norm"]] * (merged["qkv"].shape[1] - 2)
+        merged["qkv_norm"] = jnp.stack([*q_norms, params["k_norm"], jnp.ones_like(params["k_norm"])])
     if "q_bias" in params:
         merged["qkv_bias"] = by_kv_head(params["q_bias"], params["k_bias"], params["v_bias"])
     return merged
@@ -143,15 +145,6 @@ def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[ja
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the two halves of each head against each other by the position's angle."""
-    cos, sin = table
-    first, second = jnp.split(x_bthe.astype(jnp.promote_types(x_bthe.dtype, jnp.float32)), 2, axis=-1)
-    cos, sin = cos.astype(first.dtype), sin.astype(first.dtype)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_bthe.dtype)
-
-
 def _projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax.Array:
     """Maps the normed input into heads, with the layer's bias if it has one."""
     out = product(equation, x_btd, params[name])
@@ -166,12 +159,11 @@ def queries_keys_values(
     if "qkv" not in params:
         return queries(params, config, x_btd, table), *keys_values(params, config, x_btd, table)
     x_btkge = raw_heads(params, x_btd)
-    qk_btkge = x_btkge[..., :-1, :]
-    if config.qk_norm:
-        qk_btkge = rms_norm(qk_btkge, params["qk_norm"], config.rms_norm_eps)
-    qk_btkge = rotate(qk_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(qk_btkge.shape)
-    q_bthe = qk_btkge[..., :-1, :].reshape(*x_btd.shape[:2], config.num_heads, config.head_dim)
-    return q_bthe, qk_btkge[..., -1, :], x_btkge[..., -1, :]
+    # Values are normed and rotated too, but not read: a GPU would launch kernels of their own for a slice without them.
+    turned_btkge = rms_norm(x_btkge, params["qkv_norm"], config.rms_norm_eps) if config.qk_norm else x_btkge
+    turned_btkge = rotate(turned_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(x_btkge.shape)
+    q_bthe = turned_btkge[..., :-2, :].reshape(*x_btd.shape[:2], config.num_heads, config.head_dim)
+    return q_bthe, turned_btkge[..., -2, :], x_btkge[..., -1, :]
 
 
 def raw_heads(params: Params, x_btd: jax.Array) -> jax.Array:

@@ -120,7 +120,7 @@ def _make_layer(
     def layer(weights, x_btd, prefix, earlier_kv, shift_btf):
         def attend(weights, x_btd):
             if attention == "mosaic-gpu" and "qkv" in weights and prefix is not None and earlier_kv is None:
-                raw = layers.raw_heads(weights, x_btd), table, weights.get("qk_norm"), config.rms_norm_eps
+                raw = layers.raw_heads(weights, x_btd), table, weights.get("qkv_norm"), config.rms_norm_eps
                 return raw_attention(*raw, mask_btu, prefix, length_b)
             q_bthe, *new = layers.queries_keys_values(weights, config, x_btd, table)
             new = seen = tuple(new)

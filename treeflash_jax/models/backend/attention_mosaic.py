@@ -45,7 +45,7 @@ class _New(NamedTuple):
       group: number of query heads; they are the first of j.
       key, value: places among j.
       q_turns_bte, k_turns_bue: cosines and sines of the rotation, one after the other.
-      scales_je: scales of the RMS norm of query heads (first) and key (last).
+      scales_je: scales of the RMS norm of query heads (first) and key (`key`).
       eps: added to the mean square before its root; None: no norm.
     """
 
@@ -95,13 +95,13 @@ def attend_raw(
     Args:
       qkv_btkje: query heads, key and value of each key/value head, as projected.
       turns_bte: cosines and sines of the rotation, one after the other.
-      scales_je: scales of the RMS norm of query heads and key; None: no norm.
+      scales_je: scales of the RMS norm of query heads and key, and one that is not read; None: no norm.
       eps: added to the mean square before its root.
     """
     group = qkv_btkje.shape[3] - 2
     norm = {"scales_je": scales_je, "eps": eps}
     if scales_je is None:
-        norm = {"scales_je": jnp.ones((1, qkv_btkje.shape[-1]), jnp.float32), "eps": None}
+        norm = {"scales_je": jnp.ones(qkv_btkje.shape[3:], jnp.float32), "eps": None}
     new = _New(qkv_btkje, qkv_btkje, qkv_btkje, group, group, group + 1, turns_bte, turns_bte, **norm)
     return _attend(new, mask_btt, prefix, length_b)
 
@@ -223,7 +223,7 @@ def _kernel(
     def attend_to_new_positions():
         def step(indices, k_smem, v_smem, sums):
             block = pl.ds(indices[0] * TILE, TILE)
-            _norm_and_rotate(k_smem, k_turns_ref.at[b, indices[0]], scales_ref.at[scales_ref.shape[0] - 1], eps)
+            _norm_and_rotate(k_smem, k_turns_ref.at[b, indices[0]], scales_ref.at[key], eps)
 
             @pl.when((z == 0) & (i == 0))
             def write_keys():
