@@ -167,7 +167,7 @@ def test_the_most_frequent_tokens_of_answers_are_listed_beside_the_drafter(toy, 
 @pytest.mark.slow
 def test_a_backbone_and_its_head_learn_from_scratch_over_samples_of_the_vocabulary(toy, tmp_path, monkeypatch):
     reports = []
-    monkeypatch.setattr(watch.Watch, "evaluating", lambda self, *words: reports.append(words))
+    monkeypatch.setattr(watch.Watch, "show", lambda self, done=None, note=None: reports.append(note))
     toml = toy_training.write_stage(toy.parent, without=("drafter",))
     words = ["num_layers=1", "block_size=4", "mask_token_id=3", "head=mlp", f"run={tmp_path}/run"]
     words += ["evaluate.prompts=2", "evaluate.nodes=[4]", "evaluate.new_tokens=8", "evaluate.candidates=2"]
@@ -177,7 +177,7 @@ def test_a_backbone_and_its_head_learn_from_scratch_over_samples_of_the_vocabula
     log = toy_training.read_log(tmp_path / "run")
     assert log[-1]["loss"] < log[0]["loss"] and 1 <= log[-1]["held_out/tau_4"] <= 4
     assert log[-1]["held_out/tau_marginal_4"] >= 1
-    assert {(done, 2, "prompts with trees of 4 nodes") for done in range(3)} <= set(reports)
+    assert {f"evaluating {done} of 2 prompts with trees of 4 nodes" for done in range(3)} <= set(reports)
     made, weights = model_files.load_drafter(f"{tmp_path}/run/model")
     assert made.head == "mlp" and np.any(weights["head"]["down"])
     exact = dataclasses.replace(settings, objective=dataclasses.replace(settings.objective, vocabulary=0))
