@@ -65,6 +65,8 @@ def test_keys_of_published_files():
     specforge |= {"enable_confidence_head": True, "confidence_head_alpha": 1.0, "confidence_head_with_markov": True}
     config = parse("drafter", layers | {"block_size": 7, "dflash_config": taps | specforge})
     assert (config.head, config.head_rank, config.num_depths, config.extras) == ("lowrank", 256, 7, ("shifted",))
+    config = parse("drafter", layers | {"block_size": 7, "dflash_config": taps | specforge | {"sample_from_anchor": False}})
+    assert (config.num_depths, config.shifted) == (6, False), "what a file states goes before what its writer usually means"
 
 
 @pytest.mark.parametrize(("changes", "causal"), [

@@ -95,9 +95,9 @@ class Keys:
 
 
 def find_key(*places: tuple[Keys, str]) -> tuple[Keys, str]:
-    """Returns the first place, an object and a key, of a value that has several; the first of all if none has a value.
+    """Returns the first of several places, each an object and a key, that states a value; the first place if none does.
 
-    Raises ValueError for different values.
+    Raises ValueError if two places state different values.
     """
     stated = [(keys, key) for keys, key in places if key in keys]
     if any(keys.raw[key] != stated[0][0].raw[stated[0][1]] for keys, key in stated):

@@ -97,7 +97,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """Returns (x - mean) / standard deviation * scale + bias over the last axis, as `rms_norm`."""
+    """Returns (x - mean) / standard deviation * scale + bias over the last axis, rounded like `rms_norm`."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return rms_norm(wide - jnp.mean(wide, axis=-1, keepdims=True), scale, eps) + bias
 

@@ -80,7 +80,7 @@ class Eagle3(Dialect):
         inside.check_known({self.ids_key, "use_aux_hidden_state"})
         inside.check_only({"use_aux_hidden_state": (True, None)})
         ids = next((table.ids(self.ids_key, INT32) for table in (inside, keys) if self.ids_key in table), None)
-        is_output = not self.ids_are_inputs or ids is None or 0 not in ids  # the first layer's input is none
+        is_output = not self.ids_are_inputs or ids is None or 0 not in ids  # that input is no layer's output
         keys.expect(is_output, self.ids_key, ids, "ids from 1: they are read as inputs of layers")
         return Eagle3Config(
             layers=layers,

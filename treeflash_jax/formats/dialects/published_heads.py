@@ -20,7 +20,7 @@ from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
-from treeflash_jax.formats.dialects.block_folder import BlockFolder
+from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder
 from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import Tensor
 
@@ -68,8 +68,9 @@ class DSpark(BlockFolder):
         raw, inside, is_deepspec = dict(keys.raw), keys.table("dflash_config").raw, "dflash_config" not in keys
         if is_deepspec:
             inside = {key: raw.pop(key) for key in self.head_keys if key in raw}
-        if is_deepspec or "attention_mode" in inside:  # DeepSpec and SpecForge do not state their alignment
-            inside = {"shift_label": True, **inside}
+        is_stated = any(table.get(key) is not None for table in (raw, inside) for key in ALIGNMENT)
+        if not is_stated and (is_deepspec or "attention_mode" in inside):  # DeepSpec and SpecForge do not state it
+            inside = {**inside, "shift_label": True}
         return super().read_config(path, Keys(raw | {"dflash_config": inside}, keys.where))
 
     def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
