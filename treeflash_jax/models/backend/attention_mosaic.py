@@ -148,8 +148,8 @@ def _check(dtype: Any, head_dim: int, slots: int) -> None:
         raise ValueError(f"got jax {jax.__version__}, expected 0.12 or newer for attention 'mosaic-gpu'")
     if dtype not in (jnp.bfloat16, jnp.float16) or head_dim not in (64, 128) or slots % 8:
         raise ValueError(
-            f"got {dtype}, heads of {head_dim} and a cache of {slots} slots, expected bfloat16 or float16, 64 or 128, and "
-            "a multiple of 8 for attention 'mosaic-gpu'"
+            f"got {dtype}, heads of {head_dim} and a cache of {slots} slots, expected bfloat16 or float16, "
+            "heads of 64 or 128 and a multiple of 8 slots for attention 'mosaic-gpu'"
         )
 
 
