@@ -171,7 +171,7 @@ def test_a_larger_limit_adds_answers_and_keeps_those_there(model, settings, ques
     out.write_bytes(b"".join(lines[:5] + lines[6:7]))
     respond.main(limited(9))
     assert out.read_bytes() == nine and model.calls[-1] == [5, 7, 8]
-    with pytest.raises(ValueError, match="was begun with sources = "):
+    with pytest.raises(ValueError, match="was begun with sources.0.limit = 9, got 5; give sources.0.limit=9"):
         respond.main(limited(5))
 
 

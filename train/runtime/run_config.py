@@ -187,7 +187,10 @@ def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict
 
 def refuse(changed: dict[str, tuple[Any, Any]], where: Any, option: str) -> None:
     """Raises ValueError for the first setting of `changes` since `where`, the value of `option`, was begun, if any."""
-    for key, (then, now) in changed.items():
+    for name, (old, new) in changed.items():
+        before, after = dotted({name: old}, into_lists=True), dotted({name: new}, into_lists=True)
+        key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+        then, now = before.get(key), after.get(key)
         give = f"leave {key} out" if then in (None, [], "") else f"give {key}={quoted(then)}"
         raise ValueError(f"{where} was begun with {key} = {quoted(then)}, got {quoted(now)}; {give}, or another {option}=")
 
