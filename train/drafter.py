@@ -55,13 +55,18 @@ class BlockStage(DraftingStage):
         if HEADS[self.head].trains_candidates and self.objective.loss == "forward-kl":
             got = f"got head {quoted(self.head)} and objective.loss 'forward-kl'"
             raise ValueError(f"{got}, expected 'cross-entropy' or 'cross-entropy-l1': its distribution has candidates only")
+        if HEADS[self.head].trains_candidates and self.objective.vocabulary:
+            got = f"got head {quoted(self.head)} and objective.vocabulary {self.objective.vocabulary}"
+            raise ValueError(f"{got}, expected 0: its candidates are the likeliest tokens of the whole vocabulary")
 
     def make_sums(self, verifier: ModelConfig, drafter: BlockConfig) -> SumsFunction:
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
     @property
     def held_out(self) -> DraftingStage:
-        return dataclasses.replace(self, objective=dataclasses.replace(self.objective, vocabulary=0))
+        """Over the whole vocabulary, and without the weights of D-PACE: losses of different steps would not compare."""
+        decay = 0.0 if self.objective.decay == "d-pace" else self.objective.decay
+        return dataclasses.replace(self, objective=dataclasses.replace(self.objective, vocabulary=0, decay=decay))
 
     def check(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         """Refuses a mask token that occurs in the training data, as with the recipe of another verifier."""

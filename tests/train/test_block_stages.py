@@ -84,10 +84,12 @@ def test_heads_of_other_recipes_learn_and_draft(toy, tmp_path, name, words):
     toy_training.exported(tmp_path / "run", toy.parent / "verifier")
 
 
-def test_a_selector_has_no_forward_kl(toy):
-    refused(
-        lambda: toy_training.settings(toy, "head=selector"), "head 'selector' and objective.loss 'forward-kl', expected"
-    )
+@pytest.mark.parametrize(("words", "got"), [
+    ((), "objective.loss 'forward-kl', expected"),
+    (("objective.loss=cross-entropy", "objective.vocabulary=40"), "objective.vocabulary 40, expected 0"),
+])  # fmt: skip
+def test_a_selector_has_no_forward_kl_and_no_sample_of_the_vocabulary(toy, words, got):
+    refused(lambda: toy_training.settings(toy, "head=selector", *words), f"head 'selector' and {got}")
 
 
 def test_state_lies_over_fsdp_and_model(toy):
@@ -101,6 +103,23 @@ def test_state_lies_over_fsdp_and_model(toy):
         assert tree["head"]["down"].sharding.spec == jax.P("model", "fsdp")
     assert state.params["backbone"]["norm"].sharding.spec == jax.P(None)
     assert sharding.partition(("batch", None), (8, 32), mesh) == jax.P(("data", "fsdp"), None)
+
+
+def test_held_out_slots_weigh_the_same_at_every_step(toy):
+    equal, paced = (toy_training.settings(toy, f"objective.decay={decay}") for decay in ("0", "d-pace"))
+    assert paced.held_out == equal.held_out
+
+
+def test_of_experts_those_of_a_token_are_counted(toy):
+    """As many products as in a dense layer of their joint width, and those of the router."""
+    settings = toy_training.settings(toy)
+    experts = dataclasses.replace(MODEL, num_experts=8, experts_per_token=2, expert_size=12)
+    sparse, dense = (
+        drafting.make_task(settings, model, WITH_HEAD).flops
+        for model in (experts, dataclasses.replace(MODEL, intermediate_size=24))
+    )
+    routed = MODEL.num_layers * settings.loop.batch * settings.data.sequence_length * 2 * MODEL.hidden_size * 2
+    assert sparse == dense + routed
 
 
 @pytest.mark.parametrize("kind, expected", [("tpu", "splash"), ("cpu", "chunked")])

@@ -185,13 +185,15 @@ def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: A
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}
     frozen |= {"verifier": verifier.specs(model)}
     batch = abstract_batch(settings.loop.batch, settings.data.sequence_length)
+    counted = replace(model, num_experts=model.experts_per_token)  # accelerators run more: all experts
+    counted_sums = replace(settings, attention="chunked").make_sums(counted, drafter)
     return TrainTask(
         specs=trained,
         frozen_specs=frozen,
         sums=settings.make_sums(model, drafter),
         held_out_sums=settings.held_out.make_sums(model, drafter),
         compute_dtype=jnp.dtype(settings.compute_dtype),
-        flops=step_flops(replace(settings, attention="chunked").make_sums(model, drafter), trained, frozen, batch),
+        flops=step_flops(counted_sums, trained, frozen | {"verifier": verifier.specs(counted)}, batch),
     )
 
 
