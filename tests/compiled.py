@@ -4,11 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 
 CAPACITY = 384  # in chunks of 64 tokens, no activations have the shape of a cache of this capacity
+ONE_H100 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
 HOST = ("callback", "infeed", "outfeed", "send(", "recv(")
 
 

@@ -55,6 +55,7 @@ import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 from answers import make_pair  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
+from jax.experimental.pallas import mosaic_gpu  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
 from treeflash_jax.core import parameters, programs  # noqa: E402
@@ -85,6 +86,11 @@ DATA = Path(__file__).parent / "data"
 PAIR = DATA / "conformance" / "b_trained"
 FOLDERS = {part: PAIR / part for part in ("verifier", "drafter")}
 needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="is about the programs of a CPU")
+IS_INTERPRETED = hasattr(mosaic_gpu, "InterpretGPUParams")
+needs_mosaic = pytest.mark.skipif(
+    not IS_INTERPRETED or jax.default_backend() != "cpu",
+    reason="interpreted on a CPU, from jax 0.12 on",
+)
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
 CONFORMANCE = ("a_treeflash", "b_trained", "c_dflash")
 RANDOM_MODEL = ModelConfig(

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import TREE, drafted_as_plain, draw, random_weights, slow_unless
-from compiled import moved_shapes
-from conftest import RANDOM_MODEL, needs_8_devices, needs_cpu
-from jax.experimental.pallas import mosaic_gpu
-from jax.sharding import AbstractDevice, AbstractMesh
+from compiled import ONE_H100, moved_shapes
+from conftest import IS_INTERPRETED, RANDOM_MODEL, needs_8_devices, needs_cpu, needs_mosaic
 from refusals import refused
 
 from treeflash_jax import make_mesh
@@ -29,11 +27,6 @@ B, T, S, H, K, E = 4, 7, 704, 6, 2, 64
 LENGTHS = {"edges": (0, 1, 127, 128), "full": (129, 640, 703, 704), "short": (0, 0, 64, 65), "ragged": (704, 3, 0, 130)}
 KERNELS = ["pallas-gpu", "mosaic-gpu"]
 NAMES = ["streamed", "blocked", *(["pallas-gpu"] if jax.default_backend() in ("cpu", "gpu") else [])]
-IS_INTERPRETED = hasattr(mosaic_gpu, "InterpretGPUParams")
-needs_mosaic = pytest.mark.skipif(
-    not IS_INTERPRETED or jax.default_backend() != "cpu",
-    reason="interpreted on a CPU, from jax 0.12 on",
-)
 WITH_MOSAIC = [*NAMES, pytest.param("mosaic-gpu", marks=needs_mosaic)]
 CASES = [(name, dtype) for name in NAMES for dtype in ("float32", "float64", "bfloat16")]
 CASES += [pytest.param("mosaic-gpu", dtype, marks=needs_mosaic) for dtype in ("bfloat16", "float16")]
@@ -180,8 +173,7 @@ def test_the_kernels_lower_for_a_gpu(name, word, queries, head_dim):
     new = [jax.ShapeDtypeStruct((1, queries, count, head_dim), jnp.bfloat16) for count in (32, 8, 8)]
     slots = jax.ShapeDtypeStruct((1, 8, 6144, head_dim), jnp.bfloat16)
     mask, length = jax.ShapeDtypeStruct((1, queries, queries), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
-    device = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(ONE_H100):
         traced = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=name)).trace(
             *new, mask, LayerKV(slots, slots), length
         )
@@ -201,10 +193,10 @@ def test_the_kernels_refuse_what_products_do_not_take():
 
 @needs_mosaic
 @pytest.mark.parametrize("qk_norm, tokens", [(True, 7), (False, 1)])
-def test_the_verifier_norms_and_rotates_in_the_kernel(qk_norm, tokens):
+def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens):
     """Merged weights, a prefix of two lengths and a tree: hidden states, keys and values are those of "xla"."""
-    config = replace(RANDOM_MODEL, head_dim=64, qk_norm=qk_norm)
-    params = random_weights(verifier.specs(config), dtype=jnp.bfloat16)
+    config = replace(RANDOM_MODEL, hidden_size=512, head_dim=64, qk_norm=qk_norm)
+    params = random_weights(verifier.specs(config), scale=0.1, dtype=jnp.bfloat16)
     verifier.merge(params)
     forward = jax.jit(verifier.forward, static_argnames=("config", "attention"))
     ids_bt = jax.random.randint(jax.random.key(1), (2, 70 + tokens), 0, config.vocab_size)
@@ -214,6 +206,8 @@ def test_the_verifier_norms_and_rotates_in_the_kernel(qk_norm, tokens):
     mask_btt = ancestor_mask(PARENT[:2], T)[:, :tokens, :tokens]
     inputs = ids_bt[:, 70:], cache.length_b[:, None] + jnp.arange(tokens), mask_btt, cache
     expected, got = (forward(params, config, *inputs, attention=name) for name in ("xla", "mosaic-gpu"))
+    traced = str(forward.trace(params, config, *inputs, attention="mosaic-gpu").jaxpr)
+    assert "name=tree_attention" in traced and "name=add_and_norm" in traced
     same(got.hidden_btd, expected.hidden_btd, atol=0.05)
     for new, others in zip(jax.tree.leaves(got.new_kv), jax.tree.leaves(expected.new_kv), strict=True):
         same(new, others, atol=0.05)

@@ -2,15 +2,19 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import draw
-from conftest import DATA
+from compiled import ONE_H100
+from conftest import DATA, needs_mosaic
+from jax.sharding import AbstractMesh
 from published_configs import QWEN3_4B, parse, without
 
 from treeflash_jax.models import layers
 from treeflash_jax.models.config import Rope
+from treeflash_jax.models.quantized import quantize
 
 LLAMA3 = Rope(
     theta=500_000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
@@ -24,6 +28,54 @@ def test_rms_norm_sums_bfloat16_in_float32():
     assert out.dtype == jnp.bfloat16
     wide = np.asarray(x, np.float64)
     np.testing.assert_allclose(np.asarray(out, np.float64), wide / np.sqrt((wide**2).mean() + 1e-6), rtol=2**-8)
+
+
+def operands(batch: int, positions: int, width: int, inner: int, dtype) -> list:
+    """Residual, activations, weight, and scale of a norm."""
+    shapes = (batch, positions, width), (batch, positions, inner), (width, inner), (width,)
+    return [jnp.asarray(draw(*shape, seed=seed), dtype) for seed, shape in enumerate(shapes)]
+
+
+def fused(*arrays):
+    return layers.add_product(*arrays, eps=1e-6, fuses=True)
+
+
+@jax.jit
+def plain(residual_btd, x_btz, weight_dz, scale_d):
+    sum_btd, normed_btd = layers.add_product(residual_btd, x_btz, weight_dz, scale_d, eps=1e-6, fuses=False)
+    assert normed_btd is None
+    return sum_btd, layers.rms_norm(sum_btd, scale_d, 1e-6)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("dtype, rounding", [("bfloat16", 2.0**-7), ("float16", 2.0**-10)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1024, 64), (2, 7, 2560, 128), (1, 3, 8192, 64)])
+def test_one_kernel_adds_a_product_and_norms(sizes, dtype, rounding):
+    arrays = operands(*sizes, dtype)
+    for got, expected in zip(jax.jit(fused)(*arrays), plain(*arrays), strict=True):
+        assert got.dtype == dtype
+        got, expected = (np.asarray(x, np.float64) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=2 * rounding, atol=16 * rounding)
+    with jax.sharding.use_abstract_mesh(ONE_H100):
+        assert "mosaic" in jax.jit(fused).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_mosaic
+def test_the_kernel_leaves_other_products_to_xla():
+    """Many rows, odd widths, float32, int8 weights, and more than one device."""
+
+    def has_kernel(arrays) -> bool:
+        return "name=add_and_norm" in str(jax.make_jaxpr(fused)(*arrays))
+
+    usual = operands(1, 2, 1024, 64, "bfloat16")
+    assert has_kernel(usual)
+    for sizes in ((1, 257, 1024, 64, "bfloat16"), (1, 2, 1000, 64, "bfloat16"), (1, 2, 1024, 60, "bfloat16")):
+        assert not has_kernel(operands(*sizes))
+    assert not has_kernel(operands(1, 2, 1024, 64, "float32"))
+    residual_btd, x_btz, weight_dz, scale_d = usual
+    assert not has_kernel([residual_btd, x_btz, quantize(weight_dz, (1,)), scale_d])
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 2), ("data", "model"))):
+        assert not has_kernel(usual)
 
 
 @pytest.mark.parametrize(

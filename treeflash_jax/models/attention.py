@@ -7,7 +7,8 @@ exists.
 "xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
 prefix; "blocked" the blocks that hold it one after the other, so that it keeps the logits of one block only. The Pallas
 kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the new positions, norms and
-rotates in its kernel. "splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
+rotates in its kernel, and verifiers then also add to the residual stream and norm it in one (`backend.add_norm_mosaic`).
+"splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, x keys of either kind, h query
 heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.

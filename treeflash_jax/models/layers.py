@@ -187,35 +187,78 @@ def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: An
     return rotate(k_btke, table), _projected("btd,ked->btke", x_btd, params, "v")
 
 
-def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
-    """Maps attention output back to the residual stream, [b, t, d].
+def flat_heads(params: Params, mixed_bthe: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns attention output [b, t, z] and the weight [d, z] that maps it back to the residual stream.
 
     Heads are flattened first: contracted as two axes, XLA's CPU backend would transpose the weight in every pass.
     """
     x_btz = mixed_bthe.reshape(*mixed_bthe.shape[:2], -1)
-    return product("btz,dz->btd", x_btz, params["o"].reshape(-1, x_btz.shape[-1]))
+    return x_btz, params["o"].reshape(-1, x_btz.shape[-1])
+
+
+def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
+    """Maps attention output back to the residual stream, [b, t, d]."""
+    return product("btz,dz->btd", *flat_heads(params, mixed_bthe))
 
 
 def swiglu(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
     """Returns down(silu(gate x) * (up x + shift)); without a shift, a plain SwiGLU."""
+    return product("btf,df->btd", gated(params, x_btd, shift_btf), params["down"])
+
+
+def gated(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
+    """Returns silu(gate x) * (up x + shift), [b, t, f]."""
     if "gate_up" in params:
         gate_btf, up_btf = jnp.moveaxis(product("btd,xfd->btxf", x_btd, params["gate_up"]), 2, 0)
     else:
         gate_btf, up_btf = (product("btd,fd->btf", x_btd, params[name]) for name in ("gate", "up"))
     up_btf = up_btf if shift_btf is None else up_btf + shift_btf.astype(up_btf.dtype)
-    return product("btf,df->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
+    return jax.nn.silu(gate_btf) * up_btf
 
 
 def decoder_layer(
-    params: Params, x_btd: jax.Array, attend: Attend, eps: float, mlp: Callable[[Params, jax.Array], jax.Array] = swiglu
-) -> tuple[jax.Array, Any]:
-    """Applies one pre-norm layer: x + attention(norm x), then x + mlp(norm x). Returns it with the extra results.
+    params: Params,
+    config: ModelConfig,
+    x_btd: jax.Array,
+    normed_btd: jax.Array | None,
+    next_scale_d: jax.Array,
+    attend: Attend,
+    shift_btf: jax.Array | None = None,
+    *,
+    fuses: bool = False,
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Applies one pre-norm layer: x + attention(norm x), then x + mlp(norm x).
+
+    Returns it, its norm for what follows if a kernel made it (else None), and the extra results.
 
     Args:
+      normed_btd: the normed input; None: it is normed here.
+      next_scale_d: scale of the norm that follows.
       attend: maps the layer's weights and the normed input to attention output [b, t, h, e] and extra results (new keys
-        and values). Verifier and drafter differ here only.
-      mlp: maps the layer's weights and the normed input to the output of the feed-forward part.
+        and values).
+      shift_btf: shift of the feed-forward part (`swiglu`).
+      fuses: whether a kernel adds to the residual stream and norms it, if there is one for the arrays.
     """
-    mixed_bthe, extra = attend(params, rms_norm(x_btd, params["attention_norm"], eps))
-    x_btd = x_btd + merge_heads(params, mixed_bthe)
-    return x_btd + mlp(params, rms_norm(x_btd, params["mlp_norm"], eps)), extra
+    eps = config.rms_norm_eps
+    if normed_btd is None:
+        normed_btd = rms_norm(x_btd, params["attention_norm"], eps)
+    mixed_bthe, extra = attend(params, normed_btd)
+    x_btd, normed_btd = add_product(x_btd, *flat_heads(params, mixed_bthe), params["mlp_norm"], eps, fuses)
+    if normed_btd is None:
+        normed_btd = rms_norm(x_btd, params["mlp_norm"], eps)
+    if "router" in params:
+        return x_btd + experts.mixture(params, config, normed_btd), None, extra
+    gated_btf = gated(params, normed_btd, shift_btf)
+    return *add_product(x_btd, gated_btf, params["down"], next_scale_d, eps, fuses), extra
+
+
+def add_product(
+    residual_btd: jax.Array, x_btz: jax.Array, weight_dz: Any, scale_d: jax.Array, eps: float, fuses: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns residual + weight x, and its RMS norm if a kernel made both, else None."""
+    if fuses:
+        from treeflash_jax.models.backend import add_norm_mosaic  # slow to import
+
+        if add_norm_mosaic.supports(residual_btd, weight_dz, scale_d):
+            return add_norm_mosaic.add_product(residual_btd, x_btz, weight_dz, scale_d, eps)
+    return residual_btd + product("btz,dz->btd", x_btz, weight_dz), None

@@ -16,7 +16,7 @@ from flax import struct
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.models import experts, kv_cache, layers, quantized, vocab
+from treeflash_jax.models import kv_cache, layers, quantized, vocab
 from treeflash_jax.models.attention import raw_attention, tree_attention
 from treeflash_jax.models.config import ModelConfig
 
@@ -92,17 +92,22 @@ def forward(
     x_btd = x_btd.astype(residual_dtype or dtype)
     tapped, new_kv = {}, []
     layer = _make_layer(config, table, mask_btu, None if cache is None else cache.length_b, attention)
-    for index, weights in enumerate(weights for group in params["groups"] for weights in group):
+    all_weights = [weights for group in params["groups"] for weights in group]
+    scales = [weights["attention_norm"] for weights in all_weights] + [params["norm"]]
+    normed_btd = None
+    for index, weights in enumerate(all_weights):
         prefix = None if cache is None else cache.layers[index]
         earlier_kv = None if earlier is None else earlier[index]
         shift_btf = None if shift is None else shift(index)
         with jax.named_scope(f"layer_{index}"):
-            x_btd, new = layer(weights, x_btd, prefix, earlier_kv, shift_btf)
+            x_btd, normed_btd, new = layer(weights, x_btd, normed_btd, scales[index + 1], prefix, earlier_kv, shift_btf)
         if index in taps:
             tapped[index] = x_btd.astype(dtype)
         new_kv.append(new)
+    if normed_btd is None:
+        normed_btd = layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps)
     return Output(
-        hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps).astype(x_btd.dtype),
+        hidden_btd=normed_btd.astype(x_btd.dtype),
         features_btj=jnp.concatenate([tapped[i] for i in taps] or [jnp.zeros((*tokens_bt.shape, 0), dtype)], axis=-1),
         new_kv=tuple(new_kv),
     )
@@ -110,16 +115,18 @@ def forward(
 
 def _make_layer(
     config: ModelConfig, table: Any, mask_btu: jax.Array, length_b: jax.Array | None, attention: str
-) -> Callable[..., tuple[jax.Array, Any]]:
-    """Returns a function of a layer's weights, input, cache, earlier keys and values, and shift.
+) -> Callable[..., tuple[jax.Array, jax.Array | None, Any]]:
+    """Returns a function of a layer's weights, input, normed input, next norm's scale, cache, earlier new_kv, and shift.
 
-    It returns the layer's output, and its new keys and values.
+    It returns the layer's output, the normed output if a kernel made it, and its new keys and values.
     """
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
-    def layer(weights, x_btd, prefix, earlier_kv, shift_btf):
+    def layer(weights, x_btd, normed_btd, next_scale_d, prefix, earlier_kv, shift_btf):
+        in_kernels = attention == "mosaic-gpu" and "qkv" in weights and prefix is not None and earlier_kv is None
+
         def attend(weights, x_btd):
-            if attention == "mosaic-gpu" and "qkv" in weights and prefix is not None and earlier_kv is None:
+            if in_kernels:
                 raw = layers.raw_heads(weights, x_btd), table, weights.get("qkv_norm"), config.rms_norm_eps
                 return raw_attention(*raw, mask_btu, prefix, length_b)
             q_bthe, *new = layers.queries_keys_values(weights, config, x_btd, table)
@@ -128,13 +135,9 @@ def _make_layer(
                 seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier_kv, new, strict=True)]
             return tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention), new
 
-        def mlp(weights, x_btd):
-            if "router" not in weights:
-                return layers.swiglu(weights, x_btd, shift_btf)
-            return experts.mixture(weights, config, x_btd)
-
-        x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
-        return sharding.constrain(x_btd, ("batch", None, None)), new
+        arrays = x_btd, normed_btd, next_scale_d
+        x_btd, normed_btd, new = layers.decoder_layer(weights, config, *arrays, attend, shift_btf, fuses=in_kernels)
+        return sharding.constrain(x_btd, ("batch", None, None)), normed_btd, new
 
     return layer
 

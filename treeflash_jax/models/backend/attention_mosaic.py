@@ -134,7 +134,7 @@ def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
             plgpu.SMEM((TILE, TILE), dtype),
             plgpu.Barrier(num_arrivals=heads),
         ],
-        interpret=_interpreter(),
+        interpret=interpreter(),
         kernel_name="tree_attention",
     )
     *sums, keys_buke = kernel(length_b, *arrays, prefix.keys_bkse, prefix.values_bkse, *tables, new.scales_je)
@@ -153,7 +153,7 @@ def _check(dtype: Any, head_dim: int, slots: int) -> None:
         )
 
 
-def _interpreter() -> Any:
+def interpreter() -> Any:
     """Returns parameters of the interpreter if the program is for a CPU: the ambient mesh's devices, or the default one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
