@@ -151,7 +151,7 @@ def made_up(monkeypatch):
 
 def test_all_combinations_are_measured_and_results_of_other_settings_kept(made_up, tmp_path, capsys):
     out = tmp_path / "out.json"
-    sizes = "--batch 1 2 --context 24 40 --nodes 64 8 16 8 --temperature 0.5 --dtype bfloat16".split()
+    sizes = "--batch 1 2 --context 24 40 --nodes 64 8 16 8 --temperature 0.5 --dtype bfloat16 --head linear".split()
     for more in ([], ["--dtype", "float32", "--batch", "1"], ["--context", "40", "--repeats", "3"]):
         assert commands.main(["bench", "latency", *SMALL, *sizes, *more, "--out", str(out)]) == 0
     assert made_up[:4] == [(b, s, [8, 16, 64], 0.5) for b in (1, 2) for s in (24, 40)]
@@ -162,7 +162,7 @@ def test_all_combinations_are_measured_and_results_of_other_settings_kept(made_u
         (1, 24, "bfloat16", 9), (2, 24, "bfloat16", 9), (1, 24, "float32", 9), (1, 40, "float32", 9),
         (1, 40, "bfloat16", 3), (2, 40, "bfloat16", 3),
     ], "the same settings replace"  # fmt: skip
-    expected = {"shape": "verifier", "weights": "random", "nodes": [8, 16, 64], "builder": "best-first"}
+    expected = {"shape": "verifier", "weights": "random", "nodes": [8, 16, 64], "head": "linear"}
     assert results[0]["settings"] | expected == results[0]["settings"] and results[0]["versions"]["jax"] == jax.__version__
     for private in (str(tmp_path), str(DATA), str(Path.home()), socket.gethostname()):
         assert private not in out.read_text()
@@ -178,6 +178,7 @@ def test_all_combinations_are_measured_and_results_of_other_settings_kept(made_u
     (["--shape", str(PAIR / "drafter")], "expected a verifier's"),
     (["--shape", "qwen3-4b", "--drafter-shape", str(PAIR / "drafter")], "drafter does not fit the verifier"),
     (["--verifier", "tiny", "--shape", "tiny"], "got a shape and --verifier or --drafter, expected sizes or a pair"),
+    pytest.param([*TINY, "--mesh", "2x1", "--batch", "3"], "got --batch 3, expected a multiple", marks=needs_8_devices),
     ([*TINY, "--builder", "none"], "got builder 'none', expected one that drafts"),
     ([*TINY, "--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
 ])  # fmt: skip

@@ -9,7 +9,7 @@ and context, and keeps results of other settings.
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -20,6 +20,7 @@ from treeflash_jax.bench import report, shapes
 from treeflash_jax.bench.bench_records import environment, print_progress, read_kept
 from treeflash_jax.bench.phases import Bench, measure_copies
 from treeflash_jax.core import files, sharding, terminal
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.engine.defaults import choose_dtype
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("got a shape and --verifier or --drafter, expected sizes or a pair with its weights")
     model = draw_pair(arguments) if is_random else load_model(arguments)
     plans = make_plans(model, arguments)
+    for batch in arguments.batch:
+        expect(batch == sharding.padded(batch, model.mesh), "--batch", batch, "a multiple of the mesh's data axis")
     print_progress("measuring the machine's copy rate")
     rate = measure_copies()
     settings = {
@@ -83,13 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
-    """Returns a pair of the requested sizes with random weights."""
+    """Returns a pair of the requested sizes and head with random weights."""
     shape = arguments.shape or "tiny"
-    pair = shapes.find_pair(shape, arguments.drafter_shape)
+    verifier, drafter = shapes.find_pair(shape, arguments.drafter_shape)
+    if arguments.head and hasattr(drafter, "head"):
+        drafter = replace(drafter, head=arguments.head)
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
     dtype = jnp.dtype(arguments.dtype or choose_dtype(sharding.device(mesh)))
     print_progress(f"drawing the weights of {shape}")
-    model = shapes.random_pair(*pair, dtype, mesh, arguments.quantize)
+    model = shapes.random_pair(verifier, drafter, dtype, mesh, arguments.quantize)
     model.names = (shape, "")
     return model
 

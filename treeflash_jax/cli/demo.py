@@ -168,11 +168,8 @@ def _draw(results: Sequence[tf.Result]) -> str:
 
 
 def _table(pair: str, records: Sequence[Record]) -> Table:
-    table, summary, order = (
-        report.make_table(f"{pair}: greedy, batch 1", COLUMNS),
-        report.summarise(records),
-        [*PROMPTS[pair]],
-    )
+    table = report.make_table(f"{pair}: greedy, batch 1", COLUMNS)
+    summary, order = report.summarise(records), list(PROMPTS[pair])
     for entry in sorted(summary["systems"], key=lambda entry: (order.index(entry["set"]), entry["system"] != PLAIN)):
         same = SAME.get(entry["verdict"], "")  # one-token decoding is compared with nothing
         passes = str(entry["rounds"] // entry["responses"] + 1)
