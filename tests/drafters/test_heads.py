@@ -1,6 +1,7 @@
 """Heads of block drafters: trees are built from what training compares with the verifier, over a shortlist if asked."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,15 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is
         got = np.full((BATCH, contexts, V), -np.inf)
         np.put_along_axis(got, table.tokens_bimc[:, depth], table.log_probs_bimc[:, depth], axis=2)
         np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_a_selector_compares_its_candidates_alone(block):
+    """Training sees nothing that changes the scores of all candidates alike, so it does not change a tree either."""
+    function, (params, *arguments) = expand("selector", block, sized(6, 6))
+    shifted = params | {"following": params["following"] + 1}
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=1e-5), function(params, *arguments), function(shifted, *arguments)
+    )
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("lowrank-rnn", 0), ("gru", 0), ("gru", 2)])

@@ -93,7 +93,12 @@ class LowRankHead(Head):
         after_bixk = vocab.embed(params["following"], ids_bix if drafter.owns_vocabulary else tokens_bix)
         change_bimx = jnp.einsum("bimk,bixk->bimx", before_bimk, after_bixk, preferred_element_type=dtype)
         scores_bimx = likely_bix[:, :, None] + change_bimx / scale_b[:, None, None, None]
-        total_bim = jnp.logaddexp(jax.nn.logsumexp(scores_bimx, axis=-1), elsewhere_bi[..., None])
+        listed_bim = jax.nn.logsumexp(scores_bimx, axis=-1)
+        if self.trains_candidates:  # its scores compare candidates, which together keep their marginal mass
+            likely_bi = jax.nn.logsumexp(likely_bix, axis=-1)
+            total_bim = listed_bim + (jnp.logaddexp(likely_bi, elsewhere_bi) - likely_bi)[..., None]
+        else:
+            total_bim = jnp.logaddexp(listed_bim, elsewhere_bi[..., None])
         log_probs_bimx = jnp.minimum(scores_bimx - total_bim[..., None], 0)
         return candidate_table(tokens_bix, log_probs_bimx, drafter.children)
 

@@ -2,8 +2,8 @@
 
     logits(v | previous token a) = marginal(v) + <A[a] * P z, B[v]>
 
-Only the `top_k` likeliest tokens of a depth are candidates. z is the final-normed hidden state of the slot. With B = 0 the
-head is the marginal one.
+Only the `top_k` likeliest tokens of a depth are candidates; in trees, they share the mass that they have in the marginal.
+z is the final-normed hidden state of the slot. With B = 0 the head is the marginal one.
 
 Source: DFlash2, as in NeMo AutoModel and vLLM's speculators.
 """
