@@ -70,7 +70,7 @@ def make_requests(
       indices: one index per prompt for its random key; None counts from 0, or is 0 with a list of seeds.
 
     Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length,
-    and stops as `find_stops` does.
+    `min_new_tokens` above `max_new_tokens`, and stops as `find_stops` does.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")
@@ -81,15 +81,17 @@ def make_requests(
         raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
     requests: list[Request] = []
     given = frozenset(changed(config))
-    for number, (ids, index, own) in enumerate(zip(prompts, indices, _split(config, len(prompts)), strict=True)):
-        _check_prompt(number, ids, own, verifier)
-        temperature = 0.0 if own.temperature < GREEDY_BELOW else own.temperature
-        usual = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
-        ends = stop_ids if own.stop_ids is None else own.stop_ids
-        stop, ends = find_stops(own.stop, ends, tokenizer, verifier.vocab_size)
-        own = replace(own, temperature=temperature, drafter_temperature=own.drafter_temperature or usual, stop=stop)
-        bias = tuple((own.logit_bias or {}).items())
-        request = Request(ids=ids, settings=own, stop_ids=ends, bias=bias, given=given, index=index)
+    for number, (ids, index, settings) in enumerate(zip(prompts, indices, _split(config, len(prompts)), strict=True)):
+        _check_prompt(number, ids, settings, verifier)
+        temperature = 0.0 if settings.temperature < GREEDY_BELOW else settings.temperature
+        end_ids = stop_ids if settings.stop_ids is None else settings.stop_ids
+        stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
+        drafter_temperature = settings.drafter_temperature
+        if drafter_temperature is None:
+            drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
+        settings = replace(settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
+        bias = tuple((settings.logit_bias or {}).items())
+        request = Request(ids=ids, settings=settings, stop_ids=end_ids, bias=bias, given=given, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return _padded(requests)
 
