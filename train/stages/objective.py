@@ -49,8 +49,8 @@ class ObjectiveConfig:
     )
     decay: float | Literal["d-pace"] = setting(
         7.0,
-        "slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally; d-pace: the more, the likelier the drafter finds "
-        "the tokens of the path (D-PACE)",
+        "slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally; d-pace: slots weigh more if more of the "
+        "path that the drafter is likely to get right depends on them (D-PACE)",
         least=0,
     )
     base_weight: float | Literal["annealed"] = setting(
@@ -163,6 +163,18 @@ def drafting_sums(
     return sum_chunks(chunk_sums, split_chunks(chosen, settings.chunk))
 
 
+def with_base(
+    loss_bni: jax.Array, base_bni: jax.Array, weight: float | Literal["annealed"], progress_b: jax.Array | None
+) -> jax.Array:
+    """Returns the head's loss together with that of the marginals; "annealed" without progress is the head's alone."""
+    if weight != "annealed":
+        return loss_bni + weight * base_bni
+    if progress_b is None:
+        return loss_bni
+    progress_b11 = progress_b[:, None, None]
+    return progress_b11 * loss_bni + (1 - progress_b11) * base_bni
+
+
 def score_sums(
     head: Any,
     norm: jax.Array,
@@ -210,11 +222,7 @@ def score_sums(
     if head is not None and settings.base_weight:
         base_bniv = by_block(drafter_logits("marginal", {}))
         base_bni = losses.drafting_loss(settings.loss, base_bniv, labels_bni, log_p_bniv)
-        if settings.base_weight == "annealed":
-            share_b11 = 0.0 if batch.progress_b is None else 1 - batch.progress_b[:, None, None]
-            loss_bni = (1 - share_b11) * loss_bni + share_b11 * base_bni
-        else:
-            loss_bni += settings.base_weight * base_bni
+        loss_bni = with_base(loss_bni, base_bni, settings.base_weight, batch.progress_b)
     likeliest_bni = vocab.argmax(lax.stop_gradient(logits_btv)).reshape(labels_bni.shape)
     overlap_bni = None if log_p_bniv is None else losses.overlap(lax.stop_gradient(logits_bniv), log_p_bniv)
     real_bni = (weights_bni > 0).astype(jnp.float32)
