@@ -261,6 +261,13 @@ def test_drafters_are_systems_with_one_baseline_and_their_own_options():
     assert systems[1].model.weights.verifier is systems[-1].model.weights.verifier, "one copy in memory"
 
 
+def test_a_drafter_of_two_labels_is_measured_under_both():
+    words = "bench run --verifier tiny --drafter a=tiny b=tiny --systems ar treeflash-4 --out x".split()
+    arguments = commands.parser().parse_args(words)
+    systems = run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))
+    assert [system.name for system in systems] == ["ar", "treeflash-4, a", "treeflash-4, b"]
+
+
 @pytest.mark.parametrize("verifier, drafters, words", [
     ("tiny", ["a=tiny", "a=ngram"], "got --drafter a=tiny a=ngram, expected one or more drafters of different labels"),
     ("tiny", ["none"], "got --drafter none, expected one or more drafters"),

@@ -158,7 +158,7 @@ def parse_others(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[
 
 
 def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
-    """Loads the verifier with every drafter, and makes the systems; those of equal settings only once.
+    """Loads the verifier with every drafter, and makes the systems; those of a drafter with equal settings only once.
 
     With several drafters, a system's name ends with its drafter. Each of them gets the options that it has, and no system
     whose name asks for another; options that are off need not be known to it.
@@ -184,7 +184,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
             config = GenerateConfig(**{key: value for key, value in settings.items() if key not in dropped})
             ending = f", {label}" if len(labels) > 1 and config.builder != "none" else ""
             new = System(name=name + ending, model=model, config=config)
-            systems.setdefault(json.dumps(new.settings()), new)  # settings of no effect are refused
+            systems.setdefault(json.dumps([ending, new.settings()]), new)  # settings of no effect are refused
     return list(systems.values())
 
 
