@@ -130,6 +130,7 @@ REFUSED_TENSORS = {
     "a token beyond all": ("eagle", lambda t: t | {"d2t": np.r_[t["d2t"][:19], 29]}, "leaves the verifier's vocabulary"),
     "a token twice": ("eagle", lambda t: t | {"d2t": np.r_[t["d2t"][:3], t["d2t"][2] - 1, t["d2t"][4:]]}, "or its order"),
     "two lists": ("eagle", lambda t: t | {"t2d": ~t["t2d"]}, "t2d and d2t"),
+    "another list of all": ("deepspec", lambda t: t | {"d2t": np.r_[1, np.zeros(47, np.int64)]}, "or its order"),
     "a list of floats": ("eagle", lambda t: t | {"d2t": t["d2t"].astype(np.float32)}, "d2t has type F32"),
     "no embedding": ("specforge", lambda t: without(t, "embed_tokens.weight"), "missing, the first is embed_tokens.weight"),
 }  # fmt: skip

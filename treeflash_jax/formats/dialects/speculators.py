@@ -57,10 +57,11 @@ def without_lists(path: Path, config: Any, tensors: dict[str, Tensor]) -> dict[s
 
     Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d.
     """
-    vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
+    vocab_size = config.layers.vocab_size
+    size = config.draft_vocab_size or vocab_size
     others = {name: tensor for name, tensor in tensors.items() if name not in ("t2d", "d2t")}
     t2d, d2t = tensors.get("t2d"), tensors.get("d2t")
-    if d2t is None or size in (0, vocab_size):
+    if d2t is None:
         return others
     if tuple(d2t.get_shape()) != (size,):
         raise ValueError(f"{path}: tensor d2t has shape {list(d2t.get_shape())}, expected [{size}] (draft_vocab_size)")
@@ -74,7 +75,7 @@ def without_lists(path: Path, config: Any, tensors: dict[str, Tensor]) -> dict[s
         is_list = tuple(t2d.get_shape()) == (vocab_size,)
         if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
             raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")
-    return others | {"d2t": d2t}
+    return others if size == vocab_size else others | {"d2t": d2t}
 
 
 class SpeculatorsBlock(BlockFolder):
