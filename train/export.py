@@ -68,7 +68,7 @@ class ExportStage:
 def main(settings: ExportStage) -> None:
     folders.check(settings.out, overwrite=settings.overwrite)
     old = folders.absolute(settings.out)
-    if old.exists() and any(old.iterdir()) and not storage.is_own(old / "model.safetensors"):
+    if old.exists() and not files.is_empty(old) and not storage.is_own(old / "model.safetensors"):
         raise ValueError(f"{settings.out} holds files that treeflash_jax did not write; give a new folder")
     path = folders.absolute(settings.run) / "settings.toml"
     if not path.exists():

@@ -86,6 +86,7 @@ def test_exports_replace_exports_alone(trained, tmp_path):
     refused(lambda: exported(tmp_path / "project"), "exists; give a new folder")
     refused(lambda: exported(tmp_path / "project", overwrite=True), "did not write")
     assert snapshot(tmp_path / "project") == before
+    (tmp_path / "out" / ".out.part-0123456789abcdef").mkdir(parents=True)  # of an export that was killed
     exported(tmp_path / "out")
     written = snapshot(tmp_path / "out")
     (tmp_path / "out" / "notes").write_text("mine")

@@ -112,10 +112,15 @@ def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
     """
     target = Path(target)
     if target.is_dir() and not target.is_symlink():
-        if not (overwrite or all(PART.fullmatch(entry.name) for entry in target.iterdir())):
+        if not (overwrite or is_empty(target)):
             raise ValueError(f"{target} exists; give a new folder")
     elif os.path.lexists(target):
         raise ValueError(f"{target} exists and is no folder but a file or a link; give a new folder")
+
+
+def is_empty(folder: Any) -> bool:
+    """Returns true if a folder holds no more than outputs that a kill left unfinished; `folder` may be any epath.Path."""
+    return all(PART.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 @contextmanager
