@@ -111,6 +111,13 @@ def saved(folder):
     return sorted(int(path.name) for path in (folder / "checkpoints").glob("[0-9]*"))
 
 
+def profiled_steps(folder):
+    [path] = (folder / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
+    return [dict(event.stats)["step_num"] for event in events]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -157,10 +164,7 @@ def test_tensorboard_reads_the_metrics_and_a_profile_of_the_steps_that_settings_
             logged |= {(line["step"], part): x for part, x in parts.items() if part != "step"}
     assert shown.keys() == logged.keys() and (10, "y/2") in shown
     np.testing.assert_allclose([shown[key] for key in logged], [*logged.values()], rtol=1e-5)
-    [path] = (whole[0] / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb")
-    planes = jax.profiler.ProfileData.from_file(str(path)).planes
-    events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
-    assert [dict(event.stats)["step_num"] for event in events] == [4, 5]
+    assert profiled_steps(whole[0]) == [4, 5]
 
 
 @pytest.mark.parametrize("sent, word, status", [(signal.SIGTERM, "terminated", 143), (signal.SIGINT, "interrupted", 130)])
@@ -180,7 +184,8 @@ def test_a_stopped_run_goes_on_to_the_same_end(whole, tmp_path, monkeypatch, cap
     assert ended.value.code == status and saved(run) == [5, 6] and not (run / "run.lock").exists()
     assert f"{word}: saved step 6 of 10; the same command goes on from there" in capsys.readouterr().out
     assert signal.getsignal(sent) is before
-    _, final = fit(run, lambda params, report: {"score": 1.0}, wandb="drafters")
+    _, final = fit(run, lambda params, report: {"score": 1.0}, wandb="drafters", profile=(5, 8))
+    assert profiled_steps(run) == [7, 8]
     assert "continuing at step 6 of 10" in capsys.readouterr().out
     assert toy_training.read_log(run) == toy_training.read_log(whole[0])
     jax.tree.map(np.testing.assert_array_equal, final, whole[2])

@@ -126,9 +126,10 @@ class _Run:
         members = hosts.local_members(loop.batch, self.mesh)
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
         first, last = loop.profile if loop.profile and hosts.is_first() else (0, 0)
+        first = max(first, start + 1)  # a run may be resumed within the range
         began, timed = time.perf_counter(), start
         for step, batch in zip(range(start + 1, steps + 1), batches, strict=True):
-            if step == first:
+            if step == first <= last:
                 jax.block_until_ready(self.state)
                 self.profile.enter_context(watch.profiled(self.config))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
