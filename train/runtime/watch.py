@@ -120,9 +120,9 @@ def describe(metrics: Metrics) -> str:
 
 
 def summary(folder: Any) -> str:
-    """Returns steps, time and last metrics of a run in words; "" if its log is gone."""
-    last = {name: value for line in read_log(folder) for name, value in line.items() if value is not None}
-    return f"{last['step']} steps in {duration(last['seconds'])}: {describe(last)}" if last else ""
+    """Returns steps and time of a run in words; "" if its log is gone."""
+    log = read_log(folder)
+    return f"{log[-1]['step']} steps in {duration(log[-1]['seconds'])}" if log else ""
 
 
 def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
