@@ -65,8 +65,9 @@ class BlockStage(DraftingStage):
     @property
     def held_out(self) -> DraftingStage:
         """Over the whole vocabulary, and without the weights of D-PACE: losses of different steps would not compare."""
-        decay = 0.0 if self.objective.decay == "d-pace" else self.objective.decay
-        return dataclasses.replace(self, objective=dataclasses.replace(self.objective, vocabulary=0, decay=decay))
+        decay = 0.0 if self.objective.dpace else self.objective.decay
+        objective = dataclasses.replace(self.objective, vocabulary=0, dpace=False, decay=decay)
+        return dataclasses.replace(self, objective=objective)
 
     def check(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         """Refuses a mask token that occurs in the training data, as with the recipe of another verifier."""

@@ -74,7 +74,7 @@ def test_a_record_of_the_verifiers_outputs_gives_the_same_losses(toy, tmp_path, 
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("gru", ("train_backbone=true", "objective.base_weight=annealed", "objective.decay=d-pace")),
+    ("gru", ("train_backbone=true", "objective.base_weight=annealed", "objective.dpace=true")),
     ("selector", ("objective.loss=cross-entropy-l1",)),
 ])  # fmt: skip
 def test_heads_of_other_recipes_learn_and_draft(toy, tmp_path, name, words):
@@ -106,7 +106,7 @@ def test_state_lies_over_fsdp_and_model(toy):
 
 
 def test_held_out_slots_weigh_the_same_at_every_step(toy):
-    equal, paced = (toy_training.settings(toy, f"objective.decay={decay}") for decay in ("0", "d-pace"))
+    equal, paced = (toy_training.settings(toy, f"objective.{word}") for word in ("decay=0", "dpace=true"))
     assert paced.held_out == equal.held_out
 
 

@@ -134,8 +134,7 @@ def dpace_weights(probs, real):
 
 def plain_loss(params, frozen, batch, keys, settings):
     """The objective without chunks, from its definition."""
-    decay = 0.0 if settings.decay == "d-pace" else settings.decay
-    chosen = blocks.sample_blocks(batch, settings.anchors, DRAFTER.block_size, decay, keys)
+    chosen = blocks.sample_blocks(batch, settings.anchors, DRAFTER.block_size, settings.decay, keys)
     base, logits, verified = plain_logits(params, frozen, batch, chosen)
     if settings.vocabulary:
         sample = objective.sample_vocabulary(batch, settings.vocabulary, 64, keys)
@@ -158,25 +157,25 @@ def plain_loss(params, frozen, batch, keys, settings):
         loss = (1 - share) * loss + share * measure(base)
     elif "head" in params:
         loss += settings.base_weight * measure(base)
-    if settings.decay == "d-pace":
+    if settings.dpace:
         probs = jax.lax.stop_gradient(jnp.sum(jax.nn.softmax(logits) * labels, -1))
         weights = dpace_weights(probs, weights > 0)
     return jnp.sum(loss * weights)
 
 
-@pytest.mark.parametrize(("loss", "base_weight", "trained", "vocabulary", "decay"), [
-    ("forward-kl", 0.0, "both", 0, 4.0),
-    ("forward-kl", 0.2, "both", 40, 4.0),
-    ("cross-entropy", 0.0, "backbone", 0, 4.0),
-    ("cross-entropy-l1", 0.0, "both", 40, 4.0),
-    ("cross-entropy", "annealed", "both", 0, "d-pace"),
+@pytest.mark.parametrize(("loss", "base_weight", "trained", "vocabulary", "dpace"), [
+    ("forward-kl", 0.0, "both", 0, False),
+    ("forward-kl", 0.2, "both", 40, False),
+    ("cross-entropy", 0.0, "backbone", 0, False),
+    ("cross-entropy-l1", 0.0, "both", 40, False),
+    ("cross-entropy", "annealed", "both", 0, True),
 ])  # fmt: skip
-def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained, vocabulary, decay):
+def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained, vocabulary, dpace):
     frozen, batch, keys, _ = case
     drafter_ = DRAFTER if trained == "backbone" else WITH_HEAD
     all_weights = {"backbone": frozen["backbone"], "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 5)}
     params = all_weights if trained == "both" else {trained: all_weights[trained]}
-    settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, decay=decay, chunk=2)
+    settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, dpace=dpace, chunk=2)
     settings = dataclasses.replace(settings, vocabulary=vocabulary)
     batch = dataclasses.replace(batch, progress_b=np.full(2, 0.25, np.float32))
 

@@ -47,11 +47,11 @@ class ObjectiveConfig:
         help="loss of a drafted token; forward-kl is from the verifier's distribution, cross-entropy-l1 is 0.1 times the "
         "cross-entropy plus 0.9 times the L1 distance to that distribution (DSpark)"
     )
-    decay: float | Literal["d-pace"] = setting(
-        7.0,
-        "slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally; d-pace: slots weigh more if more of the "
-        "path that the drafter is likely to get right depends on them (D-PACE)",
-        least=0,
+    decay: float = setting(7.0, "slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally", least=0)
+    dpace: bool = setting(
+        False,
+        "instead of `decay`, slots weigh more if more of the path that the drafter is likely to get right depends on them "
+        "(D-PACE)",
     )
     base_weight: float | Literal["annealed"] = setting(
         0.0,
@@ -144,8 +144,7 @@ def drafting_sums(
     tables, backbone = frozen["verifier"], (frozen | params)["backbone"]
     dtype = tables["embed"].dtype
     teacher = teach(tables, verifier, drafter.target_layer_ids, batch, attention)
-    decay = 0.0 if settings.decay == "d-pace" else settings.decay
-    chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, decay, keys_b)
+    chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
     context = context_kv(optax.tree.cast(backbone, dtype), drafter.layers, teacher.features_btj, batch.positions_bt)
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
 
@@ -226,7 +225,7 @@ def score_sums(
     likeliest_bni = vocab.argmax(lax.stop_gradient(logits_btv)).reshape(labels_bni.shape)
     overlap_bni = None if log_p_bniv is None else losses.overlap(lax.stop_gradient(logits_bniv), log_p_bniv)
     real_bni = (weights_bni > 0).astype(jnp.float32)
-    if settings.decay == "d-pace":
+    if settings.dpace:
         label_probs_bni = jnp.exp(-losses.cross_entropy(lax.stop_gradient(logits_bniv), labels_bni))
         weights_bni = losses.dpace_weights(label_probs_bni, real_bni)
     sums = losses.path_sums(loss_bni, weights_bni, real_bni, likeliest_bni == labels_bni, overlap_bni)
