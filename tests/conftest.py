@@ -100,7 +100,7 @@ RANDOM_MODEL = ModelConfig(
 # Drafts of random pairs are accepted if there are few tokens.
 FEW_TOKENS = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
 RANDOM_DRAFTER = BlockConfig(
-    layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, target_layer_ids=(0, 2),
+    layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, taps=(0, 2),
     num_target_layers=3, head="mlp",
 )  # fmt: skip
 

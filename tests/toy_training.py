@@ -33,7 +33,7 @@ TIMES = ("tokens_per_second", "mfu", "seconds")
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
 DRAFTER = BlockConfig(
-    layers=ModelConfig(num_layers=2, max_positions=256, **SIZES), block_size=5, mask_token_id=3, target_layer_ids=(0, 2),
+    layers=ModelConfig(num_layers=2, max_positions=256, **SIZES), block_size=5, mask_token_id=3, taps=(0, 2),
     num_target_layers=3,
 )  # fmt: skip
 WITH_HEAD = dataclasses.replace(DRAFTER, head="mlp")

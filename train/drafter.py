@@ -123,7 +123,7 @@ class DrafterStage(BlockStage):
             layers=fresh_layers(model, self.num_layers),
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
-            target_layer_ids=self.target_layer_ids or default_target_layers(model.num_layers, self.num_layers),
+            taps=self.target_layer_ids or default_target_layers(model.num_layers, self.num_layers),
             num_target_layers=model.num_layers,
             num_nodes=self.num_nodes,
             drafter_temperature=self.drafter_temperature,
@@ -158,8 +158,8 @@ def _copy_layers(drafter: BlockConfig, weights: Any, initial_layers: Sequence[in
     """
     layers = [layer for group in weights["groups"] for layer in group]
     copies = [copy_weights(layers[i]) for i in initial_layers]
-    width, taps = drafter.layers.hidden_size, len(drafter.target_layer_ids)
-    last = int(np.argmax(drafter.target_layer_ids))
+    width, taps = drafter.layers.hidden_size, len(drafter.taps)
+    last = int(np.argmax(drafter.taps))
     return {
         "fc": jnp.zeros((taps, width, width)).at[last].set(jnp.eye(width)).reshape(taps * width, width),
         "hidden_norm": sum(layer["attention_norm"] for layer in copies) / len(copies),

@@ -29,7 +29,7 @@ VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every to
 BATCH = 40_000
 EACH = 3_000  # answers of a rule that shares its program with others
 MODEL = replace(RANDOM_MODEL, vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
-DRAFTER = replace(RANDOM_DRAFTER, layers=MODEL, mask_token_id=3, target_layer_ids=(0,), num_target_layers=1, block_size=4)
+DRAFTER = replace(RANDOM_DRAFTER, layers=MODEL, mask_token_id=3, taps=(0,), num_target_layers=1, block_size=4)
 STEERS = steering.SteeringConfig(taps=(0, 0, 0), width=8, num_layers=1, ffn=8, rank=3)
 DRAFTERS = {  # with the settings under which a node has the most entries without a child
     "block": (DRAFTER, {"candidates": 3, "children": 4, "shortlist": 2}),

@@ -43,7 +43,7 @@ TREE = {"nodes": 8, "children": 4}
 
 # Answers, of pairs whose vocabulary is so small that drafts are accepted and answers stop inside rounds.
 
-FEW = replace(RANDOM_DRAFTER, layers=FEW_TOKENS, mask_token_id=11, target_layer_ids=(0, 1), num_target_layers=2)
+FEW = replace(RANDOM_DRAFTER, layers=FEW_TOKENS, mask_token_id=11, taps=(0, 1), num_target_layers=2)
 ACCEPTED = {
     "frequent": replace(FEW, layers=replace(FEW_TOKENS, num_layers=1), draft_vocab_size=10),
     "gru": replace(FEW, head="gru", shifted=True, causal_layers=(0, 1)),

@@ -104,7 +104,7 @@ def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
     for name, config in VERIFIERS.items():
         for kind, head, network in itertools.islice(turns, programs):
             drafter = BlockConfig(
-                layers=fresh_layers(config, 1), block_size=6, mask_token_id=VOCABULARY - 1, target_layer_ids=(0, 1),
+                layers=fresh_layers(config, 1), block_size=6, mask_token_id=VOCABULARY - 1, taps=(0, 1),
                 num_target_layers=2, head=head, **network,
             )  # fmt: skip
             number, specs, scheme = draw.randrange(10**6), verifier.specs(config), "int8" if name in rounded else None

@@ -80,7 +80,7 @@ def test_treeflash_drafter():
     config = parse("drafter", TREEFLASH_4B)
     assert config == BlockConfig(
         layers=replace(parse("verifier", QWEN3_4B), num_layers=5, tie_embeddings=False), block_size=16,
-        mask_token_id=151669, target_layer_ids=(1, 9, 17, 25, 33), num_target_layers=36, head="mlp", num_nodes=64,
+        mask_token_id=151669, taps=(1, 9, 17, 25, 33), num_target_layers=36, head="mlp", num_nodes=64,
     )  # fmt: skip
     assert config.num_depths == 15
     config.fitted(parse("verifier", QWEN3_4B))
@@ -104,7 +104,7 @@ def test_default_target_layers():
     assert default_target_layers(48, 5) == (1, 12, 23, 34, 45)
     assert default_target_layers(36, 1) == (18,)
     unnamed = {**TREEFLASH_4B, "dflash_config": {"mask_token_id": 151669}}
-    assert parse("drafter", unnamed).target_layer_ids == (1, 9, 17, 25, 33)
+    assert parse("drafter", unnamed).taps == (1, 9, 17, 25, 33)
 
 
 @pytest.mark.parametrize("raw", [QWEN3_4B, LLAMA_31_8B], ids=["default", "llama3"])

@@ -44,7 +44,7 @@ MODELS = {
     ),
 }  # fmt: skip
 PLAIN = BlockConfig(
-    layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, target_layer_ids=(0, 2),
+    layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, taps=(0, 2),
     num_target_layers=3, head="marginal", thinking=True,
 )  # fmt: skip
 DRAFTER = replace(PLAIN, head="mlp", num_nodes=10, drafter_temperature=0.5)

@@ -44,7 +44,7 @@ def case():
 def run_blocks(frozen, batch, chosen):
     """The verifier's outputs, and the hidden states of all blocks."""
     backbone, tables = frozen["backbone"], frozen["verifier"]
-    teacher = teach(tables, MODEL, DRAFTER.target_layer_ids, batch)
+    teacher = teach(tables, MODEL, DRAFTER.taps, batch)
     context = dflash.context_kv(backbone, DRAFTER.layers, teacher.features_btj, batch.positions_bt)
     return teacher, blocks.hidden_states(backbone, DRAFTER, tables["embed"], batch, context, chosen.anchors_bn)
 
@@ -53,7 +53,7 @@ def run_blocks(frozen, batch, chosen):
 def drafted(frozen, document_1t, start):
     """Hidden states of inference for a block that starts at `start` of a padded document."""
     tables, mask = frozen["verifier"], verifier.causal_mask(1, 32)
-    out = verifier.forward(tables, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.target_layer_ids)
+    out = verifier.forward(tables, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.taps)
     state = DRAFTER.init(1, 32, jnp.float32)
     state = DRAFTER.extend(frozen, tables, state, out.features_btj, document_1t, start[None], attention="xla")
     inputs = Inputs(frozen, tables, state, document_1t[:, start], jnp.ones(1), 1, document_1t, start[None])

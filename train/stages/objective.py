@@ -143,7 +143,7 @@ def drafting_sums(
     """
     tables, backbone = frozen["verifier"], (frozen | params)["backbone"]
     dtype = tables["embed"].dtype
-    teacher = teach(tables, verifier, drafter.target_layer_ids, batch, attention)
+    teacher = teach(tables, verifier, drafter.taps, batch, attention)
     chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
     context = context_kv(optax.tree.cast(backbone, dtype), drafter.layers, teacher.features_btj, batch.positions_bt)
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)

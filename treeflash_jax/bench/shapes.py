@@ -117,7 +117,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Blo
         layers=fresh_layers(verifier, num_layers or (8 if verifier.num_experts else 5)),
         block_size=16,
         mask_token_id=verifier.vocab_size - 1,
-        target_layer_ids=default_target_layers(verifier.num_layers, num_layers or 5),
+        taps=default_target_layers(verifier.num_layers, num_layers or 5),
         num_target_layers=verifier.num_layers,
         head="mlp",
     )

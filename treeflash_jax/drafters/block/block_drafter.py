@@ -41,7 +41,7 @@ class BlockConfig(DrafterConfig):
       block_size: length of the drafted block, anchor included; draft depths run 1 .. block_size - 1, or
         1 .. block_size if shifted.
       mask_token_id: the token that fills the block's open slots.
-      target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
+      taps: 0-based verifier layers whose output (residual stream) it reads, in file order.
       num_target_layers: number of layers of the verifier that it was trained for; None: its files do not say.
       shifted: whether a slot predicts the token after the one at its position (`shift_label`, `sample_from_anchor`).
       causal_layers: layers in which block slots see no later slots.
@@ -72,7 +72,7 @@ class BlockConfig(DrafterConfig):
     layers: ModelConfig
     block_size: int
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]
+    taps: tuple[int, ...]
     num_target_layers: int | None
     shifted: bool = False
     causal_layers: tuple[int, ...] = ()
@@ -115,10 +115,6 @@ class BlockConfig(DrafterConfig):
         """Names of the fields in which its network differs from DFlash's."""
         names = "shifted causal_layers sliding_layers conv_group owns_vocabulary".split()
         return tuple(name for name in names if getattr(self, name))
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.target_layer_ids
 
     def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this drafter. Raises ValueError if it was made for another verifier."""
