@@ -16,6 +16,8 @@ from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.trees.shape import MAX_NODES
 
+CANDIDATES = 16  # per depth, whatever a machine's default
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
@@ -27,7 +29,6 @@ class EvaluateConfig:
         (16, 64), "numbers of tree nodes that tau is measured for, root included", least=1, most=MAX_NODES
     )
     temperature: float = setting(0.0, "sampling temperature of the verifier; 0 is greedy", least=0)
-    candidates: int = setting(16, "candidate tokens per depth (M) and children per candidate (K) of the tree", least=1)
     batch: int = setting(8, "prompts decoded together", least=1)
 
 
@@ -44,7 +45,7 @@ def make_tau_measure(
     config = settings.evaluate
     prompts, known = held_out_prompts(corpus, config.prompts), dict[str, float]()
     cast = programs.jit(lambda params: gather(params, task.specs, task.compute_dtype))
-    sizes = {name: config.candidates for name in ("candidates", "children") if name in pair.drafter.settings}
+    sizes = {"candidates": CANDIDATES} if "candidates" in pair.drafter.settings else {}
 
     def measure(params: Any, report: Report) -> dict[str, float]:
         if not prompts:

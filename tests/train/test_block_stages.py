@@ -189,7 +189,7 @@ def test_a_backbone_and_its_head_learn_from_scratch_over_samples_of_the_vocabula
     monkeypatch.setattr(watch.Watch, "show", lambda self, done=None, note=None: reports.append(note))
     toml = toy_training.write_stage(toy.parent, without=("drafter",))
     words = ["num_layers=1", "block_size=4", "mask_token_id=3", "head=mlp", f"run={tmp_path}/run"]
-    words += ["evaluate.prompts=2", "evaluate.nodes=[4]", "evaluate.new_tokens=8", "evaluate.candidates=2"]
+    words += ["evaluate.prompts=2", "evaluate.nodes=[4]", "evaluate.new_tokens=8"]
     refused(lambda: registry.read_stage(toml, words), "head 'mlp' and objective.base_weight 0")
     settings = registry.read_stage(toml, [*words, "objective.base_weight=0.5", "objective.vocabulary=40"])
     drafter.main(settings)
