@@ -418,7 +418,7 @@ def accept_costs() -> str:
     runs = read("accept_costs.json")
     rows = []
     for row in runs["rows"]:
-        builder = "one path" if row["builder"] == "paths" and row["drawn"]["branches"] == 1 else row["builder"]
+        builder = "one path" if row.get("branches") == 1 else row["builder"]
         rows.append([builder, row["acceptance"], f"{row['temperature']:g}", row["batch"], f"{row['accept_ms']:.1f}"])
     header = "builder | rule | T | batch | accept phase, ms"
     return section(header, rows, f"{runs['hardware']}:", [runs["command"]], "text")
