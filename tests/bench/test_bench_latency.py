@@ -6,6 +6,7 @@ No test looks at a time: on a busy machine times are noise.
 import json
 import re
 import socket
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from treeflash_jax.bench import latency, phases, shapes
 from treeflash_jax.cli import commands
 from treeflash_jax.decoding import rounds
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.models import verifier
 
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
 SMALL += ["--candidates", "4", "--children", "4"]
@@ -112,6 +114,20 @@ def test_floors_are_the_bytes_that_a_phase_reads(bench):
     assert (
         rows["tree", 8] < table and 2 * 8 * model.vocab_size * 4 <= rows["accept", 8] < 2 * 8 * model.vocab_size * 4 + small
     )
+
+
+def test_of_experts_floors_count_those_of_a_token():
+    """Of weights that are merged as on an accelerator, whatever the device."""
+    sizes = {"num_experts": 4, "experts_per_token": 1, "expert_size": 64, "normalize_experts": True}
+    config = replace(FEW_TOKENS, model_type="qwen3_moe", **sizes)
+    pair = make_pair(config, LanguageModelConfig(layers=FEW_TOKENS))
+    verifier.merge(pair.weights.verifier)
+    bench = phases.Bench(pair, [pair.plan(GenerateConfig(nodes=2, children=4))], batch=1, context=8)
+    [step] = [phase.reads for phase in bench.phases if phase.name == "step"]
+    read = sum(x.nbytes for x in jax.tree.leaves(pair.weights.verifier))
+    layers, names = pair.weights.verifier["groups"][0], ("expert_gate", "expert_up", "expert_down")
+    unread = 3 / 4 * sum(layer[name].nbytes for layer in layers for name in names)
+    assert read - unread <= step < read - unread + 4096 < read
 
 
 @needs_8_devices

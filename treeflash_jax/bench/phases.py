@@ -19,24 +19,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import parameters, programs, sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.accepting import Accepted, accept_path
 from treeflash_jax.decoding.rounds import Verified, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.batching import make_batch, round_capacity
-from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.device_memory import device_bytes
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.requests import make_requests
-from treeflash_jax.models import verifier
+from treeflash_jax.models import experts
 
 CALLS = 64  # maximal number of calls in a sample
 ROUNDS = 16  # the same of rounds and commits, which lengthen the context
@@ -222,10 +222,9 @@ class Bench:
         """
         weights, config, total = self.model.weights, self.model.verifier, 0.0
         shares = {id(leaf): 1.0 for leaf in jax.tree.leaves(weights)}
-        is_merged = merges_weights(self.model.device, config.num_kv_heads, self.model.mesh)
-        specs = jax.tree.leaves(verifier.specs(config, self.model.quantize, is_merged), is_leaf=parameters.is_spec)
-        for spec, leaf in zip(specs, jax.tree.leaves(weights.verifier), strict=True):
-            if spec.axes[0] == "experts":
+        by_expert = [name for name, spec in experts.specs(config).items() if spec.axes[0] == "experts"]
+        for layer in chain(*weights.verifier["groups"]):
+            for leaf in jax.tree.leaves([layer[name] for name in by_expert if name in layer]):
                 shares[id(leaf)] = config.experts_per_token / config.num_experts
         if "unembed" in weights.verifier:
             shares |= {id(leaf): 0.0 for leaf in jax.tree.leaves(weights.verifier["embed"])}
