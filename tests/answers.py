@@ -86,9 +86,9 @@ def read_texts(weights: Any, config: Any, tokens_bt: Any, **options) -> tuple[ve
 
 def assert_same_positions(got: Any, expected: Any, length_b: Any, atol: float = 1e-12) -> None:
     """Two caches are equal up to the end of each text."""
-    for x, y in zip(*([x for x in jax.tree.leaves(cache) if x.ndim == 4] for cache in (got, expected)), strict=True):
+    for x, y in zip(*([x for x in jax.tree.leaves(cache) if x.ndim == 5] for cache in (got, expected)), strict=True):
         for b, length in enumerate(length_b):
-            np.testing.assert_allclose(x[b, :, :length], y[b, :, :length], atol=atol)
+            np.testing.assert_allclose(x[b, :, :, :length], y[b, :, :, :length], atol=atol)
 
 
 def cut_by_stops(results: list[Result]) -> int:

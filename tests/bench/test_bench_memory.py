@@ -57,8 +57,8 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
     assert asdict(whole) == {
         "verifier": bytes_on_one_device(model.weights.verifier),
         "drafter": bytes_on_one_device(model.weights.drafter),
-        "verifier_cache": bytes_on_one_device(state.cache.layers),
-        "drafter_cache": bytes_on_one_device(state.drafter.context.layers),
+        "verifier_cache": bytes_on_one_device((state.cache.keys, state.cache.values)),
+        "drafter_cache": bytes_on_one_device((state.drafter.context.keys, state.drafter.context.values)),
     }
     assert whole.total == sum(asdict(whole).values())
     assert not sizes or count(mesh=AbstractMesh(sizes, ("data", "model")), dtype=jnp.float32) == whole

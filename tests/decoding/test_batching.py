@@ -79,13 +79,13 @@ def test_a_batch_keeps_its_slots_busy():
 def test_admission_writes_the_replaced_sequences_only():
     model = random_pair()
     (_, state), (_, fresh) = (prefilled(model, prompts, **TREE) for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]]))
-    old = [np.asarray(x) for x in (state.tokens_bs, state.cache.layers[0].keys_bkse)]
-    new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.layers[0].keys_bkse)]
+    old = [np.asarray(x) for x in (state.tokens_bs, state.cache.keys[0])]
+    new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.keys[0])]
     places = jnp.array([2, -1])
     compiled = loops.admit.lower(state, fresh, places).compile()
-    assert not re.findall(r"= f32\[3,2,256,8\]\S* copy\(", compiled.as_text())
+    assert not re.findall(r"= f32\[3,1,2,256,8\]\S* copy\(", compiled.as_text())
     after = compiled(state, fresh, places)
-    for x, before, came in zip((after.tokens_bs, after.cache.layers[0].keys_bkse), old, new, strict=True):
+    for x, before, came in zip((after.tokens_bs, after.cache.keys[0]), old, new, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[:2], before[:2])
         np.testing.assert_array_equal(np.asarray(x)[2], came[0])
     assert after.end_b.tolist() == [2 + 1, 2 + 1, 3 + 1]

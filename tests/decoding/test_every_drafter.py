@@ -277,7 +277,7 @@ def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_r
     context = model.start(call, Clock()).state.drafter.context
     assert context.length_b.tolist() == [len(text) + 1 for text in texts]
     for number, text in enumerate(texts):
-        assert np.all(np.asarray(context.layers[0].keys_bkse[number, :, len(text)]))
+        assert np.all(np.asarray(context.keys[0][number, :, :, len(text)]))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level, scratch_specs
 from treeflash_jax.models import vocab
 from treeflash_jax.models.attention import tree_attention
-from treeflash_jax.models.kv_cache import KVCache, LayerKV
+from treeflash_jax.models.kv_cache import KVCache
 
 BATCH, VOCAB, DRAFT_VOCAB, WIDTH, DEPTHS, SLOTS, CHILDREN = 3, 29, 17, 8, 4, 6, 5
 LENGTHS = [0, 2, 6]
@@ -30,8 +30,8 @@ def shared() -> dict:
     params = {name: jnp.asarray(rng.normal(size=(WIDTH, WIDTH))) for name in ("q", "k", "v")}
     params["embed"] = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)))
     params["unembed"] = jnp.asarray(rng.normal(size=(DRAFT_VOCAB, WIDTH)))
-    cached = LayerKV(*(jnp.asarray(rng.normal(size=(BATCH, 1, SLOTS, WIDTH))) for _ in range(2)))
-    params["context"] = KVCache((cached,), jnp.asarray(LENGTHS, jnp.int32))
+    keys, values = (jnp.asarray(rng.normal(size=(BATCH, 1, 1, SLOTS, WIDTH))) for _ in range(2))
+    params["context"] = KVCache((keys,), (values,), jnp.asarray(LENGTHS, jnp.int32))
     params["first"] = jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
     params["ids"] = jnp.asarray(np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False)), jnp.int32)
     return params
@@ -76,7 +76,7 @@ class Rollout:
     def _hidden(self, path: tuple[int, ...]) -> np.ndarray:
         params, b, length = self.params, self.b, LENGTHS[self.b]
         hidden, cached = params["first"][b], params["context"].layers[0]
-        keys, values = ([*x[b, 0, :length]] for x in (cached.keys_bkse, cached.values_bkse))
+        keys, values = ([*x[b, 0, :length]] for x in cached.slots())
         for depth, token in enumerate(path):
             x = np.tanh(hidden + params["embed"][token] + np.sin(length + depth))
             keys, values = [*keys, x @ params["k"]], [*values, x @ params["v"]]

@@ -249,15 +249,15 @@ def test_windows_of_the_anchor_and_of_each_slot(shared_window):
     one_layer = {name: weight for name, weight in weights.items() if "conv" not in name}
     params = case.inputs.params | {"backbone": case.inputs.params["backbone"] | {"groups": [[one_layer]]}}
     context = case.inputs.state.context
-    layer, length, window = context.layers[0], 20, 12
+    length, window = 20, 12
 
     @jax.jit
-    def run(params, tables, layer, position):
-        changed = layer.replace(keys_bkse=layer.keys_bkse.at[:, :, position].add(1))
-        state = case.inputs.state.replace(context=context.replace(layers=(changed,)))
+    def run(params, tables, context, position):
+        keys_bnkse = context.keys[0].at[:, :, :, position].add(1)
+        state = case.inputs.state.replace(context=context.replace(keys=(keys_bnkse,), values=context.values[:1]))
         return drafter.draft_block(replace(case.inputs, params=params, tables=tables, state=state))[0]
 
-    run = partial(run, params, case.inputs.tables, layer)
+    run = partial(run, params, case.inputs.tables, context)
     plain = run(30)  # past the end of the context
     last_q = np.full(8, length - 1) if shared_window else length + np.arange(8)
     for position in range(length):

@@ -43,8 +43,11 @@ def short_blocks():
         yield
 
 
-def arguments(lengths, dtype="float32", *, queries=T, heads=H, kv_heads=K, slots=S, poison=lambda length: length):
-    """Queries, keys, values, mask, prefix and lengths; slots from `poison(length)` on are NaN, and garbage before that."""
+def arguments(lengths, dtype="float32", *, queries=T, heads=H, kv_heads=K, slots=S, layers=1, poison=lambda length: length):
+    """Queries, keys, values, mask, prefix and lengths; slots from `poison(length)` on are NaN, and garbage before that.
+
+    The prefix is the last but one of `layers` layers, and the others are NaN.
+    """
     rng, (batch, parent_bt) = np.random.default_rng(0), (len(lengths), PARENT[: len(lengths)])
     causal_btu = jnp.broadcast_to(jnp.tri(queries, dtype=bool), (batch, queries, queries))
     mask_btu = ancestor_mask(parent_bt, T) if queries == T else causal_btu
@@ -53,8 +56,11 @@ def arguments(lengths, dtype="float32", *, queries=T, heads=H, kv_heads=K, slots
     ends_bs = np.asarray([poison(length) - length for length in lengths])[:, None]
     cached = rng.normal(size=(2, batch, kv_heads, slots, E))
     cached = np.where((at_bs < 0)[:, None, :, None], cached, np.where((at_bs < ends_bs)[:, None, :, None], 1e4, np.nan))
-    *new, keys, values = (jnp.asarray(x, jnp.dtype(dtype)) for x in (*new, *cached))
-    return *new, mask_btu, LayerKV(keys, values), jnp.asarray(lengths, jnp.int32)
+    place = max(layers - 2, 0)
+    stacks = np.full((2, batch, layers, kv_heads, slots, E), np.nan)
+    stacks[:, :, place] = cached
+    *new, keys, values = (jnp.asarray(x, jnp.dtype(dtype)) for x in (*new, *stacks))
+    return *new, mask_btu, LayerKV(keys, values, jnp.int32(place)), jnp.asarray(lengths, jnp.int32)
 
 
 def short_arguments(**sizes):
@@ -75,7 +81,7 @@ def dense(q_bthe, k_bxke, v_bxke, mask_btx):
 def test_xla_is_the_dense_softmax(heads, kv_heads):
     q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = short_arguments(heads=heads, kv_heads=kv_heads)
     seen_bts = np.broadcast_to((np.arange(12) < length_b[:, None])[:, None], (3, T, 12))
-    past = [jnp.swapaxes(x, 1, 2) for x in (prefix.keys_bkse, prefix.values_bkse)]
+    past = [jnp.swapaxes(x, 1, 2) for x in prefix.slots()]
     k_bxke, v_bxke = (np.concatenate(pair, axis=1) for pair in zip(past, (k_buke, v_buke), strict=True))
     expected = dense(q_bthe, k_bxke, v_bxke, np.concatenate([seen_bts, mask_btu], axis=2))
     np.testing.assert_allclose(attention(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b), expected, atol=3e-6)
@@ -108,7 +114,7 @@ def same(got, expected, **tolerance):
 def test_equals_xla(name, lengths, dtype):
     """Garbage in the last block that is needed is hidden; blocks past it, full of NaN, are not read at all."""
     with jax.enable_x64(dtype == "float64"):
-        arrays = arguments(lengths, dtype, poison=needed(name, max(lengths)))
+        arrays = arguments(lengths, dtype, layers=3, poison=needed(name, max(lengths)))
         got = attention(*arrays, implementation=name)
         assert got.dtype == dtype
         same(got, attention(*finite(arrays)), atol=TOLERANCES[dtype])
@@ -139,20 +145,23 @@ def test_large_logits_stay_finite_and_a_prefix_may_be_missing(name):
 @pytest.mark.parametrize("data, model", [(4, 2), (2, 4), (8, 1)])
 def test_on_a_mesh_every_device_works_alone(name, data, model):
     """No collective if sequences and heads divide, even for a bound that they share; replicated if they do not."""
-    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arguments(LENGTHS["ragged"], heads=8, poison=needed(name, 704))
+    arrays = arguments(LENGTHS["ragged"], heads=8, layers=2, poison=needed(name, 704))
+    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arrays
     mesh, heads = make_mesh(data, model), "kv_heads" if K % model == 0 else None
 
     def put(x, *axes):
         return jax.device_put(x, sharding.sharding(axes, x.shape, mesh))
 
     new = [put(x, "batch", None, heads, None) for x in (q_bthe, k_buke, v_buke)]
-    placed = *new, put(mask_btu, "batch", None, None), jax.tree.map(lambda x: put(x, *AXES), prefix), put(length_b, "batch")
+    stacks = [put(x, *AXES) for x in (prefix.keys_bnkse, prefix.values_bnkse)]
+    cached = LayerKV(*stacks, put(prefix.layer)), put(length_b, "batch")
+    placed = *new, put(mask_btu, "batch", None, None), *cached
     with sharding.ambient(mesh):
         run = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=name), out_shardings=new[0].sharding)
         compiled = run.lower(*placed).compile()
         got = compiled(*placed)
     assert moved_shapes(compiled.as_text()) == []
-    expected = attention(*finite((q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)))
+    expected = attention(*finite(arrays))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
@@ -163,7 +172,7 @@ def test_streamed_copies_no_cache():
     text = attention.lower(*arrays, implementation="streamed").compile().as_text()
     made = re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", text)
     kinds = {kind for sizes, kind in made if {str(S), str(E)} <= set(sizes.split(","))}
-    assert kinds and kinds <= {"parameter", "get-tuple-element"}
+    assert kinds and kinds <= {"parameter", "get-tuple-element", "bitcast"}
 
 
 @pytest.mark.parametrize("name, word", [("pallas-gpu", "triton"), pytest.param("mosaic-gpu", "mosaic", marks=needs_mosaic)])
@@ -171,18 +180,18 @@ def test_streamed_copies_no_cache():
 def test_the_kernels_lower_for_a_gpu(name, word, queries, head_dim):
     """As far as a machine without one can tell: Triton and Mosaic take them, at the sizes of Qwen3-4B among others."""
     new = [jax.ShapeDtypeStruct((1, queries, count, head_dim), jnp.bfloat16) for count in (32, 8, 8)]
-    slots = jax.ShapeDtypeStruct((1, 8, 6144, head_dim), jnp.bfloat16)
+    stack = jax.ShapeDtypeStruct((1, 36, 8, 6144, head_dim), jnp.bfloat16)
+    prefix = LayerKV(stack, stack, jax.ShapeDtypeStruct((), jnp.int32))
     mask, length = jax.ShapeDtypeStruct((1, queries, queries), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
     with jax.sharding.use_abstract_mesh(ONE_H100):
-        traced = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=name)).trace(
-            *new, mask, LayerKV(slots, slots), length
-        )
+        traced = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=name)).trace(*new, mask, prefix, length)
         assert word in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_the_kernels_refuse_what_products_do_not_take():
     arrays = list(arguments(LENGTHS["full"]))
-    arrays[4] = jax.tree.map(lambda x: x[:, :, :696], arrays[4])
+    prefix = arrays[4]
+    arrays[4] = LayerKV(prefix.keys_bnkse[:, :, :, :696], prefix.values_bnkse[:, :, :, :696], prefix.layer)
     words = "got heads of 64 and a cache of 696 slots, expected a power of two and a"
     refused(lambda: tree_attention(*arrays, implementation="pallas-gpu"), words)
     words = "got float32, heads of 64 and a cache of 696 slots, expected bfloat16"
@@ -202,7 +211,8 @@ def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens):
     ids_bt = jax.random.randint(jax.random.key(1), (2, 70 + tokens), 0, config.vocab_size)
     at_bs = jnp.broadcast_to(jnp.arange(70), (2, 70))
     prompt = forward(params, config, ids_bt[:, :70], at_bs, verifier.causal_mask(2, 70))
-    cache = kv_cache.append(kv_cache.allocate(config, 2, 192, jnp.bfloat16), prompt.new_kv, jnp.asarray([70, 3]))
+    cache = kv_cache.allocate(config, 2, 192, jnp.bfloat16, stacks=True)
+    cache = kv_cache.append(cache, prompt.new_kv, jnp.asarray([70, 3]))
     mask_btt = ancestor_mask(PARENT[:2], T)[:, :tokens, :tokens]
     inputs = ids_bt[:, 70:], cache.length_b[:, None] + jnp.arange(tokens), mask_btt, cache
     expected, got = (forward(params, config, *inputs, attention=name) for name in ("xla", "mosaic-gpu"))
@@ -223,11 +233,13 @@ def test_drafted_ids_are_those_of_one_token_decoding(name, trained):
     drafted_as_plain(trained, prompts, draft, plain=plain, **settings)
 
 
+@pytest.mark.parametrize("stacks", [False, True])
 @pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
-def test_append_commits_paths_in_order(backend_form, batch, dtype):
+def test_append_commits_paths_in_order(backend_form, batch, dtype, stacks):
     """Random commits, some of nothing, against lists; garbage of one commit is gone or hidden after the next."""
     rng, width, append = np.random.default_rng(batch), 5, jax.jit(kv_cache.append)
-    cache = kv_cache.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype)
+    cache = kv_cache.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype, stacks=stacks)
+    assert len(cache.keys) == (1 if stacks else 2)
     expected = [[] for _ in range(batch)]  # of every sequence, the keys and values of both layers, position by position
     for step in range(6):
         new_btlxke = draw(batch, 9, 2, 2, K, 8, seed=step, dtype=dtype)  # l layers, x keys and values
@@ -235,7 +247,7 @@ def test_append_commits_paths_in_order(backend_form, batch, dtype):
         path_bp = np.stack([rng.permutation(9)[:width] for _ in range(batch)])
         new = tuple(tuple(new_btlxke[:, :, layer, kind] for kind in (0, 1)) for layer in (0, 1))
         cache = append(cache, new, jnp.asarray(count_b), jnp.asarray(path_bp))
-        slots_lxbkse = np.stack([[kv.keys_bkse, kv.values_bkse] for kv in cache.layers])
+        slots_lxbkse = np.stack([kv.slots() for kv in cache.layers])
         assert slots_lxbkse.shape[4] == 40
         for b, text in enumerate(expected):
             text += list(new_btlxke[b, path_bp[b, : count_b[b]]])

@@ -169,11 +169,11 @@ class LaneExpander:
 def scratch_specs(context: KVCache) -> tuple[tuple[Spec, Spec], ...]:
     """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `kv_cache.NewKV`."""
 
-    def spec(slots_bkse: jax.Array) -> Spec:
-        heads, _, size = slots_bkse.shape[1:]
-        return Spec((heads, size), ("kv_heads", None), dtype=slots_bkse.dtype)
+    def spec(stack_bnkse: jax.Array) -> Spec:
+        _, _, heads, _, size = stack_bnkse.shape
+        return Spec((heads, size), ("kv_heads", None), dtype=stack_bnkse.dtype)
 
-    return tuple((spec(layer.keys_bkse), spec(layer.values_bkse)) for layer in context.layers)
+    return tuple((spec(layer.keys_bnkse), spec(layer.values_bnkse)) for layer in context.layers)
 
 
 @dataclass(frozen=True, kw_only=True)

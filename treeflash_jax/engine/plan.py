@@ -16,6 +16,7 @@ from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import defaults
 from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.models.attention import READS_STACKS
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, Builder, TreeShape
 
@@ -45,13 +46,15 @@ def resolve(
     Raises ValueError for a setting that the pair, the tree builder or the device does not support.
     """
     head_dims = {layers.head_dim for layers in (verifier, getattr(drafter, "layers", verifier))}
+    attention = defaults.choose_attention(device, dtype, config.attention, head_dims)
     plan = DecodePlan(
         verifier=verifier,
         builder="none",
         num_nodes=1,
         log_probs=config.log_probs,
         expected_lengths=config.expected_lengths,
-        attention=defaults.choose_attention(device, dtype, config.attention, head_dims),
+        attention=attention,
+        stacks_caches=attention in READS_STACKS,
         prefill_attention=config.attention or defaults.choose_prefill_attention(device),
         prefill_chunk=defaults.choose_prefill_chunk(device),
         prefill_passes=defaults.choose_prefill_passes(device),

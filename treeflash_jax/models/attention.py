@@ -14,8 +14,9 @@ Shape suffixes: b batch, t new positions (queries), u new positions (keys), s ca
 heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,17 +67,18 @@ def tree_attention(
     return IMPLEMENTATIONS[implementation](q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
-def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt=None):
+def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt=None, end=None):
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
     new_bkqu = _logits(q_bkqe, k_bkue, mask_btu)
     peak_bkq1 = jnp.max(new_bkqu, axis=-1, keepdims=True)
     if prefix is not None:
-        slots = jnp.arange(prefix.keys_bkse.shape[2])
+        keys_bkse, values_bkse = prefix.slots(size=end)
+        slots = jnp.arange(keys_bkse.shape[2])
         seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, queries, slots.size))
         if first_bt is not None:
             seen_bts &= slots >= first_bt[..., None]
-        past_bkqs = _logits(q_bkqe, prefix.keys_bkse, seen_bts)
+        past_bkqs = _logits(q_bkqe, keys_bkse, seen_bts)
         peak_bkq1 = jnp.maximum(peak_bkq1, products.largest(past_bkqs)[..., None])
 
     new_bkqu = jnp.exp(new_bkqu - peak_bkq1)
@@ -85,7 +87,7 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt=None):
     if prefix is not None:
         past_bkqs = jnp.exp(past_bkqs - peak_bkq1)
         total_bkq += jnp.sum(past_bkqs, axis=-1)
-        mixed_bkqe += _mix(past_bkqs, prefix.values_bkse)
+        mixed_bkqe += _mix(past_bkqs, values_bkse)
     return _ungroup_queries(mixed_bkqe / total_bkq[..., None], q_bthe)
 
 
@@ -110,25 +112,21 @@ def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
 
     The branches copy what they read of the cache, which costs more than it saves if the cache is short.
     """
-    slots = 0 if prefix is None else prefix.keys_bkse.shape[2]
+    slots = 0 if prefix is None else prefix.num_slots
     if slots < (SHORT_FOR_ONE_QUERY if q_bthe.shape[1] == 1 else SHORT):
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
     ends = [-(-slots * (quarter + 1) // QUARTERS) for quarter in range(QUARTERS)]
 
-    def attend_up_to(end, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
-        first = jax.tree.map(lambda slots_bkse: slots_bkse[:, :, :end], prefix)
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, first, length_b)
-
     def attend(*arrays):
         branch = jnp.sum(jnp.max(arrays[-1]) > jnp.asarray(ends[:-1]))
-        return lax.switch(branch, [partial(attend_up_to, end) for end in ends], *arrays)
+        return lax.switch(branch, [partial(_xla, end=end) for end in ends], *arrays)
 
     return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
 def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     """Adds up one block of the cache after the other under an online softmax, up to the longest prefix."""
-    slots = 0 if prefix is None else prefix.keys_bkse.shape[2]
+    slots = 0 if prefix is None else prefix.num_slots
     if slots <= BLOCK:
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
@@ -146,10 +144,9 @@ def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         def add_block(index, sums):
             first = index * BLOCK
             start = jnp.minimum(first, slots - BLOCK)  # the last block overlaps the one before
-            block = jax.tree.map(lambda x_bkse: lax.dynamic_slice_in_dim(x_bkse, start, BLOCK, axis=2), prefix)
             slots_x = start + jnp.arange(BLOCK)
             seen_b1x = ((slots_x >= first) & (slots_x < length_b[:, None]))[:, None]
-            return add(sums, block.keys_bkse, block.values_bkse, seen_b1x)
+            return add(sums, *prefix.slots(start, BLOCK), seen_b1x)
 
         wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
         zero_bkq1 = jnp.zeros((*q_bkqe.shape[:3], 1), wide)
@@ -171,8 +168,7 @@ def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
         new_bkqu = _logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
-        arrays = q_bkqe, prefix.keys_bkse, prefix.values_bkse, length_b
-        mixed_bkyqe, total_bkyq, peak_bkyq = attention_gpu.attend(*arrays)
+        mixed_bkyqe, total_bkyq, peak_bkyq = attention_gpu.attend(q_bkqe, prefix, length_b)
         peak_bkq = jnp.maximum(jnp.max(new_bkqu, axis=-1), jnp.max(peak_bkyq, axis=2))
         new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
         total_bkq = jnp.sum(new_bkqu, axis=-1) + jnp.sum(total_bkyq * kept_bkyq, axis=2)
@@ -213,10 +209,10 @@ def raw_attention(
 
     heads, batch = ("batch", None, "kv_heads", None, None), ("batch", None, None)
     cos_sin_bte = jnp.concatenate(table, axis=-1)[:, :, 0]
-    arrays = qkv_btkge, cos_sin_bte, scales_ge, mask_btt, prefix, length_b
-    layouts = [(heads, qkv_btkge.shape), (batch, cos_sin_bte.shape), ((), ()), (batch, mask_btt.shape)]
-    layouts += [(kv_cache.AXES, prefix.keys_bkse.shape), (batch[:1], length_b.shape)]
-    mixed_btkge, keys_btk1e = sharding.over_mesh(partial(attention_mosaic.attend_raw, eps=eps), arrays, layouts)
+    arrays = qkv_btkge, cos_sin_bte, scales_ge, mask_btt
+    layouts = (heads, qkv_btkge.shape), (batch, cos_sin_bte.shape), ((), ()), (batch, mask_btt.shape)
+    attend = partial(attention_mosaic.attend_raw, eps=eps)
+    mixed_btkge, keys_btk1e = _over_mesh(attend, arrays, layouts, prefix, length_b)
     mixed_bthe = mixed_btkge.reshape(*mixed_btkge.shape[:2], -1, mixed_btkge.shape[-1])
     return mixed_bthe, (keys_btk1e[:, :, :, 0], qkv_btkge[:, :, :, -1])
 
@@ -226,10 +222,22 @@ def _on_each_device(attend: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, 
 
     Query heads follow their key/value head: if the model axis does not divide those, all devices along it do the same.
     """
-    arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b
     heads, batch = (("batch", None, "kv_heads", None), k_buke.shape), (("batch",), length_b.shape)
-    layouts = heads, heads, heads, batch, (kv_cache.AXES, prefix.keys_bkse.shape), batch
-    return sharding.over_mesh(attend, arrays, layouts)
+    return _over_mesh(attend, (q_bthe, k_buke, v_buke, mask_btu), (heads, heads, heads, batch), prefix, length_b)
+
+
+def _over_mesh(
+    attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], prefix: LayerKV, length_b: jax.Array
+) -> Any:
+    """Runs `attend(*arrays, prefix, length_b)` as `sharding.over_mesh` does."""
+
+    def run(*arrays: Any) -> Any:
+        *arrays, stacks, layer, length_b = arrays
+        return attend(*arrays, LayerKV(*stacks, layer), length_b)
+
+    stacks = prefix.keys_bnkse, prefix.values_bnkse
+    layouts = *layouts, (kv_cache.AXES, prefix.keys_bnkse.shape), ((), ()), (("batch",), length_b.shape)
+    return sharding.over_mesh(run, (*arrays, stacks, prefix.layer, length_b), layouts)
 
 
 def _group_queries(q_bthe: jax.Array, kv_heads: int) -> jax.Array:
@@ -271,4 +279,5 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "mosaic-gpu": _mosaic_gpu,
 }
 
+READS_STACKS = "pallas-gpu", "mosaic-gpu"  # kernels that read a layer of stacked caches where it lies
 CHOICES = tuple(name for name in IMPLEMENTATIONS if name not in TRAINING)

@@ -1,9 +1,11 @@
 """Key/value caches of committed positions: slot s holds absolute position s.
 
-New positions live outside the cache until they are committed, so a verify pass reads the cache and never writes it. Each
-layer has arrays of its own: nothing is stacked, so no pass copies a slice. Only this module and attention look inside.
+New positions live outside the cache until they are committed, so a verify pass reads the cache and never writes it. Layers
+have arrays of their own, so that no pass copies a slice, or are stacked in one, so that a commit is one store for keys and
+one for values: for kernels that read one layer of a stack. Only this module and attention look inside.
 
-Shape suffixes: b batch, t new positions, p committed positions, k key/value heads, s slots, e head dim.
+Shape suffixes: b batch, n stacked layers, t new positions, p committed positions, k key/value heads, s slots, x some of
+them, e head dim.
 """
 
 from typing import Any, Self
@@ -11,41 +13,73 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.models.backend import indexing
 from treeflash_jax.models.config import ModelConfig
 
 # Heads before slots: a head's positions are contiguous, which is what both attention products read.
-AXES: sharding.Axes = ("batch", "kv_heads", None, None)
+AXES: sharding.Axes = ("batch", None, "kv_heads", None, None)
 
 
 @struct.dataclass
 class LayerKV:
-    """Keys (after QK-norm and rotation) and values of one layer."""
+    """Keys (after QK-norm and rotation) and values of one layer.
 
-    keys_bkse: jax.Array
-    values_bkse: jax.Array
+    Attributes:
+      keys_bnkse, values_bnkse: the stacks that hold them.
+      layer: index of the layer in them, an int32 scalar.
+    """
+
+    keys_bnkse: jax.Array
+    values_bnkse: jax.Array
+    layer: jax.Array
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys_bnkse.shape[3]
+
+    def slots(self, start: Any = 0, size: int | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values [b, k, x, e] of `size` slots from `start` on; None: all slots."""
+
+        def read(stack_bnkse: jax.Array) -> jax.Array:
+            batch, layers, heads, slots, width = stack_bnkse.shape
+            at = map(jnp.int32, (0, self.layer if layers > 1 else 0, 0, start, 0))
+            return lax.dynamic_slice(stack_bnkse, tuple(at), (batch, 1, heads, size or slots, width))[:, 0]
+
+        return read(self.keys_bnkse), read(self.values_bnkse)
 
 
 @struct.dataclass
 class KVCache:
-    """Committed keys and values of a stack of layers, `length_b` positions of each sequence; slots beyond hold garbage."""
+    """Committed keys and values of some layers, `length_b` positions of each sequence; slots beyond hold garbage.
 
-    layers: tuple[LayerKV, ...]
+    Attributes:
+      keys, values: arrays [b, n, k, s, e], in order of layers.
+      length_b: number of committed positions.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
     length_b: jax.Array
+
+    @property
+    def layers(self) -> tuple[LayerKV, ...]:
+        stacks = zip(self.keys, self.values, strict=True)
+        return tuple(LayerKV(*stack, jnp.int32(layer)) for stack in stacks for layer in range(stack[0].shape[1]))
 
     def axes(self) -> Self:
         """Returns the logical axes of every array, in the structure of the cache."""
-        return KVCache(layers=jax.tree.map(lambda _: AXES, self.layers), length_b=("batch",))
+        return KVCache(*jax.tree.map(lambda _: AXES, (self.keys, self.values)), length_b=("batch",))
 
     def grow(self, capacity: int) -> Self:
         """Copies the cache into one of `capacity` slots."""
 
-        def pad(slots_bkse: jax.Array) -> jax.Array:
-            return jnp.pad(slots_bkse, ((0, 0), (0, 0), (0, capacity - slots_bkse.shape[2]), (0, 0)))
+        def pad(stack_bnkse: jax.Array) -> jax.Array:
+            return jnp.pad(stack_bnkse, ((0, 0), (0, 0), (0, 0), (0, capacity - stack_bnkse.shape[3]), (0, 0)))
 
-        return pin(self.replace(layers=jax.tree.map(pad, self.layers)))
+        return pin(KVCache(*jax.tree.map(pad, (self.keys, self.values)), self.length_b))
 
     def cut(self, length_b: jax.Array) -> Self:
         """Returns a cache of only the first `length_b` committed positions of each sequence."""
@@ -55,11 +89,12 @@ class KVCache:
 NewKV = tuple[tuple[jax.Array, jax.Array], ...]  # keys and values [b, t, k, e] of each layer
 
 
-def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
-    """Returns an empty cache of `capacity` slots for `batch` sequences."""
-    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-    layers = tuple(LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
-    return pin(KVCache(layers=layers, length_b=jnp.zeros(batch, jnp.int32)))
+def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any, *, stacks: bool = False) -> KVCache:
+    """Returns an empty cache of `capacity` slots for `batch` sequences, its layers in arrays of their own or stacked."""
+    num_arrays, layers = (1, config.num_layers) if stacks else (config.num_layers, 1)
+    shape = (batch, layers, config.num_kv_heads, capacity, config.head_dim)
+    keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(num_arrays)) for _ in range(2))
+    return pin(KVCache(keys, values, length_b=jnp.zeros(batch, jnp.int32)))
 
 
 def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | None = None) -> KVCache:
@@ -74,19 +109,22 @@ def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | 
       path_bp: indices of new positions in order of position; None: all of them.
     """
 
-    @jax.jit  # traced once for all layers; XLA inlines the calls
-    def store(slots_bkse: jax.Array, new_btke: jax.Array) -> jax.Array:
+    @jax.jit  # traced once for all stacks of as many layers; XLA inlines the calls
+    def store(stack_bnkse: jax.Array, *layers_btke: jax.Array) -> jax.Array:
+        new_bntke = jnp.stack(layers_btke, axis=1)
         if path_bp is not None:
-            new_btke = jnp.take_along_axis(new_btke, path_bp[:, :, None, None], axis=1)
-        new_bkpe = sharding.constrain(jnp.swapaxes(new_btke, 1, 2).astype(slots_bkse.dtype), AXES)
-        new_bkpe = jnp.where((count_b > 0)[:, None, None, None], new_bkpe, 0)  # see Args
-        return indexing.store(slots_bkse, new_bkpe, cache.length_b)
+            new_bntke = jnp.take_along_axis(new_bntke, path_bp[:, None, :, None, None], axis=2)
+        new_bnkpe = sharding.constrain(jnp.swapaxes(new_bntke, 2, 3).astype(stack_bnkse.dtype), AXES)
+        new_bnkpe = jnp.where((count_b > 0)[:, None, None, None, None], new_bnkpe, 0)  # see Args
+        return indexing.store(stack_bnkse, new_bnkpe, cache.length_b)
 
-    layers = tuple(
-        LayerKV(store(layer.keys_bkse, keys_btke), store(layer.values_bkse, values_btke))
-        for layer, (keys_btke, values_btke) in zip(cache.layers, new, strict=True)
-    )
-    return pin(KVCache(layers=layers, length_b=cache.length_b + count_b.astype(jnp.int32)))
+    def stored(stacks: tuple[jax.Array, ...], layers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        size = len(layers) // len(stacks)
+        return tuple(store(stack, *layers[size * at : size * (at + 1)]) for at, stack in enumerate(stacks))
+
+    keys, values = zip(*new, strict=True)
+    length_b = cache.length_b + count_b.astype(jnp.int32)
+    return pin(KVCache(stored(cache.keys, keys), stored(cache.values, values), length_b))
 
 
 def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:

@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from treeflash_jax.models.kv_cache import LayerKV
+
 SLOTS = 64  # per block; a smaller power of two if that does not divide the capacity
 QUERIES = 64  # per tile, at most
 PROGRAMS = 256  # target: about two for each multiprocessor of a large GPU
@@ -30,33 +32,31 @@ SHARE = 256  # slots of a full cache per share, at least
 LEAST = 16  # size of any side of a matrix product, at least
 
 
-def attend(
-    q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def attend(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes softmax attention over the first `length_b` slots in y shares, not yet divided. A CPU interprets it, slowly.
 
     Args:
       q_bkqe: queries; e a power of two, 16 at least.
-      keys_bkse, values_bkse: the cache; its slots a multiple of 16.
+      prefix: one layer of a cache; its slots a multiple of 16.
       length_b: number of slots that are read; an empty share gives sums of 0 and a peak of -inf.
 
     Returns:
       sum exp(l - peak) v [b, k, y, q, e], sum exp(l - peak) [b, k, y, q] and peak = max l [b, k, y, q] over a share of
       a query's logits l, in float32 at least. Raises ValueError for sizes that matrix products do not support there.
     """
-    slots, head_dim = keys_bkse.shape[2:]
+    slots, head_dim = prefix.keys_bnkse.shape[3:]
     if head_dim & (head_dim - 1) or min(head_dim, math.gcd(slots, SLOTS)) < LEAST:
         raise ValueError(
             f"got heads of {head_dim} and a cache of {slots} slots, "
             "expected a power of two and a multiple of 16 of attention implementation 'pallas-gpu'"
         )
     forms = {"cpu": partial(_attend, interpret=True), "cuda": _attend}
-    return lax.platform_dependent(q_bkqe, keys_bkse, values_bkse, length_b, **forms)
+    return lax.platform_dependent(q_bkqe, prefix, length_b, **forms)
 
 
-def _attend(q_bkqe, keys_bkse, values_bkse, length_b, interpret=False):
+def _attend(q_bkqe, prefix, length_b, interpret=False):
     batch, kv_heads, queries, head_dim = q_bkqe.shape
-    slots = keys_bkse.shape[2]
+    _, layers, _, slots, _ = prefix.keys_bnkse.shape
     size = math.gcd(slots, SLOTS)
     tile = min(QUERIES, max(LEAST, pl.next_power_of_2(queries)))
     tiles = pl.cdiv(queries, tile)
@@ -68,12 +68,13 @@ def _attend(q_bkqe, keys_bkse, values_bkse, length_b, interpret=False):
         return jax.ShapeDtypeStruct((batch, kv_heads, shares, tiles * tile, *sizes), wide)
 
     query_spec = pl.BlockSpec((None, None, None, tile), lambda z, y, i: (z // kv_heads, z % kv_heads, y, i))
-    slot_spec = pl.BlockSpec((None, None, slots, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, 0, 0))
+    slot_spec = pl.BlockSpec((None, layers, None, slots, head_dim), lambda z, y, i: (z // kv_heads, 0, z % kv_heads, 0, 0))
     mixed_bkyqe, total_bkyq, peak_bkyq = pl.pallas_call(
         partial(_kernel, size=size, shares=shares),
         grid=(batch * kv_heads, shares, tiles),
         in_specs=[
             pl.BlockSpec((None,), lambda z, y, i: (z // kv_heads,)),
+            pl.BlockSpec((None,), lambda z, y, i: (0,)),
             pl.BlockSpec((None, None, tile, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, i, 0)),
             slot_spec,
             slot_spec,
@@ -87,13 +88,13 @@ def _attend(q_bkqe, keys_bkse, values_bkse, length_b, interpret=False):
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="prefix_attention",
-    )(length_b, q_bkqe, keys_bkse, values_bkse)
+    )(length_b, prefix.layer[None], q_bkqe, prefix.keys_bnkse, prefix.values_bnkse)
     return mixed_bkyqe[:, :, :, :queries], total_bkyq[..., :queries], peak_bkyq[..., :queries]
 
 
-def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, size, shares):
+def _kernel(length_ref, layer_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, size, shares):
     """Attends to one share of one sequence's blocks."""
-    length, wide = length_ref[...], mixed_ref.dtype
+    length, layer, wide = length_ref[...], layer_ref[...], mixed_ref.dtype
     blocks = lax.div(length + (size - 1), np.int32(size))
     each = lax.div(blocks + (shares - 1), np.int32(shares))
     first = pl.program_id(1) * each
@@ -103,11 +104,11 @@ def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, 
         mixed_qe, total_q, before_q = carry
         at = pl.ds(index * size, size)
         slots_x = index * size + jnp.arange(size)
-        logits_qx = plgpu.dot(q_qe, k_ref[at, :].T) * q_qe.shape[1] ** -0.5
+        logits_qx = plgpu.dot(q_qe, k_ref[layer, at, :].T) * q_qe.shape[1] ** -0.5
         logits_qx = jnp.where(slots_x[None] < length, logits_qx, -jnp.inf)
         peak_q = jnp.maximum(before_q, jnp.max(logits_qx, axis=1))  # finite: the first slot is seen
         weights_qx, kept_q = jnp.exp(logits_qx - peak_q[:, None]), jnp.exp(before_q - peak_q)
-        added_qe = plgpu.dot(weights_qx.astype(v_ref.dtype), v_ref[at, :])
+        added_qe = plgpu.dot(weights_qx.astype(v_ref.dtype), v_ref[layer, at, :])
         return mixed_qe * kept_q[:, None] + added_qe, total_q * kept_q + jnp.sum(weights_qx, axis=1), peak_q
 
     nothing = jnp.zeros(q_qe.shape, wide), jnp.zeros(q_qe.shape[:1], wide), jnp.full(q_qe.shape[:1], -jnp.inf, wide)

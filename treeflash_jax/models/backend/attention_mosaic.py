@@ -108,7 +108,7 @@ def attend_raw(
 
 def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     (batch, queries, kv_heads, _, head_dim), keys = new.q_btkje.shape, new.k_bukje.shape[1]
-    dtype, slots = prefix.keys_bkse.dtype, prefix.keys_bkse.shape[2]
+    dtype, slots = prefix.keys_bnkse.dtype, prefix.num_slots
     _check(dtype, head_dim, slots)
     arrays = [_copyable(x.astype(dtype)) for x in new[:3]]
     heads = min(HEADS, pl.next_power_of_2(new.group))
@@ -137,7 +137,8 @@ def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
         interpret=interpreter(),
         kernel_name="tree_attention",
     )
-    *sums, keys_buke = kernel(length_b, *arrays, prefix.keys_bkse, prefix.values_bkse, *tables, new.scales_je)
+    stacks = prefix.keys_bnkse, prefix.values_bnkse
+    *sums, keys_buke = kernel(length_b, prefix.layer[None], *arrays, *stacks, *tables, new.scales_je)
     mixed_bkzijte = _merge_shares(*sums).astype(dtype).reshape(*grid[:-1], heads, span, head_dim)
     mixed_btkje = mixed_bkzijte.transpose(0, 3, 5, 1, 2, 4, 6).reshape(batch, tiles * span, kv_heads, -1, head_dim)
     return mixed_btkje[:, :queries, :, : new.group], keys_buke[:, :keys, :, None]
@@ -184,8 +185,9 @@ def _merge_shares(mixed_bkziyre: jax.Array, total_bkziyr: jax.Array, peak_bkziyr
 
 
 def _kernel(
-    length_ref, q_ref, k_ref, v_ref, prefix_k_ref, prefix_v_ref, hidden_ref, q_turns_ref, k_turns_ref, scales_ref,
-    mixed_ref, total_ref, peak_ref, new_keys_ref, q_smem, weights_smem, barrier, *, group, heads, key, value, eps
+    length_ref, layer_ref, q_ref, k_ref, v_ref, prefix_k_ref, prefix_v_ref, hidden_ref, q_turns_ref, k_turns_ref,
+    scales_ref, mixed_ref, total_ref, peak_ref, new_keys_ref, q_smem, weights_smem, barrier, *,
+    group, heads, key, value, eps
 ):  # fmt: skip
     """Attends from one tile of queries to one share of the keys."""
     b, k, z, i, y = at = tuple(lax.axis_index(name) for name in "bkziy")
@@ -206,7 +208,7 @@ def _kernel(
 
     @pl.when(y < num_shares)
     def attend_to_prefix():
-        length = length_ref[b]
+        length, layer = length_ref[b], layer_ref[0]
         blocks = lax.div(length + (TILE - 1), np.int32(TILE))
         each = lax.div(blocks + (num_shares - 1), np.int32(num_shares))
         first = jnp.minimum(y * each, blocks)
@@ -217,7 +219,7 @@ def _kernel(
             logits_rx = jnp.where(is_seen_rx, _logits(q_smem, k_smem), HIDDEN)
             return _add_block(sums, logits_rx, v_smem, weights_smem)
 
-        attend(step, prefix_k_ref.at[b, k], prefix_v_ref.at[b, k], first, jnp.minimum(each, blocks - first))
+        attend(step, prefix_k_ref.at[b, layer, k], prefix_v_ref.at[b, layer, k], first, jnp.minimum(each, blocks - first))
 
     @pl.when(y == num_shares)
     def attend_to_new_positions():

@@ -1,6 +1,6 @@
 """Gathers and stores in the form that the backend runs fastest.
 
-Shape suffixes: b batch, k key/value heads, s cache slots, p new positions, e head dim, d model.
+Shape suffixes: b batch, n stacked layers, k key/value heads, s cache slots, p new positions, e head dim, d model.
 """
 
 from collections.abc import Callable
@@ -36,24 +36,24 @@ def slot_repeater(num_slots: int, times: int) -> Callable[[jax.Array], jax.Array
     return lambda slots: lax.platform_dependent(slots, cpu=repeated, default=lambda slots: slots[:, index])
 
 
-def store(slots_bkse: jax.Array, new_bkpe: jax.Array, start_b: jax.Array) -> jax.Array:
-    """Writes new positions into the slots of a cache, from slot `start_b` of each sequence on."""
-    if slots_bkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
-        return lax.dynamic_update_slice_in_dim(slots_bkse, new_bkpe, start_b[0], axis=2)
-    if slots_bkse.dtype != jnp.bfloat16:
-        return _scatter(slots_bkse, new_bkpe, start_b)
-    return lax.platform_dependent(slots_bkse, new_bkpe, start_b, cpu=_select, default=_scatter)
+def store(stack_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+    """Writes new positions into the slots of stacked caches, from slot `start_b` of each sequence on."""
+    if stack_bnkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
+        return lax.dynamic_update_slice_in_dim(stack_bnkse, new_bnkpe, start_b[0], axis=3)
+    if stack_bnkse.dtype != jnp.bfloat16:
+        return _scatter(stack_bnkse, new_bnkpe, start_b)
+    return lax.platform_dependent(stack_bnkse, new_bnkpe, start_b, cpu=_select, default=_scatter)
 
 
-def _scatter(slots_bkse: jax.Array, new_bkpe: jax.Array, start_b: jax.Array) -> jax.Array:
-    write = jax.vmap(lambda slots_kse, new_kpe, at: lax.dynamic_update_slice_in_dim(slots_kse, new_kpe, at, axis=1))
-    return write(slots_bkse, new_bkpe, start_b)
+def _scatter(stack_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+    write = jax.vmap(lambda stack_nkse, new_nkpe, at: lax.dynamic_update_slice_in_dim(stack_nkse, new_nkpe, at, axis=2))
+    return write(stack_bnkse, new_bnkpe, start_b)
 
 
-def _select(slots_bkse: jax.Array, new_bkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+def _select(stack_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
     """Chooses between the old and the new value of each slot: XLA:CPU would scatter into a float32 copy of the cache."""
-    width = new_bkpe.shape[2]
-    index_bs = jnp.arange(slots_bkse.shape[2]) - start_b[:, None]
+    width = new_bnkpe.shape[3]
+    index_bs = jnp.arange(stack_bnkse.shape[3]) - start_b[:, None]
     is_written_bs = (index_bs >= 0) & (index_bs < width)
-    chosen_bkse = jnp.take_along_axis(new_bkpe, jnp.clip(index_bs, 0, width - 1)[:, None, :, None], axis=2)
-    return jnp.where(is_written_bs[:, None, :, None], chosen_bkse, slots_bkse)
+    index_bs, is_written_bs = (x_bs[:, None, None, :, None] for x_bs in (jnp.clip(index_bs, 0, width - 1), is_written_bs))
+    return jnp.where(is_written_bs, jnp.take_along_axis(new_bnkpe, index_bs, axis=3), stack_bnkse)
