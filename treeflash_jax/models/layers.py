@@ -138,10 +138,13 @@ def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine of every position, [b, t, 1, e / 2], times the attention factor; one table for all layers."""
+    """Returns cosine and sine of every position, [b, t, 1, e], times the attention factor; one table for all layers.
+
+    The first halves are those of the negative angle, since `rotate` subtracts there.
+    """
     dtype = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(jnp.float64))
-    frequencies = jnp.asarray(rope_frequencies(rope, head_dim), dtype)
-    angles = positions_bt[:, :, None, None].astype(dtype) * frequencies
+    frequencies = rope_frequencies(rope, head_dim)
+    angles = positions_bt[:, :, None, None].astype(dtype) * np.concatenate([-frequencies, frequencies]).astype(dtype)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 

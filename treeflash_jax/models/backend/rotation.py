@@ -9,17 +9,22 @@ from jax import lax
 
 
 def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the two halves of each head against each other by the position's angle."""
+    """Rotates the two halves of each head against each other by the position's angle; see `layers.rotary_table`."""
     wide = jnp.promote_types(x_bthe.dtype, jnp.float32)
 
-    def by_halves(x_bthe: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        first, second = jnp.split(x_bthe, 2, axis=-1)
+    def by_halves(x_bthe: jax.Array, *table: jax.Array) -> jax.Array:
+        (first, second), (cos, sin) = jnp.split(x_bthe, 2, axis=-1), of_pairs(table)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def by_swap(x_bthe: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """One operation, for accelerators, which would launch one for each half."""
         swapped_bthe = jnp.flip(x_bthe.reshape(*x_bthe.shape[:-1], 2, -1), axis=-2).reshape(x_bthe.shape)
-        return x_bthe * jnp.concatenate([cos, cos], axis=-1) + swapped_bthe * jnp.concatenate([-sin, sin], axis=-1)
+        return x_bthe * cos + swapped_bthe * sin
 
     arrays = (x.astype(wide) for x in (x_bthe, *table))
     return lax.platform_dependent(*arrays, cpu=by_halves, default=by_swap).astype(x_bthe.dtype)
+
+
+def of_pairs(table: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Returns cosine and sine of every rotated pair, [..., e / 2]."""
+    return tuple(x[..., x.shape[-1] // 2 :] for x in table)
