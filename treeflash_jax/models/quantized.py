@@ -117,7 +117,9 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     """Returns vectors of a table by id, [..., d]."""
     if not isinstance(table, Quantized):
         return indexing.lookup(table, ids)
-    return table.values[ids].astype(table.dtype) * table.scale[ids][..., None]
+    # XLA reads one vector by a slice, for which a TPU would copy the whole int8 table; it gathers two in place.
+    values = table.values[jnp.stack([ids, ids])][0] if ids.size == 1 else table.values[ids]
+    return values.astype(table.dtype) * table.scale[ids][..., None]
 
 
 def _parts(spec: Spec) -> Quantized:
