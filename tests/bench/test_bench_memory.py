@@ -144,6 +144,12 @@ def test_a_device_that_is_not_here_compiles_step_and_round_in_few_launches(topol
         assert 0 < result["bytes_per_device"]["round"] < largest, "copies a weight"
 
 
+@pytest.mark.slow
+def test_prefill_of_a_long_prompt_holds_neither_all_its_scores_nor_a_copy_of_a_cache(tmp_path):
+    result = compiled_ahead(tmp_path, "h200", 1, "--context", "131072")
+    assert result["bytes_per_device"]["prefill"] < 0.75 * 2**30 < result["bytes_per_device"]["verifier_cache"]
+
+
 @needs_8_devices
 @pytest.mark.slow
 def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, capsys):

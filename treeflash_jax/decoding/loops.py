@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
@@ -136,7 +137,7 @@ def _read(
 
     def step(carry):
         index, cache, drafter, last = carry
-        cache = kv_cache.pin(cache)
+        cache = _in_row_order(kv_cache.pin(cache))
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
         tokens_bt, next_bt = (trees.pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
@@ -147,7 +148,7 @@ def _read(
         if plan.drafts:
             known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if reads_tokens and not reads_prompt else count_b
             visible = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
-            drafter = sharding.pin(drafter, drafter.axes())
+            drafter = _in_row_order(sharding.pin(drafter, drafter.axes()))
             drafter = rounds.extend_drafter(weights, drafter, plan, *visible, known_b)
 
         def at_end(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
@@ -163,6 +164,14 @@ def _read(
 
     carry = jnp.zeros_like(max_chunks), state.cache, state.drafter, last
     return lax.while_loop(is_unfinished, step, carry)[1:]
+
+
+def _in_row_order(cache: Any) -> Any:
+    """Constrains the layout of a cache in memory.
+
+    XLA for GPUs (jax 0.12) would let the loop carry the layout of the new positions, and transpose all slots in each pass.
+    """
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), cache)
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
