@@ -15,9 +15,9 @@ HOST = ("callback", "infeed", "outfeed", "send(", "recv(")
 
 
 def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
-    """Lines of a compiled program, outside its entry, that copy a float32 array of this shape."""
+    """Lines of a compiled program, outside its entry, that copy a float32 array of this shape, or slice one out."""
     inside, copies = "", []
-    copy = re.compile(rf"= f32\[{','.join(map(str, shape))}\]\S* copy\(")
+    copy = re.compile(rf"= f32\[{','.join(map(str, shape))}\]\S* (?:copy|slice|dynamic-slice)\(")
     for line in program.as_text().splitlines():
         inside = line if line.endswith("{") and not line.startswith(" ") else inside
         copies += [line] if copy.search(line) and "ENTRY" not in inside else []

@@ -84,7 +84,7 @@ def test_on_a_mesh_every_phase_takes_the_layout_that_the_one_before_gives():
     bench = phases.Bench(model, make_plans(model, 8), batch=2, context=40)
     rows = bench.measure(RATE, repeats=2)
     assert [row["phase"] for row in rows] == [*SHARED, *OF_A_TREE]
-    assert all(x.sharding.spec[:3] == ("data", None, "model") for x in bench.state.cache.keys)
+    assert all(x.sharding.spec[:3] == ("data", None, "model") for x in (*bench.state.cache.keys, *bench.state.cache.values))
     shards = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(model.weights.verifier))
     assert shards < rows[1]["bytes"] < sum(x.nbytes for x in jax.tree.leaves(model.weights.verifier))
 

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import SIZES, make_pair, prefilled, read_texts
+from answers import SIZES, make_pair, make_runner, prefilled, read_texts, slow_unless
 from compiled import copies_in_loops
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from refusals import refused
 
-from treeflash_jax import TreeFlash
+from treeflash_jax import TreeFlash, make_mesh
 from treeflash_jax.core import clock, parameters, programs
 from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.requests import make_requests
 from treeflash_jax.engine.results import Result
@@ -82,6 +83,26 @@ def test_prefill_and_rounds_in_bfloat16_make_float32_logits_on_a_cpu(monkeypatch
     monkeypatch.setattr(verifier, "logits", lambda *args: seen.append(logits(*args).dtype.name) or logits(*args))
     model.generate(PROMPT, max_new_tokens=2, **drafts)
     assert seen == ["float32"] * 2
+
+
+@pytest.mark.parametrize("sizes", [None, slow_unless(False, (2, 2))])
+def test_layers_in_one_array_hold_what_those_in_their_own_do(sizes):
+    """After prefill, growth of the caches and rounds."""
+    model = random_pair(sizes and make_mesh(*sizes))
+    runner, batch = make_runner(model, [PROMPT, PROMPT[1:]], **TREE)
+
+    def run(stacks_cache: bool) -> DecodeState:
+        here = replace(runner, plan=replace(runner.plan, stacks_cache=stacks_cache))
+        return here.run(here.grow(here.start(batch), 512), 8, 2)
+
+    separate, stacked = run(False), run(True)
+    assert (len(separate.cache.keys), len(stacked.cache.keys)) == (RANDOM_MODEL.num_layers, 1)
+    np.testing.assert_array_equal(stacked.tokens_bs, separate.tokens_bs)
+    length = int(jnp.min(separate.cache.length_b))
+    assert length >= len(PROMPT[1:]) + 8
+    for name in ("keys", "values"):
+        expected = np.concatenate(getattr(separate.cache, name), axis=1)[:, :, :, :length]
+        np.testing.assert_allclose(getattr(stacked.cache, name)[0][:, :, :, :length], expected, atol=1e-5)
 
 
 @pytest.mark.usefixtures("as_users_compile")

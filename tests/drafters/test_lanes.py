@@ -76,7 +76,7 @@ class Rollout:
     def _hidden(self, path: tuple[int, ...]) -> np.ndarray:
         params, b, length = self.params, self.b, LENGTHS[self.b]
         hidden, cached = params["first"][b], params["context"].layers[0]
-        keys, values = ([*x[b, 0, :length]] for x in cached.slots())
+        keys, values = ([*x[b, 0, :length]] for x in cached.read())
         for depth, token in enumerate(path):
             x = np.tanh(hidden + params["embed"][token] + np.sin(length + depth))
             keys, values = [*keys, x @ params["k"]], [*values, x @ params["v"]]

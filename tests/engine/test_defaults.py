@@ -90,6 +90,16 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     refused(lambda: choose(Device("tpu"), jnp.float32, "pallas-gpu"), words)
 
 
+def test_the_verifiers_cache_is_one_stack_for_kernels_that_read_a_layer_of_it(tiny):
+    shaped = replace(tiny.verifier, head_dim=64)
+    stacks = [
+        resolve(tf.GenerateConfig(builder="none", **settings), shaped, None, dtype=jnp.bfloat16, device=device)
+        for device, settings in [(H200, {}), (H200, {"attention": "xla"}), (ZEN5, {}), (ZEN5, {"attention": "pallas-gpu"})]
+    ]
+    assert [plan.stacks_cache for plan in stacks] == [True, False, False, True]
+    assert stacks[0].for_prefill().stacks_cache and stacks[0].one_token().stacks_cache
+
+
 def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):
     monkeypatch.setattr(devices, "cpu_features", lambda: frozenset({"amx_bf16"}))
     assert tf.load("tiny").dtype == jnp.float32, "the tests run without these instructions"

@@ -46,7 +46,7 @@ def short_blocks():
 def arguments(lengths, dtype="float32", *, queries=T, heads=H, kv_heads=K, slots=S, layers=1, poison=lambda length: length):
     """Queries, keys, values, mask, prefix and lengths; slots from `poison(length)` on are NaN, and garbage before that.
 
-    The prefix is the last but one of `layers` layers, and the others are NaN.
+    The prefix is the middle one of `layers` layers, and the others are NaN.
     """
     rng, (batch, parent_bt) = np.random.default_rng(0), (len(lengths), PARENT[: len(lengths)])
     causal_btu = jnp.broadcast_to(jnp.tri(queries, dtype=bool), (batch, queries, queries))
@@ -56,11 +56,11 @@ def arguments(lengths, dtype="float32", *, queries=T, heads=H, kv_heads=K, slots
     ends_bs = np.asarray([poison(length) - length for length in lengths])[:, None]
     cached = rng.normal(size=(2, batch, kv_heads, slots, E))
     cached = np.where((at_bs < 0)[:, None, :, None], cached, np.where((at_bs < ends_bs)[:, None, :, None], 1e4, np.nan))
-    place = max(layers - 2, 0)
+    layer = layers // 2
     stacks = np.full((2, batch, layers, kv_heads, slots, E), np.nan)
-    stacks[:, :, place] = cached
+    stacks[:, :, layer] = cached
     *new, keys, values = (jnp.asarray(x, jnp.dtype(dtype)) for x in (*new, *stacks))
-    return *new, mask_btu, LayerKV(keys, values, jnp.int32(place)), jnp.asarray(lengths, jnp.int32)
+    return *new, mask_btu, LayerKV(keys, values, jnp.int32(layer)), jnp.asarray(lengths, jnp.int32)
 
 
 def short_arguments(**sizes):
@@ -81,7 +81,7 @@ def dense(q_bthe, k_bxke, v_bxke, mask_btx):
 def test_xla_is_the_dense_softmax(heads, kv_heads):
     q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = short_arguments(heads=heads, kv_heads=kv_heads)
     seen_bts = np.broadcast_to((np.arange(12) < length_b[:, None])[:, None], (3, T, 12))
-    past = [jnp.swapaxes(x, 1, 2) for x in prefix.slots()]
+    past = [jnp.swapaxes(x, 1, 2) for x in prefix.read()]
     k_bxke, v_bxke = (np.concatenate(pair, axis=1) for pair in zip(past, (k_buke, v_buke), strict=True))
     expected = dense(q_bthe, k_bxke, v_bxke, np.concatenate([seen_bts, mask_btu], axis=2))
     np.testing.assert_allclose(attention(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b), expected, atol=3e-6)
@@ -145,7 +145,7 @@ def test_large_logits_stay_finite_and_a_prefix_may_be_missing(name):
 @pytest.mark.parametrize("data, model", [(4, 2), (2, 4), (8, 1)])
 def test_on_a_mesh_every_device_works_alone(name, data, model):
     """No collective if sequences and heads divide, even for a bound that they share; replicated if they do not."""
-    arrays = arguments(LENGTHS["ragged"], heads=8, layers=2, poison=needed(name, 704))
+    arrays = arguments(LENGTHS["ragged"], heads=8, layers=3, poison=needed(name, 704))
     q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arrays
     mesh, heads = make_mesh(data, model), "kv_heads" if K % model == 0 else None
 
@@ -176,11 +176,11 @@ def test_streamed_copies_no_cache():
 
 
 @pytest.mark.parametrize("name, word", [("pallas-gpu", "triton"), pytest.param("mosaic-gpu", "mosaic", marks=needs_mosaic)])
-@pytest.mark.parametrize("queries, head_dim", [(64, 128), (1, 64)])
-def test_the_kernels_lower_for_a_gpu(name, word, queries, head_dim):
+@pytest.mark.parametrize("queries, head_dim, slots", [(64, 128, 6144), (1, 64, 2**17)])  # the second array has over 4 GiB
+def test_the_kernels_lower_for_a_gpu(name, word, queries, head_dim, slots):
     """As far as a machine without one can tell: Triton and Mosaic take them, at the sizes of Qwen3-4B among others."""
     new = [jax.ShapeDtypeStruct((1, queries, count, head_dim), jnp.bfloat16) for count in (32, 8, 8)]
-    stack = jax.ShapeDtypeStruct((1, 36, 8, 6144, head_dim), jnp.bfloat16)
+    stack = jax.ShapeDtypeStruct((1, 36, 8, slots, head_dim), jnp.bfloat16)
     prefix = LayerKV(stack, stack, jax.ShapeDtypeStruct((), jnp.int32))
     mask, length = jax.ShapeDtypeStruct((1, queries, queries), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
     with jax.sharding.use_abstract_mesh(ONE_H100):
@@ -211,7 +211,7 @@ def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens):
     ids_bt = jax.random.randint(jax.random.key(1), (2, 70 + tokens), 0, config.vocab_size)
     at_bs = jnp.broadcast_to(jnp.arange(70), (2, 70))
     prompt = forward(params, config, ids_bt[:, :70], at_bs, verifier.causal_mask(2, 70))
-    cache = kv_cache.allocate(config, 2, 192, jnp.bfloat16, stacks=True)
+    cache = kv_cache.allocate(config, 2, 192, jnp.bfloat16, stacked=True)
     cache = kv_cache.append(cache, prompt.new_kv, jnp.asarray([70, 3]))
     mask_btt = ancestor_mask(PARENT[:2], T)[:, :tokens, :tokens]
     inputs = ids_bt[:, 70:], cache.length_b[:, None] + jnp.arange(tokens), mask_btt, cache
@@ -233,13 +233,13 @@ def test_drafted_ids_are_those_of_one_token_decoding(name, trained):
     drafted_as_plain(trained, prompts, draft, plain=plain, **settings)
 
 
-@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
-def test_append_commits_paths_in_order(backend_form, batch, dtype, stacks):
+def test_append_commits_paths_in_order(backend_form, batch, dtype, stacked):
     """Random commits, some of nothing, against lists; garbage of one commit is gone or hidden after the next."""
     rng, width, append = np.random.default_rng(batch), 5, jax.jit(kv_cache.append)
-    cache = kv_cache.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype, stacks=stacks)
-    assert len(cache.keys) == (1 if stacks else 2)
+    cache = kv_cache.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype, stacked=stacked)
+    assert len(cache.keys) == (1 if stacked else 2)
     expected = [[] for _ in range(batch)]  # of every sequence, the keys and values of both layers, position by position
     for step in range(6):
         new_btlxke = draw(batch, 9, 2, 2, K, 8, seed=step, dtype=dtype)  # l layers, x keys and values
@@ -247,7 +247,7 @@ def test_append_commits_paths_in_order(backend_form, batch, dtype, stacks):
         path_bp = np.stack([rng.permutation(9)[:width] for _ in range(batch)])
         new = tuple(tuple(new_btlxke[:, :, layer, kind] for kind in (0, 1)) for layer in (0, 1))
         cache = append(cache, new, jnp.asarray(count_b), jnp.asarray(path_bp))
-        slots_lxbkse = np.stack([kv.slots() for kv in cache.layers])
+        slots_lxbkse = np.stack([kv.read() for kv in cache.layers])
         assert slots_lxbkse.shape[4] == 40
         for b, text in enumerate(expected):
             text += list(new_btlxke[b, path_bp[b, : count_b[b]]])

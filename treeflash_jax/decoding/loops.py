@@ -78,7 +78,7 @@ def begin(
     if kept is not None:
         cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafts else None
     else:
-        cache = kv_cache.allocate(plan.verifier, batch, capacity, dtype, stacks=plan.stacks_caches)
+        cache = kv_cache.allocate(plan.verifier, batch, capacity, dtype, stacked=plan.stacks_cache)
         drafter = plan.drafter.init(batch, capacity, dtype) if plan.drafts else None
     state = DecodeState(
         tokens_bs=tokens_bs,

@@ -29,7 +29,7 @@ class DecodePlan:
       shape: sizes of the tree besides its number of nodes.
       rule: acceptance rule, lossless for the distribution that the builder draws from.
       attention: implementation of the verify pass.
-      stacks_caches: whether the verifier's cache has all layers in one array (`kv_cache.allocate`).
+      stacks_cache: whether all layers of the verifier's cache are in one array of keys and one of values.
       prefill_attention: implementation of prefill passes; None: that of the verify pass.
       prefill_chunk: maximal number of prompt tokens per prefill pass.
       prefill_passes: number of prefill passes per dispatch.
@@ -47,7 +47,7 @@ class DecodePlan:
     shape: TreeShape = TreeShape()
     rule: str = "sample-and-match"
     attention: str = "xla"
-    stacks_caches: bool = False
+    stacks_cache: bool = False
     prefill_attention: str | None = None
     prefill_chunk: int = 128
     prefill_passes: int = 16

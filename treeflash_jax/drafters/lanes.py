@@ -20,7 +20,7 @@ values:
 Networks without attention keep nothing: `scratch` and LaneState.kv are then ().
 
 Shape suffixes: b batch, w lanes, c children kept, i scratch slots of a lane (one per level that is run), x = w i + w keys
-that tokens may see, k key/value heads, e head dim.
+that tokens may see, n layers of an array, k key/value heads, s cache slots, e head dim.
 
 Source: EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840), tree drafting.
 """

@@ -54,7 +54,7 @@ def resolve(
         log_probs=config.log_probs,
         expected_lengths=config.expected_lengths,
         attention=attention,
-        stacks_caches=attention in READS_STACKS,
+        stacks_cache=attention in READS_STACKS,
         prefill_attention=config.attention or defaults.choose_prefill_attention(device),
         prefill_chunk=defaults.choose_prefill_chunk(device),
         prefill_passes=defaults.choose_prefill_passes(device),

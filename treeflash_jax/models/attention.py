@@ -10,8 +10,9 @@ kernels read each prefix block by block under an online softmax; "mosaic-gpu" al
 rotates in its kernel, and verifiers then also add to the residual stream and norm it in one (`backend.add_norm_mosaic`).
 "splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
 
-Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, x keys of either kind, h query
-heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix, e head dim.
+Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
+either kind, h query heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix,
+e head dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,12 +69,13 @@ def tree_attention(
 
 
 def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt=None, end=None):
+    """Reads the slots of the prefix up to `end`; None: all."""
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
     new_bkqu = _logits(q_bkqe, k_bkue, mask_btu)
     peak_bkq1 = jnp.max(new_bkqu, axis=-1, keepdims=True)
     if prefix is not None:
-        keys_bkse, values_bkse = prefix.slots(size=end)
+        keys_bkse, values_bkse = prefix.read(size=end)
         slots = jnp.arange(keys_bkse.shape[2])
         seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, queries, slots.size))
         if first_bt is not None:
@@ -146,7 +148,7 @@ def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
             start = jnp.minimum(first, slots - BLOCK)  # the last block overlaps the one before
             slots_x = start + jnp.arange(BLOCK)
             seen_b1x = ((slots_x >= first) & (slots_x < length_b[:, None]))[:, None]
-            return add(sums, *prefix.slots(start, BLOCK), seen_b1x)
+            return add(sums, *prefix.read(start, BLOCK), seen_b1x)
 
         wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
         zero_bkq1 = jnp.zeros((*q_bkqe.shape[:3], 1), wide)
@@ -229,7 +231,10 @@ def _on_each_device(attend: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, 
 def _over_mesh(
     attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], prefix: LayerKV, length_b: jax.Array
 ) -> Any:
-    """Runs `attend(*arrays, prefix, length_b)` as `sharding.over_mesh` does."""
+    """Runs `attend(*arrays, prefix, length_b)` on every device of a mesh, for its own sequences and heads.
+
+    The prefix is given in parts, since the index of its layer is the same on all devices.
+    """
 
     def run(*arrays: Any) -> Any:
         *arrays, stacks, layer, length_b = arrays
@@ -279,5 +284,5 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "mosaic-gpu": _mosaic_gpu,
 }
 
-READS_STACKS = "pallas-gpu", "mosaic-gpu"  # kernels that read a layer of stacked caches where it lies
+READS_STACKS = "pallas-gpu", "mosaic-gpu"  # kernels that read one layer of a stacked cache where it lies
 CHOICES = tuple(name for name in IMPLEMENTATIONS if name not in TRAINING)

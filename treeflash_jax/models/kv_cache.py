@@ -1,17 +1,19 @@
 """Key/value caches of committed positions: slot s holds absolute position s.
 
-New positions live outside the cache until they are committed, so a verify pass reads the cache and never writes it. Layers
-have arrays of their own, so that no pass copies a slice, or are stacked in one, so that a commit is one store for keys and
-one for values: for kernels that read one layer of a stack. Only this module and attention look inside.
+New positions live outside the cache until they are committed, so a verify pass reads the cache and never writes it. Keys
+(and values) are in one array for each layer, or in one for all (stacked). Kernels read one layer of a stack where it lies
+(`attention.READS_STACKS`), and a commit to a stack is one store for keys and one for values. Other implementations copy
+the layer out of a stack first.
 
-Shape suffixes: b batch, n stacked layers, t new positions, p committed positions, k key/value heads, s slots, x some of
-them, e head dim.
+Shape suffixes: b batch, n layers of an array, t new positions, p committed positions, k key/value heads, s slots, x slots
+that are read, e head dim.
 """
 
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -25,11 +27,11 @@ AXES: sharding.Axes = ("batch", None, "kv_heads", None, None)
 
 @struct.dataclass
 class LayerKV:
-    """Keys (after QK-norm and rotation) and values of one layer.
+    """Keys (after QK-norm and rotation) and values of one layer, in arrays that hold n of them.
 
     Attributes:
-      keys_bnkse, values_bnkse: the stacks that hold them.
-      layer: index of the layer in them, an int32 scalar.
+      keys_bnkse, values_bnkse: keys and values of the n layers.
+      layer: index of this layer among them, an int32 scalar.
     """
 
     keys_bnkse: jax.Array
@@ -40,23 +42,22 @@ class LayerKV:
     def num_slots(self) -> int:
         return self.keys_bnkse.shape[3]
 
-    def slots(self, start: Any = 0, size: int | None = None) -> tuple[jax.Array, jax.Array]:
+    def read(self, start: Any = 0, size: int | None = None) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values [b, k, x, e] of `size` slots from `start` on; None: all slots."""
-
-        def read(stack_bnkse: jax.Array) -> jax.Array:
-            batch, layers, heads, slots, width = stack_bnkse.shape
-            at = map(jnp.int32, (0, self.layer if layers > 1 else 0, 0, start, 0))
-            return lax.dynamic_slice(stack_bnkse, tuple(at), (batch, 1, heads, size or slots, width))[:, 0]
-
-        return read(self.keys_bnkse), read(self.values_bnkse)
+        batch, layers, heads, slots, head_dim = self.keys_bnkse.shape
+        layer = self.layer if layers > 1 else 0  # a constant, so that XLA reads the array of one layer where it lies
+        first = [jnp.int32(index) for index in (0, layer, 0, start, 0)]
+        sizes = batch, 1, heads, size or slots, head_dim
+        keys, values = (lax.dynamic_slice(x_bnkse, first, sizes) for x_bnkse in (self.keys_bnkse, self.values_bnkse))
+        return keys[:, 0], values[:, 0]
 
 
 @struct.dataclass
 class KVCache:
-    """Committed keys and values of some layers, `length_b` positions of each sequence; slots beyond hold garbage.
+    """Committed keys and values of a model, `length_b` positions of each sequence; slots beyond hold garbage.
 
     Attributes:
-      keys, values: arrays [b, n, k, s, e], in order of layers.
+      keys, values: arrays [b, n, k, s, e] in order of layers: one for each layer, or one for all.
       length_b: number of committed positions.
     """
 
@@ -66,8 +67,8 @@ class KVCache:
 
     @property
     def layers(self) -> tuple[LayerKV, ...]:
-        stacks = zip(self.keys, self.values, strict=True)
-        return tuple(LayerKV(*stack, jnp.int32(layer)) for stack in stacks for layer in range(stack[0].shape[1]))
+        pairs = zip(self.keys, self.values, strict=True)
+        return tuple(LayerKV(*pair, np.int32(layer)) for pair in pairs for layer in range(pair[0].shape[1]))
 
     def axes(self) -> Self:
         """Returns the logical axes of every array, in the structure of the cache."""
@@ -76,8 +77,8 @@ class KVCache:
     def grow(self, capacity: int) -> Self:
         """Copies the cache into one of `capacity` slots."""
 
-        def pad(stack_bnkse: jax.Array) -> jax.Array:
-            return jnp.pad(stack_bnkse, ((0, 0), (0, 0), (0, 0), (0, capacity - stack_bnkse.shape[3]), (0, 0)))
+        def pad(x_bnkse: jax.Array) -> jax.Array:
+            return jnp.pad(x_bnkse, ((0, 0), (0, 0), (0, 0), (0, capacity - x_bnkse.shape[3]), (0, 0)))
 
         return pin(KVCache(*jax.tree.map(pad, (self.keys, self.values)), self.length_b))
 
@@ -89,9 +90,9 @@ class KVCache:
 NewKV = tuple[tuple[jax.Array, jax.Array], ...]  # keys and values [b, t, k, e] of each layer
 
 
-def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any, *, stacks: bool = False) -> KVCache:
-    """Returns an empty cache of `capacity` slots for `batch` sequences, its layers in arrays of their own or stacked."""
-    num_arrays, layers = (1, config.num_layers) if stacks else (config.num_layers, 1)
+def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any, *, stacked: bool = False) -> KVCache:
+    """Returns an empty cache of `capacity` slots for `batch` sequences; with `stacked`, all layers are in one array."""
+    num_arrays, layers = (1, config.num_layers) if stacked else (config.num_layers, 1)
     shape = (batch, layers, config.num_kv_heads, capacity, config.head_dim)
     keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(num_arrays)) for _ in range(2))
     return pin(KVCache(keys, values, length_b=jnp.zeros(batch, jnp.int32)))
@@ -109,22 +110,22 @@ def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | 
       path_bp: indices of new positions in order of position; None: all of them.
     """
 
-    @jax.jit  # traced once for all stacks of as many layers; XLA inlines the calls
-    def store(stack_bnkse: jax.Array, *layers_btke: jax.Array) -> jax.Array:
+    @jax.jit  # traced once for all arrays of the same shape; XLA inlines the calls
+    def store(slots_bnkse: jax.Array, *layers_btke: jax.Array) -> jax.Array:
         new_bntke = jnp.stack(layers_btke, axis=1)
         if path_bp is not None:
             new_bntke = jnp.take_along_axis(new_bntke, path_bp[:, None, :, None, None], axis=2)
-        new_bnkpe = sharding.constrain(jnp.swapaxes(new_bntke, 2, 3).astype(stack_bnkse.dtype), AXES)
+        new_bnkpe = sharding.constrain(jnp.swapaxes(new_bntke, 2, 3).astype(slots_bnkse.dtype), AXES)
         new_bnkpe = jnp.where((count_b > 0)[:, None, None, None, None], new_bnkpe, 0)  # see Args
-        return indexing.store(stack_bnkse, new_bnkpe, cache.length_b)
+        return indexing.store(slots_bnkse, new_bnkpe, cache.length_b)
 
-    def stored(stacks: tuple[jax.Array, ...], layers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        size = len(layers) // len(stacks)
-        return tuple(store(stack, *layers[size * at : size * (at + 1)]) for at, stack in enumerate(stacks))
-
-    keys, values = zip(*new, strict=True)
-    length_b = cache.length_b + count_b.astype(jnp.int32)
-    return pin(KVCache(stored(cache.keys, keys), stored(cache.values, values), length_b))
+    size = cache.keys[0].shape[1]
+    by_array = [new[first : first + size] for first in range(0, len(new), size)]
+    keys, values = (
+        tuple(store(slots, *(pair[kind] for pair in layers)) for slots, layers in zip(arrays, by_array, strict=True))
+        for kind, arrays in enumerate((cache.keys, cache.values))
+    )
+    return pin(KVCache(keys, values, cache.length_b + count_b.astype(jnp.int32)))
 
 
 def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:

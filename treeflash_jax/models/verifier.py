@@ -94,10 +94,10 @@ def forward(
     tapped, new_kv = {}, []
     layer = _make_layer(config, table, mask_btu, None if cache is None else cache.length_b, attention)
     all_weights = [weights for group in params["groups"] for weights in group]
+    prefixes = [None] * len(all_weights) if cache is None else cache.layers
     scales = [weights["attention_norm"] for weights in all_weights] + [params["norm"]]
     normed_btd = None
-    for index, weights in enumerate(all_weights):
-        prefix = None if cache is None else cache.layers[index]
+    for index, (weights, prefix) in enumerate(zip(all_weights, prefixes, strict=True)):
         earlier_kv = None if earlier is None else earlier[index]
         shift_btf = None if shift is None else shift(index)
         with jax.named_scope(f"layer_{index}"):

@@ -7,8 +7,8 @@ No block past a sequence's length is read.
 Pallas' Triton lowering serves every NVIDIA GPU since Ampere; jax 0.12 deprecates it for Mosaic's (`attention_mosaic`).
 The sizes below are not tuned.
 
-Shape suffixes: b batch, k key/value heads, q queries of one key/value head, s cache slots, x slots of one block,
-y shares of the prefix, e head dim.
+Shape suffixes: b batch, k key/value heads, q queries of one key/value head, n layers of an array, s cache slots, x slots of
+one block, y shares of the prefix, e head dim.
 
 Source: Flash-Decoding (Dao et al., 2023) over FlashAttention (arXiv 2205.14135).
 """
@@ -37,7 +37,7 @@ def attend(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax
 
     Args:
       q_bkqe: queries; e a power of two, 16 at least.
-      prefix: one layer of a cache; its slots a multiple of 16.
+      prefix: one layer of a cache; the number of slots is a multiple of 16.
       length_b: number of slots that are read; an empty share gives sums of 0 and a peak of -inf.
 
     Returns:

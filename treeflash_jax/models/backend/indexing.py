@@ -1,6 +1,6 @@
 """Gathers and stores in the form that the backend runs fastest.
 
-Shape suffixes: b batch, n stacked layers, k key/value heads, s cache slots, p new positions, e head dim, d model.
+Shape suffixes: b batch, n layers, k key/value heads, s cache slots, p new positions, e head dim, d model.
 """
 
 from collections.abc import Callable
@@ -36,24 +36,23 @@ def slot_repeater(num_slots: int, times: int) -> Callable[[jax.Array], jax.Array
     return lambda slots: lax.platform_dependent(slots, cpu=repeated, default=lambda slots: slots[:, index])
 
 
-def store(stack_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
-    """Writes new positions into the slots of stacked caches, from slot `start_b` of each sequence on."""
-    if stack_bnkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
-        return lax.dynamic_update_slice_in_dim(stack_bnkse, new_bnkpe, start_b[0], axis=3)
-    if stack_bnkse.dtype != jnp.bfloat16:
-        return _scatter(stack_bnkse, new_bnkpe, start_b)
-    return lax.platform_dependent(stack_bnkse, new_bnkpe, start_b, cpu=_select, default=_scatter)
+def store(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+    """Writes new positions into the slots of an array of a cache, from slot `start_b` of each sequence on."""
+    if slots_bnkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
+        return lax.dynamic_update_slice_in_dim(slots_bnkse, new_bnkpe, start_b[0], axis=3)
+    if slots_bnkse.dtype != jnp.bfloat16:
+        return _scatter(slots_bnkse, new_bnkpe, start_b)
+    return lax.platform_dependent(slots_bnkse, new_bnkpe, start_b, cpu=_select, default=_scatter)
 
 
-def _scatter(stack_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
-    write = jax.vmap(lambda stack_nkse, new_nkpe, at: lax.dynamic_update_slice_in_dim(stack_nkse, new_nkpe, at, axis=2))
-    return write(stack_bnkse, new_bnkpe, start_b)
+def _scatter(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+    write = jax.vmap(lambda slots_nkse, new_nkpe, at: lax.dynamic_update_slice_in_dim(slots_nkse, new_nkpe, at, axis=2))
+    return write(slots_bnkse, new_bnkpe, start_b)
 
 
-def _select(stack_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+def _select(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
     """Chooses between the old and the new value of each slot: XLA:CPU would scatter into a float32 copy of the cache."""
     width = new_bnkpe.shape[3]
-    index_bs = jnp.arange(stack_bnkse.shape[3]) - start_b[:, None]
-    is_written_bs = (index_bs >= 0) & (index_bs < width)
-    index_bs, is_written_bs = (x_bs[:, None, None, :, None] for x_bs in (jnp.clip(index_bs, 0, width - 1), is_written_bs))
-    return jnp.where(is_written_bs, jnp.take_along_axis(new_bnkpe, index_bs, axis=3), stack_bnkse)
+    index_b11s1 = (jnp.arange(slots_bnkse.shape[3]) - start_b[:, None])[:, None, None, :, None]
+    chosen_bnkse = jnp.take_along_axis(new_bnkpe, jnp.clip(index_b11s1, 0, width - 1), axis=3)
+    return jnp.where((index_b11s1 >= 0) & (index_b11s1 < width), chosen_bnkse, slots_bnkse)
