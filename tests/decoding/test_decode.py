@@ -86,7 +86,7 @@ def test_prefill_and_rounds_in_bfloat16_make_float32_logits_on_a_cpu(monkeypatch
 
 
 @pytest.mark.parametrize("sizes", [None, slow_unless(False, (2, 2))])
-def test_layers_in_one_array_hold_what_those_in_their_own_do(sizes):
+def test_a_stacked_cache_holds_what_one_array_per_layer_does(sizes):
     """After prefill, growth of the caches and rounds."""
     model = random_pair(sizes and make_mesh(*sizes))
     runner, batch = make_runner(model, [PROMPT, PROMPT[1:]], **TREE)

@@ -90,14 +90,14 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     refused(lambda: choose(Device("tpu"), jnp.float32, "pallas-gpu"), words)
 
 
-def test_the_verifiers_cache_is_one_stack_for_kernels_that_read_a_layer_of_it(tiny):
+def test_the_cache_is_stacked_for_kernels_that_read_one_layer_of_it(tiny):
     shaped = replace(tiny.verifier, head_dim=64)
-    stacks = [
+    plans = [
         resolve(tf.GenerateConfig(builder="none", **settings), shaped, None, dtype=jnp.bfloat16, device=device)
         for device, settings in [(H200, {}), (H200, {"attention": "xla"}), (ZEN5, {}), (ZEN5, {"attention": "pallas-gpu"})]
     ]
-    assert [plan.stacks_cache for plan in stacks] == [True, False, False, True]
-    assert stacks[0].for_prefill().stacks_cache and stacks[0].one_token().stacks_cache
+    assert [plan.stacks_cache for plan in plans] == [True, False, False, True]
+    assert plans[0].for_prefill().stacks_cache and plans[0].one_token().stacks_cache
 
 
 def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):

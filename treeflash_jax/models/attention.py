@@ -25,7 +25,7 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.models import kv_cache
-from treeflash_jax.models.backend import packed_attention, products
+from treeflash_jax.models.backend import packed_attention, products, rotation
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.kv_cache import LayerKV
 
@@ -210,7 +210,7 @@ def raw_attention(
     from treeflash_jax.models.backend import attention_mosaic  # slow to import
 
     heads, batch = ("batch", None, "kv_heads", None, None), ("batch", None, None)
-    cos_sin_bte = jnp.concatenate(table, axis=-1)[:, :, 0]
+    cos_sin_bte = jnp.concatenate(rotation.per_pair(table), axis=-1)[:, :, 0]
     arrays = qkv_btkge, cos_sin_bte, scales_ge, mask_btt
     layouts = (heads, qkv_btkge.shape), (batch, cos_sin_bte.shape), ((), ()), (batch, mask_btt.shape)
     attend = partial(attention_mosaic.attend_raw, eps=eps)

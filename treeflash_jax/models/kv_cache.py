@@ -119,13 +119,14 @@ def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | 
         new_bnkpe = jnp.where((count_b > 0)[:, None, None, None, None], new_bnkpe, 0)  # see Args
         return indexing.store(slots_bnkse, new_bnkpe, cache.length_b)
 
-    size = cache.keys[0].shape[1]
-    by_array = [new[first : first + size] for first in range(0, len(new), size)]
-    keys, values = (
-        tuple(store(slots, *(pair[kind] for pair in layers)) for slots, layers in zip(arrays, by_array, strict=True))
-        for kind, arrays in enumerate((cache.keys, cache.values))
-    )
-    return pin(KVCache(keys, values, cache.length_b + count_b.astype(jnp.int32)))
+    def store_all(arrays: tuple[jax.Array, ...], layers_btke: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        size = arrays[0].shape[1]
+        parts = [layers_btke[first : first + size] for first in range(0, len(layers_btke), size)]
+        return tuple(store(slots, *part) for slots, part in zip(arrays, parts, strict=True))
+
+    keys, values = zip(*new, strict=True)
+    length_b = cache.length_b + count_b.astype(jnp.int32)
+    return pin(KVCache(store_all(cache.keys, keys), store_all(cache.values, values), length_b))
 
 
 def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:

@@ -18,7 +18,6 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import kv_cache, layers, quantized, vocab
 from treeflash_jax.models.attention import raw_attention, tree_attention
-from treeflash_jax.models.backend.rotation import of_pairs
 from treeflash_jax.models.config import ModelConfig
 
 
@@ -128,7 +127,7 @@ def _make_layer(
 
         def attend(weights, x_btd):
             if in_kernels:
-                raw = layers.raw_heads(weights, x_btd), of_pairs(table), weights.get("qkv_norm"), config.rms_norm_eps
+                raw = layers.raw_heads(weights, x_btd), table, weights.get("qkv_norm"), config.rms_norm_eps
                 return raw_attention(*raw, mask_btu, prefix, length_b)
             q_bthe, *new = layers.queries_keys_values(weights, config, x_btd, table)
             new = seen = tuple(new)

@@ -13,7 +13,7 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     wide = jnp.promote_types(x_bthe.dtype, jnp.float32)
 
     def by_halves(x_bthe: jax.Array, *table: jax.Array) -> jax.Array:
-        (first, second), (cos, sin) = jnp.split(x_bthe, 2, axis=-1), of_pairs(table)
+        (first, second), (cos, sin) = jnp.split(x_bthe, 2, axis=-1), per_pair(table)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def by_swap(x_bthe: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -25,6 +25,6 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     return lax.platform_dependent(*arrays, cpu=by_halves, default=by_swap).astype(x_bthe.dtype)
 
 
-def of_pairs(table: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def per_pair(table: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Returns cosine and sine of every rotated pair, [..., e / 2]."""
     return tuple(x[..., x.shape[-1] // 2 :] for x in table)
