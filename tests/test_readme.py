@@ -1,6 +1,7 @@
 """The README files keep their promises: examples run, commands parse, links lead somewhere, tables equal the results."""
 
 import importlib
+import json
 import os
 import re
 import runpy
@@ -15,7 +16,6 @@ import pytest
 import yaml
 from conftest import SMOLLM2
 
-from train import compile as train_compile
 from train.runtime import hosts, run_config
 from train.stages import registry
 from treeflash_jax.acceptance import RULES
@@ -64,16 +64,29 @@ def test_sequences_with_full_trees_are_those_of_the_device(name):
     assert nodes_within_ridge(device, 16, int(shown)) == 16 > nodes_within_ridge(device, 16, int(shown) + 1)
 
 
+def texts(value: typing.Any) -> list[str]:
+    """Returns all texts in the content of a JSON file."""
+    if isinstance(value, str):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [text for item in items for text in texts(item)]
+
+
 def test_printed_commands_parse():
-    for command in set(re.findall(r"^treeflash (.*)$", SHELL, flags=re.MULTILINE)):
-        assert callable(commands.parser().parse_args(shlex.split(command)).run), command
+    """Those of pages and of results, which say how their numbers were made."""
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")]
+    printed = {*re.findall(r"^(?:cat .* \| )?treeflash (.*)$", SHELL, flags=re.MULTILINE)}
+    printed |= {text.removeprefix("treeflash ") for text in texts(contents) if text.startswith("treeflash ")}
+    assert len(printed) > 40
+    for command in printed:
+        words = shlex.split(re.sub(r"\$\(seq [0-9 ]+\)", "0", command))
+        assert callable(commands.parser().parse_args(words).run), command
 
 
 def test_printed_training_commands_are_understood():
     commands = re.findall(TRAINING, SHELL, flags=re.MULTILINE)
-    staged = [command for command in commands if command[1] != "compile"]  # tests/train/test_train_compile.py
-    assert {stage for _, stage, _ in staged} >= {"pair", "respond", "head", "drafter", "export", "measure"}
-    for where, stage, words in staged:
+    assert {stage for _, stage, _ in commands} >= {"pair", "respond", "head", "drafter", "export", "measure"}
+    for where, stage, words in commands:
         settings, is_pod = understood(stage, words.split()), re.match(ON_ALL, where)
         if (where.startswith("srun --nodes") or is_pod) and stage in registry.STAGES:
             # chips of v5litepod-16 and v5p-64, and of two nodes with 8 GPUs; sequences a chip trains at once, as compiled
@@ -97,11 +110,9 @@ def understood(stage: str, words: list[str]) -> typing.Any:
 
 def test_named_options_exist(capsys):
     """Every option that the pages name is an option of some command, to the letter."""
-    for command in ("generate", "check", "convert", "bench run", "bench latency", "bench memory"):
+    for command in ("generate", "serve", "check", "convert", "bench run", "bench latency", "bench memory"):
         with pytest.raises(SystemExit):
-            commands.main([*command.split(), "--help-all" if command in ("generate", "check") else "--help"])
-    with pytest.raises(SystemExit):
-        train_compile.main(["--help"])
+            commands.main([*command.split(), "--help-all" if command in ("generate", "serve", "check") else "--help"])
     known = {*re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out), "--spot", "--worker"}  # of gcloud
     named = set(re.findall(r"`(--[a-z-]+)", ALL))
     assert named >= {"--nodes", "--builder", "--quantize", "--prompt-file"}
@@ -153,7 +164,9 @@ def test_the_version_and_the_commands_of_the_workflow_are_those_of_the_repositor
     folder = ROOT / ".github"
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert yaml.safe_load((folder / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
-    assert re.findall(r"^## (.*)$", (folder / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[0] == version
+    assert (
+        re.findall(r"^## (\d.*)$", (folder / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[0] == version
+    )
     jobs = yaml.safe_load((folder / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
     everything, quick = (jobs[name]["steps"][-1]["run"] for name in ("everything", "quick"))
     assert os.access(ROOT / everything, os.X_OK)

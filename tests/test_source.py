@@ -13,9 +13,9 @@ PACKAGE = Path(treeflash_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TRAIN_FILES = sorted((PACKAGE.parent / "train").rglob("*.py"))
 # A folder imports from itself and from those before it; `__init__` is the package.
-LAYERS = "core models trees drafters acceptance decoding formats engine __init__ bench cli __main__".split()
-HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx", "pydantic")
-HEAVY += ("jax.experimental.pallas",)
+LAYERS = "core models trees drafters acceptance decoding formats engine __init__ bench serve cli __main__".split()
+HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")
+HEAVY += ("jax.experimental.pallas", "fastapi", "uvicorn", "prometheus_client")
 
 
 def imports(path: Path) -> set[str]:
@@ -61,15 +61,14 @@ def test_no_modules_import_each_other():
 
 
 def test_importing_the_library_is_quick_and_light():
-    """CPU seconds of the import alone, best of three fresh interpreters: wall time would measure the machine's load."""
+    """It takes less CPU time than the import of JAX before it, each the best of three fresh interpreters."""
     script = (
-        "import json, sys, time; start = time.process_time(); import treeflash_jax; "
-        f"print(json.dumps([time.process_time() - start, [m for m in {HEAVY!r} if m in sys.modules]]))"
+        "import json, sys, time; start = time.process_time(); import jax; middle = time.process_time(); "
+        "import treeflash_jax; "
+        "seconds = middle - start, time.process_time() - middle; "
+        f"print(json.dumps([*seconds, [m for m in {HEAVY!r} if m in sys.modules]]))"
     )
-    seconds = []
-    for _ in range(3):
-        output = subprocess.check_output([sys.executable, "-c", script], cwd=PACKAGE.parent)
-        time, heavy = json.loads(output)
-        assert heavy == []
-        seconds.append(time)
-    assert min(seconds) < 2
+    outputs = [subprocess.check_output([sys.executable, "-c", script], cwd=PACKAGE.parent) for _ in range(3)]
+    jax_seconds, our_seconds, heavy = zip(*map(json.loads, outputs), strict=True)
+    assert heavy == ([], [], [])
+    assert min(our_seconds) < min(jax_seconds)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from answers import drafted_as_plain
+from answers import drafted_as_plain, with_recurrent_layers
 
 import treeflash_jax as tf
 from train import export, head
@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 TIMES = ("tokens_per_second", "mfu", "seconds")
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
+HYBRID = with_recurrent_layers(MODEL)
 DRAFTER = BlockConfig(
     layers=ModelConfig(num_layers=2, max_positions=256, **SIZES), block_size=5, mask_token_id=3, taps=(0, 2),
     num_target_layers=3,
@@ -63,10 +64,10 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def write(folder: Path, documents: int = 120) -> Path:
+def write(folder: Path, documents: int = 120, model: ModelConfig = MODEL) -> Path:
     """Writes the pair, its responses and head.toml; returns the TOML file."""
     key = jax.random.key(0)
-    model_files.save_verifier(folder / "verifier", MODEL, parameters.initialize(verifier.specs(MODEL), key, scale=0.3))
+    model_files.save_verifier(folder / "verifier", model, parameters.initialize(verifier.specs(model), key, scale=0.3))
     backbone = parameters.initialize(DRAFTER.specs()["backbone"], jax.random.fold_in(key, 1), scale=0.3)
     model_files.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
     rng = np.random.default_rng(0)

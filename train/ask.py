@@ -20,11 +20,12 @@ import jax
 from etils import epath
 
 from train.data import answers
-from train.runtime import folders, hosts, run_config, watch
+from train.runtime import hosts, run_config, watch
+from treeflash_jax.core import files
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.pairs import NO_DRAFTER, locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TRIES = 256  # questions that are generated between two writes; twice the batch if that is more
@@ -44,22 +45,22 @@ class AskConfig:
     top_p: float = setting(0.95, "top-p of the questions' sampling", above=0, most=1)
     max_tokens: int = setting(96, "largest number of tokens of a question", least=1)
     batch: int = setting(64, "number of questions decoded together", least=1, most=2**16)
-    seed: int = setting(0, "random seed of the questions", least=0)
+    seed: int = setting(0, "random seed of the questions", least=0, most=run_config.MAX_SEED)
 
 
 def main(settings: AskConfig) -> None:
     hosts.connect()
     if jax.process_count() > 1:
         raise ValueError(f"got {jax.process_count()} processes, expected one: questions are short")
-    out = folders.absolute(settings.out)
+    out = files.absolute(settings.out)
     with hosts.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
         answers.check_settings(settings, out, FREE)
-        model = load(verifier=locate(settings.verifier, "verifier"))
-        known, first = read(out)
+        model = load(verifier=locate(settings.verifier, "verifier"), drafter=NO_DRAFTER)
+        known, first = read_questions(out)
         answers.save_settings(settings, out)
         with watch.Bar("questions", settings.count, len(known)) as bar:
             for lines in ask(model, settings, known, first):
-                folders.write(out, (out.read_text() if out.exists() else "") + "".join(lines))
+                files.write(out, (out.read_text() if out.exists() else "") + "".join(lines))
                 bar.show(len(known))
                 hosts.say(f"{len(known):,} of {settings.count:,} questions")
     hosts.say(f"{len(known):,} questions in {out}")
@@ -79,7 +80,7 @@ def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
     return opening, closing[0]
 
 
-def read(out: epath.Path) -> tuple[set[str], int]:
+def read_questions(out: epath.Path) -> tuple[set[str], int]:
     """Returns the normalised questions of a file, and the number of the next question to try."""
     records = [json.loads(line) for line in out.read_bytes().splitlines()] if out.exists() else []
     first = int(records[-1]["id"]) + 1 if records else 0
@@ -127,4 +128,4 @@ def normalised(text: str) -> str:
 
 
 if __name__ == "__main__":
-    run_config.run(main, AskConfig, __doc__)
+    run_config.run_command(main, AskConfig, __doc__)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ class BlockStage(DraftingStage):
     """Settings shared by the stages of block drafters, which train "backbone", "head" or both."""
 
     lists_tokens = True
+    records_training = True
 
     objective: ObjectiveConfig
     head_rank: int = setting(
@@ -62,14 +63,13 @@ class BlockStage(DraftingStage):
     def make_sums(self, verifier: ModelConfig, drafter: BlockConfig) -> SumsFunction:
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
-    @property
-    def held_out(self) -> DraftingStage:
+    def make_held_out_sums(self, verifier: ModelConfig, drafter: BlockConfig) -> SumsFunction:
         """Over the whole vocabulary, and without the weights of D-PACE: losses of different steps would not compare."""
         decay = 0.0 if self.objective.dpace else self.objective.decay
         objective = dataclasses.replace(self.objective, vocabulary=0, dpace=False, decay=decay)
-        return dataclasses.replace(self, objective=objective)
+        return dataclasses.replace(self, objective=objective).make_sums(verifier, drafter)
 
-    def check(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+    def check_corpus(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         """Refuses a mask token that occurs in the training data, as with the recipe of another verifier."""
         counts_v, mask = corpus.token_counts(model.vocab_size), drafter.mask_token_id
         better = choices.mask_token(tokenizer, counts_v, model.eos_token_ids)
@@ -82,6 +82,7 @@ class BlockStage(DraftingStage):
 class DrafterStage(BlockStage):
     """Settings of this stage, besides those of BlockStage."""
 
+    stage: Literal["drafter"] = setting("drafter", "kind of the run, which it stores")
     num_layers: int = setting(5, "number of layers of the backbone; sizes not given here are the verifier's", least=1)
     block_size: int = setting(16, "tokens of a block, its anchor included", least=2, most=MAX_NODES)
     mask_token_id: int = setting(help="token in the slots of a block that are to be predicted", least=0)
@@ -168,4 +169,4 @@ def _copy_layers(drafter: BlockConfig, weights: Any, initial_layers: Sequence[in
 
 
 if __name__ == "__main__":
-    run_config.run(main, DrafterStage, __doc__)
+    run_config.run_command(main, DrafterStage, __doc__)

@@ -14,16 +14,16 @@ positions or all steps as axes.
 The vocabulary matrix starts as the verifier's, whose embedding is shared. Writes a folder, RUN/model, that
 `treeflash_jax.load` and vLLM's speculators read.
 
-Shape suffixes: b sequences, s positions of a sequence, n positions of a chunk, i steps, t = n i, d drafter width, f 2
-d, k key/value heads, e head dim, v tokens that can be drafted.
+Shape suffixes: b sequences, s positions of a sequence, n positions of a chunk, i steps, t = n i, d drafter width, k
+key/value heads, h heads, e head dim, v tokens that can be drafted.
 
 Source: EAGLE-3 (arXiv 2503.01840) section 3; losses and masks as in SpecForge and DeepSpec.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_c
 from train.stages import blocks, losses
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
-from train.stages.teacher import teach
+from train.stages.teacher import Teacher, teach
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
@@ -46,6 +46,7 @@ from treeflash_jax.drafters.eagle3_drafter import Eagle3Config, default_taps
 from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.formats.draft_vocabulary import most_frequent
 from treeflash_jax.models import layers, vocab
+from treeflash_jax.models.backend.packed_attention import MAX_BLOCKS
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import pick
 from treeflash_jax.trees.shape import MAX_NODES
@@ -59,14 +60,28 @@ class RolloutConfig:
     decay: float = setting(0.8, "step i weighs decay ** i", above=0, most=1)
     anchors: int = setting(0, "positions of a sequence that are rolled out, drawn in every step; 0: all of them", least=0)
     chunk: int = setting(
-        128, "positions of a sequence processed at a time; divides `anchors`, or the sequence length", least=1
+        128,
+        "positions of a sequence processed at a time; divides `anchors`, or the sequence length",
+        least=1,
+        most=MAX_BLOCKS,
     )
+
+
+def check_chunks(objective: RolloutConfig, sequence_length: int) -> None:
+    """Raises ValueError for more anchors than positions, or chunks that do not divide them."""
+    anchors, chunk = objective.anchors, objective.chunk
+    expect(anchors <= sequence_length, "objective.anchors", anchors, f"at most data.sequence_length {sequence_length}")
+    divided = f"objective.anchors {anchors}" if anchors else f"data.sequence_length {sequence_length}"
+    expect((anchors or sequence_length) % chunk == 0, "objective.chunk", chunk, f"a divisor of {divided}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Stage(DraftingStage):
     """Settings of this stage, besides those of DraftingStage."""
 
+    records_training = True
+
+    stage: Literal["eagle3"] = setting("eagle3", "kind of the run, which it stores")
     objective: RolloutConfig
     target_layer_ids: tuple[int, ...] = setting(
         (), "verifier layers that it reads; empty takes the rule of the EAGLE repository", least=0
@@ -82,10 +97,7 @@ class Eagle3Stage(DraftingStage):
     drafter_temperature: float = setting(1.0, "default temperature of the draft, stored with the drafter", above=0)
 
     def __post_init__(self) -> None:
-        whole, anchors, chunk = self.data.sequence_length, self.objective.anchors, self.objective.chunk
-        expect(anchors <= whole, "objective.anchors", anchors, f"at most data.sequence_length {whole}")
-        divided = f"objective.anchors {anchors}" if anchors else f"data.sequence_length {whole}"
-        expect((anchors or whole) % chunk == 0, "objective.chunk", chunk, f"a divisor of {divided}")
+        check_chunks(self.objective, self.data.sequence_length)
 
     @property
     def trains(self) -> tuple[str, ...]:
@@ -125,7 +137,45 @@ class Eagle3Stage(DraftingStage):
         return {name: fresh[name] for name in self.trains}
 
     def make_sums(self, verifier: ModelConfig, drafter: Eagle3Config) -> SumsFunction:
-        return partial(rollout_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
+        network = Eagle3Network(drafter)
+        return partial(rollout_sums, settings=self.objective, verifier=verifier, network=network, attention=self.attention)
+
+
+@dataclass(frozen=True)
+class Eagle3Network:
+    """The layer of a drafter, as a rollout runs it.
+
+    Attributes:
+      drafter: config of the drafter.
+    """
+
+    drafter: Eagle3Config
+
+    def carried(self, weights: Any, teacher: Teacher) -> jax.Array:
+        """Returns the state that step 0 reads at every position, [b, s, d]."""
+        return eagle3_drafter.fuse(weights, self.drafter, teacher.features_btj)
+
+    def layer_input(self, weights: Any, tables: Any, token_bn: jax.Array, carried_bnd: jax.Array) -> jax.Array:
+        """Returns the input of `keys_values` and `output`."""
+        return eagle3_drafter.layer_input(weights, tables, self.drafter, token_bn, carried_bnd)
+
+    def keys_values(self, weights: Any, input_bn: jax.Array, position_bn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        table = eagle3_drafter.rotations(self.drafter, position_bn)
+        return layers.keys_values(weights["layer"], self.drafter.layers, input_bn, table)
+
+    def output(
+        self, weights: Any, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
+    ) -> jax.Array:
+        """Returns the layer's output, [b, n, d]; `attend` maps queries [b, n, h, e] to mixed values."""
+        table = eagle3_drafter.rotations(self.drafter, position_bn)
+        return eagle3_drafter.layer_output(weights, self.drafter, input_bn, carried_bnd, table, attend)
+
+    def feed_back(self, weights: Any, hidden_bnd: jax.Array) -> jax.Array:
+        """Returns the state that the next step reads."""
+        return eagle3_drafter.feed_back(weights, self.drafter, hidden_bnd)
+
+    def logits(self, weights: Any, tables: Any, hidden_bnd: jax.Array) -> jax.Array:
+        return vocab.unembed(weights["unembed"], eagle3_drafter.normed(weights, self.drafter, hidden_bnd))
 
 
 def rollout_sums(
@@ -136,7 +186,7 @@ def rollout_sums(
     *,
     settings: RolloutConfig,
     verifier: ModelConfig,
-    drafter: Eagle3Config,
+    network: Any,
     attention: str = "chunked",
 ) -> Sums:
     """Returns weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
@@ -144,6 +194,7 @@ def rollout_sums(
     Args:
       params: trained weights of the drafter, of any float dtype.
       frozen: "verifier", and "offsets" if the draft vocabulary is a part of the verifier's.
+      network: an `Eagle3Network`, or another with its methods.
 
     Returns those of `losses.path_sums`; the loss is the cross-entropy to the verifier's distribution over the draft
     vocabulary.
@@ -152,15 +203,13 @@ def rollout_sums(
     dtype = tables["embed"].dtype
     weights = jax.tree.map(lambda x: x.astype(dtype), params)
     weights |= {name: frozen[name] for name in ("offsets", "embed") if name in frozen}
-    teacher = teach(tables, verifier, drafter.taps, batch, attention)
-    carried_bsd = eagle3_drafter.fuse(weights, drafter, teacher.features_btj)
+    teacher = teach(tables, verifier, network.drafter.taps, batch, attention)
+    carried_bsd = network.carried(weights, teacher)
     next_bs = jnp.pad(batch.tokens_bt[:, 1:], ((0, 0), (0, 1)))
-    inputs_bsf = eagle3_drafter.read(weights, tables, drafter, next_bs, carried_bsd)
-    first = layers.keys_values(
-        weights["layer"], drafter.layers, inputs_bsf, eagle3_drafter.rotations(drafter, batch.positions_bt)
-    )
-    step = jax.checkpoint(partial(_step, drafter=drafter, attention=attention))
-    score = jax.checkpoint(partial(_score, drafter=drafter))
+    input_bs = network.layer_input(weights, tables, next_bs, carried_bsd)
+    first = network.keys_values(weights, input_bs, batch.positions_bt)
+    step = jax.checkpoint(partial(_step, network=network, attention=attention))
+    score = jax.checkpoint(partial(_score, network=network))
 
     def chunk_sums(drawn: tuple[jax.Array, jax.Array]) -> Sums:
         index_bn, is_drawn_bn = drawn
@@ -172,7 +221,7 @@ def rollout_sums(
             keys = (*keys, new)
             teacher_bnd = _after(teacher.hidden_btd, index_bn, 1 + i, 1)[:, :, 0]
             scores.append(score(weights, tables, hidden_bnd, teacher_bnd, label_bni[:, :, i]))
-            carried_bnd = eagle3_drafter.feed_back(weights, drafter, hidden_bnd)
+            carried_bnd = network.feed_back(weights, hidden_bnd)
         loss_bni, top1_bni, overlap_bni, known_bni = (jnp.stack(x, axis=-1) for x in zip(*scores, strict=True))
         weight_bni = jnp.where(is_drawn_bn[..., None], _loss_weights(batch, index_bn, settings.steps), 0.0)
         real_bni = (weight_bni > 0).astype(jnp.float32)
@@ -182,11 +231,10 @@ def rollout_sums(
     return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
 
 
-def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, drafter: Eagle3Config, attention):
+def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, network, attention):
     """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
-    inputs_bnf = eagle3_drafter.read(weights, tables, drafter, token_bn, carried_bnd)
-    table = eagle3_drafter.rotations(drafter, position_bn)
-    new = layers.keys_values(weights["layer"], drafter.layers, inputs_bnf, table)
+    input_bn = network.layer_input(weights, tables, token_bn, carried_bnd)
+    new = network.keys_values(weights, input_bn, position_bn)
     k_btke, v_btke = (
         jnp.stack(x_bnke, axis=2).reshape(len(token_bn), -1, *new[0].shape[2:]) for x_bnke in zip(*keys, new, strict=True)
     )
@@ -194,12 +242,12 @@ def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_b
     def attend(q_bnhe: jax.Array) -> jax.Array:
         return blocks.block_attention(q_bnhe, k_btke, v_btke, *first, *where, attention)
 
-    return eagle3_drafter.hidden(weights, drafter, inputs_bnf, carried_bnd, table, attend), new
+    return network.output(weights, input_bn, carried_bnd, position_bn, attend), new
 
 
-def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: Eagle3Config) -> tuple[jax.Array, ...]:
+def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network) -> tuple[jax.Array, ...]:
     """Returns for one step, [b, n] each: loss, top-1 hits, overlap, and 1 if the verifier's top token can be drafted."""
-    logits_bnv = vocab.unembed(weights["unembed"], eagle3_drafter.normed(weights, drafter, hidden_bnd))
+    logits_bnv = network.logits(weights, tables, hidden_bnd)
     verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
     drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
     if ids_v is not None:
@@ -234,4 +282,4 @@ def _after(x_bs: jax.Array, index_bn: jax.Array, first: int, steps: int) -> jax.
 
 
 if __name__ == "__main__":
-    run_config.run(main, Eagle3Stage, __doc__)
+    run_config.run_command(main, Eagle3Stage, __doc__)

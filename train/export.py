@@ -13,7 +13,7 @@ import statistics
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from train.data import packing
 from train.evaluate import assemble, held_out_prompts
-from train.runtime import folders, run_config, watch
+from train.runtime import picture, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.run_config import LoopConfig
 from train.stages.drafting import DraftingStage, read_drafter_config, read_stored, read_verifier
 from train.stages.registry import read_stage
 from treeflash_jax.core import files, parameters, sharding, terminal
 from treeflash_jax.core.checks import clipped, read_json
+from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.pairs import HUB_IDS
 from treeflash_jax.formats import draft_vocabulary, model_files, storage
@@ -50,7 +51,7 @@ class ExportStage:
         "drafters; dflash holds a backbone alone)",
         min_length=0,
     )
-    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of the weights on disk")
+    dtype: str = dtype_setting("bfloat16", "dtype of the weights on disk", "bfloat16", "float32")
     licence: str = setting("apache-2.0", "licence of the weights, for the model card")
     drafter_temperature: float = setting(
         0.0, "default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's", least=0
@@ -66,11 +67,11 @@ class ExportStage:
 
 
 def main(settings: ExportStage) -> None:
-    folders.check(settings.out, overwrite=settings.overwrite)
-    old = folders.absolute(settings.out)
+    files.check_folder(settings.out, overwrite=settings.overwrite)
+    old = files.absolute(settings.out)
     if old.exists() and not files.is_empty(old) and not storage.is_own(old / "model.safetensors"):
         raise ValueError(f"{settings.out} holds files that treeflash_jax did not write; give a new folder")
-    path = folders.absolute(settings.run) / "settings.toml"
+    path = files.absolute(settings.run) / "settings.toml"
     if not path.exists():
         raise ValueError(f"{settings.run}: got no settings.toml, expected the run= of a stage that trains a drafter")
     trained = read_stage(path)
@@ -83,9 +84,9 @@ def main(settings: ExportStage) -> None:
     specs = {name: tree for name, tree in drafter.specs().items() if name in trained.trains}
     step, params = read_params(settings, trained.loop, specs)
     whole = assemble(drafter, read_stored(trained, drafter) | params)
-    with folders.filled(settings.out, overwrite=settings.overwrite) as out:
+    with files.filled(settings.out, overwrite=settings.overwrite) as out:
         model_files.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
-        listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
+        listed = files.absolute(settings.run) / "model" / draft_vocabulary.NAME
         if listed.exists():
             files.write(out / draft_vocabulary.NAME, listed.read_bytes())
         tau, line = measure_tau(trained, tokenizer, out)
@@ -95,7 +96,10 @@ def main(settings: ExportStage) -> None:
             files.write(out / "config.json", json.dumps(raw, indent=2) + "\n")
         tau = model_files.read_drafter_config(out).tau  # some dialects have no field for it
         stored = dataclasses.replace(drafter, tau=tau)
-        files.write(out / "README.md", card(settings, trained, stored, dialect, step))
+        lines = [line for line in watch.read_log(settings.run) if line["step"] <= step]
+        if lines:
+            files.write(out / picture.NAME, picture.draw(lines))
+        files.write(out / "README.md", card(settings, trained, stored, dialect, step, lines))
     terminal.show(f"wrote {settings.out} from step {step}\n{line}")
 
 
@@ -120,8 +124,9 @@ def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Pat
         if not prompts:
             raise ValueError("the sources hold out no prompt")
         model = tf.load(verifier=trained.verifier, drafter=folder, thinking=bool(trained.data.thinking))
-        shape = {"builder": "best-first", "nodes": TAU_NODES, "ngrams": TAU_NGRAMS}
-        answers = model.generate_each(prompts, **shape, max_new_tokens=TAU_TOKENS)
+        answers = model.generate_each(
+            prompts, builder="best-first", nodes=TAU_NODES, ngrams=TAU_NGRAMS, max_new_tokens=TAU_TOKENS
+        )
         tau = statistics.fmean([length for _, result in answers for length in result.accept_lengths])
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # no data or verifier here, or too little memory
         return None, f"tau was not measured: {clipped(error)}"
@@ -143,12 +148,13 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
     return step
 
 
-def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int) -> str:
-    """Returns a model card: the drafter, the settings of its run, and the last held-out metrics up to `step`."""
+def card(
+    settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int, lines: list[watch.Metrics]
+) -> str:
+    """Returns a model card: the drafter, the settings of its run, and the last held-out metrics of its log's lines."""
     last: dict[str, Any] = {}
-    for line in watch.read_log(settings.run):
-        if line["step"] <= step:
-            last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
+    for line in lines:
+        last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
     measured = []
     for name, value in last.items():
         shown = ("-" if x is None else f"{x:.3f}" for x in (value if isinstance(value, list) else [value]))
@@ -188,7 +194,7 @@ or, on the command line (the second path is this folder, wherever it lies):
 
 `top1`, `overlap`: per slot, given the right token before it. `tau_n`: tokens committed per round, trees of n nodes (root
 included).
-
+{f"{chr(10)}![Loss and tau by step]({picture.NAME}){chr(10)}" if lines else ""}
 ## Settings of the run
 
 ```toml
@@ -198,4 +204,4 @@ included).
 
 
 if __name__ == "__main__":
-    run_config.run(main, ExportStage, __doc__)
+    run_config.run_command(main, ExportStage, __doc__)

@@ -10,18 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from train.data import packing
 from train.data.documents import DataConfig
-from train.data.records import Source, read
-from train.runtime import folders, hosts, loop, run_config, watch
+from train.data.records import Source, read_records
+from train.runtime import hosts, loop, run_config, watch
 from train.runtime.training_state import Sums, TrainTask, place
 from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
+from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import architectures, model_files
@@ -46,7 +47,7 @@ class FromScratchStage:
         help="keys of a Hugging Face config.json, of any architecture that this library reads", default_factory=dict
     )
     init_scale: float = setting(0.02, "standard deviation of initial weights", above=0)
-    compute_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "dtype of activations")
+    compute_dtype: str = dtype_setting("bfloat16", "dtype of activations", "float32", "bfloat16")
     optimizer: run_config.OptimizerConfig
     loop: run_config.LoopConfig
     mesh: run_config.MeshConfig = run_config.MeshConfig()
@@ -57,7 +58,7 @@ def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
     for source in sources:
         if source.format == "responses":
             raise ValueError(f"{source.path}: got responses, which are token ids already; expected chats or texts")
-        for record in read(source, seed):
+        for record in read_records(source, seed):
             content = record.content
             yield from [content] if isinstance(content, str) else [message["content"] for message in content]
 
@@ -88,7 +89,9 @@ def main(settings: FromScratchStage) -> None:
         train_tokenizer(settings)
     tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
-    model, dtype = architectures.recognise(keys).read(keys), jnp.dtype(settings.compute_dtype)
+    architecture, dtype = architectures.recognise(keys), jnp.dtype(settings.compute_dtype)
+    model = architecture.read(keys)
+    architecture.to_hf(model)  # refuses a family that is only read before training
     specs, mesh = verifier.specs(model), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
@@ -101,8 +104,8 @@ def main(settings: FromScratchStage) -> None:
     params = loop.fit(task, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus)
     params = sharding.to_host(params)
     if hosts.is_first():
-        target = folders.absolute(settings.run) / "model"
-        with folders.filled(target, overwrite=True) as folder:
+        target = files.absolute(settings.run) / "model"
+        with files.filled(target, overwrite=True) as folder:
             model_files.save_verifier(folder, model, params)
             tokenizer.inner.save_pretrained(folder)
         hosts.say(f"model in {target}: {watch.summary(settings.run)}")
@@ -110,4 +113,4 @@ def main(settings: FromScratchStage) -> None:
 
 
 if __name__ == "__main__":
-    run_config.run(main, FromScratchStage, __doc__)
+    run_config.run_command(main, FromScratchStage, __doc__)

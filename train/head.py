@@ -12,7 +12,7 @@ Source: TreeFlash (arXiv 2606.03819); train/README.md has the settings of other 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -32,6 +32,7 @@ from treeflash_jax.models.config import ModelConfig
 class HeadStage(BlockStage):
     """Settings of this stage, besides those of BlockStage."""
 
+    stage: Literal["head"] = setting("head", "kind of the run, which it stores")
     drafter: str = setting("tiny", "name of a pair, folder or Hub id of a DFlash or TreeFlash drafter")
     head: str = setting(
         "mlp",
@@ -71,8 +72,9 @@ class HeadStage(BlockStage):
         temperature = self.drafter_temperature or drafter.drafter_temperature
         rank = drafter.head_rank if self.keep_head else self.head_rank
         sizes = drafter.head_sizes if self.keep_head else None
-        head = {"head": self.head, "head_rank": rank, "head_sizes": sizes, "drafter_temperature": temperature}
-        return dataclasses.replace(drafter, **head, tau=None)
+        return dataclasses.replace(
+            drafter, head=self.head, head_rank=rank, head_sizes=sizes, drafter_temperature=temperature, tau=None
+        )
 
     def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains}
@@ -83,4 +85,4 @@ class HeadStage(BlockStage):
 
 
 if __name__ == "__main__":
-    run_config.run(main, HeadStage, __doc__)
+    run_config.run_command(main, HeadStage, __doc__)

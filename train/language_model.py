@@ -1,21 +1,19 @@
-"""Distils a small language model into a drafter for one verifier, with or without steering by the verifier's states.
+"""Distils a small language model into a drafter for one verifier.
 
     python -m train.language_model configs/tiny/language_model.toml run=runs/small verifier=tiny
-    python -m train.language_model configs/tiny/language_model.toml run=runs/steered steers=true
-    python -m train.language_model ... language_model=Qwen/Qwen3-0.6B train_model=false steers=true
+    python -m train.language_model ... language_model=Qwen/Qwen3-0.6B
 
-The loss compares the small model's next-token distribution with the verifier's, over the verifier's answers. With `steers`
-the small model's feed-forward layers are shifted by the verifier's states one to `offset` tokens earlier, as in a draft of
-that length. Writes a folder with the small model and its steering, RUN/model.
+The loss compares the small model's next-token distribution with the verifier's, over the verifier's answers. Writes a
+folder with the small model, RUN/model.
 
-Source: SD squared (arXiv 2511.09844) section 4; Osprey (arXiv 2609.09338) for a start from the verifier's first layers.
+Source: Osprey (arXiv 2609.09338) for a start from the verifier's first layers.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +27,14 @@ from train.stages.drafting import DraftingStage, check_kind
 from train.stages.drafting import train as main
 from train.stages.objective import counted, sample_vocabulary, sampled_vectors
 from train.stages.teacher import teach
-from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
-from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
-from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.verifier import forward
-from treeflash_jax.trees import pick
-
-TABLES = ("embed", "groups", "norm", "unembed")  # of the model, apart from its steering
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +42,16 @@ class LanguageModelStage(DraftingStage):
     """Settings of this stage, besides those of DraftingStage."""
 
     lists_tokens = True
+    trains = ("embed", "groups", "norm", "unembed")
 
+    stage: Literal["language_model"] = setting("language_model", "kind of the run, which it stores")
     language_model: str = setting(
         "",
-        "name of a pair, folder, GGUF file or Hub id of the small model, which may have steering. Empty: the verifier's "
-        "tables and its first `num_layers` layers",
+        "name of a pair, folder, GGUF file or Hub id of the small model. Empty: the verifier's tables and its first "
+        "`num_layers` layers",
         min_length=0,
     )
     num_layers: int = setting(2, "number of layers taken from the verifier", least=1)
-    train_model: bool = setting(True, "trains the small model; false keeps it frozen, and needs `steers`")
-    steers: bool = setting(False, "trains steering too, from zero or from the small model's")
-    taps: tuple[int, ...] = setting(
-        (), "layers of the verifier that steering reads, low to high; empty takes the published rule", least=0
-    )
-    rank: int = setting(0, "rank of the projection to the shifts; 0 is one whole matrix, as published", least=0)
-    offset: int = setting(
-        8, "largest distance between a draft and the state that steers it; drawn from 1 to `offset` per sequence", least=1
-    )
     loss: losses.LossName = setting("forward-kl", "loss of a token; the forward KL is from the verifier's distribution")
     chunk: int = setting(
         64, "tokens of a sequence whose logits are computed at a time; divides the sequence length", least=1
@@ -75,23 +61,11 @@ class LanguageModelStage(DraftingStage):
     )
 
     def __post_init__(self) -> None:
-        if not (self.train_model or self.steers):
-            raise ValueError("got train_model=false and steers=false, expected one of them: nothing would be trained")
-        if not (self.train_model or self.language_model):
-            raise ValueError("got train_model=false and no language_model, expected the model that is to be steered")
         length = self.data.sequence_length
         expect(length % self.chunk == 0, "chunk", self.chunk, f"a divisor of data.sequence_length {length}")
-        if len(self.taps) not in (0, 3):
-            raise ValueError(f"got {len(self.taps)} taps, expected three layers of the verifier (low, mid, high) or none")
 
-    @property
-    def trains(self) -> tuple[str, ...]:
-        model = TABLES if self.train_model else ()
-        return (*model, "steering") if self.steers else model
-
-    @property
-    def held_out(self) -> DraftingStage:
-        return dataclasses.replace(self, vocabulary=0)
+    def make_held_out_sums(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> SumsFunction:
+        return dataclasses.replace(self, vocabulary=0).make_sums(verifier, drafter)
 
     @property
     def starts_from(self) -> str:
@@ -100,28 +74,23 @@ class LanguageModelStage(DraftingStage):
     def drafter_config(self, model: ModelConfig, start: Any) -> LanguageModelConfig:
         if start is not None:
             check_kind(self.language_model, start, LanguageModelConfig, "language model")
-            layers, steered = start.layers, start.steering
+            layers = start.layers
         else:
             if self.num_layers > model.num_layers:
                 raise ValueError(f"got num_layers {self.num_layers}, expected at most {model.num_layers} (verifier)")
+            if model.layer_types:
+                got = f"got a verifier of type {model.model_type!r} to take layers from, expected layers of one kind"
+                raise ValueError(f"{got}; give language_model=, a smaller model with the same vocabulary")
             dense = tuple(layer for layer in model.dense_layers if layer < self.num_layers)
-            layers, steered = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense), None
-        if self.steers and steered is None:
-            taps = self.taps or steering.default_taps(model.num_layers)
-            sizes = dict(width=model.hidden_size, num_layers=layers.num_layers, ffn=layers.intermediate_size)
-            steered = SteeringConfig(taps=taps, rank=self.rank, **sizes)
-        return LanguageModelConfig(layers=layers, steering=steered).fitted(model)
+            layers = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense)
+        return LanguageModelConfig(layers=layers).fitted(model)
 
     def fresh(self, drafter: LanguageModelConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-        fresh = {name: stored[name] for name in self.trains if name in stored}
-        if not stored:
-            sizes = [size for _, size in drafter.layers.runs]
-            groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
-            fresh |= sharding.to_host(weights | {"groups": groups})
-        if self.steers and "steering" not in fresh:
-            specs, key = steering.specs(drafter.steering), jax.random.key(self.loop.seed)
-            fresh["steering"] = steering.start(parameters.initialize(specs, key, scale=self.init_scale))
-        return fresh
+        if stored:
+            return {name: stored[name] for name in self.trains if name in stored}
+        sizes = [size for *_, size in drafter.layers.runs]
+        groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
+        return sharding.to_host(weights | {"groups": groups})
 
     def make_sums(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> SumsFunction:
         return partial(language_model_sums, settings=self, verifier=verifier, drafter=drafter, attention=self.attention)
@@ -146,15 +115,12 @@ def language_model_sums(
     dtype, trees = tables["embed"].dtype, frozen | params
     weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in drafter.specs()})
     teacher = teach(tables, verifier, drafter.taps, batch, attention)
-    shift = None
-    if drafter.steering is not None:
-        shift = training_shift(weights["steering"], batch, keys_b, teacher.features_btj, settings.offset)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
 
     @jax.checkpoint
     def run(weights: Any) -> jax.Array:
         inputs = batch.tokens_bt, batch.positions_bt, mask
-        return forward(weights, drafter.layers, *inputs, attention=attention, shift=shift).hidden_btd
+        return forward(weights, drafter.layers, *inputs, attention=attention).hidden_btd
 
     labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (batch.tokens_bt, batch.weights_bt))
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
@@ -180,21 +146,5 @@ def language_model_sums(
     return sum_chunks(lambda chunk: chunk_sums(*chunk), chunks)
 
 
-def training_shift(
-    weights: Any, batch: Batch, keys_b: jax.Array, features_btj: jax.Array, offset: int
-) -> Callable[[int], jax.Array]:
-    """Returns a function from a layer to its shift at every token, [b, t, f], by the verifier's state a few tokens earlier.
-
-    As in a draft, all tokens of a sequence have the same distance from the state that steers them, within their document.
-    Tokens before the last one of a prompt are not steered.
-    """
-    offset_b = jax.vmap(lambda key: jax.random.randint(key, (), 1, offset + 1))(keys_b)
-    index_t = jnp.arange(batch.tokens_bt.shape[1])
-    source_bt = jnp.maximum(index_t - offset_b[:, None], index_t - batch.positions_bt)
-    answers_bt = jnp.roll(batch.weights_bt, -1, axis=1).at[:, -1].set(0) > 0
-    shifts = steering.layer_shifts(weights, pick(steering.normed(weights, features_btj), source_bt))
-    return lambda layer: jnp.where(answers_bt[..., None], shifts(layer), 0)
-
-
 if __name__ == "__main__":
-    run_config.run(main, LanguageModelStage, __doc__)
+    run_config.run_command(main, LanguageModelStage, __doc__)

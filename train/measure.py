@@ -48,7 +48,7 @@ class MeasureStage:
     seconds: float = setting(
         0.0, "time after which no further prompt is begun, except for a second one; 0 sets no limit", least=0
     )
-    seed: int = setting(0, "random seed of the answers", least=0)
+    seed: int = setting(0, "random seed of the answers", least=0, most=run_config.MAX_SEED)
     devices: int = setting(1, "devices that split the pair, if one does not hold it", least=1)
 
 
@@ -67,18 +67,24 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     """
     began = time.perf_counter()
     responded = run_config.load(respond.RespondConfig, settings.respond)
-    prompting = {"thinking": responded.thinking, "template": responded.template}
     mesh = hosts.make_mesh(MeshConfig(data=1, model=settings.devices))
-    pair = {"verifier": settings.verifier, "drafter": settings.drafter, "mesh": None if mesh.size == 1 else mesh}
-    model = tf.load(**pair, **prompting)
+    model = tf.load(
+        verifier=settings.verifier,
+        drafter=settings.drafter,
+        mesh=None if mesh.size == 1 else mesh,
+        thinking=responded.thinking,
+        template=responded.template,
+    )
     held_out = respond.collect_prompts(responded, model, held_out=True)
     prompts = [BenchPrompt(id=str(i), ids=prompt.ids) for i, prompt in enumerate(held_out)]
     prompts = packing.pick_spread(prompts, settings.prompts)
     systems = make_systems(model, settings)
     answers, records = len(systems) * len(settings.temperatures), []
-    sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "notify": lambda text: None}
+    measured = harness.measure(
+        systems, prompts, temperatures=settings.temperatures, seeds=[settings.seed], notify=lambda text: None
+    )
     with watch.Bar("answers", answers * len(prompts)) as bar:
-        for record in harness.measure(systems, prompts, **sampling):
+        for record in measured:
             records.append(record)
             bar.show(len(records))
             is_late = settings.seconds and time.perf_counter() - began > settings.seconds
@@ -121,4 +127,4 @@ def make_systems(model: tf.TreeFlash, settings: MeasureStage) -> list[System]:
 
 
 if __name__ == "__main__":
-    run_config.run(main, MeasureStage, __doc__)
+    run_config.run_command(main, MeasureStage, __doc__)

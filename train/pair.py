@@ -1,41 +1,32 @@
 """A drafter for your own model in one command: answers, backbone, head, export, and a measurement.
 
-    python -m train.pair verifier=smollm2 prompts=prompts.jsonl out=runs/pair
+    python -m train.pair verifier=smollm2 prompts=configs/prompts.jsonl out=runs/pair
 
 Mask token, tapped layers, block size, number of layers and steps are chosen by rule and printed, unless they are given
 (block_size=8 passes=4). Any setting of a stage can be given by its dotted name (drafter.optimizer.learning_rate=3e-3).
 The first training steps are timed, and a line says what all of it will take. The settings of every stage are kept in OUT
 as a TOML file, so that a stage can be run alone: `python -m train.head OUT/head.toml`. A command that was stopped continues
-when it is run again. The same command with more prompts, passes or steps extends a finished OUT.
+when it is run again. The same command with more prompts, passes or steps extends a finished OUT; with other settings, the
+stages that depend on them begin again, and their earlier results are kept in OUT/before.
 """
 
 import json
 import math
 import shlex
-import shutil
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from train import drafter, export, head, measure, respond
+from train import measure, respond
 from train.pairing.compose import MEASURE_SECONDS, Composer, PairConfig
-from train.runtime import folders, hosts, run_config, watch
+from train.pairing.stages import STAGES, Records
+from train.runtime import hosts, run_config, watch
 from treeflash_jax.bench.report import format_interval
+from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 from treeflash_jax.core.settings import dotted
-
-STAGES = {"respond": respond, "drafter": drafter, "head": head, "export": export, "measure": measure}
-PRINTED = {  # settings that are chosen by rule, by stage
-    "respond": "sources.0.hold_out max_prompt_tokens max_new_tokens",
-    "drafter": "mask_token_id target_layer_ids block_size num_layers initial_layers compute_dtype loop.steps",
-    "head": "loop.steps",
-}
-# Settings that may change after stages were begun; and the first stage that others affect, if not "drafter".
-MAY_CHANGE = ("num_prompts", "steps", "passes", "anyway", "out", "mesh", "export", "measure")
-FIRST_AFFECTED = {"verifier": "respond", "prompts": "respond", "seed": "respond", "respond": "respond", "head": "head"}
 
 
 def main(settings: PairConfig) -> None:
@@ -43,52 +34,45 @@ def main(settings: PairConfig) -> None:
     if jax.process_count() > 1:
         raise ValueError("train.pair runs in one process; on several hosts run its stages one by one")
     composer = Composer(settings)
-    check_extension(settings)
-    composer.check()
-    with hosts.held(folders.absolute(settings.path("pair.lock")), f"out={settings.out}"):
-        run_config.save(settings, settings.path("pair.toml"))
-        run_stages(composer)
+    records = Records(settings)
+    composer.check_settings()
+    with hosts.held(files.absolute(settings.path("pair.lock")), f"out={settings.out}"):
+        run_stages(composer, records)
         conclude(settings, composer.stages["respond"], read_json(composer.stages["measure"].out))
 
 
-def check_extension(settings: PairConfig) -> None:
-    """Raises ValueError if the stages begun in OUT cannot continue with these settings, before anything is written."""
-    path = settings.path("pair.toml")
-    changes = run_config.changes(settings, path, MAY_CHANGE) if path.exists() else {}
-    affected = {key: FIRST_AFFECTED.get(key.partition(".")[0], "drafter") for key in changes}
-    refused = {key: changes[key] for key, stage in affected.items() if _begun_with(settings, stage).exists()}
-    run_config.refuse(refused, settings.out, "out")
-
-
-def _begun_with(settings: PairConfig, name: str) -> Path:
-    """Returns the file in which a stage keeps the settings that it was begun with; export and measure have none."""
-    return settings.path("responses.jsonl.settings.toml" if name == "respond" else f"{name}/settings.toml")
-
-
-def run_stages(composer: Composer) -> None:
-    """Runs the stages that have not finished with these settings."""
+def run_stages(composer: Composer, records: Records) -> None:
+    """Runs the stages that have not finished with these inputs."""
     began, settings = time.perf_counter(), composer.settings
-    for number, (name, module) in enumerate(STAGES.items(), start=1):
-        toml, finished = settings.path(f"{name}.toml"), settings.path(f"{name}.finished.toml")
-        hosts.say(f"\n{number} of {len(STAGES)}: python -m train.{name} {shlex.quote(str(toml))}")
-        if name == "drafter":
+    for number, stage in enumerate(STAGES, start=1):
+        toml = settings.path(f"{stage.name}.toml")
+        hosts.say(f"\n{number} of {len(STAGES)}: python -m train.{stage.name} {shlex.quote(str(toml))}")
+        if stage.name == "drafter":
             composer.read_answers()
-        composer.stages[name] = stage = continued(getattr(composer, name)(), settings, name)
-        run_config.save(stage, toml)
-        if finished.exists() and finished.read_text() == run_config.dump(stage):
+        made = stage.compose(composer)
+        inputs = stage.inputs(composer, made)
+        action = records.action(stage, inputs)
+        if action != "begin":
+            made = stage.continued(made, settings)
+        composer.stages[stage.name] = made
+        if action == "skip":
             hosts.say("  finished before")
             continue
-        values = dotted(run_config.to_dict(stage), into_lists=True)
-        for key in PRINTED.get(name, "").split():
+        if action == "begin" and stage.name in records.by_name:
+            changed = records.changed(stage, inputs) or f"{stage.reads or 'prompts'} changed"
+            hosts.say(f"  begins again, as {changed}; earlier results are kept in {settings.path('before')}")
+            stage.set_aside(settings)
+        run_config.save(made, toml)
+        records.save(stage, inputs, finished=False)
+        run_config.save(settings, settings.path("pair.toml"))
+        values = dotted(run_config.to_dict(made), into_lists=True)
+        for key in stage.shown:
             hosts.say(f"  {key} = {values[key]}")
-        for other in [name] if name == "respond" else [*STAGES][number - 1 :]:  # later results are of another drafter
-            settings.path(f"{other}.finished.toml").unlink(missing_ok=True)
-        if name == "drafter":  # the head was trained on another backbone
-            shutil.rmtree(settings.path("head"), ignore_errors=True)
-            module.main(stage, on_timed=partial(announce, began, stage.loop.steps))
+        if stage.name == "drafter":
+            stage.main(made, on_timed=partial(announce, began, made.loop.steps))
         else:
-            module.main(stage)
-        run_config.save(stage, finished)
+            stage.main(made)
+        records.save(stage, inputs, finished=True)
 
 
 def announce(began: float, steps: int, step: int, seconds: float) -> None:
@@ -100,18 +84,6 @@ def announce(began: float, steps: int, step: int, seconds: float) -> None:
         f"the whole command will take about {total}: {parts[0]} so far, {parts[1]} for {steps:,} steps of {seconds:.2g} s "
         f"and half as many of the head, about {parts[2]} to measure; evaluations and compiling are not counted"
     )
-
-
-def continued(made: Any, settings: PairConfig, name: str) -> Any:
-    """Returns the settings that a stage was begun with, but with the number of prompts or steps that `made` has."""
-    path = _begun_with(settings, name)
-    if not path.exists():
-        return made
-    if name == "respond":
-        new = {"sources.0.limit": made.sources[0].limit}
-    else:
-        new = {"loop.steps": made.loop.steps, "loop.evaluate_every": made.loop.evaluate_every}
-    return run_config.replaced(run_config.load(type(made), path), new | {"mesh": run_config.to_dict(made.mesh)})
 
 
 def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: dict[str, Any]) -> None:
@@ -139,4 +111,4 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
 
 
 if __name__ == "__main__":
-    run_config.run(main, PairConfig, __doc__)
+    run_config.run_command(main, PairConfig, __doc__)

@@ -17,7 +17,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,16 +26,18 @@ import jax
 from etils import epath
 
 from train.data import answers
-from train.data.records import Source, read
-from train.runtime import folders, hosts, run_config, watch
+from train.data.records import Source, read_records
+from train.runtime import hosts, run_config, watch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.bench.prompt_sets import read_prompts
+from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.pairs import NO_DRAFTER, locate
 from treeflash_jax.engine.prompts import Text
+from treeflash_jax.engine.results import Result
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
 OVERLAP = 8  # consecutive words
@@ -48,7 +50,7 @@ class RespondConfig:
 
     verifier: str = setting(help="name of a pair, folder, GGUF file or Hub id")
     drafter: str | None = setting(
-        None, "name of a pair, folder or Hub id, for the same answers in less time", unset="none: one-token decoding"
+        None, "a drafter, named as for `load`, for the same answers in less time", unset="none: one-token decoding"
     )
     sources: tuple[Source, ...] = setting(
         help="sources of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses. "
@@ -70,7 +72,7 @@ class RespondConfig:
     template: dict[str, Any] = setting(help="further arguments of the chat template, by name", default_factory=dict)
     malformed: Literal["error", "skip"] = setting("error", "handling of records that cannot be used")
     batch: int = setting(128, "number of answers that a replica decodes together", least=1, most=2**16)
-    seed: int = setting(0, "random seed of limits and answers", least=0)
+    seed: int = setting(0, "random seed of limits and answers", least=0, most=run_config.MAX_SEED)
     mesh: MeshConfig = MeshConfig()  # devices of a replica; `fsdp` stays 1
     replicas: Literal["host", "all"] = setting("host", "one verifier per host, or one over all hosts")
 
@@ -85,7 +87,7 @@ class Prompt:
 
 def main(settings: RespondConfig) -> None:
     hosts.connect()
-    out = folders.absolute(settings.out)
+    out = files.absolute(settings.out)
     with hosts.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
         answers.check_settings(settings, out, FREE)
         model = load_model(settings)
@@ -98,9 +100,13 @@ def load_model(settings: RespondConfig) -> TreeFlash:
     mesh = hosts.make_mesh(settings.mesh, jax.local_devices() if settings.replicas == "host" else jax.devices())
     hosts.introduce(mesh, f"out={settings.out}")
     is_alone = mesh.size == 1 and (settings.replicas == "host" or jax.process_count() == 1)
-    drafter = None if settings.drafter is None else locate(settings.drafter, "drafter")
-    pair = {"verifier": locate(settings.verifier, "verifier"), "drafter": drafter, "mesh": None if is_alone else mesh}
-    return load(**pair, thinking=settings.thinking, template=settings.template)
+    return load(
+        verifier=locate(settings.verifier, "verifier"),
+        drafter=NO_DRAFTER if settings.drafter is None else settings.drafter,
+        mesh=None if is_alone else mesh,
+        thinking=settings.thinking,
+        template=settings.template,
+    )
 
 
 def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool = False) -> list[Prompt]:
@@ -117,11 +123,11 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     if settings.exclude and model.tokenizer is None:
         raise ValueError(f"got exclude and a verifier without a tokenizer, expected tokenizer.json in {settings.verifier}")
     evaluated = [" ".join(prompt.turns) for path in settings.exclude for prompt in read_prompts(path)]
-    excluded = {words for text in evaluated for words in runs(text)}
+    excluded = {words for text in evaluated for words in word_sequences(text)}
 
     skipped = left_out if settings.malformed == "skip" else None
     for source in settings.sources:
-        for record in read(source, settings.seed, skipped):
+        for record in read_records(source, settings.seed, skipped):
             if source.holds_out(record.number) != held_out:
                 left_out["to be answered" if held_out else "held out"] += 1
                 continue
@@ -134,7 +140,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
                 continue
             if len(ids) > settings.max_prompt_tokens:
                 left_out["too long"] += 1
-            elif excluded and not excluded.isdisjoint(runs(model.tokenizer.decode(ids))):
+            elif excluded and not excluded.isdisjoint(word_sequences(model.tokenizer.decode(ids))):
                 left_out["excluded"] += 1
             else:
                 prompts.append(Prompt(source.name, ids))
@@ -152,7 +158,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     return prompts
 
 
-def runs(text: str) -> set[tuple[str, ...]]:
+def word_sequences(text: str) -> set[tuple[str, ...]]:
     """Returns every OVERLAP consecutive words, in lower case and without punctuation."""
     words = re.findall(r"\w+", text.lower())
     return {tuple(words[start : start + OVERLAP]) for start in range(len(words) - OVERLAP + 1)}
@@ -180,19 +186,21 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
     missing = [index for index in range(len(prompts)) if index not in done]
     share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
     temperatures = [settings.temperatures[index % len(settings.temperatures)] for index in share]
-    decoding = dict(
-        indices=share,
-        builder="none" if settings.drafter is None else "best-first",
-        acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
-        temperature=temperatures,
-        seed=settings.seed,
-        max_new_tokens=settings.max_new_tokens,
-        batch_size=settings.batch,
-    )
+    results: Iterable[tuple[int, Result]] = ()
+    if share:
+        results = model.generate_each(
+            [prompts[index].ids for index in share],
+            indices=share,
+            builder="none" if settings.drafter is None else "best-first",
+            acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
+            temperature=temperatures,
+            seed=settings.seed,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch,
+        )
     began, printed, tokens = time.perf_counter(), time.perf_counter(), 0
     adding = answers.adding(out) if by_host or hosts.is_first() else nullcontext(lambda *_: None)
     with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
-        results = model.generate_each([prompts[index].ids for index in share], **decoding) if share else ()
         for number, (at, result) in enumerate(results, start=1):
             if result.finished == "interrupted":
                 raise SystemExit("interrupted; the same command continues from here")
@@ -214,4 +222,4 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
 
 
 if __name__ == "__main__":
-    run_config.run(main, RespondConfig, __doc__)
+    run_config.run_command(main, RespondConfig, __doc__)

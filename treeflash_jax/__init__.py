@@ -7,17 +7,21 @@ Example:
   >>> print(result.text)
 """
 
+from treeflash_jax.core.programs import keep_programs
 from treeflash_jax.core.sharding import make_mesh
-from treeflash_jax.engine.batching import Session
+from treeflash_jax.engine.drawn_trees import DrawnTree
 from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.keywords import GenerateSettings
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.prompts import Text
-from treeflash_jax.engine.results import Chunk, DrawnTree, Result
+from treeflash_jax.engine.prompts import Chat, Text
+from treeflash_jax.engine.results import Chunk, Result
+from treeflash_jax.engine.scheduler import Session
 
 __version__ = "0.1.0"
 
-__all__ = ["Chunk", "DrawnTree", "GenerateConfig", "Result", "Session", "Text", "TreeFlash", "load", "make_mesh"]
+__all__ = ["Chat", "Chunk", "DrawnTree", "GenerateConfig", "GenerateSettings", "Result", "Session", "Text", "TreeFlash"]
+__all__ += ["keep_programs", "load", "make_mesh"]
 
 
 def __dir__() -> list[str]:

@@ -74,6 +74,31 @@ def tau() -> str:
     return section(header, rows, caption)
 
 
+def speeds() -> str:
+    """Formats tokens per second on several devices, beside llama.cpp if it was measured."""
+    peers, tiny, h100 = read("peers_smollm2.json"), read("drafters_tiny.json"), read("published_h100.json")
+    rows = []
+    for drafting, dtype, model, device in (
+        ("trained", "bfloat16", "SmolLM2-135M", "2 CPU cores, amx_bf16"),
+        ("zen5", "bfloat16", "SmolLM2-135M", "2 CPU cores, avx512_bf16"),
+        ("ngrams", "float32", "SmolLM2-135M, n-grams alone", "2 CPU cores, float32"),
+    ):
+        systems = peers[drafting]["runs"]["mixed"]["systems"]
+        names = f"one token, {dtype}", f"drafted, {dtype}", "llama.cpp, Q4_1"
+        rows.append([model, device, *(f"{systems[name]['tokens_per_second']:.1f}" for name in names)])
+    ways = {(system["drafter"], system["way"], system["nodes"]): system["tokens_per_second"] for system in tiny["systems"]}
+    paces = [f"{ways[key]:.0f}" for key in (("none", "one token", None), ("TreeFlash", "tree", 16))]
+    rows.append(["`tiny`", "2 CPU cores, float32", *paces, "-"])
+    plain = next(row["ms"] for row in h100["rows"] if row["name"] == "one token at a time")
+    rows.append(["Qwen3-4B, random weights", "one H100", f"{1000 / plain:.0f}", "-", "-"])
+    note = (
+        "Tokens per second; T = 0, batch 1, 64 new tokens, prompts included; bfloat16 with 8 nodes, float32 with 16. "
+        "llama.cpp: 4-bit weights. Commands: [SmolLM2](notebooks/results/peers_smollm2.md), "
+        "[tiny](notebooks/results/drafters_tiny.md), [Qwen3-4B](notebooks/results/published_h100.md)."
+    )
+    return section("model | device | one token at a time | drafted | llama.cpp", rows, note)
+
+
 def tau_smollm2() -> str:
     runs, rows = read("tau_smollm2.json"), []
     for prompts, name in runs["names"].items():
@@ -127,10 +152,10 @@ def train_steps() -> str:
     for step in read("train_steps.json").values():
         if step["attention"] == "chunked":
             continue
-        memory = step["bytes_per_chip"]
+        memory = step["bytes_per_device"]
         cells = [step["shape"], step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]]
         cells += [f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")]
-        rows.append([*cells, f"{step['flops_per_chip']:.1e}"])
+        rows.append([*cells, f"{step['flops_per_device']:.1e}"])
     return table("model | topology | trains | batch | attention | memory a chip | of it temporary | FLOPs a chip", rows)
 
 
@@ -144,7 +169,7 @@ def train_batches() -> str:
             continue
         kind = step["topology"], " and ".join(step["trains"]), step["attention"]
         chips = step["mesh"]["data"] * step["mesh"]["fsdp"]
-        compiled.setdefault((*kind, chips), []).append((step["batch"] // chips, step["bytes_per_chip"]["total"]))
+        compiled.setdefault((*kind, chips), []).append((step["batch"] // chips, step["bytes_per_device"]["total"]))
     for (*kind, chips), points in compiled.items():
         if len(points) < 2:
             continue
@@ -188,8 +213,9 @@ def _phase_rows(runs: Iterable[dict[str, Any]], *keys: str) -> list[list[Any]]:
         settings = run["settings"] | run["versions"]
         time = {(row["phase"], row["nodes"]): row["ms"] for row in run["phases"]}
         for nodes in settings["nodes"]:
-            parts = [time["draft", None] + time.get(("expand", None), 0.0)]  # two phases in older results
-            parts += [time[phase, nodes] for phase in ("tree", "verify", "accept", "commit", "round")]
+            if ("draft", nodes) not in time:  # in older results all trees share it, in the oldest it is two phases
+                time["draft", nodes] = time["draft", None] + time.get(("expand", None), 0.0)
+            parts = [time[phase, nodes] for phase in ("draft", "tree", "verify", "accept", "commit", "round")]
             parts += [time["step", None], time["round", nodes] / time["step", None]]
             rows.append([*(settings[key] for key in keys), nodes, *(f"{part:.2f}" for part in parts)])
     return rows
@@ -214,6 +240,21 @@ def compiled(name: str) -> str:
     return table("model | topology | mesh | verifier | drafter and head | caches | temporary | total", rows)
 
 
+def hybrid_rounds() -> str:
+    """Formats weights, caches and rounds of verifiers with recurrent layers; rounds that were not compiled stay empty."""
+    rows = []
+    for _, result in sorted(read("hybrid_rounds.json").items()):
+        size = {name: f"{count / GIB:.2f}" for name, count in result["bytes_per_device"].items()}
+        mesh = "x".join(map(str, result["mesh"].values()))
+        parts = [size[part] for part in ("verifier", "drafter", "verifier_cache", "drafter_cache")]
+        total = f"{size['total']} of {result['bytes_limit'] / GIB:.0f}"
+        launches = f"{result['launches']:,}" if "launches" in result else ""
+        where = result["shape"], result["topology"], mesh, result["nodes"]
+        rows.append([*where, *parts, size.get("round", ""), total, launches])
+    sizes = "verifier | drafter | verifier's cache | drafter's cache | round | total"
+    return table(f"model | topology | mesh | nodes | {sizes} | launches", rows)
+
+
 def fits() -> str:
     """Formats weights per device, and the number of tokens whose caches fit beside them in nine tenths of its memory."""
     rows: dict[tuple[str, str], list[str]] = {}
@@ -223,7 +264,8 @@ def fits() -> str:
         per_token = (size["verifier_cache"] + size["drafter_cache"]) / (result["batch"] * result["context"])
         tokens = (0.9 * result["bytes_limit"] - weights) / per_token
         name = result["shape"], result["quantize"] or result["dtype"]
-        rows.setdefault(name, [*name]).append(f"{weights / GIB:.1f} GiB, {tokens / 1000:,.0f}k tokens")
+        holds = f"{tokens / 1000:,.0f}k tokens" if tokens > 0 else "too large"
+        rows.setdefault(name, [*name]).append(f"{weights / GIB:.1f} GiB, {holds}")
     more = []
     for result in read("fits_h100.json").values():
         size = result["bytes_per_device"]
@@ -313,7 +355,7 @@ def drafters() -> str:
         f"new tokens, float32, phases in ms. One token at a time: {plain} tokens/s, {step:.1f} ms a step. 2 CPU cores, jax "
         f"{runs['versions']['jax']}; {runs['note']}:"
     )
-    return section(header, rows, note, [runs["command"]])
+    return section(header, rows, note, runs["commands"])
 
 
 def heads() -> str:
@@ -340,7 +382,7 @@ def drafters_smollm2() -> str:
         cells = total(drafter, "committed", "rounds"), times["round"] / times["step"], *gains
         rows.append([drafter, *(f"{x:.2f}" for x in cells)])
     header = f"drafter | tau | round / step | speedup | {' | '.join(results['sets'].values())}"
-    return section(header, rows, f"{results['note']}:", [results["command"]])
+    return section(header, rows, f"{results['note']}:", results["commands"])
 
 
 def taus_smollm2() -> str:
@@ -421,7 +463,7 @@ def accept_costs() -> str:
         builder = "one path" if row.get("branches") == 1 else row["builder"]
         rows.append([builder, row["acceptance"], f"{row['temperature']:g}", row["batch"], f"{row['accept_ms']:.1f}"])
     header = "builder | rule | T | batch | accept phase, ms"
-    return section(header, rows, f"{runs['hardware']}:", [runs["command"]], "text")
+    return section(header, rows, f"{runs['hardware']}:", [runs["command"]])
 
 
 def near_ties() -> str:
@@ -434,10 +476,10 @@ def near_ties() -> str:
     return table(f"prompts | {' | '.join(TREES.values())}", rows)
 
 
-SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees)
+SHOWN = (speeds, tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees)
 SHOWN += (round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
 SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu)
-SHOWN += (shipped_nodes, pod_minutes, heads)
+SHOWN += (shipped_nodes, pod_minutes, heads, hybrid_rounds)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "latency": lambda: latency("tiny", "candidates, children", "candidates"),
     "latency-smollm2": lambda: latency("smollm2", "jax | dtype", "jax", "dtype"),

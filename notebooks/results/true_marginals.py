@@ -22,7 +22,7 @@ from treeflash_jax import trees
 from treeflash_jax.bench import prompt_sets
 from treeflash_jax.bench.bench_records import read_jsonl
 from treeflash_jax.core import programs
-from treeflash_jax.models import kv_cache, verifier
+from treeflash_jax.models import caches, verifier
 
 KEPT = 32  # likeliest tokens of a depth
 PIECE = 64  # texts are padded to multiples of it
@@ -34,9 +34,9 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
     positions_1t = jnp.arange(ids_1t.shape[1])[None]
     text = verifier.forward(weights, config, ids_1t, positions_1t, verifier.causal_mask(1, ids_1t.shape[1]))
     dtype = text.hidden_btd.dtype
-    cache = kv_cache.allocate(config, samples, ids_1t.shape[1] + depths, dtype)
-    repeated = jax.tree.map(lambda new: jnp.repeat(new, samples, axis=0), text.new_kv)
-    cache = kv_cache.append(cache, repeated, jnp.full(samples, length))
+    cache = caches.allocate(config, samples, ids_1t.shape[1] + depths, dtype)
+    repeated = jax.tree.map(lambda new: jnp.repeat(new, samples, axis=0), text.new)
+    cache = caches.commit(cache, repeated, jnp.full(samples, length))
     hidden_nd = jnp.repeat(text.hidden_btd[:, length - 1], samples, axis=0)
     kept = []
     for depth in range(depths):
@@ -45,7 +45,7 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
         tokens_n1 = jax.random.categorical(jax.random.fold_in(key, depth), logits_nv)[:, None]
         mask = jnp.ones((samples, 1, 1), bool)
         new = verifier.forward(weights, config, tokens_n1, cache.length_b[:, None], mask, cache)
-        cache, hidden_nd = kv_cache.append(cache, new.new_kv, jnp.ones(samples, jnp.int32)), new.hidden_btd[:, 0]
+        cache, hidden_nd = caches.commit(cache, new.new, jnp.ones(samples, jnp.int32)), new.hidden_btd[:, 0]
     probabilities, ids = (jnp.stack(values) for values in zip(*kept, strict=True))
     return ids, probabilities
 

@@ -17,8 +17,8 @@ import numpy as np
 from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance.target import TargetDistribution
 from treeflash_jax.trees import TransitionTable, TreeShape
-from treeflash_jax.trees.containers import DETERMINISTIC, WITH_REPLACEMENT
-from treeflash_jax.trees.sampled import best_outline
+from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITH_REPLACEMENT
+from treeflash_jax.trees.sampled.without_replacement import best_outline
 
 FORCED = 1e3  # noise that outweighs any log-probability
 NODES, BATCH = 7, 1024  # of the enumerations, so that all share their compiled rules

@@ -18,7 +18,7 @@ from refusals import refused
 from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance import RULES, check_lossless
 from treeflash_jax.trees import TreeShape
-from treeflash_jax.trees.containers import DETERMINISTIC, WITH_REPLACEMENT, WITHOUT_REPLACEMENT
+from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITH_REPLACEMENT, WITHOUT_REPLACEMENT
 
 CASES = {
     "one path": cases.paths_case(3, 1),

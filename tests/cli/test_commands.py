@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from unittest.mock import Mock
 
 import jax
@@ -16,12 +17,16 @@ from safetensors.numpy import load_file
 
 import treeflash_jax as tf
 from treeflash_jax.bench import check as bench_check
-from treeflash_jax.bench.check import check, divergence
+from treeflash_jax.bench.bench_records import read_jsonl
+from treeflash_jax.bench.check import compare_decodings, find_divergence
 from treeflash_jax.cli import chat, commands
+from treeflash_jax.cli.chat_commands import COMMANDS
 from treeflash_jax.cli.commands import main
+from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.prompts import read_messages
 from treeflash_jax.engine.requests import Request
 from treeflash_jax.formats import model_files
 
@@ -41,7 +46,7 @@ def test_commands_that_ctrl_c_ended_say_so_and_fail(monkeypatch, capsys):
 def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, capsys):
     model = random_pair()
     sizes = {"max_new_tokens": 12, "nodes": 8, "candidates": 4, "children": 4}
-    [honest] = check(model, [[1, 2, 3]], **sizes)
+    [honest] = compare_decodings(model, [[1, 2, 3]], **sizes)
     assert honest.divergence is None
     monkeypatch.setattr(loading, "load", lambda **_: model)
     command = ["check", *(f"--{name}={value}".replace("_", "-") for name, value in sizes.items()), "--prompt-ids", "1 2 3"]
@@ -58,21 +63,39 @@ def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, ca
         return results
 
     monkeypatch.setattr(model, "generate", tampered)
-    [case] = check(model, [[1, 2, 3]], **sizes)
+    [case] = compare_decodings(model, [[1, 2, 3]], **sizes)
     assert case.divergence.index == 5
     assert case.divergence.drafted != case.divergence.plain == honest.plain.ids[5]
     assert case.divergence.gap > 1e-4 and case.verdict == "FAIL"
 
     assert main(command) == 1
-    words = "prompt 0: FAIL, differs from token 5 on .* rounding does not explain it.* apart\nFAIL: 0 of 1 .* 6 tokens"
-    assert re.search(words, capsys.readouterr().out)
+    words = (
+        "not lossless: 1 answer differs from token 5 on\n0 of 1 .* 6 tokens compared, 1 other difference; .*\n"
+        "prompt 0: FAIL, differs from token 5 on .* rounding does not explain it.* apart\n"
+    )
+    assert re.fullmatch(words, capsys.readouterr().out)
     mistake(capsys, main, [*command, "--builder", "none"], "got builder 'none'", "nothing to compare")
     monkeypatch.setattr(bench_check, "NEAR_TIE", 1e9)
     assert main(command) == 0
-    words = "prompt 0: equal up to rounding, .*near-tie: float32 rounding decides .*; not an error\n"
-    assert re.search(words + r"equal up to rounding \(1 near-tie\): 0 of 1 drafted .*", out := capsys.readouterr().out)
+    words = "lossless: equal up to 1 near-tie at token 5\n0 of 1 .* 6 tokens compared, 1 near-tie; .*\n"
+    words += "prompt 0: equal up to rounding, .*near-tie: float32 rounding decides .*; not an error\n"
+    assert re.fullmatch(words, out := capsys.readouterr().out)
     assert "PASS" not in out and "--dtype" not in out
     assert "exact in float32: add --dtype float32" in bench_check.conclude(3, 1, 2, 90, "bfloat16")
+
+
+def test_the_verdict_names_the_first_difference_and_an_error_before_a_near_tie():
+    near, error = (bench_check.Divergence(index=i, drafted=1, plain=2, near_tie=i == 9) for i in (9, 4))
+    verdicts = {
+        (None, None): "lossless: equal",
+        (None, near): "lossless: equal up to 1 near-tie at token 9 of prompt 1",
+        (near, near): "lossless: equal up to 2 near-ties, the first at token 9 of prompt 0",
+        (near, error): "not lossless: 1 answer differs from token 4 of prompt 1 on",
+        (error, near, error): "not lossless: 2 answers differ, the first from token 4 of prompt 0 on",
+    }
+    for divergences, expected in verdicts.items():
+        answers = [bench_check.Comparison(drafted=None, plain=None, divergence=divergence) for divergence in divergences]
+        assert bench_check.describe_verdict(answers) == expected
 
 
 def test_the_gap_counts_the_noise_that_draws_the_token():
@@ -82,8 +105,8 @@ def test_the_gap_counts_the_noise_that_draws_the_token():
     row = Request(ids=prompts[1], settings=tf.GenerateConfig(temperature=20.0, seed=7), index=1)
     for index, token in enumerate(drawn):
         first, *others = (i for i in range(10) if i != token)
-        at = {i: divergence(model, row, [*drawn[:index], i], drawn).gap for i in (first, *others)}
-        between = [divergence(model, row, [*drawn[:index], i], [*drawn[:index], first]).gap for i in others]
+        at = {i: find_divergence(model, row, [*drawn[:index], i], drawn).gap for i in (first, *others)}
+        between = [find_divergence(model, row, [*drawn[:index], i], [*drawn[:index], first]).gap for i in others]
         np.testing.assert_allclose([abs(at[i] - at[first]) for i in others], between, rtol=1e-3, atol=1e-3)
 
 
@@ -101,7 +124,7 @@ def judge(monkeypatch):
             patch.setattr(programs, "call", given)
             settings = [tf.GenerateConfig(temperature=temperature, seed=seed, **filters) for seed in range(16)]
             requests = [Request(ids=[1], settings=own) for own in settings]
-            return np.array([divergence(model, request, [drafted], [plain]).near_tie for request in requests])
+            return np.array([find_divergence(model, request, [drafted], [plain]).near_tie for request in requests])
 
     return judge
 
@@ -134,7 +157,7 @@ def test_the_gap_is_that_of_processed_logits():
 
     def gap(**settings) -> float:
         [request] = model.prepare([1, 2, 3], **settings).requests
-        return divergence(model, request, [*answer[:5], other], answer).gap
+        return find_divergence(model, request, [*answer[:5], other], answer).gap
 
     np.testing.assert_allclose(gap(logit_bias={drawn: 1.5}), gap() + 1.5, rtol=1e-5)
     often = answer[:5].count(drawn) - answer[:5].count(other)
@@ -173,20 +196,92 @@ def test_conversions_that_cannot_be_end_with_one_line(tmp_path, capsys, folder, 
     mistake(capsys, main, ["convert", str(folder), str(tmp_path / "new"), *options], words)
 
 
-def test_chat_streams_turns_and_survives_mistakes(capsys, monkeypatch):
-    inputs = ["/tree", "Sam has 2 cats and 3 dogs. How many pets?", "/tree", "x " * 4000, "/reset", "/what", EOFError]
-    monkeypatch.setattr("rich.console.Console.input", Mock(side_effect=inputs))
-    assert main([*CHAT, "--max-new-tokens", "24"]) == 0
-    printed = capsys.readouterr().out
+@pytest.fixture
+def converse(monkeypatch, capsys):
+    """Types turns into `treeflash chat` and returns what is printed."""
+
+    def converse(*turns, options=()):
+        monkeypatch.setattr("builtins.input", Mock(side_effect=[*turns, EOFError]))
+        assert main([*CHAT, *options]) == 0
+        return capsys.readouterr().out
+
+    return converse
+
+
+def test_chat_streams_turns_and_survives_mistakes(converse):
+    turns = "/tree", "Sam has 2 cats and 3 dogs. How many pets?", "/tree", "x " * 4000, "/reset", "/hepl", "/help"
+    printed = converse(*turns, options=["--max-new-tokens", "24"])
     assert "no draft tree yet" in printed and "tau" in printed and "(anchor; " in printed
-    assert "context" in printed and printed.count("/reset forgets") == 2
+    assert "context" in printed and "error: got command /hepl; did you mean /help?\n" in printed
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("/")] == ["/help", *COMMANDS]
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """Chats and settings that reach `stream`; every answer is "Yes."."""
+    heard = []
+
+    def stream(model, chat, session, **settings):
+        heard.append((list(chat), settings))
+        yield tf.Chunk(ids=[5], text="Yes.", rounds=1)
+        yield replace(tf.Result.unanswered([1], has_text=True), finished="stop")
+
+    monkeypatch.setattr(TreeFlash, "stream", stream)
+    return heard
+
+
+def test_chat_sets_settings_and_the_system_message(heard, converse):
+    turns = "/set", "/set temperature 0.7", "/set max-new-tokens = 9", '/set logit_bias {"5": 1.5}', "/set stop The end."
+    mistakes = "/set temprature 1", "/set temperature -1", "/set samples 2", "/set candidates 99999", "/set num_beams 4"
+    printed = converse(*turns, *mistakes, "/set", "Hi", "/set temperature", "/system Be short.", "Hi", "/system", "Hi")
+    assert "all settings have their defaults" not in printed, "the options are set"
+    errors = re.findall("error: (.*)", printed)
+    words = (
+        "did you mean temperature",
+        "got temperature -1.0, expected at least 0",
+        "samples is no setting",
+        "candidates 999",
+    )
+    for error, expected in zip(errors, (*words, "num_beams is not supported"), strict=True):
+        assert expected in error
+    assert "\ntemperature 0.7\nmax_new_tokens 9\nlogit_bias {5: 1.5}\nstop ('The end.',)\n" in printed
+    (chat, settings), (with_system, later), (without, _) = heard
+    given = {
+        "sampling": "model",
+        "nodes": 8,
+        "candidates": 4,
+        "children": 4,
+        "max_new_tokens": 9,
+        "logit_bias": {5: 1.5},
+        "stop": ("The end.",),
+    }
+    assert later == given and settings == given | {"temperature": 0.7}
+    assert [message["role"] for message in with_system] == ["system", "user", "assistant", "user"]
+    assert with_system[0]["content"] == "Be short." and without[0] == {"role": "user", "content": "Hi"} == chat[0]
+
+
+def test_chat_saves_messages_that_a_prompt_file_reads(heard, converse, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "talk.jsonl"
+    taken = tmp_path / "taken.jsonl"
+    taken.write_text("taken")
+    saves = f"/save {path}", f"/save {taken}", f"/save {path}.txt", f"/save {tmp_path}/nowhere/a.jsonl"
+    printed = converse(saves[0], "Say “yes”.\nNow.", *saves, options=["--system", "Be short."])
+    assert re.findall("error: (.{12})", printed.replace(str(tmp_path), "")) == [
+        "got no messa", "got file '/t", "got file '/t", "cannot write",
+    ]  # fmt: skip
+    assert taken.read_text() == "taken" and f"wrote {path}" in printed.replace("\n", "")
+    system, user = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Say “yes”.\nNow."}
+    [(_, record)] = read_jsonl(path)
+    assert read_messages(record) == [system, user, {"role": "assistant", "content": "Yes."}]
+    [prompt] = parse_prompts(commands.parser().parse_args(["generate", "--prompt-file", str(path)]))
+    assert prompt == [system, user]
 
 
 def test_chat_prints_text_as_it_is(monkeypatch, capsys):
     """Rich would turn parts of slices into emoji."""
     monkeypatch.setattr(commands, "load_model", lambda _: None)
 
-    def converse(_, console, **__):
+    def converse(_, console, *_system, **_settings):
         with chat.Lines(console) as lines:
             lines.write("x = items[:100:2]")
 
@@ -194,22 +289,18 @@ def test_chat_prints_text_as_it_is(monkeypatch, capsys):
     assert main(["chat"]) == 0 and capsys.readouterr().out == "x = items[:100:2]\n"
 
 
-def test_chat_remembers_the_conversation(capsys, monkeypatch):
-    heard = []
-    stream = TreeFlash.stream
-    monkeypatch.setattr(TreeFlash, "stream", lambda self, chat, **s: heard.append(list(chat)) or stream(self, chat, **s))
-    inputs = ["Sam has 2 cats.", "How many?", "/reset", "Hello.", "/quit"]
-    monkeypatch.setattr("rich.console.Console.input", Mock(side_effect=inputs))
-    assert main([*CHAT, "--max-new-tokens", "8"]) == 0
-    assert [[message["role"] for message in chat] for chat in heard] == [["user"], ["user", "assistant", "user"], ["user"]]
-    assert heard[1][1]["content"] and heard[1][1]["content"].strip() in capsys.readouterr().out
+def test_chat_remembers_the_conversation(heard, converse):
+    printed = converse("Sam has 2 cats.", "How many?", "/reset", "/usr/bin or // is text", "/quit", "not read")
+    chats = [chat for chat, _ in heard]
+    assert [[message["role"] for message in chat] for chat in chats] == [["user"], ["user", "assistant", "user"], ["user"]]
+    assert chats[1][1]["content"] == "Yes." and printed.count("Yes.") == 3
 
 
 def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatch):
     context, rooms, prepare = tiny.verifier.max_positions, [], TreeFlash.prepare
     length = len(tiny.encode("Hello."))
 
-    def stream(model, messages, session, max_new_tokens):
+    def stream(model, messages, session, max_new_tokens, sampling):
         rooms.append(max_new_tokens)
         ids = [5] * max_new_tokens
         yield tf.Result(text="", ids=ids, prompt_ids=[1] * length, builder="none", accept_lengths=[], finished="length")
@@ -217,19 +308,19 @@ def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatc
     monkeypatch.setattr(TreeFlash, "stream", stream)
     console = Console(file=io.StringIO(), width=200)
     for limit in (None, 50):
-        monkeypatch.setattr(console, "input", Mock(side_effect=["Hello.", "/quit"]))
+        monkeypatch.setattr("builtins.input", Mock(side_effect=["Hello.", "/quit"]))
         chat.converse(tiny, console, max_new_tokens=limit)
     assert rooms == [context - length, 50]
     assert "cut at the context's end, 2,048 tokens" in (out := console.file.getvalue())
-    assert "cut: --max-new-tokens 200 goes on" in out
+    assert "cut: /set max_new_tokens 200 goes on" in out
 
-    def refuse(model, prompts, max_new_tokens):
+    def refuse(model, prompts, max_new_tokens, **_):
         if max_new_tokens > 600:
             raise ValueError("got caches, expected less")
         return prepare(model, prompts, max_new_tokens=max_new_tokens)
 
     monkeypatch.setattr(TreeFlash, "prepare", refuse)
-    monkeypatch.setattr(console, "input", Mock(side_effect=["Hello.", "/quit"]))
+    monkeypatch.setattr("builtins.input", Mock(side_effect=["Hello.", "/quit"]))
     chat.converse(tiny, console)
     assert rooms[-1] == (context - length) // 4
 
@@ -250,7 +341,7 @@ def test_answers_in_a_terminal_break_between_words():
 
 def test_every_command_has_help(capsys):
     """`treeflash` and `treeflash bench` alone list all there are."""
-    commands = ["generate", "chat", "check", "convert", "demo", "bench"]
+    commands = ["generate", "chat", "serve", "check", "convert", "demo", "bench"]
     for words, expected in ([], commands), (["bench"], ["run", "report", "latency", "memory"]):
         assert main(words) == 0
         text = capsys.readouterr().out

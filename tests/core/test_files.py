@@ -16,7 +16,7 @@ import pytest
 from refusals import mistake, refused, snapshot
 from safetensors.numpy import save_file
 
-from train import compile, measure
+from train import measure
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
 from treeflash_jax.formats import model_files, storage, tensor_files
@@ -49,7 +49,7 @@ OUTPUTS = {
     "bench run": lambda out: cli(["bench", "run", "--out", out]),
     "bench latency": lambda out: cli(["bench", "latency", "--out", out]),
     "bench memory": lambda out: cli(["bench", "memory", "--shape", "tiny", "--no-compile", "--out", out]),
-    "train.compile": lambda out: compile.main(["x.toml", "--shape", "qwen3-4b", "--out", out]),
+    "bench memory --train": lambda out: cli(["bench", "memory", "--shape", "tiny", "--train", "x.toml", "--out", out]),
     "train.measure": lambda out: measure.main(measure.MeasureStage(verifier="x", drafter="x", respond="x", out=out)),
 }
 

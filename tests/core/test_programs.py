@@ -16,7 +16,7 @@ SCRIPT = """
 import json, jax
 jax.jit(lambda x: x + 1)(jax.numpy.ones(3))  # programs are kept after a first compilation, too
 from treeflash_jax.core import programs
-programs.keep_on_disk()
+programs.keep_programs()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(7)).block_until_ready()
 print(json.dumps(jax.config.jax_compilation_cache_dir))
@@ -72,6 +72,7 @@ def test_loading_changes_no_setting_of_jax(tmp_path):
     assert run(tmp_path, LIBRARY.format(mesh=None)) == {} and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_programs_are_kept_but_not_those_of_several_cpu_devices(tmp_path):
     """By commands, and by the library if JAX has a cache: programs that are read back wait for ever in collectives."""
     two_devices = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"

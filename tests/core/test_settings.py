@@ -9,8 +9,8 @@ import pytest
 from refusals import mistake, refused
 
 from treeflash_jax.cli.arguments import Parser
-from treeflash_jax.core.checks import UnknownSetting, suggesting
-from treeflash_jax.core.settings import add_options, build, changed, check, describe, option_values, setting
+from treeflash_jax.core.checks import UnknownSetting, refuse_unknown
+from treeflash_jax.core.settings import add_options, build, changed, describe, option_values, setting, validate
 
 COLOURS = {"red": None}
 
@@ -52,12 +52,12 @@ def test_a_command_may_take_some_fields_or_lists_of_values():
 
 @pytest.mark.parametrize("words, said", [
     (["--size", "1"], "the following arguments are required: --place"),
-    (["--place", "x", "--size", "y"], "--size: got size 'y', expected a valid integer"),
-    (["--place", "x", "--rows", "many"], "--rows: got rows 'many', expected a valid integer or 'auto'"),
+    (["--place", "x", "--size", "y"], "--size: got size 'y', expected an integer"),
+    (["--place", "x", "--rows", "many"], "--rows: got rows 'many', expected an integer or 'auto'"),
     (["--place", "x", "--rows", "9" * 5000], "expected an integer or 'auto'"),
     (["--place", "x", "--colour", "green"], "--colour: got 'green', expected one of red (see"),
-    (["--place", "x", "--ids", "x"], "--ids: got ids 'x', expected a valid integer"),
-    (["--place", "x", "--extra", "[1]"], "--extra: got extra [1], expected a valid dictionary"),
+    (["--place", "x", "--ids", "x"], "--ids: got ids 'x', expected an integer"),
+    (["--place", "x", "--extra", "[1]"], "--extra: got extra [1], expected a dictionary"),
     (["--place", "x", "--extra", "{1"], "--extra: not valid JSON"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(capsys, words, said):
@@ -79,7 +79,7 @@ class Checked:
     size: int | Sequence[int] = setting(3, "how large it is", least=1, most=9)
 
     def __post_init__(self):
-        check(self)
+        validate(self)
 
 
 def test_values_are_checked_and_converted_when_they_are_given():
@@ -119,6 +119,50 @@ def test_wrong_tables_are_named(raw, said):
     refused(lambda: build(Nested, raw, "file"), said)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kinds:
+    count: int = setting(0)
+    rate: float = setting(0.0)
+    loud: bool = setting(False)
+    word: str = setting("x")
+    span: tuple[int, int] | None = setting(None)
+    mixed: float | Sequence[float] | Literal["auto"] = setting("auto")
+    bias: Mapping[int, float] | None = setting(None)
+
+
+def test_files_and_command_lines_may_write_numbers_as_texts_and_texts_as_numbers():
+    raw = {
+        "count": 1e3,
+        "rate": "1e-3",
+        "loud": "yes",
+        "word": 7,
+        "span": ["1", 2],
+        "mixed": ["1", 2],
+        "bias": {"5": "0.5"},
+    }
+    values = dict(count=1000, rate=0.001, loud=True, word="7", span=(1, 2), mixed=(1.0, 2.0), bias={5: 0.5})
+    assert build(Kinds, raw) == Kinds(**values)
+    assert build(Kinds, {"mixed": "auto", "loud": False}) == Kinds() and build(Kinds, {"mixed": "2"}).mixed == 2.0
+
+
+@pytest.mark.parametrize("name, value, said", [
+    ("count", True, "True, expected an integer"),
+    ("count", 2.5, "2.5, expected an integer"),
+    ("rate", "nan", "'nan', expected a finite number"),
+    ("rate", 10**400, "expected a number"),
+    ("loud", "maybe", "'maybe', expected true or false"),
+    ("word", "", "'', expected at least 1 character"),
+    ("word", "\ud800", "expected a text of whole characters"),
+    ("span", [1], "[1], expected a list of 2"),
+    ("mixed", [0.5, "x"], "'x', expected a number"),
+    ("mixed", "x", "'x', expected a number or a list or 'auto'"),
+    ("bias", {"x": 1}, "'x', expected an integer"),
+    ("bias", [1], "[1], expected a dictionary"),
+])  # fmt: skip
+def test_values_of_other_types_are_named(name, value, said):
+    refused(lambda: build(Kinds, {name: value}), f"got {name} = ", said)
+
+
 def test_descriptions_have_every_setting_in_full():
     assert describe(Nested).splitlines() == [
         "  free: anything.",
@@ -130,4 +174,6 @@ def test_descriptions_have_every_setting_in_full():
 
 def test_unknown_arguments_are_type_errors_that_suggest():
     with pytest.raises(UnknownSetting, match="got unknown argument 'sise'; did you mean size?"):
-        suggesting(lambda size: size)(sise=3)
+        refuse_unknown(["sise"], ["size"])
+    with pytest.raises(UnknownSetting, match="got unknown argument 'bemas'; beams is not supported"):
+        refuse_unknown(["bemas"], ["size"], {"beams": "is not supported"})

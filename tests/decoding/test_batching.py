@@ -1,16 +1,22 @@
 """Waiting prompts replace finished sequences: same answers, fewer rounds, no new programs, no copied caches."""
 
 import re
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import TREE, prefilled, slow_unless
-from conftest import random_pair
+from answers import TREE, make_pair, prefilled, slow_unless
+from conftest import RANDOM_MODEL, random_pair
+from test_every_drafter import KINDS
+from test_hybrid_decoding import hybrid_pair
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.batching import Slots, choose_batch_size
+from treeflash_jax.engine import scheduler
+from treeflash_jax.engine.batching import choose_batch_size
+from treeflash_jax.engine.results import Reader
+from treeflash_jax.engine.scheduler import Slots
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
 SAMPLED = {"temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]}
@@ -29,7 +35,9 @@ def test_answers_do_not_depend_on_the_batch(trained, settings):
     assert [result.accept_lengths for result in few] == [result.accept_lengths for result in whole]
     assert len({len(result.ids) for result in few}) > 1, "sequences have to finish at different times"
     added = [program.function.__name__ for program in programs.compiled()[before:]]
-    assert all(added.count(name) <= most for name, most in (("decode", 1), ("admit", 1), ("begin", 2), ("read", 2)))
+    assert all(
+        added.count(name) <= most for name, most in (("decode", 1), ("admit", 1), ("init_state", 2), ("prefill_chunks", 2))
+    )
     count = len(programs.compiled())
     again = dict(trained.generate_each(PROMPTS, batch_size=2, **how))
     assert [again[i].ids for i in range(len(PROMPTS))] == [result.ids for result in whole]
@@ -53,6 +61,36 @@ def test_answers_come_as_they_finish(trained):
     assert [place for place, _ in trained.generate_each(**how, batch_size=1)] == [0, 1, 2, 3]
     order = [place for place, _ in trained.generate_each(**how, batch_size=4)]
     assert sorted(order) == [0, 1, 2, 3] and lengths[order[-1]] == max(lengths)
+
+
+@pytest.mark.parametrize("kind", [slow_unless(kind == "block", kind) for kind in ("block", "ngram", "mtp", "hybrid")])
+def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
+    """Of a running answer, of one that has ended, of one that is overwritten; NaN is never copied."""
+    monkeypatch.setattr(scheduler, "LEAST_REUSED", 4)
+    model = hybrid_pair() if kind == "hybrid" else make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64)
+    settings = {"max_new_tokens": 12, "stop_ids": (), "nodes": 4, "temperature": 0.7}
+    settings |= {"children": 4, "candidates": 6} if kind == "hybrid" else {}
+    first, other = [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]
+    [answer] = model.generate([first], **settings)
+    prompts = [first, other, first + answer.ids, first[:6] + [7, 7, 7], first, other]
+    expected = [model.generate([prompt], **settings)[0].ids for prompt in prompts]
+    call = model.prepare([first], **settings, batch_size=2)
+    server = scheduler.Scheduler(call.plan, model.weights, batch_size=2, capacity=256, for_server=True)
+    reader, answers, reused = Reader(server, model), {}, {}
+    for number, prompt in enumerate(prompts):
+        server.submit([replace(request, number=number) for request in model.make_requests([prompt], **settings)[1]])
+    for ready in server.decode_all(3, lambda slots: []):
+        for slot, result in zip(ready, reader.read_results(ready), strict=True):
+            number = server.slots.held[slot].number
+            answers[number], reused[number] = result.ids, result.reused
+    assert [answers[number] for number in range(6)] == expected
+    assert reused[0] == reused[1] == 0 and reused[2] > 0
+    if kind != "hybrid":  # recurrent states are kept of two places only
+        assert reused[2] >= len(first) - 1 and [reused[number] for number in (3, 4, 5)] == [5, 7, 0]
+    ends_b, vocab_size = server.state.cache.length_b, model.verifier.vocab_size
+    damaged = server.state.replace(tokens_bs=server.state.tokens_bs.at[jnp.arange(2), ends_b].set(vocab_size))
+    for state, has_some in ((server.state, True), (damaged, False)):
+        assert scheduler.count_reusable(state, prompts[5] + answers[5], vocab_size).any() == has_some
 
 
 def test_a_batch_keeps_its_slots_busy():
@@ -79,16 +117,16 @@ def test_a_batch_keeps_its_slots_busy():
 def test_admission_writes_the_replaced_sequences_only():
     model = random_pair()
     (_, state), (_, fresh) = (prefilled(model, prompts, **TREE) for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]]))
-    old = [np.asarray(x) for x in (state.tokens_bs, state.cache.keys[0])]
-    new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.keys[0])]
+    old = [np.asarray(x) for x in (state.tokens_bs, state.cache.states[0].keys_bnkse)]
+    new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.states[0].keys_bnkse)]
     places = jnp.array([2, -1])
     compiled = loops.admit.lower(state, fresh, places).compile()
-    for shape in {x.shape for x in state.cache.keys}:
+    for shape in {x.keys_bnkse.shape for x in state.cache.states}:
         sizes = ",".join(map(str, shape))
         assert f"f32[{sizes}]" in compiled.as_text()
         assert not re.findall(rf"= f32\[{sizes}\]\S* copy\(", compiled.as_text())
     after = compiled(state, fresh, places)
-    for x, before, came in zip((after.tokens_bs, after.cache.keys[0]), old, new, strict=True):
+    for x, before, came in zip((after.tokens_bs, after.cache.states[0].keys_bnkse), old, new, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[:2], before[:2])
         np.testing.assert_array_equal(np.asarray(x)[2], came[0])
     assert after.end_b.tolist() == [2 + 1, 2 + 1, 3 + 1]

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import gc
 import math
 import multiprocessing
 import pickle
+import weakref
 
 import jax
 import pytest
@@ -60,6 +62,17 @@ def test_copies_of_an_answer_do_not_copy_the_model(answer):
         refused(copied.tree, "a copy of a result")
 
 
+def test_a_kept_answer_and_a_session_keep_no_weights():
+    model, session = tf.load("tiny"), tf.Session()
+    *_, kept = model.stream(CHAT, max_new_tokens=40, session=session, **TREE)
+    assert kept.tree().accepted
+    array = weakref.ref(jax.tree.leaves(model.weights.verifier)[0])
+    del model
+    gc.collect()
+    assert array() is None
+    refused(kept.tree, "the model that drafted this answer is gone")
+
+
 @pytest.mark.parametrize("rounds", [1, 5])
 def test_a_stream_shows_the_text_and_never_takes_back(tiny, answer, rounds):
     *chunks, result = tiny.stream(CHAT, max_new_tokens=40, rounds_per_dispatch=rounds, **TREE)
@@ -111,7 +124,7 @@ def test_an_interrupt_during_prefill_keeps_earlier_answers(tiny, monkeypatch, ba
     """With one place, there is no state while prompts are read; the answers before them stay."""
     prompts = [CHAT, tf.Text("3 + 4 ="), tf.Text("Tom has 3 apples.")]
     whole = tiny.generate(prompts, max_new_tokens=40, batch_size=batch_size, **TREE)
-    interrupt_if(monkeypatch, lambda calls: calls[-1] is loops.read and loops.decode in calls)
+    interrupt_if(monkeypatch, lambda calls: calls[-1] is loops.prefill_chunks and loops.decode in calls)
     results = tiny.generate(prompts, max_new_tokens=40, batch_size=batch_size, **TREE)
     assert len({len(result.ids) for result in whole[:2]}) == 2, "of the first two, only one has ended"
     assert all(result.ids == full.ids[: len(result.ids)] for result, full in zip(results, whole, strict=True))

@@ -5,11 +5,12 @@ Temperatures, filters, seeds, lengths, stop ids and weights are data, so few com
 
 import itertools
 import random
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from answers import SIZES, cut_by_stops, drafted_as_plain, random_weights
+from answers import SIZES, cut_by_stops, drafted_as_plain, random_weights, with_recurrent_layers, with_windows_and_sinks
 from conftest import FOLDERS
 
 from treeflash_jax import TreeFlash, load
@@ -81,6 +82,12 @@ VERIFIERS = {
         model_type="qwen3_moe", num_experts=5, experts_per_token=2, expert_size=16, normalize_experts=True,
         dense_layers=(1,), **SMALL,
     ),
+    "qwen3_5": replace(with_recurrent_layers(ModelConfig(**SMALL)), rope=Rope(fraction=2 / 3)),
+    "qwen3_5_moe": replace(
+        with_recurrent_layers(ModelConfig(**SMALL)), model_type="qwen3_5_moe_text", rope=Rope(fraction=2 / 3),
+        num_experts=5, experts_per_token=2, expert_size=16, shared_expert_size=8, normalize_experts=True,
+    ),
+    "gpt_oss": replace(with_windows_and_sinks(ModelConfig(**SMALL)), rope=replace(YARN, truncate=False)),
 }  # fmt: skip
 KINDS = (  # of drafted programs
     {}, {"shortlist": 7}, {"lanes": 2, "nodes": 9}, {"block_size": 4, "nodes": 6}, {"builder": "walk"},

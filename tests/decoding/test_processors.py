@@ -18,13 +18,13 @@ from refusals import refused
 from test_every_drafter import TEXTS, accepted_pair
 
 from treeflash_jax import GenerateConfig, trees
-from treeflash_jax.bench.check import check
+from treeflash_jax.bench.check import compare_decodings
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, processors
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.batching import make_batch
 from treeflash_jax.engine.requests import make_requests
-from treeflash_jax.trees.containers import NO_TOKEN
+from treeflash_jax.trees import NO_TOKEN
 
 STORED = np.load(DATA / "sampling" / "transformers.npz")
 
@@ -42,7 +42,7 @@ def test_logits_are_those_of_transformers(depths):
     requests = make_requests([prompt for prompt, _ in parts], config, RANDOM_MODEL)
     tokens_bs, length_b, sampling = make_batch(requests, batch_size=len(parts), capacity=32, dtype=jnp.float32)
     state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
-    state = processors.start(state, STORED["logits"].shape[1])
+    state = processors.init_processors(state, STORED["logits"].shape[1])
     paths = np.full((len(parts), 1, depths), NO_TOKEN)
     answers = np.zeros((len(parts), 12), np.int32)
     kept = []
@@ -50,7 +50,7 @@ def test_logits_are_those_of_transformers(depths):
         cut = max(0, len(answer) - depths)
         paths[number, 0, : len(answer) - cut], answers[number, :cut] = answer[cut:], answer[:cut]
         kept.append(cut)
-    state = processors.commit(state.replace(end_b=length_b + jnp.asarray(kept)), answers, jnp.asarray(kept))
+    state = processors.count_tokens(state.replace(end_b=length_b + jnp.asarray(kept)), answers, jnp.asarray(kept))
     processed = processors.process(jnp.asarray(STORED["logits"][:, None]), state, jnp.asarray(paths))
     np.testing.assert_allclose(processed[:, 0], STORED["processed"], atol=1e-5)
     target = accepting.make_target(processed, sampling)
@@ -70,14 +70,15 @@ PROCESSED = {
 }
 SAMPLED = {"temperature": [1.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
 DRAFT = {"nodes": 8, "children": 6}
-KINDS = "language_model", "frequent", "ngram"
-CASES = [slow_unless(kind == KINDS[0], kind, name) for kind in KINDS for name in PROCESSED]
+CASES = [("language_model", name, "qwen3") for name in PROCESSED]
+CASES += [slow_unless(False, kind, name, "qwen3") for kind in ("frequent", "ngram") for name in ("presence", "bias", "all")]
+CASES += [slow_unless(False, "frequent", "all", "qwen3_5")]
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_drafted_output_is_one_token_output(float64, kind, name):
+@pytest.mark.parametrize(("kind", "name", "verifier"), CASES)
+def test_drafted_output_is_one_token_output(float64, kind, name, verifier):
     """Greedy and sampled; the third text joins the batch later."""
-    pair, accepted = accepted_pair(kind), 0
+    pair, accepted = accepted_pair(kind, verifier), 0
     draft = DRAFT | ({"candidates": 6} if kind == "frequent" else {})
     for settings in ({}, SAMPLED):
         settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 2} | settings | PROCESSED[name]
@@ -92,6 +93,7 @@ def test_drafted_output_is_one_token_output(float64, kind, name):
     assert accepted
 
 
+@pytest.mark.slow
 def test_a_history_without_ancestors_fails_the_same_test(float64, monkeypatch):
     """Control: nodes penalized for the committed text alone."""
     settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 3, "presence_penalty": 2.0}
@@ -201,5 +203,54 @@ def test_an_automaton_makes_json(tiny):
             assert result.finished == "stop" and parsed and all(isinstance(number, int) for number in parsed.values())
         *_, streamed = tiny.stream(chats[0], processor=processor, max_new_tokens=40, nodes=8, **settings)
         assert streamed.ids == results[0].ids
-    [case] = check(tiny, chats[:1], processor=processor, max_new_tokens=40, nodes=8)
+    [case] = compare_decodings(tiny, chats[:1], processor=processor, max_new_tokens=40, nodes=8)
     assert case.divergence is None
+
+
+def allow_few(logits_bnv, history):
+    """Allows nothing to the sequence that begins with token 4, once it has seven tokens."""
+    length_bn = history.length_b[:, None] + jnp.sum(history.path_bni != NO_TOKEN, axis=2)
+    is_blocked_bn = (history.tokens_bs[:, :1] == 4) & (length_bn >= 7)
+    return jnp.where(is_blocked_bn[..., None], -jnp.inf, logits_bnv)
+
+
+ENDED = [{"builder": "none"}, DRAFT]
+ENDED += [{"temperature": 1.0, "builder": builder, "nodes": 8} for builder in ("walk", "hybrid", "without-replacement")]
+
+
+@pytest.mark.parametrize("how", [slow_unless(how == DRAFT, how) for how in ENDED])
+def test_a_processor_that_allows_nothing_ends_that_answer_alone(tiny, how):
+    settings, prompts = {"max_new_tokens": 12, "stop_ids": (), "batch_size": 2} | how, [[5, 6, 7], [4, 6, 7], [8, 9]]
+    with pytest.warns(UserWarning, match="prompt 1: processor allow_few left no logit above -inf for token 4") as caught:
+        results = tiny.generate(prompts, processor=allow_few, **settings)
+    assert len(caught) == 1
+    plain = tiny.generate(prompts, **settings)
+    assert [result.finished for result in results] == ["length", "blocked", "length"]
+    assert [results[i].ids for i in (0, 2)] == [plain[i].ids for i in (0, 2)]
+    blocked = results[1]
+    assert blocked.ids == plain[1].ids[:4] and blocked.text == tiny.tokenizer.decode(blocked.ids)
+    assert 1 + sum(blocked.accept_lengths) == 4
+
+
+def test_a_processor_that_allows_nothing_at_first_leaves_an_empty_answer(tiny):
+    nothing = lambda logits_bnv, history: jnp.full_like(logits_bnv, -jnp.inf)  # noqa: E731
+    with pytest.warns(UserWarning, match="token 0"):
+        *chunks, result = tiny.stream([5, 6, 7], processor=nothing, max_new_tokens=12, nodes=8)
+    assert (result.ids, result.text, result.accept_lengths, result.finished) == ([], "", [], "blocked")
+    assert [chunk.text for chunk in chunks] == [""]
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (lambda logits_bnv: None, "got NoneType from processor wrong"),
+        (lambda logits_bnv: logits_bnv > 0, "got bool (1, 1, 2048) from processor wrong"),
+        (lambda logits_bnv: logits_bnv[:, 0], "got float32 (1, 2048) from processor wrong"),
+    ],
+)
+def test_a_processor_that_returns_no_logits_is_refused_in_one_line(tiny, returned, got):
+    def wrong(logits_bnv, history):
+        return returned(logits_bnv)
+
+    call = lambda: tiny.generate([5, 6, 7], processor=wrong, builder="none")  # noqa: E731
+    refused(call, got, "expected logits (1, 1, 2048) of a floating dtype")

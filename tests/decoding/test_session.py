@@ -12,9 +12,8 @@ from test_every_drafter import KINDS
 
 import treeflash_jax as tf
 from treeflash_jax.core import clock
-from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import batching
+from treeflash_jax.engine.scheduler import Scheduler
 
 
 def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, **settings) -> list[int]:
@@ -23,50 +22,45 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
 
 
 @pytest.mark.parametrize(
-    "kind", [None, "block", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "ngram", "language_model"))]
+    "kind", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("block", "eagle3", "ngram", "language_model"))]
 )
-def test_answers_with_kept_caches_are_those_without(kind, monkeypatch):
+def test_answers_with_kept_caches_are_those_without(kind):
     """Four turns in float64: a prompt that goes on, one whose earlier message changed, one that outgrows the caches.
 
     Sampled answers have penalties: those of an earlier turn are part of the prompt.
     """
-    counts, take = [], tf.Session.take
-
-    def note(*args):
-        kept = take(*args)
-        counts.append(kept and kept[1])
-        return kept
-
-    monkeypatch.setattr(tf.Session, "take", note)
     settings = {"max_new_tokens": 20, **({"nodes": 8, "children": 4} if kind else {})}
     with jax.enable_x64(True):
         model = make_pair(RANDOM_MODEL, KINDS.get(kind), dtype=jnp.float64)
         for temperature in (0.0, 0.8):
-            rng, session, counts[:] = np.random.default_rng(0), tf.Session(), []
+            rng, session, counts = np.random.default_rng(0), tf.Session(), []
             settings |= {"repetition_penalty": 1.3, "presence_penalty": 0.5} if temperature else {}
             prompt, lengths = rng.integers(0, 64, 75).tolist(), []
             for turn, more in enumerate((3, 40, 80, 0)):
                 alone = answer(model, prompt, None, **settings, temperature=temperature)
-                assert answer(model, prompt, session, **settings, temperature=temperature) == alone
+                *_, result = model.stream(prompt, session=session, **settings, temperature=temperature)
+                assert result.ids == alone
+                counts.append(result.reused)
                 prompt = prompt + alone + rng.integers(0, 64, more).tolist()
-                lengths.append(len(prompt) - more - 2)
+                lengths.append(len(prompt) - more - 1)
                 if turn == 1:
                     prompt[90] = (prompt[90] + 1) % 64
-            assert counts[0] is None and counts[2] == 89, "up to the token before the one that changed"
-            assert [counts[i] for i in (1, 3)] == [lengths[i - 1] for i in (1, 3)], "all but the last two tokens"
+            assert counts[0] == 0 and counts[2] == 89, "up to the token before the one that changed"
+            assert [counts[i] for i in (1, 3)] == [lengths[i - 1] for i in (1, 3)], "all but the last token"
 
 
 def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tiny):
     session, settings = tf.Session(), {"max_new_tokens": 4, "builder": "none"}
     answer(tiny, [5, 6, 7, 8], session, **settings)
-    runner, batch = session.batch.runner, session.batch
-    assert session.take(runner, [5, 6, 7, 8])[1] == 3 and session.take(runner, [5, 6, 7, 8]) is None
-    session.batch = batch
-    assert session.take(Runner(runner.plan, Weights(dict(tiny.weights.verifier))), [5, 6, 7, 8]) is None
-    for array in jax.tree.leaves(batch.state):
-        array.delete()
-    session.batch = batch
-    assert session.take(runner, [5, 6, 7, 8]) is None
+    plan = tiny.prepare([[5, 6, 7, 8]], **settings).plan
+    same, other = Scheduler(plan, tiny.weights), Scheduler(plan, jax.tree.map(jnp.copy, tiny.weights))
+    same.state, count_b = session.take_caches(same, [5, 6, 7, 8])
+    assert count_b == [3] and session.take_caches(same, [5, 6, 7, 8]) is None
+    session.keep_caches(same)
+    assert session.take_caches(other, [5, 6, 7, 8]) is None
+    same.state.end_b.delete()
+    session.keep_caches(same)
+    assert session.take_caches(same, [5, 6, 7, 8]) is None
 
 
 def test_a_stream_has_the_caches_of_a_session_to_itself(tiny):
@@ -76,18 +70,18 @@ def test_a_stream_has_the_caches_of_a_session_to_itself(tiny):
     streams = [tiny.stream(prompt, session=session, rounds_per_dispatch=1, **settings) for prompt in prompts]
     for stream in streams:
         next(stream)
-    assert session.batch is None
+    assert "empty" in repr(session)
     assert [[*stream][-1].ids for stream in reversed(streams)] == expected[::-1]
     left = tiny.stream([9, 8, 1], session=session, rounds_per_dispatch=1, **settings)
     next(left)
     left.close()
-    assert session.batch is not None and answer(tiny, prompts[0], session, **settings) == expected[0]
+    assert "empty" not in repr(session) and answer(tiny, prompts[0], session, **settings) == expected[0]
 
 
 def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog):
     monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
     config = tf.GenerateConfig(builder="none", max_new_tokens=4)
-    chunk = tiny.plan(config).prefill_chunk
+    chunk = tiny.plan(config).prefill.chunk
     length = 2 * chunk + 5
     with caplog.at_level(logging.WARNING, logger="treeflash_jax"):
         tiny.generate([list(range(length))], config)
@@ -96,10 +90,12 @@ def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog)
 
 
 def test_caches_grow_with_a_long_answer(monkeypatch):
-    """No further than the longest answer needs; the tokens are those of an answer whose caches had room at first."""
+    """To twice their size; the tokens are those of an answer whose caches had room at first."""
     model, prompt = make_pair(RANDOM_MODEL, KINDS["block"]), [1, 2, 3] * 5
     settings = {"max_new_tokens": 300, "nodes": 4, "children": 4, "candidates": 4}
     expected = answer(model, prompt, None, **settings)
-    monkeypatch.setattr(batching, "INITIAL_ROOM", 100)
-    session = tf.Session()
-    assert answer(model, prompt, session, **settings) == expected and session.batch.state.capacity == 384
+    monkeypatch.setattr(batching, "ROOM", 100)
+    scheduler = model.schedule(model.prepare([prompt], **settings))
+    [*scheduler.decode_all(8, lambda slots: [])]
+    assert scheduler.state.capacity == 512
+    assert scheduler.state.tokens_bs[0, 15:315].tolist() == expected

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 from answers import PROMPTS, SAMPLED, TREE, drafted_as_plain
 from compiled import gathered_shapes
@@ -37,9 +38,9 @@ def test_eight_devices_answer_as_one_with_weights_and_caches_in_shards():
     assert weights.verifier["groups"][0][0]["q"].sharding.spec == PartitionSpec("model", None, None)
     assert weights.drafter["head"]["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
     drafted, _ = programs.compiled(loops.decode)
-    state = drafted.run.output_shardings
+    state = drafted.compiled.output_shardings
     for cache in (state.cache, state.drafter.context):
-        for sharding in (*cache.keys, *cache.values):
+        for sharding in jax.tree.leaves(cache.states):
             assert sharding.spec[:3] == ("data", None, "model")
 
 
@@ -57,7 +58,9 @@ def test_heads_that_the_mesh_does_not_divide_are_replicated_not_gathered():
     [*_, result] = model.stream(PROMPTS[0], **TREE, max_new_tokens=24, rounds_per_dispatch=2)
     assert result.ids == expected.ids
     functions = [program.function for program in programs.compiled()]
-    assert functions == [loops.make_keys, loops.begin, loops.read, loops.decode], "each hands on the layout of the next"
+    assert functions == [loops.make_keys, loops.init_state, loops.prefill_chunks, loops.decode], (
+        "each hands on the layout of the next"
+    )
     [*_, result] = model.stream(PROMPTS[0] * 20, **TREE, max_new_tokens=2)
     assert len(programs.compiled()) == len(functions), "a prompt that is read in pieces as well"
     assert_small_gathers()

@@ -155,14 +155,21 @@ def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
 
 @pytest.mark.parametrize(
     ("options", "depths", "lanes"),
-    [({}, 4, 2), ({"depths": 6}, 6, 2), ({"lanes": 3}, 4, 3), ({"nodes": 8}, 7, 10), ({"builder": "walk"}, 7, None)],
+    [
+        ({}, 4, 2),
+        ({"depths": 6}, 6, 2),
+        ({"lanes": 3}, 4, 3),
+        ({"nodes": 8}, 4, 2),
+        ({"nodes": 9}, 7, 10),
+        ({"builder": "walk"}, 7, None),
+    ],
     ids=str,
 )
 def test_the_default_tree_on_a_cpu_has_four_levels_of_two_lanes(options, depths, lanes):
     config, device = replace(opened("eagle")[0], num_depths=7), Device("cpu", features=frozenset({"avx512_bf16"}))
     settings = GenerateConfig(**{"builder": "best-first"} | options)
     plan = resolve(settings, config.layers, config, dtype=jnp.bfloat16, device=device)
-    assert (plan.draft.num_depths, plan.shape.lanes) == (depths, lanes)
+    assert (plan.drafter.num_depths, plan.shape.lanes) == (depths, lanes)
 
 
 # Decoding

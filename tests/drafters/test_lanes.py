@@ -15,7 +15,8 @@ from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level, scratch_specs
 from treeflash_jax.models import vocab
 from treeflash_jax.models.attention import tree_attention
-from treeflash_jax.models.kv_cache import KVCache
+from treeflash_jax.models.caches import Cache
+from treeflash_jax.models.kv_cache import KVState
 
 BATCH, VOCAB, DRAFT_VOCAB, WIDTH, DEPTHS, SLOTS, CHILDREN = 3, 29, 17, 8, 4, 6, 5
 LENGTHS = [0, 2, 6]
@@ -31,7 +32,7 @@ def shared() -> dict:
     params["embed"] = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)))
     params["unembed"] = jnp.asarray(rng.normal(size=(DRAFT_VOCAB, WIDTH)))
     keys, values = (jnp.asarray(rng.normal(size=(BATCH, 1, 1, SLOTS, WIDTH))) for _ in range(2))
-    params["context"] = KVCache((keys,), (values,), jnp.asarray(LENGTHS, jnp.int32))
+    params["context"] = Cache((KVState(keys, values),), jnp.asarray(LENGTHS, jnp.int32), groups=((0,),))
     params["first"] = jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
     params["ids"] = jnp.asarray(np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False)), jnp.int32)
     return params

@@ -66,7 +66,7 @@ def test_a_folder_of_a_language_model_drafts_and_what_does_not_fit_is_refused(tm
         convert = partial(model_files.convert_drafter, folder, tmp_path / "converted", dialect)
         refused(convert, f"got dialect '{dialect}' for a drafter of kind")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    words = "got model_type 'gpt2', expected a drafter's", "or a language model of"
+    words = "got model_type 'gpt2', expected a drafter's", "or that of a language model"
     refused(lambda: model_files.read_drafter_config(tmp_path), *words)
 
 

@@ -69,7 +69,7 @@ def compiled(case: SimpleNamespace, function: Any = lambda expander: expander, *
 def walk(case: SimpleNamespace, **changes) -> np.ndarray:
     """Tokens of the greedy path."""
     num_nodes = case.drafter.num_depths + 1
-    tree = compiled(case, lambda expander: trees.walk(expander, case.inputs.anchor_b, num_nodes), **changes)
+    tree = compiled(case, lambda expander: trees.likeliest_chain(expander, case.inputs.anchor_b, num_nodes), **changes)
     return np.asarray(tree.tokens_bn)[:, 1:]
 
 
@@ -253,8 +253,9 @@ def test_windows_of_the_anchor_and_of_each_slot(shared_window):
 
     @jax.jit
     def run(params, tables, context, position):
-        keys_bnkse = context.keys[0].at[:, :, :, position].add(1)
-        state = case.inputs.state.replace(context=context.replace(keys=(keys_bnkse,), values=context.values[:1]))
+        first = context.states[0]
+        first = first.replace(keys_bnkse=first.keys_bnkse.at[:, :, :, position].add(1))
+        state = case.inputs.state.replace(context=context.replace(states=(first,), groups=((0,),)))
         return drafter.draft_block(replace(case.inputs, params=params, tables=tables, state=state))[0]
 
     run = partial(run, params, case.inputs.tables, context)

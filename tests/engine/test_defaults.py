@@ -11,11 +11,20 @@ import treeflash_jax as tf
 from treeflash_jax.core import devices
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
+from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.engine import defaults
 from treeflash_jax.engine.plan import resolve
 
 ZEN5, AMX = (Device("cpu", features=frozenset({"avx512_bf16", *more})) for more in ((), ("amx_bf16",)))
 H100, H200 = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("gpu", "NVIDIA H200")
+
+PER_LEVEL = (  # drafters whose network runs once per level
+    lambda model: LanguageModelConfig(layers=model.verifier),
+    lambda model: Eagle3Config(
+        layers=model.drafter.layers, target_hidden_size=model.verifier.hidden_size, draft_vocab_size=64, taps=(0, 1, 2)
+    ),
+)
 
 
 def plan(model, device, dtype=jnp.bfloat16, drafter=None, sequences=1, **settings):
@@ -35,17 +44,41 @@ def test_the_default_dtype_is_the_faster_one(device, dtype):
 def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, candidates, block_size, tiny):
     def sizes(drafter=tiny.drafter, dtype=jnp.bfloat16, **settings):
         made = plan(tiny, device, dtype, drafter, **{"builder": "best-first"} | settings)
-        return made.num_nodes, getattr(made.draft, "candidates", None), getattr(made.draft, "block_size", None)
+        return made.num_nodes, getattr(made.drafter, "candidates", None), getattr(made.drafter, "block_size", None)
 
     assert (tiny.drafter.num_nodes, tiny.drafter.block_size) == (16, 16)
     assert sizes() == (nodes, candidates, block_size)
     assert sizes(dtype=jnp.float32) == ((8, 8, 8) if device.is_cpu else (nodes, candidates, block_size))
-    assert sizes(nodes=24, candidates=5) == (24, 5, 16)
+    assert sizes(nodes=24, candidates=5) == (24, 5, 16), "a larger tree has the whole block"
     assert sizes(replace(tiny.drafter, num_nodes=4)) == (4, candidates, 4 if nodes == 8 else 16)
-    assert sizes(nodes=5) == (5, candidates, 16), "rounds of different sizes share their draft"
+    assert sizes(nodes=5) == (5, candidates, 5 if nodes == 8 else 16)
     assert sizes(block_size=3) == (nodes, candidates, 3)
     assert sizes(NgramConfig(num_nodes=16)) == (nodes, None, None)
     assert sizes(builder="chain") == (16, candidates, 16), "a chain is the whole block"
+
+
+@pytest.mark.parametrize("builder", ["best-first", "walk", "chain"])
+@pytest.mark.parametrize("device", [Device("cpu"), ZEN5, AMX, H100])
+def test_the_default_number_of_nodes_can_be_given(device, builder, tiny):
+    """Other defaults follow from the number of nodes, whether a call gives it or not."""
+    drafters = tiny.drafter, replace(tiny.drafter, num_nodes=4), NgramConfig(), *(make(tiny) for make in PER_LEVEL)
+    for drafter in drafters:
+        for dtype in (jnp.float32, jnp.bfloat16):
+            default = plan(tiny, device, dtype, drafter, builder=builder)
+            assert plan(tiny, device, dtype, drafter, builder=builder, nodes=default.num_nodes) == default
+
+
+@pytest.mark.parametrize("make", PER_LEVEL)
+def test_small_trees_of_a_network_per_level_are_shallow_and_narrow_where_every_token_costs(make, tiny):
+    drafter = make(tiny)
+
+    def sizes(device, **settings):
+        made = plan(tiny, device, drafter=drafter, builder="best-first", **settings)
+        return made.num_nodes, made.drafter.num_depths, made.shape.lanes
+
+    whole = drafter.num_depths, drafter.lanes
+    assert sizes(ZEN5) == sizes(ZEN5, nodes=8) == (8, 4, 2)
+    assert sizes(ZEN5, nodes=16) == sizes(AMX) == (16, *whole) and sizes(AMX, nodes=8) == (8, *whole)
 
 
 @pytest.mark.parametrize("device, most, most_if_stated", [(Device("cpu"), 0, 2), (ZEN5, 1, 2), (AMX, 9, 9)])
@@ -78,7 +111,7 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     assert [choose(cpu, dtype) for dtype in (jnp.float32, jnp.float64, jnp.bfloat16)] == ["streamed", "streamed", "xla"]
     assert {choose(device, jnp.float32, "pallas-gpu") for device in (cpu, gpu)} == {"pallas-gpu"}
     assert choose(H200, jnp.bfloat16, head_dims=(128, 64)) == "pallas-gpu"
-    others = (jnp.bfloat16, (96, 64)), (jnp.bfloat16, (128, 8)), (jnp.float32, (128,))
+    others = *((jnp.bfloat16, sizes) for sizes in ((96, 64), (128, 8), (256,))), (jnp.float32, (128,))
     assert {choose(H200, dtype, head_dims=sizes) for dtype, sizes in others} == {"xla"}
     a100 = Device("gpu", "NVIDIA A100-SXM4-80GB")
     assert choose(a100, jnp.bfloat16, head_dims=(128,)) == "xla"
@@ -86,6 +119,8 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     refused(
         lambda: choose(a100, jnp.bfloat16, "mosaic-gpu"), "got attention 'mosaic-gpu' on NVIDIA A100-SXM4-80GB, expected an"
     )
+    assert {choose(device, jnp.bfloat16, "pallas-tpu") for device in (cpu, Device("tpu"))} == {"pallas-tpu"}
+    refused(lambda: choose(H200, jnp.bfloat16, "pallas-tpu"), "got attention 'pallas-tpu' on a gpu, expected 'xla'")
     words = "got attention 'pallas-gpu' on a tpu, expected 'xla' or 'streamed'"
     refused(lambda: choose(Device("tpu"), jnp.float32, "pallas-gpu"), words)
 
@@ -96,8 +131,8 @@ def test_the_cache_is_stacked_for_kernels_that_read_one_layer_of_it(tiny):
         resolve(tf.GenerateConfig(builder="none", **settings), shaped, None, dtype=jnp.bfloat16, device=device)
         for device, settings in [(H200, {}), (H200, {"attention": "xla"}), (ZEN5, {}), (ZEN5, {"attention": "pallas-gpu"})]
     ]
-    assert [plan.stacks_cache for plan in plans] == [True, False, False, True]
-    assert plans[0].for_prefill().stacks_cache and plans[0].one_token().stacks_cache
+    assert [plan.prefill.stacks_cache for plan in plans] == [True, False, False, True]
+    assert plans[0].one_token().prefill.stacks_cache
 
 
 def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):
@@ -136,9 +171,9 @@ def test_a_plan_is_made_for_a_device_that_is_not_here(tiny, kind, chunk, attenti
     """On a CPU, the residual stream is wider than weights in 16 bits."""
     dtypes = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64
     plans = {dtype: plan(tiny, Device(kind), dtype, builder="best-first") for dtype in dtypes}
-    assert {made.prefill_chunk for made in plans.values()} == {chunk}
+    assert {made.prefill.chunk for made in plans.values()} == {chunk}
     assert [made.attention for made in plans.values()][:2] == attention
-    assert {made.for_prefill().attention for made in plans.values()} == {prefill}
+    assert {made.prefill.attention for made in plans.values()} == {prefill}
     for dtype, made in plans.items():
-        residual = {part.residual_dtype for part in (made, made.for_prefill(), made.one_token())}
+        residual = {part.prefill.residual_dtype for part in (made, made.one_token())}
         assert residual == {wide if dtype in (jnp.bfloat16, jnp.float16) else None}

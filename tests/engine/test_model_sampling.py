@@ -9,6 +9,7 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
+from treeflash_jax.engine import pairs
 from treeflash_jax.engine.requests import take_recommended
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "eos_token_id": 2}
@@ -21,8 +22,8 @@ OTHERS = {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 1, "suppress
 @pytest.mark.parametrize("content, expected, words", [
     (QWEN, VALUES, "takes temperature 0.6, top_k 20, top_p 0.95, repetition_penalty 1.05 from generation_config.json"),
     ({"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}, "takes min_p 0.1, temperature 1.0 from"),
-    ({"temperature": 0.7}, {"temperature": 0.7}, "takes temperature 0.7"),
-    ({"do_sample": False, "temperature": 0.7, "top_k": 9}, {"top_k": 9}, "takes temperature 0.0, top_k 9 from"),
+    ({"temperature": 0.7}, {}, "takes nothing from"),
+    ({"do_sample": False, "temperature": 0.7, "top_k": 9}, {"top_k": 9}, "takes top_k 9 from"),
     ({}, {}, "takes nothing"),
     (QWEN | OTHERS, VALUES, "not implemented and ignored: no_repeat_ngram_size, suppress_tokens"),
 ])  # fmt: skip
@@ -57,3 +58,17 @@ def test_a_call_samples_as_its_model_recommends(tmp_path, caplog, capsys):
     (folder / "generation_config.json").write_text(json.dumps({"top_p": 7}))
     refused(lambda: tf.load(folder).generate([prompt], sampling="model"), "generation_config.json: got top_p 7")
     refused(lambda: model.generate([prompt], sampling="greedy"), "got sampling 'greedy', expected 'model'")
+
+
+def test_a_conversation_samples_as_its_model_recommends(tmp_path, monkeypatch, capsys):
+    """Also if the file of a verifier known by name states nothing, as SmolLM2's does."""
+    heard = []
+    monkeypatch.setattr(tf.TreeFlash, "stream", lambda *_, **settings: heard.append(settings) or [])
+    monkeypatch.setitem(pairs.RECOMMENDED, "tiny", pairs.RECOMMENDED["smollm2"])
+    assert tf.load("tiny").recommended.items() >= {"do_sample": True, "temperature": 0.2, "top_p": 0.9}.items()
+    turns = iter(["Hi", "/set temperature 0", "Hi", "/set sampling", "Hi", "/quit"])
+    monkeypatch.setattr("treeflash_jax.cli.line_editor.LineEditor.read", lambda _: next(turns))
+    assert main(["chat", "--verifier", "tiny", "--dtype", "float32"]) == 0
+    first, greedy, plain = ({name: x.get(name) for name in ("sampling", "temperature")} for x in heard)
+    assert first == {"sampling": "model", "temperature": None} and greedy == {"sampling": "model", "temperature": 0}
+    assert plain == {"sampling": None, "temperature": 0}

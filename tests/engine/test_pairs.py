@@ -50,6 +50,11 @@ def package(monkeypatch, file: Path | None) -> None:
     monkeypatch.setattr(metadata, "distribution", distribution)
 
 
+def test_a_mesh_is_an_object_or_its_sizes_as_on_command_lines():
+    for mesh in ("1x1", tf.make_mesh(1, 1)):
+        assert dict(tf.load("tiny", mesh=mesh).mesh.shape) == {"data": 1, "model": 1}
+
+
 @pytest.mark.parametrize("named, drafts", [
     ({"verifier": "tiny"}, True),
     ({"verifier": "tiny", "drafter": TINY[1]}, True),

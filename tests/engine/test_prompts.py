@@ -83,6 +83,44 @@ def test_a_string_is_a_message_if_there_is_a_template_and_a_text_is_continued_as
     refused(lambda: prompts.encode(CHAT, Tokenizer(inner)), "template refuses: roles must alternate")
 
 
+# Calls and results of tools, as the templates of Qwen3 and Llama 3.1 read them.
+TOOLS_TEMPLATE = """{%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}
+{%- for message in messages %}<{{ message.role }}>{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}
+{%- if not loop.last or add_generation_prompt or message.role != 'assistant' %};{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% if brief %}In short: {% endif %}{% endif %}"""
+CALLS = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1, "y": 2}}}]
+AGENT = [*CHAT, {"role": "assistant", "content": None, "tool_calls": CALLS}, {"role": "tool", "content": "3"}]
+
+
+def add(x: int, y: int) -> int:
+    """Adds numbers.
+
+    Args:
+      x: first number.
+      y: second number.
+    """
+    return x + y
+
+
+def test_chats_of_agents_are_what_their_template_makes_of_them(tiny):
+    inner = copy.deepcopy(tiny.tokenizer.inner)
+    inner.chat_template = TOOLS_TEMPLATE
+    tokenizer = Tokenizer(inner)
+    begun = [*CHAT, {"role": "assistant", "content": "It is"}]
+    for prompt, expected in {
+        "plain": (AGENT, '<user>Name a colour.;<assistant>(add {"x": 1, "y": 2});<tool>3;<assistant>'),
+        "tools": (tf.Chat(CHAT, tools=[add]), "[add]<user>Name a colour.;<assistant>"),
+        "begun": (tf.Chat(begun, continued=True), "<user>Name a colour.;<assistant>It is"),
+        "template": (tf.Chat(CHAT, template={"brief": True}), "<user>Name a colour.;<assistant>In short: "),
+    }.values():
+        assert tokenizer.decode(prompts.encode(prompt, tokenizer)) == expected
+    assert prompts.as_list(tf.Chat(CHAT)) == [tf.Chat(CHAT)] and tiny.encode(tf.Chat(CHAT)) == tiny.encode(CHAT)
+    inner.chat_template = "{% for message in messages %}{{ message['content'] + '.' }}{% endfor %}"
+    refused(lambda: prompts.encode(AGENT, tokenizer), "got a chat that the verifier's chat template refuses")
+
+
 def test_a_text_that_begins_with_the_token_that_the_tokenizer_puts_first_warns(tiny):
     inner = copy.deepcopy(tiny.tokenizer.inner)
     first, plain = inner.decode([0]), Tokenizer(copy.deepcopy(inner)).encode("hi")

@@ -49,6 +49,7 @@ def test_only_listed_tokens_are_drafted_and_answers_stay(folder, tiny):
     refused(lambda: drafted(model, children=1100), "children 1100", "at most 1024")
 
 
+@pytest.mark.slow
 def test_a_language_model_scores_listed_rows_of_its_own_table(tmp_path, tiny):
     """The drafter is the verifier with a table that is a little larger."""
     folder = limited(locate("tiny"), tmp_path / "drafter")

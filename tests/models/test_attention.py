@@ -5,6 +5,7 @@ A CPU runs the kernels interpreted.
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from refusals import refused
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
 from treeflash_jax.models import attention as attention_module
-from treeflash_jax.models import kv_cache, verifier
+from treeflash_jax.models import caches, verifier
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.kv_cache import AXES, LayerKV
 from treeflash_jax.trees import ancestor_mask
@@ -33,7 +34,8 @@ CASES += [pytest.param("mosaic-gpu", dtype, marks=needs_mosaic) for dtype in ("b
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 0.02, "float16": 2e-3}
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0] * T, [0, 0, 0, 2, 2, 2, 4]], jnp.int32)
 BLOCK = 96  # divides none of the capacities
-attention = jax.jit(tree_attention, static_argnames="implementation")
+attention = jax.jit(tree_attention, static_argnames=("implementation", "window"))
+SINKS = jnp.asarray([0.5, -30.0, 3.0, 1.0, 400.0, 2.0, 0.0, 4.0])  # one that adds nothing, and one that leaves nothing
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,11 +70,15 @@ def short_arguments(**sizes):
     return arguments((0, 5, 12), slots=12, poison=lambda length: 12, **sizes)
 
 
-def dense(q_bthe, k_bxke, v_bxke, mask_btx):
-    """Plain softmax attention in float64; every key/value head repeated for its queries."""
+def dense(q_bthe, k_bxke, v_bxke, mask_btx, sinks_h=None):
+    """Plain softmax attention in float64; every key/value head repeated for its queries. A sink is a key of value 0."""
     k_bxhe, v_bxhe = (np.repeat(np.asarray(x, np.float64), q_bthe.shape[2] // x.shape[2], axis=2) for x in (k_bxke, v_bxke))
     logits_bhtx = np.einsum("bthe,bxhe->bhtx", np.asarray(q_bthe, np.float64), k_bxhe) / E**0.5
     logits_bhtx = np.where(mask_btx[:, None], logits_bhtx, -np.inf)
+    if sinks_h is not None:
+        sinks_bht1 = np.broadcast_to(np.asarray(sinks_h, np.float64)[:, None, None], (*logits_bhtx.shape[:3], 1))
+        logits_bhtx = np.concatenate([logits_bhtx, sinks_bht1], axis=-1)
+        v_bxhe = np.pad(v_bxhe, ((0, 0), (0, 1), (0, 0), (0, 0)))
     weights_bhtx = np.exp(logits_bhtx - logits_bhtx.max(-1, keepdims=True))
     return np.einsum("bhtx,bxhe->bthe", weights_bhtx / weights_bhtx.sum(-1, keepdims=True), v_bxhe)
 
@@ -140,14 +146,47 @@ def test_large_logits_stay_finite_and_a_prefix_may_be_missing(name):
         same(attention(*arrays, implementation=name), expected, atol=2e-3)
 
 
-@needs_8_devices
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("data, model", [(4, 2), (2, 4), (8, 1)])
-def test_on_a_mesh_every_device_works_alone(name, data, model):
-    """No collective if sequences and heads divide, even for a bound that they share; replicated if they do not."""
-    arrays = arguments(LENGTHS["ragged"], heads=8, layers=3, poison=needed(name, 704))
+def dense_with_sinks(arrays, first_bt=None):
+    """The dense softmax over prefix and new positions, with SINKS; `first_bt` as in `tree_attention`."""
+    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = finite(arrays)
+    slots = np.arange(prefix.num_slots)
+    first_bt = np.zeros(mask_btu.shape[:2]) if first_bt is None else first_bt
+    seen_bts = (slots < length_b[:, None, None]) & (slots >= first_bt[..., None])
+    past = [jnp.swapaxes(x, 1, 2) for x in prefix.read()]
+    k_bxke, v_bxke = (np.concatenate(pair, axis=1) for pair in zip(past, (k_buke, v_buke), strict=True))
+    return dense(q_bthe, k_bxke, v_bxke, np.concatenate([seen_bts, mask_btu], axis=2), SINKS[: q_bthe.shape[2]])
+
+
+@pytest.mark.parametrize("name", ["xla", *WITH_MOSAIC])
+def test_sinks_join_the_sums(name):
+    arrays = arguments(LENGTHS["ragged"], layers=3, poison=needed(name, 704))
+    got = attention(*(finite(arrays) if name == "xla" else arrays), sinks_h=SINKS[:H], implementation=name)
+    same(got, dense_with_sinks(arrays), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["xla", *WITH_MOSAIC])
+@pytest.mark.parametrize("window", [20, S])
+def test_a_window_reads_its_slots(name, window):
+    """Each position of a tree sees slots by its depth. "xla" alone reads slots before the window, and hides them."""
+    arrays = *new, mask_btu, prefix, length_b = arguments(LENGTHS["ragged"], layers=3, poison=lambda length: S)
+    if name != "xla" and window < S:
+        starts_b = jnp.maximum(length_b - window, 0)[:, None]
+        is_read_bs = (jnp.arange(S) >= starts_b) & (jnp.arange(S) < starts_b + window)
+        stacks = [
+            jnp.where(is_read_bs[:, None, None, :, None], x, jnp.nan) for x in (prefix.keys_bnkse, prefix.values_bnkse)
+        ]
+        prefix = LayerKV(*stacks, prefix.layer)
+    else:
+        prefix = finite(prefix)
+    first_bt = length_b[:, None] + jnp.sum(mask_btu, axis=2) - window
+    how = {"first_bt": first_bt, "window": window, "sinks_h": SINKS[:H], "implementation": name}
+    same(attention(*new, mask_btu, prefix, length_b, **how), dense_with_sinks(arrays, first_bt), atol=1e-5)
+
+
+def on_mesh(mesh, arrays, implementation, window=None, **how):
+    """Attention on a mesh, and its compiled program."""
     q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arrays
-    mesh, heads = make_mesh(data, model), "kv_heads" if K % model == 0 else None
+    heads = "kv_heads" if K % mesh.shape["model"] == 0 else None
 
     def put(x, *axes):
         return jax.device_put(x, sharding.sharding(axes, x.shape, mesh))
@@ -157,12 +196,30 @@ def test_on_a_mesh_every_device_works_alone(name, data, model):
     cached = LayerKV(*stacks, put(prefix.layer)), put(length_b, "batch")
     placed = *new, put(mask_btu, "batch", None, None), *cached
     with sharding.ambient(mesh):
-        run = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=name), out_shardings=new[0].sharding)
-        compiled = run.lower(*placed).compile()
-        got = compiled(*placed)
+        run = partial(tree_attention, implementation=implementation, window=window)
+        compiled = jax.jit(run, out_shardings=new[0].sharding).lower(*placed, **how).compile()
+        return compiled(*placed, **how), compiled
+
+
+@needs_8_devices
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("data, model", [(4, 2), (2, 4), (8, 1)])
+def test_on_a_mesh_every_device_works_alone(name, data, model):
+    """No collective if sequences and heads divide, even for a bound that they share; replicated if they do not."""
+    arrays = arguments(LENGTHS["ragged"], heads=8, layers=3, poison=needed(name, 704))
+    got, compiled = on_mesh(make_mesh(data, model), arrays, name)
     assert moved_shapes(compiled.as_text()) == []
-    expected = attention(*finite(arrays))
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    np.testing.assert_allclose(got, attention(*finite(arrays)), atol=1e-5)
+
+
+@needs_8_devices
+@pytest.mark.parametrize("name, window", [("blocked", None), ("pallas-gpu", None), ("streamed", 20)])
+def test_sinks_and_windows_on_a_mesh(name, window):
+    arrays = finite(arguments(LENGTHS["ragged"], heads=8, layers=3))
+    first_bt = None if window is None else arrays[-1][:, None] + jnp.sum(arrays[3], axis=2) - window
+    got, compiled = on_mesh(make_mesh(4, 2), arrays, name, window, sinks_h=SINKS, first_bt=first_bt)
+    assert moved_shapes(compiled.as_text()) == []
+    same(got, dense_with_sinks(arrays, first_bt), atol=1e-5)
 
 
 @needs_cpu
@@ -206,20 +263,20 @@ def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens):
     """Merged weights, a prefix of two lengths and a tree: hidden states, keys and values are those of "xla"."""
     config = replace(RANDOM_MODEL, hidden_size=512, head_dim=64, qk_norm=qk_norm)
     params = random_weights(verifier.specs(config), scale=0.1, dtype=jnp.bfloat16)
-    verifier.merge(params)
+    verifier.merge(params, config)
     forward = jax.jit(verifier.forward, static_argnames=("config", "attention"))
     ids_bt = jax.random.randint(jax.random.key(1), (2, 70 + tokens), 0, config.vocab_size)
     at_bs = jnp.broadcast_to(jnp.arange(70), (2, 70))
     prompt = forward(params, config, ids_bt[:, :70], at_bs, verifier.causal_mask(2, 70))
-    cache = kv_cache.allocate(config, 2, 192, jnp.bfloat16, stacked=True)
-    cache = kv_cache.append(cache, prompt.new_kv, jnp.asarray([70, 3]))
+    cache = caches.allocate(config, 2, 192, jnp.bfloat16, stacked=True)
+    cache = caches.commit(cache, prompt.new, jnp.asarray([70, 3]))
     mask_btt = ancestor_mask(PARENT[:2], T)[:, :tokens, :tokens]
     inputs = ids_bt[:, 70:], cache.length_b[:, None] + jnp.arange(tokens), mask_btt, cache
     expected, got = (forward(params, config, *inputs, attention=name) for name in ("xla", "mosaic-gpu"))
     traced = str(forward.trace(params, config, *inputs, attention="mosaic-gpu").jaxpr)
     assert "name=tree_attention" in traced and "name=add_and_norm" in traced
     same(got.hidden_btd, expected.hidden_btd, atol=0.05)
-    for new, others in zip(jax.tree.leaves(got.new_kv), jax.tree.leaves(expected.new_kv), strict=True):
+    for new, others in zip(jax.tree.leaves(got.new), jax.tree.leaves(expected.new), strict=True):
         same(new, others, atol=0.05)
 
 
@@ -237,9 +294,9 @@ def test_drafted_ids_are_those_of_one_token_decoding(name, trained):
 @pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
 def test_append_commits_paths_in_order(backend_form, batch, dtype, stacked):
     """Random commits, some of nothing, against lists; garbage of one commit is gone or hidden after the next."""
-    rng, width, append = np.random.default_rng(batch), 5, jax.jit(kv_cache.append)
-    cache = kv_cache.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype, stacked=stacked)
-    assert len(cache.keys) == (1 if stacked else 2)
+    rng, width, append = np.random.default_rng(batch), 5, jax.jit(caches.commit)
+    cache = caches.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype, stacked=stacked)
+    assert len(cache.states) == (1 if stacked else 2)
     expected = [[] for _ in range(batch)]  # of every sequence, the keys and values of both layers, position by position
     for step in range(6):
         new_btlxke = draw(batch, 9, 2, 2, K, 8, seed=step, dtype=dtype)  # l layers, x keys and values

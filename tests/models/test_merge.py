@@ -32,15 +32,16 @@ def test_merged_weights_give_the_same_hidden_states_keys_and_values(kind, float6
 
     def run():
         out = verifier.forward(weights, config, tokens_bt, positions_bt, verifier.causal_mask(1, 3))
-        return out.hidden_btd, out.new_kv
+        return out.hidden_btd, out.new
 
     separate = run()
-    verifier.merge(weights)
+    verifier.merge(weights, config)
     expected = parameters.abstract(verifier.specs(config, scheme, is_merged=True), jnp.float64)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), weights) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
     jax.tree.map(lambda got, x: np.testing.assert_allclose(got, x, atol=1e-12), run(), separate)
 
 
+@pytest.mark.slow
 @needs_8_devices
 def test_a_device_that_merges_loads_merged_shards_and_answers_alike(trained, monkeypatch):
     monkeypatch.setattr(loading, "merges_weights", lambda *_: True)

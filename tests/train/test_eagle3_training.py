@@ -8,24 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
+from answers import slow_unless
 from conftest import FEW_TOKENS
 from refusals import refused
 
 from train import eagle3 as stage
+from train import mtp
 from train.data import packing
 from train.data.packing import Batch, Document
 from train.runtime import run_config
 from train.stages import drafting
 from train.stages.registry import read_stage
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters import Eagle3Config, Inputs
+from treeflash_jax.drafters import Eagle3Config, Inputs, MtpConfig, mtp_drafter
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
+from treeflash_jax.models.backend.packed_attention import MAX_BLOCKS
+from treeflash_jax.models.config import Rope
 
 MODEL = replace(FEW_TOKENS, tie_embeddings=True)
+GATED = replace(MODEL, gates_attention=True, offset_norms=True, rope=Rope(fraction=0.5))
 DRAFTER = Eagle3Config(
     layers=replace(MODEL, num_layers=1), target_hidden_size=16, draft_vocab_size=12, norm_output=True, taps=(0, 1, 1)
 )
+MTP = MtpConfig(layers=mtp_drafter.layer_sizes(GATED), num_depths=3).fitted(GATED)
 LENGTHS, SIZE, STEPS = (7, 4), 12, 3
 
 
@@ -36,13 +42,13 @@ def make_batch() -> Batch:
     return jax.tree.map(jnp.asarray, packing.pack(documents, SIZE)[0])
 
 
-@partial(jax.jit, static_argnames="drafter")
-def drafted_along(weights, drafting, tokens_1s, *, drafter):
+@partial(jax.jit, static_argnames=("model", "drafter"))
+def drafted_along(weights, drafting, tokens_1s, *, model, drafter):
     """Log-probabilities of the tokens that can be drafted, [position, step, token], by extending and drafting at every
     position; and the verifier's logits. The labels have to be tokens that can be drafted."""
     size, steps = tokens_1s.shape[1], jnp.arange(STEPS)
     out = verifier.forward(
-        weights, MODEL, tokens_1s, jnp.arange(size)[None], verifier.causal_mask(1, size), taps=drafter.taps
+        weights, model, tokens_1s, jnp.arange(size)[None], verifier.causal_mask(1, size), taps=drafter.taps
     )
     padded_s = jnp.pad(tokens_1s[0], (0, STEPS + 2))
 
@@ -53,7 +59,7 @@ def drafted_along(weights, drafting, tokens_1s, *, drafter):
         one_1 = jnp.ones(1, jnp.int32)
         state = drafter.extend(drafting, weights, state, features_11j, token_11, one_1, attention="xla")
         inputs = Inputs(drafting, weights, state, token_11[:, 0], jnp.ones(1), STEPS, None, None)
-        expander = drafter.configured(children=drafter.draft_vocab_size).draft(inputs)
+        expander = drafter.configured(children=drafter.draft_vocab_size or 12).draft(inputs)
 
         def level(lane, i):
             ids_11c, log_probs_11c = expander.children(i, lane)
@@ -67,12 +73,21 @@ def drafted_along(weights, drafting, tokens_1s, *, drafter):
     return log_probs, verifier.logits(weights, out.hidden_btd)[0]
 
 
-@pytest.mark.parametrize("vocabulary", [pytest.param(12, marks=pytest.mark.slow), 9])
-def test_a_step_is_what_drafting_gives(vocabulary):
+NETWORKS = {
+    "all tokens": (MODEL, stage.Eagle3Network(DRAFTER)),
+    "frequent tokens": (MODEL, stage.Eagle3Network(replace(DRAFTER, draft_vocab_size=9))),
+    "mtp": (GATED, mtp.MtpNetwork(MTP)),
+}
+
+
+@pytest.mark.parametrize("kind", [slow_unless(kind == "frequent tokens", kind) for kind in NETWORKS])
+def test_a_step_is_what_drafting_gives(kind):
     """Sums over positions and steps of a packed sequence, against every document extended and drafted by itself."""
     with jax.enable_x64(True):
-        drafter = replace(DRAFTER, draft_vocab_size=vocabulary)
-        weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), jnp.float64, scale=0.5)
+        model, network = NETWORKS[kind]
+        drafter = network.drafter
+        vocabulary = drafter.draft_vocab_size or 12
+        weights = parameters.initialize(verifier.specs(model), jax.random.key(0), jnp.float64, scale=0.5)
         drafting = parameters.initialize(drafter.specs(), jax.random.key(1), jnp.float64, scale=0.5)
         packed = make_batch()
         if vocabulary < 12:  # what follows in the documents can be drafted: the rollout takes it
@@ -82,7 +97,7 @@ def test_a_step_is_what_drafting_gives(vocabulary):
         settings = stage.RolloutConfig(steps=STEPS, decay=0.7, chunk=4)
         trained = {name: tree for name, tree in drafting.items() if name != "offsets"}
         frozen = {"verifier": weights} | {name: tree for name, tree in drafting.items() if name == "offsets"}
-        objective = partial(stage.rollout_sums, settings=settings, verifier=MODEL, drafter=drafter)
+        objective = partial(stage.rollout_sums, settings=settings, verifier=model, network=network)
         sums = jax.jit(objective)(trained, frozen, packed, jax.random.split(jax.random.key(2), 1))
         ids = np.arange(12) if vocabulary == 12 else allowed
         loss = weight = 0.0
@@ -90,7 +105,7 @@ def test_a_step_is_what_drafting_gives(vocabulary):
         begin = 0
         for length in LENGTHS:
             tokens = packed.tokens_bt[:, begin : begin + length]
-            log_probs, logits = map(np.asarray, drafted_along(weights, drafting, tokens, drafter=drafter))
+            log_probs, logits = map(np.asarray, drafted_along(weights, drafting, tokens, model=model, drafter=drafter))
             for t, log_qs in enumerate(log_probs):
                 for i, log_q in enumerate(log_qs[: length - 2 - t]):
                     label, wanted = int(tokens[0, t + 2 + i]), logits[t + 1 + i]
@@ -113,7 +128,7 @@ def test_a_step_is_what_drafting_gives(vocabulary):
 def toml(tmp_path):
     toy_training.write(tmp_path)
     line = "objective = { steps = 2, anchors = 16, chunk = 8 }"
-    return toy_training.write_stage(tmp_path, line, without=("drafter", "objective"))
+    return toy_training.write_stage(tmp_path, 'stage = "eagle3"', line, without=("drafter", "objective"))
 
 
 @pytest.mark.slow
@@ -134,13 +149,14 @@ def test_a_run_learns_and_is_exported(toml, tmp_path):
     assert counts[ids].min() >= np.delete(counts, ids).max() and model.weights.drafter["unembed"].shape == (20, 16)
 
 
-def test_settings_of_a_run_are_known_by_their_objective(toml):
+def test_settings_of_a_run_are_known_by_its_kind(toml):
     settings = read_stage(toml)
     assert isinstance(settings, stage.Eagle3Stage)
     assert drafting.read_drafter_config(settings, toy_training.MODEL).verifier == (settings.verifier, "Qwen3ForCausalLM")
     for words, message in (
         (["objective.anchors=0", "objective.chunk=9"], "chunk 9, expected a divisor of data.sequence_length 32"),
         (["objective.anchors=64"], "anchors 64, expected at most data.sequence_length 32"),
+        (["data.sequence_length=8192", "objective.chunk=8192"], f"objective.chunk = 8192, expected at most {MAX_BLOCKS}"),
         (["draft_vocab_size=65"], "draft_vocab_size 65, expected at most 64"),
     ):
         make = lambda words=words: run_config.load(stage.Eagle3Stage, toml, words).drafter_config(toy_training.MODEL, None)  # noqa: E731

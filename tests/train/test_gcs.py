@@ -15,7 +15,8 @@ import toy_training
 import treeflash_jax as tf
 from train import drafter, export, head, respond
 from train.data.records import Source
-from train.runtime import folders, run_config
+from train.runtime import run_config
+from treeflash_jax.core import files
 
 BUCKET = "gs://bucket/project"
 TRAINING = (
@@ -50,7 +51,7 @@ def main(toy: Path, terminate_after: int) -> None:
     assert model.drafter.head == "mlp" and drafted.ids == plain.ids
     for name in ("events*", "plugins/profile/**/*.xplane.pb"):
         assert system.glob(f"{BUCKET}/head/tensorboard/{name}")
-    path = folders.absolute(f"{BUCKET}/shared")
+    path = files.absolute(f"{BUCKET}/shared")
     path.write_text("mine")
     assert path in path.parent.iterdir()  # gcsfs would answer from this listing afterwards
     command = "import fsspec; fsspec.filesystem('gcs').{}"

@@ -39,6 +39,7 @@ def made(settings: AskConfig, **changed) -> AskConfig:
     return settings
 
 
+@pytest.mark.slow
 def test_a_file_that_continues_is_that_of_a_single_run(stage, tmp_path):
     whole = lines_of(made(stage, out=str(tmp_path / "whole.jsonl")))
     questions = [json.loads(line)["turns"][0] for line in whole]

@@ -11,6 +11,7 @@ from train import ask, drafter, from_scratch, head, respond
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
+from treeflash_jax.models.backend.packed_attention import MAX_BLOCKS, MAX_CONTEXT
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STAGES = {
@@ -32,6 +33,14 @@ def test_every_file_is_understood_and_survives_being_saved(path, tmp_path):
     assert run_config.load(STAGES[path.stem], tmp_path / "settings.toml") == settings
 
 
+def test_a_file_says_of_which_stage_it_is(tmp_path):
+    """Not its keys, which stages share: a file without the line is refused by name, and so is that of another stage."""
+    path = tmp_path / "settings.toml"
+    path.write_text(HEAD.read_text().replace('stage = "head"\n', ""))
+    refused(lambda: registry.read_stage(path), "settings.toml: got stage = None", 'such as stage = "head" (one of head, ')
+    refused(lambda: run_config.load(drafter.DrafterStage, HEAD), "head.toml", "stage = 'head', expected 'drafter'")
+
+
 def test_overrides_win_and_reach_into_lists():
     words = ["loop.steps=7", "sources.0.path=a b.jsonl", "optimizer.learning_rate=1e-3", "train_backbone=true", "run=3"]
     settings = run_config.load(head.HeadStage, HEAD, [*words, "evaluate.nodes=[4, 8]"])
@@ -41,15 +50,19 @@ def test_overrides_win_and_reach_into_lists():
 
 @pytest.mark.parametrize(("override", "message"), [
     ("loop.stesp=4", "unknown setting loop.stesp; did you mean loop.steps"),
-    ("zzz=4", "unknown setting zzz; expected one of run, verifier"),
-    ("loop.steps=many", "loop.steps = 'many', expected a valid integer"),
+    ("zzz=4", "unknown setting zzz; expected one of stage, run, verifier"),
+    ("loop.steps=many", "loop.steps = 'many', expected an integer"),
     ("optimizer.learning_rate=nan", "expected a finite number"),
     ("optimizer=3", "optimizer = 3, expected a dictionary"),
     ("optimizer.name=sgd", "expected 'adamw' or 'muon'"),
     ("sources.3.path=x", "got sources.3.path, expected a setting of a table that there is"),
-    ("train_backbone=yesno", "expected a valid boolean"),
+    ("train_backbone=yesno", "expected true or false"),
     ("objective.chunk=5", "expected a multiple of objective.chunk 5"),
     ("loop.batch=0", "got loop.batch = 0, expected at least 1"),
+    # Blocks and positions share the 32 bits of a packed mask; the keys of random numbers have as many.
+    (f"objective.chunk={MAX_BLOCKS * 2}", f"expected at most {MAX_BLOCKS}"),
+    (f"data.sequence_length={MAX_CONTEXT * 2}", f"expected at most {MAX_CONTEXT}"),
+    ("loop.seed=4294967296", "expected at most 4294967295"),
     ("optimizer.learning_rate=1e30", "learning_rate = 1e+30, expected at most 10"),
     ("evaluate.nodes=[0]", "evaluate.nodes"),
     ("run=", "got run = "),
@@ -102,13 +115,13 @@ def test_missing_values_and_files_are_named(tmp_path):
 ])  # fmt: skip
 def test_command_lines_end_with_one_line(capsys, monkeypatch, words, message):
     monkeypatch.setattr("sys.argv", ["train/head.py"])
-    line = mistake(capsys, partial(run_config.run, head.main, head.HeadStage, "doc"), words, message)
+    line = mistake(capsys, partial(run_config.run_command, head.main, head.HeadStage, "doc"), words, message)
     assert line.startswith("train.head: error: ") and line.endswith(" (see python -m train.head --help)\n")
 
 
 def test_help_of_a_command(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train/head.py"])
-    run_config.run(head.main, head.HeadStage, "doc\n", ["--help"])
+    run_config.run_command(head.main, head.HeadStage, "doc\n", ["--help"])
     shown = capsys.readouterr().out
     assert shown.startswith("usage: python -m train.head [FILE.toml] [name=value ...]\n\ndoc\n\nsettings:\n")
     assert "(one of adamw, muon; default: adamw)" in shown

@@ -213,17 +213,17 @@ def test_plain_text_is_cut(tmp_path, tokenizer):
     assert len(packed.documents) == sum(-(-len(each) // 32) for each in ids)
     assert set(np.unique(packed.take(np.arange(len(packed))).weights_bt)) == {0, 1}, "a text has no prompt"
     source = Source(path=str(tmp_path), format="text", limit=3)
-    chosen = [[record.content for record in records.read(source, seed)] for seed in (0, 0, 1)]
+    chosen = [[record.content for record in records.read_records(source, seed)] for seed in (0, 0, 1)]
     assert [len(texts) for texts in chosen] == [3, 3, 3] and chosen[0] == chosen[1] != chosen[2]
     [short] = text_documents(tokenizer, "one two three", len(tokenizer.encode("one two three")) - 1)
     assert len(short.tokens_n) > 1, "and no piece of one token, which has nothing to predict"
     lines = write_lines(tmp_path / "t.jsonl", [{"text": "one"}, {"text": "two"}])
-    assert [record.content for record in records.read(Source(path=str(lines), format="text"), 0)] == ["one", "two"]
+    assert [record.content for record in records.read_records(Source(path=str(lines), format="text"), 0)] == ["one", "two"]
 
 
 @pytest.mark.slow
 def test_the_standard_library_is_text_without_its_tests():
-    places = [Path(record.where).parts for record in records.read(Source(path=records.STDLIB, format="text"), 0)]
+    places = [Path(record.where).parts for record in records.read_records(Source(path=records.STDLIB, format="text"), 0)]
     assert len(places) > 300 and not any({"test", "site-packages"} & set(parts) for parts in places)
 
 

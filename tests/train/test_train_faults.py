@@ -16,7 +16,8 @@ from refusals import refused, snapshot
 from toy_training import ROOT, finish, read_log, start
 
 from train import head
-from train.runtime import folders, hosts, watch
+from train.runtime import hosts, watch
+from treeflash_jax.core import files
 from treeflash_jax.engine.pairs import locate
 
 HOLDER = (
@@ -82,7 +83,7 @@ def test_signals_are_noted_and_a_second_interrupt_ends_at_once():
 
 
 def test_two_runs_of_one_folder_are_refused(toy, tmp_path):
-    with hosts.held(folders.absolute(tmp_path) / "run.lock", "run"):
+    with hosts.held(files.absolute(tmp_path) / "run.lock", "run"):
         refused(lambda: head.main(toy_training.settings(toy, f"run={tmp_path}")), "works on it")
     assert not list(tmp_path.iterdir())
 

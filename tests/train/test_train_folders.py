@@ -19,9 +19,10 @@ from train import export, head
 from train.data import documents, packing
 from train.eagle3 import Eagle3Stage, RolloutConfig
 from train.evaluate import held_out_prompts
-from train.runtime import folders, loop, run_config, watch
+from train.runtime import loop, picture, run_config, watch
 from train.runtime.checkpoint import claim
 from train.stages import drafting
+from treeflash_jax.core import files
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.formats import draft_vocabulary, model_files
@@ -40,7 +41,7 @@ def untrained(monkeypatch):
     """Runs end before their first step: a checkpoint holds the head that they began with."""
 
     def fit(stage, *, params, config, **_):
-        claim(folders.absolute(config.run), config)
+        claim(files.absolute(config.run), config)
         return params
 
     monkeypatch.setattr(loop, "fit", fit)
@@ -49,7 +50,7 @@ def untrained(monkeypatch):
 
 def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untrained, capsys):
     settings = toy_training.settings(toy, "run=gs://bucket/run")
-    folder = folders.absolute(settings.run)
+    folder = files.absolute(settings.run)
     claim(folder, settings)
     other = toy_training.settings(toy, "run=gs://bucket/run", "loop.batch=16")
     refused(lambda: claim(folder, other), "was begun with loop.batch = 8, got 16")
@@ -66,6 +67,10 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untra
     jax.tree.map(np.testing.assert_array_equal, model_files.load_drafter(exported)[1], trained)
     card = (exported / "README.md").read_text()
     assert "step 2" in card and "| tau_64 | 3.500 |" in card, "what was measured up to that step"
+    assert f"]({picture.NAME})" in card, "a picture of the log, beside the card and beside the log"
+    log = [{"step": 2, "held_out/tau_64": 3.5}]
+    assert (exported / picture.NAME).read_bytes() == picture.draw(log)
+    assert bucket["/bucket/run/training.png"].getvalue() == picture.draw([])
     assert {name.split("/")[2] for name in bucket} == {"run", "out"}
 
 
@@ -73,7 +78,7 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untra
 def trained(toy, tmp_path, untrained):
     """The settings of such a run."""
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
-    claim(folders.absolute(settings.run), settings)
+    claim(files.absolute(settings.run), settings)
     return settings
 
 
@@ -97,11 +102,11 @@ def test_exports_replace_exports_alone(trained, tmp_path):
 
 def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, monkeypatch, capsys):
     settings = trained
-    listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
+    listed = files.absolute(settings.run) / "model" / draft_vocabulary.NAME
     listed.parent.mkdir()
     listed.write_text(json.dumps({"ids": [*range(20)]}))
-    chosen, read_record, parsed = dict(drafter_temperature=0.7, tau=2.5), documents.read, []
-    monkeypatch.setattr(documents, "read", lambda *how: (parsed.append(record) or record for record in read_record(*how)))
+    chosen, read, parsed = dict(drafter_temperature=0.7, tau=2.5), documents.read_records, []
+    monkeypatch.setattr(documents, "read_records", lambda *how: (parsed.append(record) or record for record in read(*how)))
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
     stored = model_files.read_drafter_config(tmp_path / "out")
     assert {name: getattr(stored, name) for name in chosen} == chosen
@@ -148,11 +153,11 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypa
 
 
 def test_what_failed_is_not_sent(bucket):
-    with pytest.raises(FileNotFoundError), folders.filled("gs://bucket/x") as folder:
+    with pytest.raises(FileNotFoundError), files.filled("gs://bucket/x") as folder:
         (folder / "half").write_text("1")
         (folder / "other").read_text()
     assert not bucket
-    with folders.filled("gs://bucket/x") as folder:
+    with files.filled("gs://bucket/x") as folder:
         (folder / "a" / "b").mkdir(parents=True)
         (folder / "a" / "b" / "c").write_text("2")
     assert {name: file.getvalue() for name, file in bucket.items()} == {"/bucket/x/a/b/c": b"2"}
@@ -164,7 +169,7 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
     monkeypatch.setattr(fsspec, "filesystem", Mock(side_effect=missing))
     needed = ("(Please install gcsfs", "); gs:// needs pip install treeflash-jax")
     for place, words in (("gs://b/run", needed), ("ftp://b", ("ftp://",))):
-        refused(lambda place=place: folders.absolute(place), *words)
+        refused(lambda place=place: files.absolute(place), *words)
 
 
 def test_the_vocabulary_of_a_drafter_is_that_of_its_run(bucket):

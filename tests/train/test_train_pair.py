@@ -3,12 +3,14 @@
 import functools
 import json
 import shlex
-from dataclasses import replace
+import shutil
+from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
 import toy_training
@@ -16,15 +18,18 @@ from refusals import refused
 from toy_training import read_lines, write_lines
 
 import treeflash_jax as tf
-from train import drafter, head, measure, pair
+from train import drafter, measure, pair
 from train.data import packing
-from train.pairing import choices, compose
+from train.pairing import choices, compose, stages
 from train.runtime import loop, run_config, watch
 from train.stages import registry
 from treeflash_jax.cli import commands
+from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.pairs import locate
+from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
@@ -42,22 +47,41 @@ def prompts(tmp_path_factory):
     return write_lines(tmp_path_factory.mktemp("prompts") / "asked.jsonl", lines)
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> str:
+    """The folder of a random verifier with recurrent layers and the tokenizer of the shipped one."""
+    folder, shipped = tmp_path_factory.mktemp("hybrid"), locate("tiny")
+    config = model_files.read_verifier_config(shipped)
+    config = replace(toy_training.HYBRID, vocab_size=config.vocab_size, max_positions=config.max_positions, num_layers=4)
+    config = replace(config, layer_types=("linear_attention", "full_attention") * 2)
+    model_files.save_verifier(folder, config, parameters.initialize(verifier.specs(config), jax.random.key(0), scale=0.3))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(shipped / name, folder)
+    return str(folder)
+
+
 def settings_of(prompts, out, *more):
     return run_config.load(pair.PairConfig, None, ["verifier=tiny", f"prompts={prompts}", f"out={out}", *SMALL, *more])
 
 
 @pytest.mark.slow
-def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", ["tiny", "hybrid"])
+def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hybrid, tmp_path, monkeypatch, capsys, kind):
     """Killed before the head; the same command then ends, and the last line it prints runs."""
-    settings, ran = settings_of(prompts, tmp_path / "pair", "num_prompts=10"), []
+    name = {"tiny": "tiny", "hybrid": hybrid}[kind]
+    settings, ran = settings_of(prompts, tmp_path / "pair", "num_prompts=10", f"verifier={name}"), []
     load, load_once = tf.load, functools.cache(tf.load)  # keeps the compiled programs
     monkeypatch.setattr(tf, "load", lambda **named: load_once(verifier=named["verifier"], drafter=named["drafter"]))
 
-    for name, module in pair.STAGES.items():
-        watched = lambda stage, name=name, main=module.main, **how: (ran.append(name), main(stage, **how))  # noqa: E731
-        monkeypatch.setattr(module, "main", watched)
+    def watched(stage):
+        return replace(stage, main=lambda made, **how: (ran.append(stage.name), stage.main(made, **how)))
+
+    def stopped(stage):
+        return replace(stage, main=Mock(side_effect=KeyboardInterrupt)) if stage.name == "head" else stage
+
+    monkeypatch.setattr(pair, "STAGES", tuple(map(watched, stages.STAGES)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(head, "main", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(pair, "STAGES", tuple(map(stopped, pair.STAGES)))
         pair.main(settings)
     assert ran == ["respond", "drafter"]
     shown = capsys.readouterr().out
@@ -67,10 +91,10 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     assert ran == ["respond", "drafter", "head", "export", "measure"], "what was finished was not run again"
     *_, line = [line.strip() for line in capsys.readouterr().out.splitlines() if "treeflash generate" in line]
     words, model = shlex.split(line), str(tmp_path / "pair" / "model")
-    assert words == ["treeflash", "generate", "--verifier", "tiny", "--drafter", model, "--nodes", "4", "Hello"]
+    assert words == ["treeflash", "generate", "--verifier", name, "--drafter", model, "--nodes", "4", "Hello"]
     assert commands.main([*words[1:], "--max-new-tokens", "3"]) == 0
-    stages = [registry.read_stage(tmp_path / "pair" / f"{name}.toml") for name in ("drafter", "head")]
-    assert [stage.loop.steps for stage in stages] == [6, 4] and stages[1].mesh.data == 1
+    trained = [registry.read_stage(tmp_path / "pair" / f"{name}.toml") for name in ("drafter", "head")]
+    assert [stage.loop.steps for stage in trained] == [6, 4] and trained[1].mesh.data == 1
     measured = json.loads((tmp_path / "pair" / "measured.json").read_text())
     assert measured["prompts"] == 2 and measured["settings"]["nodes"] == 4
     drafted, alone, _ = sorted(measured["systems"], key=lambda system: system["system"])
@@ -83,12 +107,15 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     exec(line, scope)
     assert scope["model"].drafter.block_size == 4 and scope["model"].drafter.head == "mlp"
     ran.clear()
-    pair.main(replace(settings, num_prompts=12))
-    assert ran == ["respond"], "training has the steps that were asked for"
+    pair.main(replace(settings, measure=settings.measure | {"new_tokens": 5}))
+    assert ran == ["measure"] and "begins again, as measure.new_tokens was 6" in capsys.readouterr().out
+    ran.clear()
     pair.main(replace(settings, num_prompts=12, steps=8))
     assert ran == ["respond", "drafter", "head", "export", "measure"]
     steps = [line["step"] for line in watch.read_log(tmp_path / "pair" / "drafter")]
-    assert 6 in steps and steps[-1] == 8
+    assert 6 in steps and steps[-1] == 8, "more steps continue"
+    before = tmp_path / "pair" / "before"
+    assert not (before / "drafter").exists() and (before / "head").is_dir()
 
 
 @pytest.mark.parametrize(("word", "message"), [
@@ -144,36 +171,96 @@ def test_steps_follow_from_passes_and_too_few_are_refused(prompts, tmp_path, wor
     assert composer.stages["drafter"].loop.steps == steps and composer.head().loop.steps == -(-steps // 2)
 
 
-def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts, tmp_path):
-    """As begun with 6 steps on 8 prompts: a file of settings beside the answers and in the run of the backbone."""
-    before = settings_of(prompts, tmp_path, "num_prompts=8")
-    composer = compose.Composer(before)
-    run_config.save(before, tmp_path / "pair.toml")
-    composer.stages["respond"] = asked = composer.respond()
-    run_config.save(asked, tmp_path / "responses.jsonl.settings.toml")
-    trained = composer.drafter()
-    composer.stages["respond"] = replace(asked, thinking=True)
-    assert composer.drafter().data.thinking
-    (tmp_path / "drafter").mkdir()
-    run_config.save(trained, tmp_path / "drafter" / "settings.toml")
-    files_before = sorted(tmp_path.rglob("*"))
-    for more, message in (
-        (("block_size=5",), "was begun with block_size = 4, got 5; give block_size=4, or another out="),
-        (("mask_token_id=5",), "was begun with mask_token_id = None, got 5; leave mask_token_id out"),
-        (("respond.max_new_tokens=13",), "was begun with respond.max_new_tokens = 12, got 13; give"),
-    ):
-        refused(partial(pair.main, settings_of(prompts, tmp_path, "num_prompts=8", *more)), message)
-    assert sorted(tmp_path.rglob("*")) == files_before
-    after = settings_of(prompts, tmp_path, "steps=10", "num_prompts=12")
-    pair.check_extension(after)
-    pair.check_extension(replace(after, head={"keep_head": False}))  # no head was begun
-    composer = compose.Composer(after)
-    made = pair.continued(composer.respond(), after, "respond")
-    assert made == replace(asked, sources=(replace(asked.sources[0], limit=12),)), "the same prompts are held out"
-    composer.answers.train["more"] = packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * 99, 8)
-    composer.stages["respond"] = asked
-    made = pair.continued(composer.drafter(), after, "drafter")
-    assert made == replace(trained, loop=replace(trained.loop, steps=10, evaluate_every=3))
+@pytest.fixture
+def rehearsed(tmp_path, monkeypatch):
+    """Stages that write what their settings say; returns a function that runs the command and returns which of them ran."""
+    ran, seen = [], {}
+
+    def rehearse(stage):
+        def main(made, **_):
+            ran.append(stage.name)
+            seen[stage.name] = made
+            out = tmp_path / "pair"
+            target = out / stage.writes.rstrip("*")
+            content = f"{run_config.dump(made)} from {stages.digest_files(out / (stage.reads or 'respond.toml'))}"
+            if "." not in target.name:
+                target /= "model/config.json"
+                target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps({"content": content}))
+
+        return replace(stage, main=main)
+
+    def read_answers(composer):
+        count = 8 * len(composer.prompts)
+        composer.answers.train["x"] = packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * count, 2)
+
+    monkeypatch.setattr(compose.Composer, "read_answers", read_answers)
+    monkeypatch.setattr(pair, "STAGES", tuple(map(rehearse, stages.STAGES)))
+    monkeypatch.setattr(pair, "conclude", lambda *_: None)
+
+    def run(settings):
+        ran.clear()
+        pair.main(settings)
+        return list(ran)
+
+    run.seen = seen
+    return run
+
+
+EVERY = ["respond", "drafter", "head", "export", "measure"]
+
+
+@pytest.mark.parametrize(("word", "again"), [
+    ("mesh.data=2", []),
+    ("anyway=false", None),
+    ("measure.prompts=3", ["measure"]),
+    ("export.licence=mit", ["export", "measure"]),
+    ("head.loop.steps=5", ["head", "export", "measure"]),
+    ("num_layers=2", ["drafter", "head", "export", "measure"]),
+    ("steps=7", ["drafter", "head", "export", "measure"]),
+    ("respond.max_new_tokens=13", EVERY),
+    ("num_prompts=11", EVERY),
+])  # fmt: skip
+def test_a_rerun_redoes_what_depends_on_the_change(prompts, tmp_path, rehearsed, word, again):
+    """The stages that ran write files by which the next ones know that something changed."""
+    make = partial(settings_of, prompts, tmp_path / "pair", "num_prompts=10")
+    assert rehearsed(make()) == EVERY and rehearsed(make()) == []
+    if again is None:
+        refused(lambda: rehearsed(make(word)), "got a plan of 6 optimiser steps")
+        return
+    assert rehearsed(make(word)) == again and rehearsed(make(word)) == []
+    before = {path.name for path in (tmp_path / "pair" / "before").glob("*")}
+    if word in ("steps=7", "num_prompts=11"):
+        assert "head" in before and "responses.jsonl" not in before, "what grows continues"
+        assert ("drafter" in before) == (word == "num_prompts=11"), "other answers, and no more steps"
+    elif again:
+        [first] = [stage.writes.rstrip("*") for stage in stages.STAGES if stage.name == again[0]]
+        assert first in before
+
+
+def test_a_stage_that_goes_on_keeps_what_was_chosen_by_rule(prompts, tmp_path, rehearsed, monkeypatch):
+    """Other answers would lead to another mask token; only size and mesh change."""
+    make = partial(settings_of, prompts, tmp_path / "pair")
+    rehearsed(make("num_prompts=8"))
+    begun, asked = rehearsed.seen["drafter"], rehearsed.seen["respond"]
+    monkeypatch.setattr(choices, "mask_token", lambda *_: 9)
+    rehearsed(make("num_prompts=12", "steps=10", "mesh.data=2"))
+    loop = replace(begun.loop, steps=10, evaluate_every=3)
+    assert rehearsed.seen["drafter"] == replace(begun, loop=loop, mesh=replace(begun.mesh, data=2))
+    assert rehearsed.seen["respond"].sources == (replace(asked.sources[0], limit=12),), "the same prompts are held out"
+
+
+def test_every_setting_belongs_to_a_stage():
+    given = {name for stage in stages.STAGES for name in (*stages.ALWAYS_GIVEN, *stage.given)}
+    assert {field.name for field in fields(compose.PairConfig)} - given == {
+        "out", "num_prompts", "steps", "passes", "anyway", "mesh",
+    }  # fmt: skip
+
+
+def test_a_folder_of_an_earlier_version_is_refused(prompts, tmp_path):
+    settings = settings_of(prompts, tmp_path)
+    run_config.save(settings, tmp_path / "pair.toml")
+    refused(lambda: pair.main(settings), "was begun by an earlier version", "give another out=")
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(0.0, 16), (1.0, 2), (20.0, 3), (1000.0, 16)])

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import DATA
 from refusals import refused
 from toy_training import run_job, write_lines
 
@@ -15,8 +16,9 @@ from train import respond
 from train.data import answers
 from train.data.records import Source
 from train.respond import RespondConfig
-from train.runtime import folders, run_config
+from train.runtime import run_config
 from train.runtime.run_config import MeshConfig
+from treeflash_jax.core import files
 
 QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
 QUESTIONS += [f"Question {i}" for i in range(5)]
@@ -112,7 +114,7 @@ def interrupted(generate_each, prompts, **named):
 @pytest.mark.parametrize("place", ["local", "gs://bucket"])
 def test_a_stopped_run_ends_with_the_same_file(bucket, model, settings, whole, monkeypatch, place):
     """Answers are parts until they are merged, and only unanswered prompts are asked again."""
-    out = folders.absolute(settings.out if place == "local" else f"{place}/answers.jsonl")
+    out = files.absolute(settings.out if place == "local" else f"{place}/answers.jsonl")
     settings = replace(settings, out=str(out))
     monkeypatch.setattr(answers, "SECONDS_PER_PART", 0)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="the same command continues"):
@@ -240,6 +242,13 @@ def test_models_that_cannot_be_loaded_are_named(settings):
     cases = ((no_fsdp, "got mesh.fsdp 2, expected 1"), (too_many, "a product of at most"), ({"verifier": "/no"}, "/no"))
     for changed, message in cases:
         refused(partial(respond.load_model, replace(settings, **changed)), message)
+
+
+@pytest.mark.filterwarnings("ignore:.* is not read")
+def test_a_layer_in_the_verifiers_files_is_a_drafter_only_if_it_is_named(settings):
+    asked = replace(settings, verifier=str(DATA / "hybrid" / "qwen3_5"))
+    assert respond.load_model(asked).drafter is None
+    assert respond.load_model(replace(asked, drafter="mtp")).drafter.kind == "mtp"
 
 
 def test_the_template_is_asked_and_stays_with_the_answers(settings):

@@ -17,8 +17,6 @@ from train.runtime.flops import step_flops
 from train.runtime.run_config import OptimizerConfig
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters import steering
-from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import verifier
 
 
@@ -155,7 +153,6 @@ def test_muon_turns_matrices_alone():
 LAYER = {name: ((2,), (0, 1)) for name in "qkv"} | {"o": ((1, 2), (0,))}
 LAYER |= {name: ((1,), (0,)) for name in ("gate", "up", "down")}
 UNTIED = dataclasses.replace(MODEL, qkv_bias=True, tie_embeddings=False)
-STEERED = dict(taps=(0, 1, 2), width=8, num_layers=2, ffn=12)
 KINDS = {  # specs; the weights that Muon trains, with inputs and outputs; others that decay. The rest does neither.
     "qwen2": (lambda: verifier.specs(UNTIED), LAYER, {"embed", "unembed"}),
     "experts": (
@@ -170,13 +167,12 @@ KINDS = {  # specs; the weights that Muon trains, with inputs and outputs; other
         set(),
     ),
     "lowrank": (lambda: dataclasses.replace(WITH_HEAD, head="lowrank").specs()["head"], {}, {"previous", "following"}),
-    "steering": (lambda: steering.specs(SteeringConfig(**STEERED)), {}, {"mix", "project"}),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_specs_say_what_muon_trains_and_what_decays(kind):
-    """AdamW trains tables, experts and steering; no bias decays, whatever its axes."""
+    """AdamW trains tables and experts; no bias decays, whatever its axes."""
     make, muon, others = KINDS[kind]
     specs = make()
     leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=parameters.is_spec)[0]

@@ -11,10 +11,10 @@ from conftest import needs_8_devices, random_pair
 from refusals import refused
 
 from treeflash_jax import GenerateConfig, make_mesh, trees
-from treeflash_jax.bench.check import check
+from treeflash_jax.bench.check import compare_decodings
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting
-from treeflash_jax.trees.containers import DETERMINISTIC
+from treeflash_jax.trees.sampled.proposal import DETERMINISTIC
 
 DRAFT = {"nodes": 8} | SIZES
 TREE = DRAFT | {"max_new_tokens": 24}
@@ -63,7 +63,7 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
 
 def test_a_check_of_a_rule_that_draws_other_tokens_is_refused(model):
     before = len(programs.compiled())
-    refused(lambda: check(model, PROMPTS[:1], temperature=1.0, **HYBRID), "'traversal' at temperature above 0")
+    refused(lambda: compare_decodings(model, PROMPTS[:1], temperature=1.0, **HYBRID), "'traversal' at temperature above 0")
     assert len(programs.compiled()) == before
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from etils import epath
 
-from train.runtime import folders, run_config
+from train.runtime import run_config
+from treeflash_jax.core import files
 
 SECONDS_PER_PART = 30.0
 
@@ -34,8 +35,8 @@ def save_settings(settings: Any, out: epath.Path) -> None:
 
 def read_thinking(source: str) -> bool | None:
     """Returns whether the answers of a source were made with thinking; None if there are no settings beside it."""
-    path = settings_path(folders.absolute(source))
-    return run_config.read(path).get("thinking", False) if path.exists() else None
+    path = settings_path(files.absolute(source))
+    return run_config.read_toml(path).get("thinking", False) if path.exists() else None
 
 
 def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> None:
@@ -97,7 +98,7 @@ def adding(out: epath.Path) -> Iterator[Callable[[int, str], None]]:
 
     def write() -> None:
         if lines:
-            folders.write(out.with_name(f"{out.name}.part-{min(lines)}"), "".join(lines.values()))
+            files.write(out.with_name(f"{out.name}.part-{min(lines)}"), "".join(lines.values()))
             lines.clear()
 
     def add(index: int, line: str) -> None:
@@ -121,6 +122,6 @@ def merge(out: epath.Path, count: int) -> None:
     if len(lines) < count:
         raise ValueError(f"{out}: {count - len(lines)} answers are missing; expected all hosts to see this folder")
     parts = _parts(out)
-    folders.write(out, b"".join(lines[index] for index in range(count)))
+    files.write(out, b"".join(lines[index] for index in range(count)))
     for part in parts:
         part.unlink()

@@ -9,9 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from train.data.records import Messages, Record, Source, read
+from train.data.records import Messages, Record, Source, read_records
 from treeflash_jax.core.settings import setting
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models.backend.packed_attention import MAX_CONTEXT
 
 CHATS_AT_ONCE = 256  # tokenised together, by all cores
 
@@ -21,7 +22,10 @@ class DataConfig:
     """Settings that turn records into training sequences."""
 
     sequence_length: int = setting(
-        384, "tokens of a packed sequence; longer chats and responses are left out, plain text is cut into pieces", least=2
+        384,
+        "tokens of a packed sequence; longer chats and responses are left out, plain text is cut into pieces",
+        least=2,
+        most=MAX_CONTEXT,
     )
     thinking: bool | None = setting(
         None,
@@ -76,7 +80,7 @@ def read_documents(
 
     Raises ValueError for a record that cannot be used, with its file and line; an unreadable source; no tokenizer.
     """
-    for number, where, document in _tokenise(source, config, tokenizer, read(source, seed), skipped):
+    for number, where, document in _tokenise(source, config, tokenizer, read_records(source, seed), skipped):
         largest = int(document.tokens_n.max())
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(f"{where}: got token id {largest}, expected 0 to {vocab_size - 1} (the vocabulary)")

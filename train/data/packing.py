@@ -153,7 +153,7 @@ def load_corpus(
 ) -> Corpus:
     """Reads, tokenises and packs every source; ids must be below `vocab_size`.
 
-    Raises ValueError for a source without a usable document, or see `records.read` and `documents.read_documents`.
+    Raises ValueError for a source without a usable document, or see `records.read_records` and `documents.read_documents`.
     """
     if not sources:
         raise ValueError("got no sources, expected at least one [[sources]] table")

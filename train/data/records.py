@@ -76,7 +76,7 @@ class Record:
     content: Messages | Answer | str
 
 
-def read(source: Source, seed: int, skipped: Counter[str] | None = None) -> Iterator[Record]:
+def read_records(source: Source, seed: int, skipped: Counter[str] | None = None) -> Iterator[Record]:
     """Yields the records of a source within its limit, in the order of the source.
 
     Args:

@@ -51,4 +51,4 @@ def initial_layers(model: ModelConfig, count: int) -> tuple[int, ...]:
 
 def has_drafter_layers(model: ModelConfig) -> bool:
     """Returns whether the verifier's layers have the weights of a drafter's."""
-    return not model.num_experts and layers.layer_specs(fresh_layers(model, 1)).keys() == layers.layer_specs(model).keys()
+    return not model.num_experts and layers.layer_specs(fresh_layers(model, 1)) == layers.layer_specs(model)

@@ -1,6 +1,7 @@
 """Settings of the stages of `train.pair`: composed by rule, then replaced by those that were given."""
 
 import dataclasses
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from train.data import packing
 from train.data.documents import DataConfig
 from train.data.packing import Corpus
-from train.data.records import Source, read
+from train.data.records import Record, Source, read_records
 from train.drafter import DrafterStage
 from train.evaluate import EvaluateConfig
 from train.export import ExportStage
@@ -23,10 +24,10 @@ from train.head import HeadStage
 from train.measure import MeasureStage
 from train.pairing import choices
 from train.respond import RespondConfig, question
-from train.runtime import folders, run_config
+from train.runtime import run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
-from treeflash_jax.core import sharding
+from treeflash_jax.core import files, sharding
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.defaults import choose_dtype, choose_training_lengths, choose_training_vocabulary
 from treeflash_jax.engine.pairs import locate
@@ -75,7 +76,7 @@ class PairConfig:
         0.0, "passes over the answers, in place of `steps`. Without either: 6 passes, and at least 200 steps", least=0
     )
     anyway: bool = setting(False, "trains for fewer than 50 steps, too")
-    seed: int = setting(0, "random seed of all stages", least=0)
+    seed: int = setting(0, "random seed of all stages", least=0, most=run_config.MAX_SEED)
     mesh: MeshConfig = MeshConfig()
     respond: dict[str, Any] = setting(help="settings of `train.respond` in place of those by rule", default_factory=dict)
     drafter: dict[str, Any] = setting(help="settings of `train.drafter` in place of those by rule", default_factory=dict)
@@ -88,7 +89,7 @@ class PairConfig:
             raise ValueError(f"got steps {self.steps} and passes {self.passes:g}, expected one of them")
 
     def path(self, name: str) -> Path:
-        return folders.local(self.out) / name
+        return files.local(self.out) / name
 
 
 class Composer:
@@ -105,6 +106,16 @@ class Composer:
         self.answers = Corpus({}, {}, {}, {})
 
     @cached_property
+    def prompts(self) -> list[Record]:
+        """Prompts of the command, without those that cannot be read if they may be skipped."""
+        skipped = Counter() if self.settings.respond.get("malformed") == "skip" else None
+        source = Source(path=self.settings.prompts, limit=self.settings.num_prompts, hold_out=0)
+        return [*read_records(source, self.settings.seed, skipped)]
+
+    def prompts_digest(self) -> str:
+        return hashlib.sha256(repr([prompt.content for prompt in self.prompts]).encode()).hexdigest()
+
+    @cached_property
     def model(self) -> ModelConfig:
         return model_files.read_verifier_config(locate(self.settings.verifier, "verifier"))
 
@@ -116,18 +127,19 @@ class Composer:
     def block_size(self) -> int:
         return self.settings.block_size or choose_training_lengths(sharding.device())[0]
 
-    def check(self) -> None:
+    def check_settings(self) -> None:
         """Composes all stages without answers, so that a wrong setting is refused at once."""
-        for name in ("respond", "drafter", "head", "export", "measure"):
-            self.stages[name] = getattr(self, name)()
+        self.stages["respond"] = self.respond()
+        self.stages["drafter"] = self.drafter()
+        self.stages["head"] = self.head()
+        self.stages["export"] = self.export()
+        self.stages["measure"] = self.measure()
         self.stages["drafter"].drafter_config(self.model, None)
 
     def respond(self) -> RespondConfig:
         """Prompts that are longer than 95 % of all are left out; answers are cut at the length that suits the device."""
-        settings, context = self.settings, self.model.max_positions
-        skipped = Counter() if settings.respond.get("malformed") == "skip" else None
+        settings, context, prompts = self.settings, self.model.max_positions, self.prompts
         source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
-        prompts = [*read(source, settings.seed, skipped)]
         if len(prompts) < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {len(prompts)} prompts, expected at least {LEAST_PROMPTS}")
         sample = packing.pick_spread(prompts, MEASURED_LENGTHS)
@@ -224,10 +236,16 @@ class Composer:
         return run_config.replaced(ExportStage(run=run, out=out, overwrite=True), self.settings.export)
 
     def measure(self) -> MeasureStage:
-        drafter, responded, out = (str(self.settings.path(name)) for name in ("model", "respond.toml", "measured.json"))
-        pair = dict(verifier=self.settings.verifier, drafter=drafter, respond=responded)
-        made = MeasureStage(**pair, out=out, seconds=MEASURE_SECONDS, seed=self.settings.seed)
-        return run_config.replaced(made, self.settings.measure)
+        settings = self.settings
+        made = MeasureStage(
+            verifier=settings.verifier,
+            drafter=str(settings.path("model")),
+            respond=str(settings.path("respond.toml")),
+            out=str(settings.path("measured.json")),
+            seconds=MEASURE_SECONDS,
+            seed=settings.seed,
+        )
+        return run_config.replaced(made, settings.measure)
 
     def _data(self) -> DataConfig:
         responded = self.stages["respond"]

@@ -10,8 +10,9 @@ from typing import Any
 
 from etils import epath
 
-from train.runtime import folders, hosts, run_config
+from train.runtime import hosts, run_config
 from train.runtime.run_config import LoopConfig
+from treeflash_jax.core import files
 
 # Settings that may change when a run continues: the number of steps, and what changes weights by rounding at most.
 FREE_IN_LOOP = "steps accumulate log_every save_every evaluate_every keep best best_mode tensorboard wandb profile"
@@ -30,7 +31,7 @@ class Checkpoints:
     def __init__(self, run: str, loop: LoopConfig, documents: str | None = None):
         from orbax.checkpoint import v1 as ocp  # slow to import; compiling a step alone does not need it
 
-        self.folder, self.loop, self.documents, self.orbax = folders.absolute(run), loop, documents, ocp
+        self.folder, self.loop, self.documents, self.orbax = files.absolute(run), loop, documents, ocp
         policies = ocp.training.preservation_policies
         kept = [policies.LatestN(loop.keep)]
         if loop.best:

@@ -13,9 +13,8 @@ from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
-from train.runtime import folders
 from train.runtime.run_config import MeshConfig
-from treeflash_jax.core import sharding, terminal
+from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import clipped
 
 # Prefixes of JAX's errors if no cluster is detected, and if this process has already used its devices.
@@ -88,7 +87,7 @@ def held(path: epath.Path, what: str) -> Iterator[None]:
     cannot be written.
     """
     lock, error = None, ""
-    if is_first() and not folders.is_remote(path):
+    if is_first() and not files.is_remote(path):
         lock = FileLock(path, timeout=0)
         try:
             epath.Path(path).parent.mkdir(parents=True, exist_ok=True)

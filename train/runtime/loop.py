@@ -22,11 +22,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from train.data import packing
-from train.runtime import flops, folders, hosts, training_state, watch
+from train.runtime import flops, hosts, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
-from treeflash_jax.core import programs, sharding
+from treeflash_jax.core import files, programs, sharding
 
 HELD_OUT_BATCHES = 4  # of a source
 Report = Callable[[str], None]  # receives the progress of an evaluation in words
@@ -76,7 +76,7 @@ def fit(
     """
     loop: LoopConfig = config.loop
     hosts.check_batch(loop.batch, loop.accumulate, mesh)
-    steps, folder = resolve_steps(loop, corpus.num_sequences), folders.absolute(config.run)
+    steps, folder = resolve_steps(loop, corpus.num_sequences), files.absolute(config.run)
     with sharding.ambient(mesh), hosts.held(folder / "run.lock", f"run={config.run}"):
         claim(folder, config)
         with closing(Checkpoints(config.run, loop, corpus.digest())) as checkpoints, ExitStack() as stack:
@@ -114,7 +114,7 @@ class _Run:
                 f"run={config.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
             )
         opened = watch.open_sinks(config, self.start, stack) if self.start < steps else []
-        log = watch.Watch(folders.absolute(config.run), steps=steps, resumed_at=self.start, sinks=opened)
+        log = watch.Watch(files.absolute(config.run), steps=steps, resumed_at=self.start, sinks=opened)
         self.watch = stack.enter_context(log)
         stack.enter_context(self.profile)
         self.measures: list[Callable[..., dict[str, Any]]] = []

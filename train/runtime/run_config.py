@@ -19,12 +19,13 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 from etils import epath
 
-from train.runtime import folders
-from treeflash_jax.core import programs
+from treeflash_jax.core import files, programs
 from treeflash_jax.core.checks import UnknownSetting, clipped, quoted, suggestion
+from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.settings import build, describe, dotted, setting, setting_names
 
 T = TypeVar("T")
+MAX_SEED = 2**32 - 1  # keys of JAX drop further bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class LoopConfig:
     epochs: float = setting(1.0, "passes over the data; used if `steps` is 0", least=0)
     batch: int = setting(help="packed sequences of a step, over all devices", least=1)
     accumulate: int = setting(1, "parts whose gradients are summed before an update", least=1)
-    seed: int = setting(0, "random seed of initial weights, order of the data, and anchors", least=0)
+    seed: int = setting(0, "random seed of initial weights, order of the data, and anchors", least=0, most=MAX_SEED)
     log_every: int = setting(10, "steps between log lines; 0 logs the last step only", least=0)
     save_every: int = setting(200, "steps between checkpoints; 0 saves the last step only", least=0)
     evaluate_every: int = setting(200, "steps between evaluations; 0 evaluates the last step only", least=0)
@@ -80,32 +81,31 @@ class LoopConfig:
     profile: tuple[int, int] | None = setting(None, "first and last step of a profile for TensorBoard, such as [100, 105]")
 
 
-def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
-    """Runs `main(settings)` with the settings that a command line gives: `[FILE.toml] [key=value ...]`.
+def run_command(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
+    """Runs `main(settings)` with the settings that a command line gives, `[FILE.toml] [key=value ...]`, and exits.
 
     Keeps on disk what it compiles. Bad input ends the process with one line on stderr; --help shows `doc`.
     """
-    words = sys.argv[1:] if argv is None else argv
     command = f"train.{Path(sys.argv[0]).stem}"
-    if {"-h", "--help"} & {*words}:
-        print(f"usage: python -m {command} [FILE.toml] [name=value ...]\n\n{doc}\nsettings:\n{describe(cls)}")
-        return
-    hint = f" (see python -m {command} --help)"
-    try:
-        config = parse(cls, words)
-        hint = ""
-        programs.keep_on_disk()
+    words = sys.argv[1:] if argv is None else argv
+
+    def parse_and_run() -> None:
+        if {"-h", "--help"} & {*words}:
+            print(f"usage: python -m {command} [FILE.toml] [name=value ...]\n\n{doc}\nsettings:\n{describe(cls)}")
+            return
+        try:
+            config = parse(cls, words)
+        except (ValueError, UnknownSetting, OSError) as error:
+            raise ValueError(f"{clipped(error, 220)} (see python -m {command} --help)") from None
+        programs.keep_programs()
         # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
         logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
         for name in ("absl", "asyncio"):  # Orbax logs a traceback here of every error that it also raises
             logging.getLogger(name).disabled = True
         main(config)
-    except (ValueError, UnknownSetting, OSError) as error:
-        print(f"{command}: error: {clipped(error)}{hint}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+
+    if status := exit_status(parse_and_run, command):
+        sys.exit(status)
 
 
 def parse(cls: type[T], words: Sequence[str]) -> T:
@@ -126,10 +126,10 @@ def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] 
 
     Raises FileNotFoundError, UnknownSetting, or ValueError for a missing or wrong value.
     """
-    return build(cls, read(path, overrides), str(path) if path is not None and not overrides else "settings")
+    return build(cls, read_toml(path, overrides), str(path) if path is not None and not overrides else "settings")
 
 
-def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_toml(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the content of a TOML file, changed by overrides, for whatever stage it is."""
     raw: dict[str, Any] = {}
     if path is not None:
@@ -179,7 +179,7 @@ def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict
     try:
         before = to_dict(load(type(config), path))
     except (ValueError, UnknownSetting):
-        before = read(path)  # of another stage
+        before = read_toml(path)  # of another stage
     then, now = dotted(before), dotted(to_dict(config))
     keys = [key for key in {**then, **now} if key not in free and key.split(".")[0] not in free]
     return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
@@ -202,7 +202,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def save(config: Any, path: epath.PathLike) -> None:
     """Writes settings as TOML from which `load` returns equal settings."""
-    folders.write(path, dump(config))
+    files.write(path, dump(config))
 
 
 def dump(config: Any) -> str:

@@ -15,7 +15,8 @@ from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train.runtime import folders, hosts, run_config
+from train.runtime import hosts, run_config
+from treeflash_jax.core import files
 
 Metrics = dict[str, Any]
 Sink = Callable[[int, Mapping[str, float]], None]  # receives a step and its metrics
@@ -61,7 +62,7 @@ def duration(seconds: float) -> str:
 
 def read_log(folder: Any) -> list[Metrics]:
     """The lines of RUN/log.jsonl; a last line cut by a kill is left out, any other wrong line raises ValueError."""
-    path = folders.absolute(folder) / "log.jsonl"
+    path = files.absolute(folder) / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""
     try:
         return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
@@ -87,7 +88,7 @@ class Watch(Bar):
             lines = read_log(folder)
             self.began -= max((line["seconds"] for line in lines), default=0.0)
             kept = [line for line in lines if line["step"] <= resumed_at]
-            folders.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            files.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         if resumed_at:
             hosts.say(f"continuing at step {resumed_at} of {steps}")
         self.show(note="compiling")
@@ -97,7 +98,7 @@ class Watch(Bar):
         if not hosts.is_first():
             return
         metrics = metrics | {"seconds": round(time.perf_counter() - self.began, 1)}
-        folders.append(self.path, json.dumps({"step": step, **metrics}) + "\n")
+        files.append(self.path, json.dumps({"step": step, **metrics}) + "\n")
         flat = {}
         for name, value in metrics.items():
             flat |= {f"{name}/{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {name: value}
@@ -132,7 +133,7 @@ def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
         if config.loop.tensorboard and hosts.is_first():
             from tensorboardX import SummaryWriter
 
-            folder = folders.absolute(config.run) / "tensorboard"
+            folder = files.absolute(config.run) / "tensorboard"
             writer = stack.enter_context(SummaryWriter(str(folder), purge_step=step + 1))
 
             def write(step: int, metrics: Mapping[str, float]) -> None:
@@ -155,5 +156,5 @@ def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
 @contextmanager
 def profiled(config: Any) -> Iterator[None]:
     """Records a profile that TensorBoard finds in RUN/tensorboard."""
-    with folders.filled(folders.absolute(config.run) / "tensorboard", overwrite=True) as folder, jax.profiler.trace(folder):
+    with files.filled(files.absolute(config.run) / "tensorboard", overwrite=True) as folder, jax.profiler.trace(folder):
         yield

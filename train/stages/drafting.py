@@ -6,6 +6,7 @@ checkpoints, resuming, evaluation by real tree decoding, export and ahead-of-tim
 Example:
   >>> @dataclass(frozen=True, kw_only=True)
   ... class MyStage(DraftingStage):
+  ...     stage: Literal["mine"] = "mine"  # its name in registry.STAGES, which a run stores
   ...     width: int = 64
   ...     trains = ("table",)  # names at the top of the tree that the specs of this kind of drafter return
   ...     ...  # the other abstract methods of DraftingStage
@@ -17,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,13 @@ from train.data.documents import DataConfig
 from train.data.packing import Corpus
 from train.data.records import Source
 from train.evaluate import EvaluateConfig, assemble, make_tau_measure
-from train.runtime import folders, hosts, loop, run_config, watch
+from train.runtime import hosts, loop, picture, run_config, watch
 from train.runtime.flops import step_flops
 from train.runtime.training_state import SumsFunction, TrainTask, abstract_batch, place
 from train.stages.teacher import record
-from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.checks import expect
+from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.defaults import choose_training_attention
@@ -53,12 +55,13 @@ class DraftingStage(ABC):
     "By name" means by the names at the top of the tree of weights that `DrafterConfig.specs` returns.
     """
 
+    stage: str
     run: str = setting(help="folder of checkpoints, log and result, local or gs://")
     verifier: str = setting("tiny", "name of a pair, folder, GGUF file or Hub id")
     sources: tuple[Source, ...] = setting(help="responses of that verifier (`train.respond`), or chats")
     data: DataConfig = DataConfig()
     init_scale: float = setting(0.02, "standard deviation of fresh weights", above=0)
-    compute_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "dtype of activations and frozen weights")
+    compute_dtype: str = dtype_setting("bfloat16", "dtype of activations and frozen weights", "float32", "bfloat16")
     attention: Literal["auto", "chunked", "splash", "cudnn"] = setting(
         "auto",
         '"auto": splash attention on TPUs, cuDNN on NVIDIA GPUs, if they support the sequence length and dtype; else '
@@ -104,17 +107,18 @@ class DraftingStage(ABC):
         """
 
     # Name of a pair, folder or Hub id of an existing drafter; whether frequent tokens are listed beside the new drafter;
-    # and decoding that evaluations measure, metric -> options of `generate`.
+    # whether its files record the verifier and `data.thinking`; and decoding that evaluations measure, metric -> options
+    # of `generate`.
     starts_from: ClassVar[str] = ""
     lists_tokens: ClassVar[bool] = False
+    records_training: ClassVar[bool] = False
     systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
 
-    @property
-    def held_out(self) -> Self:
-        """Settings whose sums are measured on held-out sequences; other than these if training estimates its sums."""
-        return self
+    def make_held_out_sums(self, verifier: ModelConfig, drafter: Any) -> SumsFunction:
+        """Returns the objective that is measured on held-out sequences; another one if training estimates its sums."""
+        return self.make_sums(verifier, drafter)
 
-    def check(self, drafter: Any, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+    def check_corpus(self, drafter: Any, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         """Raises ValueError if this corpus cannot train this drafter."""
         return
 
@@ -139,9 +143,11 @@ def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
     """Returns the config of the drafter, with the facts about its training that its files record."""
     start = model_files.read_drafter_config(locate(settings.starts_from, "drafter")) if settings.starts_from else None
     drafter = settings.drafter_config(model, start)
-    known = {"verifier": (HUB_IDS.get(settings.verifier, settings.verifier), ARCHITECTURES[model.model_type].class_name)}
-    known |= {} if settings.data.thinking is None else {"thinking": settings.data.thinking}
-    return replace(drafter, **{name: value for name, value in known.items() if hasattr(drafter, name)})
+    if not settings.records_training:
+        return drafter
+    verifier = (HUB_IDS.get(settings.verifier, settings.verifier), ARCHITECTURES[model.model_type].class_name)
+    thinking = drafter.thinking if settings.data.thinking is None else settings.data.thinking
+    return replace(drafter, verifier=verifier, thinking=thinking)
 
 
 def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> dict[str, Any]:
@@ -155,7 +161,7 @@ def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | No
     stored: dict[str, Any] = {}
     if settings.starts_from:
         stored = model_files.load_drafter(locate(settings.starts_from, "drafter"), dtype=jnp.float32)[1]
-    path = folders.absolute(settings.run) / "derived.json"
+    path = files.absolute(settings.run) / "derived.json"
     if path.exists():
         derived = json.loads(path.read_text())
     else:
@@ -163,7 +169,7 @@ def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | No
         derived = {name: array.tolist() for name, array in made.items()}
         if derived and hosts.is_first():
             path.parent.mkdir(parents=True, exist_ok=True)
-            folders.write(path, json.dumps(derived))
+            files.write(path, json.dumps(derived))
     return stored | {name: np.array(values) for name, values in derived.items()}
 
 
@@ -191,7 +197,7 @@ def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: A
         specs=trained,
         frozen_specs=frozen,
         sums=settings.make_sums(model, drafter),
-        held_out_sums=settings.held_out.make_sums(model, drafter),
+        held_out_sums=settings.make_held_out_sums(model, drafter),
         compute_dtype=jnp.dtype(settings.compute_dtype),
         flops=step_flops(counted_sums, trained, frozen | {"verifier": verifier.specs(counted)}, batch),
     )
@@ -208,14 +214,24 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed, model.vocab_size)
     _, weights = model_files.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = read_drafter_config(settings, model)
-    settings.check(drafter, model, corpus, tokenizer)
+    settings.check_corpus(drafter, model, corpus, tokenizer)
+    model_files.writable(drafter.dialect, drafter)
     task = make_task(settings, model, drafter, mesh)
     if settings.data.record:
         attention = choose_training_attention(sharding.device(mesh), settings.attention)
-        recorded = dict(model=model, taps=drafter.taps, batch_size=settings.loop.batch, attention=attention, mesh=mesh)
-        corpus = record(corpus, settings.data.record, weights=weights, **recorded)
+        corpus = record(
+            corpus,
+            settings.data.record,
+            weights=weights,
+            model=model,
+            taps=drafter.taps,
+            batch_size=settings.loop.batch,
+            attention=attention,
+            mesh=mesh,
+        )
     stored = read_stored(settings, drafter, corpus.answer_counts(model.vocab_size))
-    params = place(settings.fresh(drafter, weights, stored), task.specs, mesh, jnp.float32)
+    scales = {"norm": weights["norm"] + 1} if model.offset_norms else {}  # norms of drafters store their whole scale
+    params = place(settings.fresh(drafter, weights | scales, stored), task.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {
         name: place(stored[name], specs, mesh, task.compute_dtype)
         for name, specs in task.frozen_specs.items()
@@ -226,14 +242,23 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     hosts.say(f"{parameters.count(params):,} weights to train, {corpus.num_sequences} sequences of {length} tokens")
     pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=model_files.stop_ids(folder, model), mesh=mesh)
     measure = make_tau_measure(settings, task, pair, corpus, frozen)
-    named = dict(params=params, frozen=frozen, corpus=corpus, evaluate=measure, on_timed=on_timed)
-    params = loop.fit(task, config=settings, mesh=mesh, **named)
+    params = loop.fit(
+        task,
+        config=settings,
+        mesh=mesh,
+        params=params,
+        frozen=frozen,
+        corpus=corpus,
+        evaluate=measure,
+        on_timed=on_timed,
+    )
     whole = sharding.to_host(assemble(drafter, params | frozen))
     if hosts.is_first():
-        target = folders.absolute(settings.run) / "model"
-        with folders.filled(target, overwrite=True) as folder:
+        target = files.absolute(settings.run) / "model"
+        with files.filled(target, overwrite=True) as folder:
             model_files.save_drafter(folder, drafter, whole)
             if settings.lists_tokens:
                 draft_vocabulary.write(folder, corpus.answer_counts(model.vocab_size))
-        hosts.say(f"{drafter.kind} drafter in {target}: {watch.summary(settings.run)}")
+        files.write(target.parent / picture.NAME, picture.draw(watch.read_log(settings.run)))
+        hosts.say(f"{drafter.kind} drafter in {target}: {watch.summary(settings.run)}; loss and tau in {picture.NAME}")
     hosts.wait("model")

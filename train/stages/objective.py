@@ -34,6 +34,7 @@ from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
+from treeflash_jax.models.backend.packed_attention import MAX_BLOCKS
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import NewKV
 from treeflash_jax.trees import pick
@@ -59,8 +60,8 @@ class ObjectiveConfig:
         "drift; annealed: w times the marginals' loss plus 1 - w times the head's, w from 1 to 0 over the run (Domino)",
         least=0,
     )
-    anchors: int = setting(help="blocks per sequence", least=1, most=4096)
-    chunk: int = setting(16, "blocks per sequence processed at a time; divides `anchors`", least=1)
+    anchors: int = setting(help="blocks per sequence", least=1)
+    chunk: int = setting(16, "blocks per sequence processed at a time; divides `anchors`", least=1, most=MAX_BLOCKS)
     vocabulary: int = setting(
         0,
         "size of the sample of the vocabulary, at least the sequence length; 0 compares distributions over the whole "

@@ -1,21 +1,19 @@
 """Acceptance rules: they choose the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-A rule is a `Rule` in a file of its own, and one line in RULES. Rules that test sampled nodes (draws) are subclasses of
-`draws.DrawsRule`; of these, rules that go from the root to an accepted child, level by level, are a `draws.TopDownRule`. At
-each node, they read the verifier's probabilities of the tokens that may be drafted there, and the sum of all others. Only
-the last accepted node needs a vector over the whole vocabulary, for the bonus token.
+A rule is a `Rule` in a file of its own, and one line in RULES. The default, `sample_and_match`, is exact for every tree and
+all that deterministic trees need. Rules that test the draws of sampled trees are in `sampled`.
 """
 
-from treeflash_jax.acceptance.block import Block
-from treeflash_jax.acceptance.k_sequential import KSequential
-from treeflash_jax.acceptance.multi_path_block import MultiPathBlock
-from treeflash_jax.acceptance.naive_tree import NaiveTree
-from treeflash_jax.acceptance.recursive import Recursive
-from treeflash_jax.acceptance.rejection import Rejection
 from treeflash_jax.acceptance.rule import Rule
 from treeflash_jax.acceptance.sample_and_match import SampleAndMatch
+from treeflash_jax.acceptance.sampled.block import Block
+from treeflash_jax.acceptance.sampled.k_sequential import KSequential
+from treeflash_jax.acceptance.sampled.multi_path_block import MultiPathBlock
+from treeflash_jax.acceptance.sampled.naive_tree import NaiveTree
+from treeflash_jax.acceptance.sampled.recursive import Recursive
+from treeflash_jax.acceptance.sampled.rejection import Rejection
+from treeflash_jax.acceptance.sampled.traversal import Traversal
 from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, target_distribution
-from treeflash_jax.acceptance.traversal import Traversal
 
 RULES: dict[str, Rule] = {
     "sample-and-match": SampleAndMatch(),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.acceptance.rule import Rule
-from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, accept, follow
+from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, deepest_match, path_to
 from treeflash_jax.trees import DraftTree, Proposal, pick
 
 
@@ -42,5 +42,5 @@ class SampleAndMatch(Rule):
         """
         depths = noise.gumbel_bpv.shape[1]
         picks_bn = target.sample(pick(noise.gumbel_bpv, tree.depth_bn))
-        last_b = follow(tree, (tree.tokens_bn == pick(picks_bn, tree.parent_bn)) & tree.valid_bn, depths)
-        return accept(tree, last_b, jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0], depths)
+        last_b = deepest_match(tree, (tree.tokens_bn == pick(picks_bn, tree.parent_bn)) & tree.valid_bn, depths)
+        return path_to(tree, last_b, jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0], depths)

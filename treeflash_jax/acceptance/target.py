@@ -34,7 +34,7 @@ class TargetDistribution:
     def gather(self, ids_bnx: jax.Array) -> jax.Array:
         """Returns log-probabilities of tokens, [b, n, x]; -inf for cut tokens. Greedy: 0 for the argmax, else -inf."""
         logits_bnx = vocab.take(self.logits_bnv, ids_bnx)
-        kept_bnx = logits_bnx >= self.threshold_bn[..., None]
+        kept_bnx = (logits_bnx >= self.threshold_bn[..., None]) & (logits_bnx > -jnp.inf)
         log_p_bnx = _scaled(logits_bnx, self.peak_bn, self.temperature_b) - self.log_normaliser_bn[..., None]
         log_p_bnx = jnp.where(kept_bnx, log_p_bnx, -jnp.inf)
         best_bn = vocab.argmax(self.logits_bnv)
@@ -95,7 +95,7 @@ class Acceptance:
     bonus_b: jax.Array
 
 
-def follow(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
+def deepest_match(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
     """Returns the deepest node that, like all its ancestors, matches (is entered from its parent), [b].
 
     At most one child of a node may match. `depths`, static, is the number of places of a path, root included: at least the
@@ -106,8 +106,8 @@ def follow(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
     return jnp.argmax(jnp.where(reached_bn, tree.depth_bn + 1, 0), axis=-1)
 
 
-def accept(tree: DraftTree, last_b: jax.Array, bonus_b: jax.Array, depths: int) -> Acceptance:
-    """Returns the path from the root to `last_b`, with the token that follows it; `depths` as in `follow`."""
+def path_to(tree: DraftTree, last_b: jax.Array, bonus_b: jax.Array, depths: int) -> Acceptance:
+    """Returns the path from the root to `last_b`, with the token that follows it; `depths` as in `deepest_match`."""
     above_bnn = ancestor_mask(tree.parent_bn, depths - 1)
     on_path_bn = jnp.take_along_axis(above_bnn, last_b[:, None, None], axis=1)[:, 0]
     at_depth_bpn = on_path_bn[:, None] & (tree.depth_bn[:, None] == jnp.arange(depths)[:, None])

@@ -50,7 +50,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Comparison:
     """One prompt, decoded with and without drafting, and the first difference; None if the answers are equal."""
 
     drafted: Result
@@ -71,21 +71,21 @@ class Check:
 
     def record(self, model: TreeFlash) -> dict[str, Any]:
         record = {"verdict": self.verdict, "identical": self.divergence is None, "tokens": len(self.plain.ids)}
-        record |= {"tau": self.drafted.tau, "quantize": model.quantize, "meaning": meaning(model.quantize)}
+        record |= {"tau": self.drafted.tau, "quantize": model.quantize, "meaning": describe_reference(model.quantize)}
         if self.divergence is None:
             return record | {"divergence": None}
-        return record | {"divergence": asdict(self.divergence) | {"meaning": explanation(self.divergence, model.dtype)}}
+        return record | {"divergence": asdict(self.divergence) | {"meaning": explain(self.divergence, model.dtype)}}
 
     def describe(self, model: TreeFlash) -> str:
         """Returns one line that says how the answers differ."""
         if self.divergence is None:
             return f"{self.verdict}, {len(self.plain.ids)} tokens, tau {self.drafted.tau:.2f}"
         tokens = f"drafted {self.divergence.drafted}, one by one {self.divergence.plain}"
-        why = explanation(self.divergence, model.dtype)
+        why = explain(self.divergence, model.dtype)
         return f"{self.verdict}, differs from token {self.divergence.index} on ({tokens}); {why}"
 
 
-def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Check]:
+def compare_decodings(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Comparison]:
     """Decodes every prompt with and without drafting and compares the answers; see `TreeFlash.generate`.
 
     Raises:
@@ -93,7 +93,7 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
         temperature above 0.
     """
     if model.drafter is None:
-        raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
+        raise ValueError(f"nothing to compare: {NO_DRAFTER}")
     builder = settings.get("builder") or "best-first"  # also on a device where drafting does not pay
     expect(builder != "none", "builder", "none", "one that drafts: without it there is nothing to compare")
     call = model.prepare(prompts, **settings | {"builder": builder})
@@ -105,13 +105,30 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
     if any(result.finished == "interrupted" for result in [*drafted, *plain]):
         raise KeyboardInterrupt
     return [
-        Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids, call.processor))
+        Comparison(drafted=a, plain=b, divergence=find_divergence(model, request, a.ids, b.ids, call.processor))
         for request, a, b in zip(call.requests, drafted, plain, strict=True)
     ]
 
 
-def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: Any) -> str:
-    """Returns one line about drafted answers, beginning with the verdict.
+def describe_verdict(comparisons: Sequence[Comparison]) -> str:
+    """Returns the verdict on all answers in words, with the place of the first difference."""
+    differing = [i for i, comparison in enumerate(comparisons) if comparison.verdict != IDENTICAL]
+    errors = [i for i in differing if comparisons[i].verdict == FAIL]
+    if not differing:
+        return "lossless: equal"
+    first = (errors or differing)[0]
+    place = f"token {comparisons[first].divergence.index}"
+    if len(comparisons) > 1:
+        place += f" of prompt {first}"
+    if errors:
+        answers = "1 answer differs" if len(errors) == 1 else f"{len(errors)} answers differ, the first"
+        return f"not lossless: {answers} from {place} on"
+    ties = "1 near-tie at" if len(differing) == 1 else f"{len(differing)} near-ties, the first at"
+    return f"lossless: equal up to {ties} {place}"
+
+
+def describe_counts(answers: int, identical: int, near_ties: int, tokens: int, dtype: Any) -> str:
+    """Returns the numbers behind a verdict in words.
 
     Args:
       answers: number of drafted answers compared with one-token decoding.
@@ -119,23 +136,31 @@ def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: A
       tokens: number of tokens compared, each answer up to its first difference.
     """
     counts = f"{identical} of {answers} drafted answers identical to one-token decoding, {tokens:,} tokens compared"
-    ties = f"{near_ties} near-tie" if near_ties == 1 else f"{near_ties} near-ties"
+    if near_ties:
+        counts += f", {near_ties} near-tie" if near_ties == 1 else f", {near_ties} near-ties"
+    if others := answers - identical - near_ties:
+        counts += f", {others} other difference" if others == 1 else f", {others} other differences"
+    if near_ties and jnp.dtype(dtype).itemsize < 4:
+        counts += "; exact in float32: add --dtype float32"
+    return counts
+
+
+def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: Any) -> str:
+    """Returns the verdict of `Comparison` on all answers and the numbers behind it; see `describe_counts`."""
+    verdict = ROUNDING if near_ties else IDENTICAL
     if identical + near_ties < answers:
-        return f"{FAIL}: {counts}; {ties}, {answers - identical - near_ties} other differences"
-    if not near_ties:
-        return f"{IDENTICAL}: {counts}"
-    hint = "; exact in float32: add --dtype float32" if jnp.dtype(dtype).itemsize < 4 else ""
-    return f"{ROUNDING} ({ties}): {counts}{hint}"
+        verdict = FAIL
+    return f"{verdict}: {describe_counts(answers, identical, near_ties, tokens, dtype)}"
 
 
-def meaning(quantize: str | None) -> str:
+def describe_reference(quantize: str | None) -> str:
     """Returns one line that names the verifier whose outputs are reproduced exactly."""
     if quantize is None:
         return "exact with respect to the verifier as loaded"
     return f"exact with respect to the {quantize} verifier, not to the one in the files: its own answers may differ"
 
 
-def explanation(divergence: Divergence, dtype: Any) -> str:
+def explain(divergence: Divergence, dtype: Any) -> str:
     if divergence.gap is None:
         return "one answer ended before the other"
     if divergence.near_tie:
@@ -143,7 +168,7 @@ def explanation(divergence: Divergence, dtype: Any) -> str:
     return f"{dtype} rounding does not explain it: the two candidates' logits are {divergence.gap:.2g} apart"
 
 
-def divergence(
+def find_divergence(
     model: TreeFlash, request: Request, drafted: list[int], plain: list[int], processor: Any = None
 ) -> Divergence | None:
     """Finds the first difference of two answers to one request; None if they are equal."""
@@ -156,9 +181,16 @@ def divergence(
     prefix = request.ids + plain[:index]
     padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few shapes, few compilations
     padded[0, : len(prefix)] = prefix
-    arguments = model.weights.verifier, jnp.asarray(padded), jnp.int32(len(prefix) - 1)
-    static = {"config": model.verifier, "dtype": defaults.choose_residual_dtype(model.device, model.dtype)}
-    logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, **static))
+    logits_v = programs.call(
+        _logits_at,
+        model.weights.verifier,
+        jnp.asarray(padded),
+        jnp.int32(len(prefix) - 1),
+        mesh=model.mesh,
+        config=model.verifier,
+        dtype=defaults.choose_residual_dtype(model.device, model.dtype),
+    )
+    logits_v = np.asarray(logits_v)
     rounding = np.spacing(np.abs(logits_v[tokens]).max().astype(model.dtype))  # logits may have more bits
     tolerance = max(NEAR_TIE, ROUNDINGS * float(rounding))
 
@@ -166,7 +198,8 @@ def divergence(
     tokens_bs, length_b, sampling = make_batch([request], batch_size=1, capacity=request.length, dtype=logits_bnv.dtype)
     state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
     noise_bnv = target_noise(state.replace(end_b=jnp.array([len(prefix)])), 1, logits_bnv)
-    state, answer_bni = processors.start(state, logits_v.size, processor), jnp.asarray(plain[:index], jnp.int32)[None, None]
+    state = processors.init_processors(state, logits_v.size, processor)
+    answer_bni = jnp.asarray(plain[:index], jnp.int32)[None, None]
     logits_bnv = processors.process(logits_bnv, state, answer_bni, processor)
     low, high = np.sort(np.asarray(logits_bnv + request.settings.temperature * noise_bnv)[0, 0, tokens])
 

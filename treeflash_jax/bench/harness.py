@@ -16,7 +16,7 @@ from typing import Any
 
 import treeflash_jax as tf
 from treeflash_jax.bench.bench_records import PEER, SCHEMA, Record, environment, is_comparable, print_progress, record_key
-from treeflash_jax.bench.check import FAIL, ROUNDING, divergence, explanation
+from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core.checks import parse_json
@@ -89,17 +89,24 @@ class Peer(System):
         model, config = self.model, self.config
         stop_ids = model.stop_ids if config.stop_ids is None else config.stop_ids
         stop_ids = find_stops(config.stop, stop_ids, model.tokenizer, model.verifier.vocab_size)[1]
-        settings = {"max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids}
         results = []
         for prompt in prompts:
             prompt_ids = model.encode(prompt)
-            answer = self._ask({"prompt": prompt_ids} | settings)
+            answer = self._ask({"prompt": prompt_ids, "max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids})
             ids, text, seconds = answer.get("ids", []), answer.get("text"), answer["seconds"]
             if text is None and model.tokenizer is not None:  # later turns follow it
                 text = model.tokenizer.decode(ids)
-            pace = {"seconds": seconds, "tokens_per_second": (answer.get("tokens") or len(ids)) / seconds}
-            given = {"text": text, "ids": ids, "prompt_ids": prompt_ids, "builder": PEER, "finished": "stop"}
-            results.append(tf.Result(**given, **pace, accept_lengths=[]))
+            result = tf.Result(
+                text=text,
+                ids=ids,
+                prompt_ids=prompt_ids,
+                builder=PEER,
+                accept_lengths=[],
+                finished="stop",
+                seconds=seconds,
+                tokens_per_second=(answer.get("tokens") or len(ids)) / seconds,
+            )
+            results.append(result)
         return results
 
     def settings(self) -> dict[str, Any]:
@@ -146,23 +153,23 @@ def measure(
             missing = [p for p in batch if (p.id, system.name, temperature, seed) not in records]
             if not missing:
                 continue
-            answers = converse(system, batch, temperature, seed)
+            answers = answer_turns(system, batch, temperature, seed)
             has_compiled = any(result.compile_seconds for results in answers for result in results)
             if has_compiled or system.name not in warm:
-                answers = converse(system, batch, temperature, seed)
+                answers = answer_turns(system, batch, temperature, seed)
                 warm.add(system.name)
             for prompt, results in zip(batch, answers, strict=True):
                 if prompt not in missing:
                     continue
                 record = make_record(system, prompt, results, temperature, seed)
                 others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
-                record["differences"] = compare(system.model, record, filter(None, others), prompt, results)
+                record["differences"] = find_differences(system.model, record, filter(None, others), prompt, results)
                 records[record_key(record)] = record
                 yield record
             notify(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
 
 
-def converse(system: System, prompts: Sequence[BenchPrompt], temperature: float, seed: int) -> list[list[tf.Result]]:
+def answer_turns(system: System, prompts: Sequence[BenchPrompt], temperature: float, seed: int) -> list[list[tf.Result]]:
     """Answers all turns of prompts, a call per turn, after the answers before it; returns results by prompt and turn."""
     answers: list[list[tf.Result]] = [[] for _ in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
@@ -191,7 +198,7 @@ def make_record(system: System, prompt: BenchPrompt, results: Sequence[tf.Result
     return record | {"seconds": sum(result.seconds for result in results), **environment(system.model)}
 
 
-def compare(
+def find_differences(
     model: tf.TreeFlash, record: Record, others: Iterable[Record], prompt: BenchPrompt, results: Sequence[tf.Result]
 ) -> dict[str, dict[str, Any]]:
     """Compares a drafted with a one-token answer to the same prompt, and prints how they differ.
@@ -206,9 +213,9 @@ def compare(
             drafted, plain = (other, record) if settings["builder"] == "none" else (record, other)
             config = tf.GenerateConfig(seed=prompt.seed(settings["seed"]), **sampling)
             request = Request(ids=results[turn].prompt_ids, settings=config)
-            difference = divergence(model, request, drafted["ids"][turn], plain["ids"][turn])
+            difference = find_divergence(model, request, drafted["ids"][turn], plain["ids"][turn])
             differing[other["system"]] = {"turn": turn, **asdict(difference)}
             names = " and ".join(sorted((record["system"], other["system"])))
-            text = f"{names} from token {difference.index} on: {explanation(difference, model.dtype)}"
+            text = f"{names} from token {difference.index} on: {explain(difference, model.dtype)}"
             print_progress(f"{ROUNDING if difference.near_tie else FAIL}: prompt {record['prompt_id']}, {text}")
     return differing

@@ -1,10 +1,10 @@
-"""Times every phase of a round on the device, beside a floor: `treeflash bench latency --shape qwen3-4b --nodes 16 64`.
+"""Times every phase of a round on the device: `treeflash bench latency --shape qwen3-4b --nodes 16 64`.
 
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 
 Every combination of batch, context and nodes is measured. Times are median milliseconds, with quartiles; prefill's is per
-prompt token of all sequences. Floors are explained in bench/phases.py. The output file is written after every batch
-and context, and keeps results of other settings.
+prompt token of all sequences. The output file is written after every batch and context, and keeps results of other
+settings.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from treeflash_jax.bench import report, shapes
 from treeflash_jax.bench.bench_records import environment, print_progress, read_kept
-from treeflash_jax.bench.phases import Bench, measure_copies
+from treeflash_jax.bench.phases import Bench
 from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import add_options, option_values, setting
@@ -28,7 +28,7 @@ from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.loading import load_model
 from treeflash_jax.engine.model_options import ModelOptions
 
-SCHEMA = 3
+SCHEMA = 4
 SAME = ("settings", "versions", "hardware")  # of results that replace each other
 
 
@@ -59,12 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     plans = make_plans(model, arguments)
     for batch in arguments.batch:
         expect(batch == sharding.padded(batch, model.mesh), "--batch", batch, "a multiple of the mesh's data axis")
-    print_progress("measuring the machine's copy rate")
-    rate = measure_copies()
     settings = {
         "shape": " + ".join(shapes.short_name(name) for name in model.names if name),
         "weights": "random" if is_random else "real",
-        **shapes.describe_tree(plans[0]),
+        **shapes.describe_tree(plans[-1]),
         "dtype": model.dtype.name,
         "mesh": None if model.mesh is None else dict(model.mesh.shape),
         "temperature": arguments.temperature,
@@ -74,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     for batch, context in product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)):
         print_progress(f"compiling and timing the phases at batch {batch}, context {context}")
         bench = Bench(model, plans, batch=batch, context=context, temperature=arguments.temperature)
-        phases = bench.measure(rate, arguments.repeats)
+        phases = bench.measure(arguments.repeats)
         result = {"settings": settings | {"batch": batch, "context": context}, **environment(model)}
-        result |= {"copy_bytes_per_second": rate, "phases": phases}
+        result["phases"] = phases
         show(result)
         results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
         if arguments.out:
@@ -89,7 +87,7 @@ def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
     """Returns a pair of the requested sizes and head with random weights."""
     shape = arguments.shape or "tiny"
     verifier, drafter = shapes.find_pair(shape, arguments.drafter_shape)
-    if arguments.head and hasattr(drafter, "head"):
+    if arguments.head and "head" in drafter.settings:
         drafter = replace(drafter, head=arguments.head)
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
     dtype = jnp.dtype(arguments.dtype or choose_dtype(sharding.device(mesh)))
@@ -119,12 +117,11 @@ def show(result: dict[str, Any]) -> None:
     settings, hardware, phases = result["settings"], result["hardware"], result["phases"]
     shown = {name: value for name, value in settings.items() if value is not None} | result["versions"]
     terminal.show(", ".join(f"{name} {value}" for name, value in shown.items()))
-    rate = f"copy {result['copy_bytes_per_second'] / 1e9:.4g} GB/s a device"
-    print(f"{hardware['device']} ({hardware['backend']}): {rate}")
-    table = report.make_table("", ["*phase", "nodes", "ms", "quartiles", "floor ms"])
+    print(f"{hardware['device']} ({hardware['backend']})")
+    table = report.make_table("", ["*phase", "nodes", "ms", "quartiles"])
     for phase in phases:
-        median, low, high, floor = (f"{phase[name]:.4f}" for name in ("ms", "low_ms", "high_ms", "floor_ms"))
-        table.add_row(phase["phase"], str(phase["nodes"] or "-"), median, f"{low} - {high}", floor)
+        median, low, high = (f"{phase[name]:.4f}" for name in ("ms", "low_ms", "high_ms"))
+        table.add_row(phase["phase"], str(phase["nodes"] or "-"), median, f"{low} - {high}")
     report.table_console().print(table)
     [step] = [phase["ms"] for phase in phases if phase["phase"] == "step"]
     for phase in phases:

@@ -2,13 +2,16 @@
 
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 
+    treeflash bench memory --shape qwen3-4b --topology v5e:4x4 --train configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16
+
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) are the
 compiler's own report of the programs, which are compiled from shapes alone. On accelerators it also prints how many
-operations a round launches: on a GPU each takes over a microsecond, however little it does. The exit status is 1 if a
-device is too small.
+operations a round launches: on a GPU each takes over a microsecond, however little it does. With --train it compiles a
+training step instead, and also prints its FLOPs. The exit status is 1 if a device is too small.
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -25,6 +28,7 @@ from treeflash_jax.bench.phases import running
 from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_KINDS, TPU_MEMORY, Device
+from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
@@ -61,7 +65,7 @@ class MemoryOptions(shapes.Shapes):
 
     batch: int = setting(1, "sequences decoded together", least=1, unit="sequences")
     context: int = setting(4096, "positions of the caches of a sequence", least=1, unit="tokens")
-    dtype: str = setting("bfloat16", "dtype of weights and caches", choices=lambda: ("float32", "bfloat16"))
+    dtype: str = dtype_setting("bfloat16", "dtype of weights and caches", "float32", "bfloat16")
     mesh: str | None = setting(
         None,
         "split the batch D ways, weights M ways; with DxMxE, experts E ways",
@@ -79,10 +83,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, MemoryOptions, shape="tiny")
     add_options(parser, ModelOptions, ["quantize"])
     add_options(parser, GenerateConfig, [*shapes.TREE_OPTIONS, "nodes"])
+    help = "settings of a stage that trains a drafter, whose step is compiled (with --shape, --topology, --out)"
+    parser.add_argument("--train", nargs="+", metavar="FILE.toml | key=value", help=help)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the memory that the request needs; returns 1 if a device cannot hold it."""
+    """Prints the memory that a request or a training step needs; returns 1 if a device cannot hold it."""
+    return report_step(arguments) if arguments.train else report_request(arguments)
+
+
+def report_step(arguments: argparse.Namespace) -> int:
+    """Compiles a training step, and prints its memory and FLOPs."""
+    usual = MemoryOptions()
+    for name in ("batch", "context", "dtype", "mesh", "no_compile", "drafter_shape"):
+        if getattr(arguments, name) != getattr(usual, name):
+            raise ValueError(
+                f"got --{name.replace('_', '-')} with --train, expected settings such as loop.batch=16 mesh.fsdp=8"
+            )
+    try:  # by name, as the package does not contain the training code
+        training = importlib.import_module("train.stages.compiled_step")
+    except ModuleNotFoundError as error:
+        raise ValueError(f'--train needs a clone, and there pip install -e ".[train]" ({error})') from None
+    earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
+    settings = training.read_settings(arguments.train)
+    limit, device, _ = _describe_topology(arguments.topology)
+    devices = find_devices(arguments.topology)
+    topology = {"topology": arguments.topology or device.kind}
+    result = topology | training.compile_step(settings, arguments.shape, devices)
+    sizes, words = result["bytes_per_device"], (result["shape"], "+".join(result["trains"]), result["topology"])
+    limit = limit or usable_memory()
+    result |= {"bytes_limit": limit, "fits": None if limit is None else sizes["total"] <= limit}
+    key = f"{' '.join(words)} batch {result['batch']} {result['attention']}"
+    if arguments.out:
+        files.write(arguments.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
+    lines = [
+        f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens; on each device"
+    ]
+    names = {"state_and_weights": "state and weights"}
+    lines += [f"  {names.get(part, part):24}{in_units(size):>12}" for part, size in sizes.items()]
+    if limit is not None:
+        lines.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
+    lines.append(f"FLOPs: {result['flops_per_step']:.3g} a step, {result['flops_per_device']:.3g} a device")
+    terminal.show("\n".join(lines))
+    return int(result["fits"] is False)
+
+
+def report_request(arguments: argparse.Namespace) -> int:
+    """Prints the memory that a request needs."""
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
@@ -92,7 +139,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     plan = resolve(config, model, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
-    needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
+    needs = footprint(
+        model, plan.prefill.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize
+    )
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
@@ -132,14 +181,14 @@ def compile_programs(
         place = sharding.sharding(("batch",) + (None,) * (x.ndim - 1), x.shape, mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    is_merged = merges_weights(sharding.device(mesh), plan.verifier.num_kv_heads, mesh)
-    weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize, is_merged), dtype, mesh))
+    is_merged = merges_weights(sharding.device(mesh), plan.prefill.verifier.num_kv_heads, mesh)
+    weights = Weights(parameters.abstract(verifier.specs(plan.prefill.verifier, quantize, is_merged), dtype, mesh))
     if plan.drafts:
-        weights = weights.replace(drafter=parameters.abstract(plan.drafter.specs(), dtype, mesh))
+        weights = weights.replace(drafter=parameters.abstract(plan.prefill.drafter.specs(), dtype, mesh))
     inputs = make_batch([], batch_size=batch, capacity=capacity, dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         print_progress("compiling the prefill")
-        lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())
+        lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.prefill)
         prefill = programs.compile_lowered(lowered, mesh)
         place = prefill.output_shardings
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)
@@ -184,21 +233,26 @@ def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
     """Returns the mesh, the bytes of a device, and the kind of device whose defaults the programs have."""
-    topology, device, limit, count = arguments.topology, sharding.device(), None, jax.device_count()
-    if topology:
-        family, _, sizes = topology.partition(":")
-        limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("gpu", f"NVIDIA {family.upper()}")
-        if family in TPU_MEMORY:
-            device = Device("tpu", next(kind for kind, name in TPU_KINDS.items() if name == family))
-        if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", sizes):
-            raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
-        count = math.prod(map(int, (sizes or "1").split("x")))
+    limit, device, count = _describe_topology(arguments.topology)
     if arguments.no_compile:
         ways = sharding.parse_sizes(arguments.mesh or f"1x{count}")
         return jax.sharding.AbstractMesh(tuple(ways.values()), tuple(ways)), limit or usable_memory(), device
-    devices = find_devices(topology)
+    devices = find_devices(arguments.topology)
     mesh = sharding.make_mesh(**sharding.parse_sizes(arguments.mesh or f"1x{len(devices)}"), devices=devices)
     return mesh, limit or usable_memory(mesh), device
+
+
+def _describe_topology(topology: str | None) -> tuple[int | None, Device, int]:
+    """Returns the bytes of a device if they are known, its kind, and the number of devices."""
+    if topology is None:
+        return None, sharding.device(), jax.device_count()
+    family, _, sizes = topology.partition(":")
+    limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("gpu", f"NVIDIA {family.upper()}")
+    if family in TPU_MEMORY:
+        device = Device("tpu", next(kind for kind, name in TPU_KINDS.items() if name == family))
+    if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", sizes):
+        raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
+    return limit, device, math.prod(map(int, (sizes or "1").split("x")))
 
 
 def find_devices(topology: str | None) -> list[Any]:

@@ -7,9 +7,6 @@ A sample is many calls enqueued back to back before the clock waits, so that dis
 of all phases are interleaved. Rounds and commits begin every sample with a copy of the state after the prompts, so contexts
 stay within ROUNDS rounds of the request.
 
-A phase's floor is the time of reading once, at the measured rate of copies, the arrays that its program reads: weights, the
-cached positions of the context, and results of the phase before. Of a mixture of experts, those of one token count.
-
 Shape suffixes: b batch, n tree nodes.
 """
 
@@ -19,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import jax
@@ -32,11 +28,9 @@ from treeflash_jax.decoding.accepting import Accepted, accept_path
 from treeflash_jax.decoding.rounds import Verified, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.batching import make_batch, round_capacity
-from treeflash_jax.engine.device_memory import device_bytes
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.requests import make_requests
-from treeflash_jax.models import experts
 
 CALLS = 64  # maximal number of calls in a sample
 ROUNDS = 16  # the same of rounds and commits, which lengthen the context
@@ -77,7 +71,6 @@ class Phase:
     Attributes:
       nodes: nodes of the tree; None if the phase does not depend on them.
       prepare: returns, for a number of calls, a function that enqueues them and returns arrays to wait for.
-      reads: bytes of the arrays that a call reads on one device.
       most: maximal number of calls per sample.
       units: divides the time of a call (tokens of a prefill).
       seconds: time of one unit, per sample.
@@ -86,7 +79,6 @@ class Phase:
     name: str
     nodes: int | None
     prepare: Callable[[int], Callable[[], Any]]
-    reads: float
     most: int = CALLS
     units: int = 1
     calls: int = 1
@@ -103,13 +95,11 @@ class Phase:
         seconds = min(self.sample(), self.sample()) * self.units
         self.calls = min(self.most, math.ceil(SAMPLE_SECONDS / seconds))
 
-    def summarise(self, bytes_per_second: float) -> dict[str, Any]:
-        """Returns milliseconds (median and quartiles) of one call or token, and its floor: those of its reads."""
-        size = self.reads / self.units
+    def summarise(self) -> dict[str, Any]:
+        """Returns milliseconds (median and quartiles) of one call or token."""
         low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
-        times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * size / bytes_per_second}
-        counts = {"bytes": size, "samples": len(self.seconds), "calls": self.calls}
-        return {"phase": self.name, "nodes": self.nodes} | times | counts
+        times = {"ms": median, "low_ms": low, "high_ms": high}
+        return {"phase": self.name, "nodes": self.nodes, **times, "samples": len(self.seconds), "calls": self.calls}
 
 
 class Bench:
@@ -125,7 +115,7 @@ class Bench:
         """Compiles and runs everything once.
 
         Args:
-          plans: plans that draft; alike in everything but nodes.
+          plans: plans that draft; alike in everything but nodes and the defaults that follow from them.
 
         Raises ValueError for a context that leaves no room for timed rounds, or too little memory on the devices.
         """
@@ -139,12 +129,10 @@ class Bench:
         inputs = make_batch(requests, batch_size=batch, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
         with running(model.mesh, self.where):
             plan, weights = self.plans[0], model.weights
-            self.state = self._add(
-                "prefill", loops.prefill, weights, *inputs, plan=plan.for_prefill(), units=batch * context
-            )
+            self.state = self._add("prefill", loops.prefill, weights, *inputs, plan=plan.prefill, units=batch * context)
             self._add_phases(weights, self.state)
 
-    def measure(self, bytes_per_second: float, repeats: int) -> list[dict[str, Any]]:
+    def measure(self, repeats: int) -> list[dict[str, Any]]:
         """Takes samples of all phases, in turns whose order rotates; returns `Phase.summarise` of each."""
         with running(self.model.mesh, self.where):
             for phase in self.phases:
@@ -153,14 +141,14 @@ class Bench:
                 first = turn % len(self.phases)
                 for phase in [*self.phases[first:], *self.phases[:first]]:
                     phase.seconds.append(phase.sample())
-        return [phase.summarise(bytes_per_second) for phase in self.phases]
+        return [phase.summarise() for phase in self.phases]
 
     def _add_phases(self, weights: Weights, state: DecodeState) -> None:
         """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""
         self._add_rounds("step", None, state.replace(drafter=None), self.plans[0].one_token())
-        computed = self._add("draft", DRAFT, weights, state, plan=self.plans[0])
         for plan in self.plans:
             add = partial(self._add, plan=plan, nodes=plan.num_nodes)
+            computed = add("draft", DRAFT, weights, state)
             tree, proposal = add("tree", TREE, weights, state, computed)
             verified = add("verify", VERIFY, weights, state, tree)
             accepted = add("accept", ACCEPT, state, tree, proposal, verified.logits_bnv)
@@ -178,16 +166,14 @@ class Bench:
                 out = program(*arguments)
             return out
 
-        reads = self._count_reads(program, *arguments)
-        self.phases.append(Phase(name, nodes, lambda calls: partial(enqueue, calls), reads, units=units))
+        self.phases.append(Phase(name, nodes, lambda calls: partial(enqueue, calls), units=units))
         return jax.block_until_ready(enqueue(1))
 
     def _add_rounds(self, name: str, nodes: int | None, state: DecodeState, plan: DecodePlan) -> None:
         """Adds rounds of `decode`, all those of a sample in one call."""
         arguments = self.model.weights, state, jnp.int32(1)
         program = self._compile(loops.decode, *arguments, plan=plan)
-        reads = self._count_reads(program, *arguments)
-        self._add_moving(name, nodes, state, reads, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
+        self._add_moving(name, nodes, state, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
 
     def _add_commits(self, plan: DecodePlan, verified: Verified, accepted: Accepted) -> None:
         """Adds commits of one path again and again, each after the one before."""
@@ -199,59 +185,19 @@ class Bench:
                 state = program(weights, state, *others)
             return state
 
-        reads = self._count_reads(program, weights, None, *others)  # the state is written, not read
-        self._add_moving("commit", plan.num_nodes, self.state, reads, enqueue)
+        self._add_moving("commit", plan.num_nodes, self.state, enqueue)
 
-    def _add_moving(self, name: str, nodes: int | None, state: DecodeState, reads: float, enqueue: Any) -> None:
+    def _add_moving(self, name: str, nodes: int | None, state: DecodeState, enqueue: Any) -> None:
         """Adds a phase that changes the state: every sample has a copy of it, which `enqueue` donates."""
 
         def prepare(calls: int) -> Callable[[], Any]:
             return partial(enqueue, jax.block_until_ready(copied(state)), calls)
 
-        self.phases.append(Phase(name, nodes, prepare, reads, most=ROUNDS))
+        self.phases.append(Phase(name, nodes, prepare, most=ROUNDS))
         self.phases[-1].sample()
 
     def _compile(self, function: Any, *arguments: Any, plan: DecodePlan) -> Any:
         return programs.compile_lowered(function.lower(*arguments, plan=plan), self.model.mesh, function.__name__)
-
-    def _count_reads(self, program: Any, *arguments: Any) -> float:
-        """Returns the bytes of the arrays that a program reads on one device; arguments that are None do not count.
-
-        An embedding table beside a separate vocabulary table is left out, since few of its vectors are looked up. Of the
-        experts, only those of a single token count, and of caches the filled part.
-        """
-        weights, config, total = self.model.weights, self.model.verifier, 0.0
-        shares = {id(leaf): 1.0 for leaf in jax.tree.leaves(weights)}
-        by_expert = [name for name, spec in experts.specs(config).items() if spec.axes[0] == "experts"]
-        for layer in chain(*weights.verifier["groups"]):
-            for leaf in jax.tree.leaves([layer[name] for name in by_expert if name in layer]):
-                shares[id(leaf)] = config.experts_per_token / config.num_experts
-        if "unembed" in weights.verifier:
-            shares |= {id(leaf): 0.0 for leaf in jax.tree.leaves(weights.verifier["embed"])}
-
-        def add(array: jax.Array, layout: Any) -> None:
-            nonlocal total
-            if layout is not None:  # the compiler did not drop it
-                filled = self.context / self.capacity if self.capacity in array.shape[1:] else 1.0
-                total += shares.get(id(array), filled) * device_bytes(array)
-
-        for argument, layouts in zip(arguments, program.input_shardings[0], strict=True):
-            if argument is not None:
-                jax.tree.map(add, argument, layouts)
-        return total
-
-
-def measure_copies() -> float:
-    """Measures the bytes per second of a large copy on the first device; each byte counts twice, as read and as written."""
-    size = 2**30
-    negate = programs.jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
-    numbers, seconds = programs.jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))(), []
-    for _ in range(8):
-        jax.block_until_ready(numbers)
-        since = time.perf_counter()
-        numbers = jax.block_until_ready(negate(numbers))
-        seconds.append(time.perf_counter() - since)
-    return 2 * size / float(np.median(seconds[1:]))  # the first sample compiles
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
     return systems
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_comparison(arguments: argparse.Namespace) -> int:
     """Measures the answers that the output file lacks, then prints the summary of all of them."""
     chosen = parse_systems(arguments.systems, arguments.nodes)
     if arguments.prompt_ids is not None and arguments.prompts:
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
             program = stack.enter_context(Popen(shlex.split(command), bufsize=0, stdin=PIPE, stdout=PIPE))
             config = replace(base.config, builder="none")
             measured.append(Peer(name=name, model=base.model, config=config, command=command, program=program))
-        check(measured, prompts, records, arguments.out)
+        refuse_mismatches(measured, prompts, records, arguments.out)
         bench_records.write_records(arguments.out, records)  # without a last one that was cut off
         output = stack.enter_context(open(arguments.out, "a", encoding="utf-8"))
         known = tuple(records)
@@ -164,7 +164,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     whose name asks for another; options that are off need not be known to it.
     """
     verifier = choose_verifier(arguments.verifier)
-    words = arguments.drafter or [pairs.default_drafter(verifier)]
+    words = arguments.drafter or [pairs.default_drafter(verifier, pairs.locate(verifier))]
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
     if len(labels) < len(words) or pairs.NO_DRAFTER in labels.values():
         raise ValueError(f"got --drafter {' '.join(words)}, expected one or more drafters of different labels")
@@ -188,7 +188,9 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     return list(systems.values())
 
 
-def check(systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[Record], path: str) -> None:
+def refuse_mismatches(
+    systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[Record], path: str
+) -> None:
     """Refuses settings and prompts that differ from earlier records, and prompts that exceed the verifier's context."""
     for system in systems:
         ours = {"system": system.name, "settings": system.settings(), **bench_records.environment(system.model)}

@@ -1,6 +1,7 @@
 """Sizes of known models by name, so that programs can be timed or compiled without weight files.
 
-Sources: the models' config.json files; DFlash (arXiv 2602.06036) for the drafters.
+Sources: the models' config.json files, or transformers' defaults for Qwen3.5-9B and Qwen3.6-35B-A3B; DFlash (arXiv
+2602.06036) for the drafters.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,16 +15,19 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.core.settings import field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import DrafterConfig, MtpConfig
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import DRAFTERS, locate
+from treeflash_jax.engine.pairs import DRAFTERS, MTP, locate
 from treeflash_jax.formats import draft_vocabulary, model_files
+from treeflash_jax.formats.architectures.gpt_oss import GPT_OSS
+from treeflash_jax.formats.architectures.rope import attention_growth
 from treeflash_jax.models import quantized, verifier
-from treeflash_jax.models.config import ModelConfig, Rope
+from treeflash_jax.models.config import DeltaSizes, ModelConfig, Rope
 from treeflash_jax.trees import BUILDERS
 
 _QWEN3 = dict(
@@ -31,6 +35,22 @@ _QWEN3 = dict(
 )
 _QWEN3_MOE = _QWEN3 | dict(num_kv_heads=4, num_experts=128, experts_per_token=8, expert_size=768)
 _QWEN3_MOE |= dict(normalize_experts=True, model_type="qwen3_moe")
+_QWEN3_5 = dict(
+    vocab_size=248_320, head_dim=256, rope=Rope(theta=1e7, fraction=0.25), max_positions=262_144, eos_token_ids=(248_044,),
+    offset_norms=True, gates_attention=True, model_type="qwen3_5_text",
+)  # fmt: skip
+_QWEN3_5_MOE = dict(num_experts=256, experts_per_token=8, expert_size=512, shared_expert_size=512)
+_QWEN3_5_MOE |= dict(normalize_experts=True, model_type="qwen3_5_moe_text")
+
+_GPT_OSS = dict(
+    vocab_size=201_088, num_kv_heads=8, head_dim=64, max_positions=131_072, rms_norm_eps=1e-5, eos_token_ids=(200_002,),
+    rope=Rope(
+        theta=150_000.0, kind="yarn", factor=32.0, original_max_positions=4096, attention_factor=attention_growth(32.0),
+        truncate=False,
+    ),
+    experts_per_token=4, expert_size=2880, swiglu_limit=7.0, window=128, model_type="gpt_oss",
+    **GPT_OSS.constants,
+)  # fmt: skip
 
 
 def _config(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, **sizes: Any) -> ModelConfig:
@@ -39,11 +59,28 @@ def _config(hidden_size: int, intermediate_size: int, num_layers: int, num_heads
     )
 
 
+def _qwen3_5(num_layers: int, value_heads: int) -> dict[str, Any]:
+    """Returns what Qwen3.5 and Qwen3.6 share; every fourth layer has full attention, the others gated delta rules."""
+    types = ("linear_attention", "linear_attention", "linear_attention", "full_attention") * (num_layers // 4)
+    delta = DeltaSizes(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, conv_width=4)
+    return _QWEN3_5 | dict(layer_types=types, delta=delta)
+
+
+def _gpt_oss(num_layers: int) -> dict[str, Any]:
+    return _GPT_OSS | dict(layer_types=("sliding_attention", "full_attention") * (num_layers // 2))
+
+
 VERIFIERS: dict[str, ModelConfig] = {
     "qwen3-0.6b": _config(1024, 3072, 28, 16, tie_embeddings=True, **_QWEN3),
     "qwen3-4b": _config(2560, 9728, 36, 32, tie_embeddings=True, **_QWEN3),
     "qwen3-8b": _config(4096, 12_288, 36, 32, **_QWEN3),
     "qwen3-30b-a3b": _config(2048, 6144, 48, 32, **_QWEN3_MOE),
+    "qwen3.5-9b": _config(4096, 12_288, 32, 16, num_kv_heads=4, **_qwen3_5(32, value_heads=32)),
+    "qwen3.6-27b": _config(5120, 17_408, 64, 24, num_kv_heads=4, **_qwen3_5(64, value_heads=48)),
+    # No layer of the verifier is dense: 6144 is the width of its published drafter.
+    "qwen3.6-35b-a3b": _config(2048, 6144, 40, 16, num_kv_heads=2, **_qwen3_5(40, value_heads=32) | _QWEN3_5_MOE),
+    "gpt-oss-20b": _config(2880, 2880, 24, 64, num_experts=32, **_gpt_oss(24)),
+    "gpt-oss-120b": _config(2880, 2880, 36, 64, num_experts=128, **_gpt_oss(36)),
     "smollm2": _config(
         576, 1536, 30, 9, vocab_size=49_152, num_kv_heads=3, head_dim=64, max_positions=8192, rope=Rope(theta=1e5),
         tie_embeddings=True, eos_token_ids=(2,), rms_norm_eps=1e-5, qk_norm=False, model_type="llama",
@@ -66,13 +103,17 @@ class Shapes:
         unit="shape",
     )
     drafter_shape: str | None = setting(
-        None, "a drafter's config.json, the name of a language model, or ngram", unset="the published sizes", unit="file"
+        None,
+        "a drafter's config.json, the name of a language model, mtp or ngram",
+        unset="the published sizes",
+        unit="file",
     )
 
 
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     """Returns what a plan's rounds draft and verify, for a record."""
-    drafting = {option: getattr(plan.draft, option, None) for option in field_names(GenerateConfig, "drafting")}
+    values = plan.drafter.setting_values() if plan.drafts else {}
+    drafting = {option: values.get(option) for option in field_names(GenerateConfig, "drafting")}
     read = BUILDERS[plan.builder].reads if plan.drafts else ()
     shape = {name: value for name, value in asdict(plan.shape).items() if name in read}
     rule = {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
@@ -84,7 +125,7 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
 
     Args:
       shape: a key of VERIFIERS, a config.json, its folder, or a GGUF file.
-      drafter_shape: key of VERIFIERS, name, config.json or folder of a drafter. None: `find_drafter`.
+      drafter_shape: key of VERIFIERS, "mtp", or name, config.json or folder of a drafter. None: `find_drafter`.
 
     Raises ValueError for an unknown name, a config that is not implemented, or a drafter that does not fit.
     """
@@ -93,6 +134,8 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
         return model, find_drafter(model).fitted(model)
     if drafter_shape in VERIFIERS:
         return model, LanguageModelConfig(layers=VERIFIERS[drafter_shape]).fitted(model)
+    if drafter_shape == MTP:
+        return model, MtpConfig(layers=layer_sizes(model)).fitted(model)
     path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
     return model, draft_vocabulary.limit(model_files.read_drafter_config(path).fitted(model), path, model.vocab_size)
 
@@ -109,7 +152,8 @@ def find_verifier(name: str) -> ModelConfig:
 def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> BlockConfig:
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
-    It has the verifier's widths, five layers (eight for a mixture of experts) that read five of its layers, blocks of 16.
+    It has the verifier's widths, five layers (eight for a mixture of experts) and blocks of 16, and reads five of the
+    verifier's layers, or fewer if there are less than eight.
     """
     if verifier == VERIFIERS["tiny"]:
         return model_files.read_drafter_config(locate("tiny", "drafter"))
@@ -117,7 +161,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Blo
         layers=fresh_layers(verifier, num_layers or (8 if verifier.num_experts else 5)),
         block_size=16,
         mask_token_id=verifier.vocab_size - 1,
-        taps=default_target_layers(verifier.num_layers, num_layers or 5),
+        taps=default_target_layers(verifier.num_layers, max(1, min(num_layers or 5, verifier.num_layers - 3))),
         num_target_layers=verifier.num_layers,
         head="mlp",
     )

@@ -1,30 +1,16 @@
-"""Command lines: their parser, and the options of models, settings and prompts."""
+"""Command lines: their parser, and the options of models and settings."""
 
 import argparse
-import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from treeflash_jax.core.checks import clipped, hint, quoted, suggestion
-from treeflash_jax.core.clock import slow
-from treeflash_jax.core.settings import add_options, field_names, setting
+from treeflash_jax.core.settings import add_options, default_text, field_names
 from treeflash_jax.engine.generate_config import GROUPS, REFUSED, GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
-from treeflash_jax.engine.prompts import Text, parse_ids
 
 ADVANCED = "advanced:"  # how titles of groups of options begin that only --help-all shows
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    """Prompts; all options are repeatable."""
-
-    prompt: Sequence[str] = setting((), "text to continue as it is, without a chat template", unit="text")
-    prompt_file: Sequence[str] = setting((), "file of text to continue as it is; - is standard input", unit="file")
-    chat: Sequence[str] = setting((), "a user's message, formatted with the chat template", unit="text")
-    prompt_ids: Sequence[str] = setting((), 'token ids, like "3 4 5"', unit="ids")
 
 
 class HelpAll(argparse.Action):
@@ -91,9 +77,11 @@ def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
     Parsed arguments contain only the options that are given.
     """
 
-    def add(title: str, cls: type, chosen: list[str]) -> None:
-        chosen = [name for name in chosen if name not in (*without, "processor")]  # a function: in Python only
-        add_options(parser.add_argument_group(title), cls, chosen, **dict.fromkeys(chosen, argparse.SUPPRESS))
+    def add(title: str, cls: type, chosen: list[str]) -> Any:
+        chosen = [name for name in chosen if name not in (*without, "processor", "schema")]  # a function; a file, below
+        group = parser.add_argument_group(title)
+        add_options(group, cls, chosen, **dict.fromkeys(chosen, argparse.SUPPRESS))
+        return group
 
     add("model", ModelOptions, field_names(ModelOptions, basic=True))
     add("settings", GenerateConfig, field_names(GenerateConfig, basic=True))
@@ -101,42 +89,18 @@ def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show this help message with the advanced options")
     add(f"{ADVANCED} model", ModelOptions, field_names(ModelOptions, basic=False))
     for group, title in GROUPS.items():
-        add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, group, basic=False))
+        added = add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, group, basic=False))
+        if group == "sampling":
+            field = GenerateConfig.__dataclass_fields__["schema"]
+            help = f"{field.metadata['help']} (default: {default_text(field)}), in a file"
+            added.add_argument("--schema", type=_read_text, metavar="FILE", default=argparse.SUPPRESS, help=help)
     parser.refused = REFUSED
     return output
 
 
-def add_prompts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompts (options may be given several times)")
-    group.add_argument(
-        "words", nargs="*", metavar="WORDS",
-        help="a user's message, formatted with the chat template if the tokenizer has one; - reads it from standard input, "
-        "which is also the default if no prompt is given",
-    )  # fmt: skip
-    add_options(group, PromptOptions)
-
-
-def parse_prompts(arguments: argparse.Namespace) -> list[Any]:
-    """Returns prompts in the order of the help text, as `generate` takes them. Raises ValueError if there are none."""
-    words = arguments.words
-    if not (words or arguments.prompt or arguments.prompt_file or arguments.chat or arguments.prompt_ids):
-        words = [] if sys.stdin is None or sys.stdin.isatty() else ["-"]
-    message = " ".join(_read(word) if word == "-" else word for word in words)
-    prompts: list[Any] = [message] if message else []
-    prompts += map(Text, [*arguments.prompt, *map(_read, arguments.prompt_file)])
-    prompts += [[{"role": "user", "content": message}] for message in arguments.chat]
-    prompts += map(parse_ids, arguments.prompt_ids)
-    if not prompts:
-        raise ValueError("got no prompt, expected words, --prompt, --chat, --prompt-file, --prompt-ids or standard input")
-    return prompts
-
-
-def _read(path: str) -> str:
-    """Returns the text of a file, or of standard input for "-", without its final line break."""
-    if path != "-":
-        try:
-            return Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: got byte 0x{error.object[error.start]:02x}, expected text in UTF-8") from None
-    with slow("reading a prompt from standard input"):
-        return sys.stdin.read().removesuffix("\n")
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise argparse.ArgumentTypeError(f"got {quoted(path)} ({reason}), expected a JSON file") from None

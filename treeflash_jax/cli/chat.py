@@ -1,6 +1,5 @@
 """A conversation in the terminal: answers are streamed, with statistics after each turn."""
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,122 +7,94 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from treeflash_jax.cli.chat_commands import Conversation, obey
+from treeflash_jax.cli.line_editor import LineEditor
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import shown
-from treeflash_jax.engine.batching import Session
-from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.results import Chunk, Result
-
-HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
-HELLO = [{"role": "user", "content": "Hello"}]
-LEAST_ROOM = 128  # tokens of an answer for which memory must have room
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Settings of `generate` that have other defaults in a conversation."""
+    """Options of a conversation, two of which replace those of `generate`."""
 
     max_new_tokens: int | None = setting(
         None, "largest number of tokens in an answer", unset="up to the context's end", least=1, unit="tokens"
     )
+    system: str | None = setting(None, "system message", unit="text")
 
 
-def converse(model: TreeFlash, console: Console, max_new_tokens: int | None = None, **settings: Any) -> None:
-    """Reads user turns until /quit, /exit or end of input.
+def converse(model: TreeFlash, console: Console, system: str | None = None, **settings: Any) -> None:
+    """Reads user turns and commands until /quit, /exit or end of input. Answers are sampled as the model recommends.
 
     A turn that fails (for example, a conversation longer than the context) is reported in one line and removed; Ctrl-C ends
     the answer and keeps its text so far.
-
-    Args:
-      max_new_tokens: largest number of tokens in an answer; None: up to the context's end, or as memory allows.
 
     Before the first turn, raises ValueError for a model without a chat template or for invalid settings.
     """
     if model.tokenizer is None:
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
-    model.prepare(HELLO, **settings, max_new_tokens=max_new_tokens or GenerateConfig.max_new_tokens)
-    console.print(f"[dim]{HELP}[/dim]")
-    messages: list[dict[str, str]] = []
-    last, session = None, Session()
+    settings = {"sampling": "model"} | {name: value for name, value in settings.items() if value is not None}
+    conversation = Conversation(model=model, console=console, settings=settings, system=system)
+    conversation.validate(settings, system)
+    console.print("[dim]/help lists the commands, /quit leaves[/dim]")
+    editor = LineEditor()
     while True:
         try:
-            message = console.input("[bold]you:[/bold] ").strip()
+            turn = editor.read()
         except (EOFError, KeyboardInterrupt):
             return console.print()
-        if message in ("/quit", "/exit"):
+        if turn in ("/quit", "/exit"):
             return
-        if message == "/reset":
-            messages, last = [], None
-        elif message == "/tree":
-            _draw(console, last)
-        elif message.startswith("/"):
-            console.print(HELP)
-        elif message:
-            messages.append({"role": "user", "content": message})
-            try:
-                room = max_new_tokens or _room(model, messages, settings)
-                text, last = _turn(model, console, messages, session, **settings, max_new_tokens=room)
-                messages.append({"role": "assistant", "content": text})
-            except ValueError as error:
-                console.print(f"error: {clipped(error)}", markup=False)
-                messages.pop()
+        try:
+            if turn and not obey(conversation, turn):
+                answer(conversation, turn)
+        except (ValueError, OSError) as error:  # OSError: of /save
+            console.print(f"error: {clipped(error)}", markup=False)
+        except KeyboardInterrupt:
+            console.print("\n[dim]interrupted[/dim]")
 
 
-def _room(model: TreeFlash, messages: list[dict[str, str]], settings: dict[str, Any]) -> int:
-    """Returns the number of tokens up to the context's end; less if memory has no room for the caches of so many."""
-    room = max(1, model.verifier.max_positions - len(model.encode(messages)))
-    while room > LEAST_ROOM:
-        with suppress(ValueError):
-            model.prepare(messages, **settings, max_new_tokens=room)
-            break
-        room //= 2
-    return room
-
-
-def _draw(console: Console, last: Result | None) -> None:
-    """Draws the draft tree of the last answer's round that accepted most, or prints why there is none."""
-    if last is None:
-        return console.print("no draft tree yet: no answer was finished")
+def answer(conversation: Conversation, message: str) -> None:
+    """Streams the answer to a message, prints its statistics, and adds both to the conversation."""
+    model, console = conversation.model, conversation.console
+    conversation.messages.append({"role": "user", "content": message})
+    text, result = "", None
     try:
-        console.print(str(last.tree()), markup=False)
-    except ValueError as error:
-        console.print(f"no draft tree: {error}", markup=False)
-    except KeyboardInterrupt:
-        console.print("\n[dim]interrupted[/dim]")
-
-
-def _turn(
-    model: TreeFlash, console: Console, messages: list[dict[str, str]], session: Session, **settings: Any
-) -> tuple[str, Result | None]:
-    """Streams one answer and prints its statistics; returns its text and Result, None after Ctrl-C."""
-    text = ""
-    try:
+        settings = conversation.settings
+        settings = settings | {"max_new_tokens": settings.get("max_new_tokens") or conversation.room()}
         with Lines(console) as lines:
-            for piece in model.stream(messages, session=session, **settings):
+            for piece in model.stream(conversation.prompt, session=conversation.session, **settings):
                 if isinstance(piece, Chunk):
                     lines.write(piece.text)
                     text += piece.text
+                else:
+                    result = piece
+    except ValueError:
+        conversation.messages.pop()
+        raise
     except KeyboardInterrupt:
         console.print("\n[dim]interrupted[/dim]")
-        return text, None
-    rounds = len(piece.accept_lengths)
-    console.print(
-        f"[dim]{len(piece.ids)} tokens, {rounds} rounds, tau {piece.tau:.2f}, "
-        f"{piece.tokens_per_second:.0f} tokens/s, {ending(piece, model.verifier.max_positions)}[/dim]"
-    )
-    return text, piece
+    conversation.messages.append({"role": "assistant", "content": text})
+    conversation.last = result
+    if result is not None:
+        console.print(
+            f"[dim]{len(result.ids)} tokens, {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
+            f"{result.tokens_per_second:.0f} tokens/s, "
+            f"{ending(result, model.verifier.max_positions, '/set max_new_tokens')}[/dim]"
+        )
 
 
-def ending(result: Result, context: int) -> str:
+def ending(result: Result, context: int, option: str = "--max-new-tokens") -> str:
     """Returns why an answer ended and, if `max_new_tokens` cut it, how to go on; `context` is the verifier's."""
     room = context - len(result.prompt_ids)
     if result.finished != "length":
         return result.finished
     if len(result.ids) == room:
         return f"cut at the context's end, {context:,} tokens"
-    return f"cut: --max-new-tokens {min(4 * len(result.ids), room)} goes on"
+    return f"cut: {option} {min(4 * len(result.ids), room)} goes on"
 
 
 class Lines(Live):

@@ -3,48 +3,59 @@
 import argparse
 import inspect
 import json
-import os
+import logging
 import sys
 import textwrap
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import jax
 
 from treeflash_jax import __version__
 from treeflash_jax.bench import latency, memory, report, run
-from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, check, conclude, meaning
+from treeflash_jax.bench.check import (
+    FAIL,
+    IDENTICAL,
+    ROUNDING,
+    compare_decodings,
+    describe_counts,
+    describe_reference,
+    describe_verdict,
+)
 from treeflash_jax.cli import demo
-from treeflash_jax.cli.arguments import Parser, add_prompts, add_settings, parse_prompts
+from treeflash_jax.cli.arguments import Parser, add_settings
 from treeflash_jax.cli.chat import ChatOptions, converse, ending
+from treeflash_jax.cli.chat_commands import WITHOUT
+from treeflash_jax.cli.prompt_options import add_prompts, describe_prompt, parse_prompts
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import LONGEST_PATH, UnknownSetting, clipped
+from treeflash_jax.core.checks import LONGEST_PATH, clipped
+from treeflash_jax.core.dtypes import dtype_name
+from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.loading import load_model
-from treeflash_jax.engine.results import Chunk
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.results import Chunk, Result
 from treeflash_jax.formats import dialects, gguf_reader, model_files
+from treeflash_jax.serve.options import ServeOptions
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status. Bad input ends with one line on stderr and status 2."""
+    return exit_status(partial(_run_command, argv), "treeflash")
+
+
+def _run_command(argv: list[str] | None) -> int:
     arguments = parser().parse_args(argv)
     if "float64" in (getattr(arguments, "dtype", None) or ()):  # a name, or the names that `bench run` compares
         jax.config.update("jax_enable_x64", True)
-    programs.keep_on_disk()
-    try:
-        status = arguments.run(arguments)
-    except BrokenPipeError:  # the program that reads the output has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 141
-    except (ValueError, UnknownSetting, OSError) as error:
-        print(f"treeflash: error: {clipped(error)}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    return status
+    programs.keep_programs()
+    logging.getLogger("treeflash_jax").setLevel(logging.INFO)  # with the line about compiling
+    logging.lastResort.setLevel(logging.INFO)  # the handler in use if none is configured: lines on stderr
+    return arguments.run(arguments)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,8 +74,12 @@ def _add_commands(parser: argparse.ArgumentParser, metavar: str, commands: dict[
     for name, (help, describe_options, run_command) in commands.items():
         described = inspect.cleandoc(describe_options.__doc__ or inspect.getmodule(describe_options).__doc__)
         paragraphs = [text if text.startswith(" ") else textwrap.fill(text, 79) for text in described.split("\n\n")]
-        text = {"help": help, "description": "\n\n".join(paragraphs)}
-        command = group.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **text)
+        command = group.add_parser(
+            name,
+            help=help,
+            description="\n\n".join(paragraphs),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         describe_options(command)
         command.set_defaults(run=run_command)
     return group
@@ -80,8 +95,7 @@ def _generate_options(parser: Parser) -> None:
 
 def _chat_options(parser: Parser) -> None:
     """Starts a conversation; answers are printed as they are decoded, up to the context's end."""
-    replaced = field_names(ChatOptions)
-    output = add_settings(parser, without=("samples", "batch_size", "log_probs", "expected_lengths", *replaced))
+    output = add_settings(parser, without=(*WITHOUT, *field_names(ChatOptions)))
     add_options(output, ChatOptions)
 
 
@@ -92,7 +106,7 @@ def _check_options(parser: Parser) -> None:
     equal that rounding decides between them. Any other difference is an error; the exit status is then 1.
     """
     add_prompts(parser)
-    output = add_settings(parser, without=("samples", "log_probs", "expected_lengths"))
+    output = add_settings(parser, without=("samples", "log_probs", "top_log_probs", "expected_lengths"))
     output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
 
@@ -104,57 +118,118 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a GGUF file or, with --to, a DFlash or TreeFlash drafter: its name, path or Hub id")
     parser.add_argument("target", help="folder to write; it must not exist")
     help = "dtype of the weights of a GGUF file (default: float32, which is exact)"
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
+    parser.add_argument("--dtype", type=dtype_name, choices=("float32", "bfloat16"), help=help)
     parser.add_argument("--to", choices=dialects.written(), help="layout in which to write a drafter")
     parser.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
 
 
+def _serve_options(parser: Parser) -> None:
+    """Serves a model over HTTP with OpenAI's API, by default at http://127.0.0.1:8000/v1.
+
+    Requests are decoded together; their settings of sampling are their own, by default those that the model recommends.
+    """
+    chosen = field_names(GenerateConfig, "drafting", "tree", "running")
+    without = [name for name in field_names(GenerateConfig) if name not in chosen]
+    output = add_settings(parser, without=(*without, "batch_size", "log_probs", "top_log_probs", "expected_lengths"))
+    output.title = "server"
+    add_options(output, ServeOptions)
+
+
 PRINTED = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished".split()
-PRINTED += ["log_probs", "expected_lengths"]  # of answers that have them
+PRINTED += ["log_probs", "top_log_probs", "expected_lengths"]  # of answers that have them
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
     model = load_model(arguments)
-    is_streamed = len(prompts) == 1 and settings.get("samples", 1) == 1 and model.tokenizer and not arguments.json
-    status = 0
-    for result in model.stream(prompts, **settings) if is_streamed else model.generate(prompts, **settings):
-        if isinstance(result, Chunk):
-            show(result.text, end="")
-            continue
-        status = 130 if result.finished == "interrupted" else status
-        if arguments.json:
+    if arguments.json:
+        results = model.generate(prompts, **settings)
+        for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
             values = {name: getattr(result, name) for name in PRINTED}
-            print(json.dumps({name: value for name, value in values.items() if value is not None}))
-            continue
-        if is_streamed:
-            print()
-        else:
-            show(" ".join(map(str, result.ids)) if result.text is None else result.text)
-        print(
-            f"[{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
-            f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s, "
-            f"{ending(result, model.verifier.max_positions)}]",
-            file=sys.stderr,
-        )
-    return status
+            given = {name: value for name, value in values.items() if value is not None}
+            print(json.dumps({"prompt": prompt, "sample": sample, **given}))
+    elif len(prompts) == 1 and settings.get("samples", 1) == 1 and model.tokenizer:
+        results = [_stream(model, prompts, settings)]
+    else:
+        results = model.generate(prompts, **settings)
+        _print_answers(model, prompts, results)
+    return 130 if any(result.finished == "interrupted" for result in results) else 0
+
+
+def _stream(model: TreeFlash, prompts: list[Any], settings: dict[str, Any]) -> Result:
+    """Prints one answer while it is decoded, then its statistics."""
+    for piece in model.stream(prompts, **settings):
+        if isinstance(piece, Chunk):
+            show(piece.text, end="")
+    print()
+    _print_note(
+        f"{_format_statistics(piece)}, {_format_speed(model, piece)}, {ending(piece, model.verifier.max_positions)}"
+    )
+    return piece
+
+
+def _print_answers(model: TreeFlash, prompts: list[Any], results: list[Result]) -> None:
+    """Prints answers under numbered headings, each with its statistics, and the speed of all of them."""
+    for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
+        if len(results) > 1:
+            place = f"prompt {prompt}, sample {sample}" if len(results) > len(prompts) else f"prompt {prompt}"
+            show(f"--- {place}: {describe_prompt(prompts[prompt])}")
+        show(" ".join(map(str, result.ids)) if result.text is None else result.text)
+        speed = "" if len(results) > 1 else f"{_format_speed(model, result)}, "
+        _print_note(f"{_format_statistics(result)}, {speed}{ending(result, model.verifier.max_positions)}")
+    if len(results) > 1:
+        tokens = sum(len(result.ids) for result in results)
+        _print_note(f"{len(results)} answers, {tokens} tokens, {_format_speed(model, results[0])}")
+
+
+def number_answers(prompts: list[Any], results: list[Result]) -> list[tuple[int, int]]:
+    """Returns the numbers of the prompt and of the sample of every answer."""
+    samples = len(results) // len(prompts)
+    return [divmod(number, samples) for number in range(len(results))]
+
+
+def _format_statistics(result: Result) -> str:
+    return f"{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}"
+
+
+def _format_speed(model: TreeFlash, result: Result) -> str:
+    """Returns the speed of the call that made a result, which all its results share."""
+    return f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s"
+
+
+def _print_note(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    converse(load_model(arguments), Console(), **option_values(arguments, GenerateConfig))
+    converse(load_model(arguments), Console(), arguments.system, **option_values(arguments, GenerateConfig))
     return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        from treeflash_jax.serve.app import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"got no package {error.name}, expected those of: pip install 'treeflash-jax[serve]'") from None
+    options = ServeOptions(**option_values(arguments, ServeOptions))
+    return serve(load_model(arguments), GenerateConfig(**option_values(arguments, GenerateConfig)), options)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
     model = load_model(arguments)
-    cases = check(model, prompts, **settings)
-    for index, case in enumerate(cases):
-        print(json.dumps(case.record(model)) if arguments.json else f"prompt {index}: {case.describe(model)}")
-    verdicts = Counter(case.verdict for case in cases)
-    if not arguments.json:
-        counts = len(cases), verdicts[IDENTICAL], verdicts[ROUNDING], sum(case.tokens for case in cases)
-        print(f"{conclude(*counts, model.dtype)}; {meaning(model.quantize)}")
+    comparisons = compare_decodings(model, prompts, **settings)
+    verdicts = Counter(comparison.verdict for comparison in comparisons)
+    if arguments.json:
+        for comparison in comparisons:
+            print(json.dumps(comparison.record(model)))
+    else:
+        tokens = sum(comparison.tokens for comparison in comparisons)
+        counts = describe_counts(len(comparisons), verdicts[IDENTICAL], verdicts[ROUNDING], tokens, model.dtype)
+        print(describe_verdict(comparisons))
+        print(f"{counts}; {describe_reference(model.quantize)}")
+        for number, comparison in enumerate(comparisons):
+            print(f"prompt {number}: {comparison.describe(model)}")
     return 1 if verdicts[FAIL] else 0
 
 
@@ -179,13 +254,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "generate": ("answer prompts", _generate_options, _generate),
     "chat": ("talk to a model", _chat_options, _chat),
+    "serve": ("serve a model over HTTP with OpenAI's API", _serve_options, _serve),
     "check": ("check that drafting does not change the output", _check_options, _check),
     "convert": ("convert a GGUF file or a drafter to another format", _convert_options, _convert),
-    "demo": ("compare answers decoded one token at a time and with drafting", demo.add_arguments, demo.run),
+    "demo": ("compare answers decoded one token at a time and with drafting", demo.add_arguments, demo.run_demo),
 }
 SUITES = {
-    "run": ("compare systems on prompts: tokens per round and per second, time by phase", run.add_arguments, run.run),
-    "report": ("print the tables of a results file", report.add_arguments, report.run),
+    "run": ("compare systems on prompts: tokens per round and per second", run.add_arguments, run.run_comparison),
+    "report": ("print the tables of a results file", report.add_arguments, report.print_report),
     "latency": ("time every phase of a round", latency.add_arguments, latency.run),
     "memory": ("compute the memory that a request needs on each device", memory.add_arguments, memory.run),
 }

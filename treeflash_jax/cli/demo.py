@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from rich.columns import Columns
@@ -51,7 +51,6 @@ PROMPTS = {
         "seats": "A train has 5 cars with 10 seats in each car. How many seats are there?",
     },
 }
-DRAFTING = {"smollm2": {}, "tiny": {"block_size": 8, "candidates": 4, "nodes": 8}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, tf.GenerateConfig, ["max_new_tokens"], max_new_tokens=160)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_demo(arguments: argparse.Namespace) -> int:
     """Streams answers side by side, and prints a draft tree and a table.
 
     Speeds are those of interleaved runs at batch 1, greedy, made after all programs are compiled. The picture has the
@@ -93,10 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
         with console.status(f"loading {pair}"):
             model = tf.load(pair, dtype=arguments.dtype)
         console.print(TEXTS[pair] + "\n")
-        ways = {PLAIN: {"builder": "none"}, DRAFTED: {"builder": "best-first"} | DRAFTING[pair]}
-        shared = {"max_new_tokens": arguments.max_new_tokens, "batch_size": 1}
-        configs = {name: tf.GenerateConfig(**shared, **settings) for name, settings in ways.items()}
-        systems = [System(name=name, model=model, config=config) for name, config in configs.items()]
+        plain = tf.GenerateConfig(max_new_tokens=arguments.max_new_tokens, batch_size=1, builder="none")
+        drafted = replace(plain, builder="best-first")
+        systems = [
+            System(name=PLAIN, model=model, config=plain),
+            System(name=DRAFTED, model=model, config=drafted),
+        ]
         with console.status("compiling"):
             for system, prompt in product(systems, PROMPTS[pair].values()):
                 model.warmup(len(model.encode(prompt)), config=system.config)

@@ -1,1 +1,1 @@
-"""Devices, sharding, parameters, programs, files and checks, independent of language models."""
+"""Devices, sharding, parameters, programs, files and checks. Of language models, names of settings only (`ALIASES`)."""

@@ -1,20 +1,18 @@
-"""Checks of users' values: types and limits, JSON files, quoting in one line, suggestions for unknown names.
-
-pydantic checks types and limits; it is imported at the first check, since its import takes a tenth of a second.
-"""
+"""Checks of users' values: types and limits, JSON files, quoting in one line, suggestions for unknown names."""
 
 import difflib
 import functools
-import inspect
 import json
 import operator
 import os
 import re
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Any, TypeVar
+
+from treeflash_jax.core.conversion import Mismatch, convert
 
 T = TypeVar("T")
 
@@ -27,12 +25,6 @@ LIMITS = {  # of numbers, with their words in messages
     "most": (operator.le, "at most"),
     "above": (operator.gt, "above"),
     "below": (operator.lt, "below"),
-}
-
-PLAIN = {bool, int, float, str}
-WORDS = {  # patterns in pydantic's messages and their replacements
-    r"\w+ should (be|have) |Unable to parse \w+ \w+ as |, (unable|exceeded)[^,]*?(?= or |$)| after validation, not 0": "",
-    r"an instance of Sequence|a valid (tuple|list)|'\w+' instances are not allowed as a Sequence value": "a list",
 }
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # without tabs and line breaks
@@ -84,7 +76,11 @@ def clipping(function: T) -> T:
 def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") -> None:
     """Raises ValueError with the value, the expectation and the file `where`, if any, unless a condition is met."""
     if not is_met:
-        raise ValueError((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}")
+        raise _refusal(name, value, expected, where)
+
+
+def _refusal(name: str, value: Any, expected: str, where: str) -> ValueError:
+    return ValueError((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}")
 
 
 def fit(
@@ -95,41 +91,44 @@ def fit(
     *,
     says: str = "",
     from_text: bool = False,
-    choices: Callable[[], Iterable[str]] | None = None,
+    spelled: Callable[[Any], Any] | None = None,
+    choices: Callable[[], Collection[str]] | None = None,
     min_length: int | None = None,
     **limits: float,
 ) -> Any:
-    """Converts a value to `kind`, a type or a type hint such as `float | Sequence[float]`; lists become tuples.
+    """Converts a value to `kind`, a type or a type hint such as `float | Sequence[float]`; sequences become tuples.
 
     Args:
       name: name of the value in messages.
       where: file that contains the value, if any.
-      says: expectation in words, in place of pydantic's.
-      from_text: accepts texts as numbers, as on command lines.
+      says: expectation in words, in place of the name of the type.
+      from_text: accepts texts as numbers, and numbers as texts, as on command lines.
+      spelled: returns the usual form of a value that has several.
       choices: returns the accepted texts.
-      min_length: smallest length of a list or text; None: 0 of a list, 1 of a text.
+      min_length: smallest length of a list; 0 accepts an empty text.
       **limits: `least`, `most`, `above` and `below` of numbers, also of those in lists.
 
     Raises ValueError for any other value.
     """
+    if min_length == 0 and value == "":
+        return value
     try:
-        fitted = _adapter(kind, min_length).validate_python(_without_arrays(value), strict=not from_text)
-    except ValueError as error:
-        errors = error.errors(include_url=False)
-        depth = max(len(error["loc"]) for error in errors)  # a list's item rather than the list
-        errors = [error for error in errors if len(error["loc"]) == depth]
-        expected = says or " or ".join(dict.fromkeys(error["msg"] for error in errors))
-        for theirs, ours in WORDS.items():
-            expected = re.sub(theirs, ours, expected)
-        expect(False, name, errors[0]["input"], expected, where)
+        fitted = convert(kind, value if spelled is None else spelled(value), from_text)
+    except Mismatch as mismatch:
+        raise _refusal(name, mismatch.part, says or mismatch.expected, where) from None
+    if min_length:
+        expect(len(fitted) >= min_length, name, value, says or f"a list of at least {min_length}", where)
     for number in _numbers(fitted) if limits else ():
         for limit, most in limits.items():
             is_within, words = LIMITS[limit]
-            expect(is_within(number, most), name, number, says or f"{words} {most}", where)
+            if not is_within(number, most):
+                raise _refusal(name, number, says or f"{words} {most}", where)
     if choices is not None and fitted is not None and fitted not in choices():
-        known = list(map(repr, choices()))
-        expect(False, name, fitted, "one of " * (len(known) > 1) + ", ".join(known) + hint(fitted, choices()), where)
-    return tuple(fitted) if isinstance(fitted, list) and get_origin(kind) is not list else fitted
+        expected = ", ".join(map(repr, choices()))
+        if len(choices()) > 1:
+            expected = f"one of {expected}" + (hint(fitted, choices()) if isinstance(fitted, str) else "")
+        raise _refusal(name, fitted, expected, where)
+    return fitted
 
 
 def _numbers(value: Any) -> Iterator[float]:
@@ -139,25 +138,6 @@ def _numbers(value: Any) -> Iterator[float]:
             yield from _numbers(item)
     elif isinstance(value, int | float):
         yield value
-
-
-def _without_arrays(value: Any) -> Any:
-    """Converts ranges, and arrays and scalars of NumPy and JAX, to numbers and lists."""
-    if isinstance(value, range):
-        return list(value)
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):
-        return value.tolist()
-    if type(value) not in (list, tuple) or {*map(type, value)} <= PLAIN:  # a vocabulary has 10^5 texts
-        return value
-    return type(value)(map(_without_arrays, value))
-
-
-@functools.lru_cache(1024)
-def _adapter(kind: Any, min_length: int | None) -> Any:
-    import pydantic
-
-    config = {"allow_inf_nan": False, "arbitrary_types_allowed": True, "coerce_numbers_to_str": True, "str_min_length": 1}
-    return pydantic.TypeAdapter(Annotated[kind, pydantic.Field(min_length=min_length)], config=config)
 
 
 def whole(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
@@ -190,7 +170,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return raw
 
 
-# Names in transformers, vLLM, OpenAI's API and llama.cpp by ours. The first known name counts.
+# Names of settings in transformers, vLLM, OpenAI's API and llama.cpp by ours. The first known name counts.
 ALIASES = {
     "max_new_tokens": "max_tokens max_length max_completion_tokens max_output_tokens n_predict num_tokens new_tokens",
     "samples": "n num_return_sequences num_samples n_samples best_of",
@@ -236,26 +216,19 @@ class UnknownSetting(TypeError):
     """A setting, keyword argument or option that does not exist."""
 
 
-def suggesting(function: T, **others: str) -> T:
-    """Makes a function or class answer unknown keyword arguments with an UnknownSetting that names what was meant.
+def refuse_unknown(names: Iterable[str], known: Collection[str], refused: Mapping[str, str] | None = None) -> None:
+    """Raises UnknownSetting for the first keyword argument that is not known, naming what was probably meant.
 
-    `others` are names that it does not take, with the reason.
+    Args:
+      refused: reasons why a function does not take certain names.
     """
-    if isinstance(function, type):
-        function.__init__ = suggesting(function.__init__, **others)
-        return function
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
-
-    @functools.wraps(function)
-    def checked(*args: Any, **keywords: Any) -> Any:
-        for name in keywords:
-            if name not in known:
-                meant = name if name in others else suggestion(name, [*known, *others])
-                if meant in others:
-                    ending = f"; {meant} {others[meant]}"
-                else:
-                    ending = hint(name, known) or f", expected one of {clipped(', '.join(known), 200)}"
-                raise UnknownSetting(f"got unknown argument {quoted(name)}{ending}")
-        return function(*args, **keywords)
-
-    return checked
+    reasons = refused or {}
+    for name in names:
+        if name in known:
+            continue
+        meant = name if name in reasons else suggestion(name, [*known, *reasons])
+        if meant in reasons:
+            ending = f"; {meant} {reasons[meant]}"
+        else:
+            ending = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
+        raise UnknownSetting(f"got unknown argument {quoted(name)}{ending}")

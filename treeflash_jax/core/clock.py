@@ -1,4 +1,4 @@
-"""Decoding time, with compilation counted separately, and log lines about operations that take over a second."""
+"""Time since a start, with compilation counted separately, and log lines about operations that take over a second."""
 
 import logging
 import threading
@@ -14,9 +14,9 @@ REPORT_SECONDS = 2.0  # between two log lines about the same prompt
 
 
 @contextmanager
-def slow(text: str) -> Iterator[None]:
+def slow(text: str, level: int = logging.WARNING) -> Iterator[None]:
     """Logs `text` if the block takes longer than a second."""
-    timer = threading.Timer(SILENT_SECONDS, logger.warning, (clipped(text),))
+    timer = threading.Timer(SILENT_SECONDS, logger.log, (level, clipped(text)))
     timer.daemon = True
     timer.start()
     try:
@@ -26,18 +26,17 @@ def slow(text: str) -> Iterator[None]:
 
 
 class Clock:
-    """A running stopwatch; `seconds` is the time until the last stop or pause. `silent` announces no compilation."""
+    """A running stopwatch, which stands still during compilation and pauses."""
 
-    def __init__(self, silent: bool = False):
-        self.seconds = self.compile_seconds = 0.0
-        self.has_announced = silent  # only the first slow compilation is announced
-        self.start()
+    has_announced = False  # whether this process has logged that it compiles
 
-    def start(self) -> None:
+    def __init__(self):
+        self.compile_seconds = 0.0
         self._since = time.perf_counter()
 
-    def stop(self) -> None:
-        self.seconds += time.perf_counter() - self._since
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._since
 
     def reading(self, positions: Iterable[int], length: int) -> Iterator[int]:
         """Yields the positions of a prompt during prefill; logs one every few seconds."""
@@ -50,19 +49,19 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self.stop()
+        since = time.perf_counter()
         try:
             yield
         finally:
-            self.start()
+            self._since += time.perf_counter() - since
 
     @contextmanager
     def compiling(self, program: str, announcement: str) -> Iterator[None]:
-        """Counts the time of the block as compilation; logs `announcement` once if that takes longer than a second."""
-        with self.paused(), nullcontext() if self.has_announced else slow(announcement):
-            since = time.perf_counter()
+        """Counts the time of the block as compilation; the first of a process over a second logs `announcement`."""
+        since = time.perf_counter()
+        with self.paused(), nullcontext() if Clock.has_announced else slow(announcement, logging.INFO):
             yield
-            seconds = time.perf_counter() - since
+        seconds = time.perf_counter() - since
         self.compile_seconds += seconds
-        self.has_announced |= seconds >= SILENT_SECONDS
-        logger.info("compiled %s in %.1f s", program, seconds)
+        Clock.has_announced |= seconds >= SILENT_SECONDS
+        logger.debug("compiled %s in %.1f s", program, seconds)

@@ -1,7 +1,7 @@
-"""Files at URLs, and outputs that appear whole or not at all.
+"""Files and folders on this machine or at a URL such as gs://bucket/run, and outputs that appear whole or not at all.
 
 `write` (one file) and `filled` (a folder) write beside their target and rename, so that neither a kill nor a full disk
-leaves half a file under its name, and no link is followed.
+leaves half a file under its name, and no link is followed. Object stores write files whole by themselves.
 """
 
 import glob
@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,37 @@ DAY = 24 * 60 * 60
 def user_cache() -> Path:
     """Returns the cache folder of this package. Raises RuntimeError for a user without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeflash"
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    return "://" in os.fspath(path)
+
+
+def absolute(path: str | os.PathLike) -> Any:
+    """Returns an absolute epath.Path, which Orbax requires, or that of a URL. Raises ValueError if it cannot be opened."""
+    from etils import epath  # only training needs it
+
+    if not is_remote(path):
+        return epath.Path(os.path.abspath(os.path.expanduser(path)))
+    import fsspec  # slow to import
+
+    # gcsfs would cache listings for ever, but other processes write to the same folders. epath passes it no options.
+    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+    try:
+        epath.Path(path).exists()
+    except (ImportError, KeyError, NotImplementedError) as error:
+        scheme, reason = os.fspath(path).partition("://")[0], str(error).splitlines()[0]
+        raise ValueError(
+            f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install treeflash-jax[gcs]"
+        ) from None
+    return epath.Path(path)
+
+
+def local(path: str | os.PathLike) -> Path:
+    """Returns a path on this machine. Raises ValueError for a URL."""
+    if is_remote(path):
+        raise ValueError(f"got {path}, expected a local folder; copy it to the URL when it is finished")
+    return Path(path).expanduser()
 
 
 def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
@@ -92,12 +124,15 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[Any]) -> None
     Args:
       content: text, bytes, or buffers that are written one after another.
     """
+    content = content.encode() if isinstance(content, str) else content
+    pieces = [content] if isinstance(content, bytes) else content
+    if is_remote(path):
+        absolute(path).write_bytes(b"".join(pieces))
+        return
     path = Path(os.path.abspath(path))
     with naming(path):
         part = _part(path.parent, path.name)
         try:
-            content = content.encode() if isinstance(content, str) else content
-            pieces = [content] if isinstance(content, bytes) else content
             with part.open("wb") as file:
                 file.writelines(pieces)
             os.replace(part, path)
@@ -105,11 +140,25 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[Any]) -> None
             part.unlink(missing_ok=True)
 
 
+def append(path: str | os.PathLike, text: str) -> None:
+    """Appends to a file; a remote file, which cannot grow, is rewritten."""
+    if is_remote(path):
+        remote = absolute(path)
+        remote.write_text((remote.read_text() if remote.exists() else "") + text)
+    else:
+        with naming(path), open(path, "a") as file:
+            file.write(text)
+
+
 def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Checks that `filled` can write a folder. Writes nothing.
 
     Raises ValueError for a file, a link or, unless `overwrite` is set, a folder with files.
     """
+    if is_remote(target):
+        if not overwrite and absolute(target).exists() and any(absolute(target).iterdir()):
+            raise ValueError(f"{target} exists; give a new folder")
+        return
     target = Path(target)
     if target.is_dir() and not target.is_symlink():
         if not (overwrite or is_empty(target)):
@@ -125,15 +174,20 @@ def is_empty(folder: Any) -> bool:
 
 @contextmanager
 def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a folder to write into; its files appear in `target` at the end, or not at all if writing fails.
+    """Yields a local folder to write into; its files appear in `target` at the end, or not at all if writing fails.
 
-    A new folder appears as a whole. In an existing folder, files are renamed one by one, config.json last; files of other
-    names stay.
+    A new folder appears as a whole. In an existing folder, and at a URL, files are moved one by one, config.json last;
+    files of other names stay.
 
     Raises ValueError as `check_folder` does, and if the folder cannot be written.
     """
-    target = Path(os.path.abspath(target))
     check_folder(target, overwrite=overwrite)
+    if is_remote(target):
+        with tempfile.TemporaryDirectory() as name:
+            yield Path(name)
+            _upload(Path(name), absolute(target))
+        return
+    target = Path(os.path.abspath(target))
     exists = target.is_dir()
     with naming(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,10 +210,23 @@ def naming(target: str | os.PathLike) -> Iterator[None]:
         raise ValueError(f"cannot write {target}: {error.strerror or error}") from None
 
 
+def _names(folder: Path) -> list[Path]:
+    """Returns the names of all files in a folder and below, config.json last."""
+    inside = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(inside, key=lambda name: (name.name == LAST, name))
+
+
+def _upload(folder: Path, target: Any) -> None:
+    """Copies all files of a local folder to a URL, config.json last."""
+    for name in _names(folder):
+        copy = target / name.as_posix()
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((folder / name).read_bytes())
+
+
 def _move(part: Path, target: Path) -> None:
     """Moves all files of one folder into another, config.json last."""
-    inside = (path.relative_to(part) for path in part.rglob("*") if path.is_file())
-    names = sorted(inside, key=lambda name: (name.name == LAST, name))
+    names = _names(part)
     for name in names:
         if (target / name).is_dir():
             raise ValueError(f"{target / name} is a folder, expected a file or none; give a new folder")

@@ -53,6 +53,7 @@ class Entry:
       part: (index, count) if the weight is one of `count` equal blocks of the tensor.
       part_axis: matrix axis of these blocks.
       is_stacked: whether the tensor has the weight's first axis as its first axis.
+      has_middle: whether the tensor has an axis of size 1 between those of the matrix, as depthwise convolutions have.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Entry:
     part: tuple[int, int] = (0, 1)
     part_axis: int = 1
     is_stacked: bool = False
+    has_middle: bool = False
 
     @property
     def is_apart(self) -> bool:
@@ -85,6 +87,8 @@ class Entry:
         view, parts = self.view(spec), self.part[1]
         height = math.prod(view[: self.row_axes]) * (parts if self.part_axis == 0 else 1)
         width = math.prod(view[self.row_axes :]) * (parts if self.part_axis == 1 else 1)
+        if self.has_middle:
+            return height, 1, width
         return (height, width) if self.row_axes < len(view) else (math.prod(view),)
 
 

@@ -1,14 +1,17 @@
 """Compiled programs of this process, shared by models of equal shape and calls of equal size.
 
-A program is compiled at its first call and kept until `clear`. Its key is the function, its static arguments, the structure
+A program is compiled at its first call and kept until `clear`, or until there are too many: then those that were not used
+for longest go. Its key is the function, its static arguments, the structure
 of its other arguments with the shapes, dtypes and shardings of their arrays, the mesh, and JAX's precision; never values.
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -19,23 +22,32 @@ from jax.experimental.compilation_cache import compilation_cache
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.clock import Clock
 
+MOST_PROGRAMS = 256
+# Linux gives a process 65,530 memory maps; programs for the CPU use some 850 each, and XLA crashes without any left.
+MOST_MAPS = 40_000
 KEPT_SECONDS = 0.1  # shortest compilation whose program commands store on disk
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Program:
-    """A jitted function, and an executable compiled from it, which takes those of its arguments that are not static."""
+    """A jitted function, and an executable compiled from it, which takes those of its arguments that are not static.
+
+    `last_use` grows with every call.
+    """
 
     function: Any
-    executable: Future
+    executable: futures.Future
+    has_run: bool = False
+    last_use: int = 0
 
     @property
-    def run(self) -> Any:
+    def compiled(self) -> Any:
         """The executable; waits until it is compiled."""
         return self.executable.result()
 
 
 _programs: dict[Any, Program] = {}
+_uses = itertools.count()
 _unstored = Lock()  # held while a program is compiled that must not be stored on disk
 
 
@@ -50,10 +62,18 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
     """
     clock = clock or Clock()
     program = prepare(function, *args, mesh=mesh, clock=clock, **static)
-    if not program.executable.done():
-        with clock.compiling(function.__name__, _note()):
-            wait([program.executable])
-    return program.run(*args)
+    wait(program, clock=clock)
+    outputs = program.compiled(*args)
+    program.has_run = True
+    return outputs
+
+
+def wait(*programs: "Program", clock: Clock) -> None:
+    """Waits until programs are compiled, which the clock counts as compilation."""
+    for program in programs:
+        if not program.executable.done():
+            with clock.compiling(program.function.__name__, _note()):
+                futures.wait([program.executable])
 
 
 def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Program:
@@ -68,14 +88,30 @@ def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = N
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     known = _programs.get(key)
     if known is not None and not (known.executable.done() and known.executable.exception()):  # a failure is tried again
+        known.last_use = next(_uses)
         return known
-    with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
-        with (clock or Clock()).compiling(function.__name__, _note()):
+    with (clock or Clock()).compiling(function.__name__, _note()):
+        _make_room()
+        with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
             lowered = function.lower(*args, **static)
-    thread = ThreadPoolExecutor(1)
-    _programs[key] = Program(function, thread.submit(compile_lowered, lowered, mesh, function.__name__))
-    thread.shutdown(wait=False)
-    return _programs[key]
+        thread = futures.ThreadPoolExecutor(1)
+        executable = thread.submit(compile_lowered, lowered, mesh, function.__name__)
+        thread.shutdown(wait=False)
+    _programs[key] = program = Program(function, executable, last_use=next(_uses))
+    return program
+
+
+def _make_room() -> None:
+    """Frees the least recently used programs if there is no room for another one."""
+    while _programs and (len(_programs) >= MOST_PROGRAMS or _count_memory_maps() > MOST_MAPS):
+        oldest = min(list(_programs), key=lambda key: _programs[key].last_use)
+        del _programs[oldest]
+        oldest[0].clear_cache()  # JAX's own references
+
+
+def _count_memory_maps() -> int:
+    maps = Path("/proc/self/maps")  # on Linux only
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 @functools.cache
@@ -139,20 +175,21 @@ def compiled(function: Any = None) -> list[Program]:
 
 
 def clear() -> None:
-    """Frees all programs; the next calls compile again.
-
-    For processes that load many models of different sizes: on Linux, programs for the CPU use memory maps, which are
-    limited to 65,530 per process.
-    """
+    """Frees all programs; the next calls compile again."""
     for function in {program.function for program in _programs.values()}:
         function.clear_cache()  # JAX's own references
     _programs.clear()
 
 
-def keep_on_disk() -> None:
-    """Turns on JAX's persistent compilation cache, in the user's cache folder; for commands, not for the library.
+def keep_programs() -> None:
+    """Keeps compiled programs on disk for later processes, in the user's cache folder; call it before the first model.
 
-    Changes nothing if JAX has a cache already, or with JAX_ENABLE_COMPILATION_CACHE=false.
+    Turns on JAX's persistent compilation cache for this process, as the commands do. Changes nothing if JAX has a cache
+    already, or with JAX_ENABLE_COMPILATION_CACHE=false.
+
+    Example:
+      >>> tf.keep_programs()
+      >>> model = tf.load("smollm2")
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return

@@ -4,8 +4,8 @@
     class Sizes:
         nodes: int | None = setting(None, "tree nodes verified per round", least=1, unset="the drafter's", unit="nodes")
 
-`check` checks an instance, `describe` returns the help text, and `add_options` adds an option of a command line for every
-field. `build` makes an instance from nested dicts, such as those of a TOML file; settings in tables have dotted names.
+`validate` checks an instance, `describe` returns the help text, and `add_options` adds an option of a command line for
+every field. `build` makes an instance from nested dicts, such as those of a TOML file; names in tables are dotted.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -32,7 +32,8 @@ def setting(
     unset: str = "",
     basic: bool = False,
     group: str = "",
-    choices: Callable[[], Iterable[str]] | None = None,
+    choices: Callable[[], Collection[str]] | None = None,
+    spelled: Callable[[Any], Any] | None = None,
     min_length: int | None = None,
     default_factory: Any = MISSING,
     **limits: float,
@@ -47,11 +48,13 @@ def setting(
       basic: lists the field before the advanced ones.
       group: title under which help lists the field.
       choices: returns the accepted texts; called at every check, since registries grow.
-      min_length: smallest length of a list or text.
+      spelled: returns the usual form of a value that has several, before it is compared with the choices.
+      min_length: smallest length of a list; 0 accepts an empty text.
       **limits: `least`, `most` (INT32 by default), `above` and `below` of a number, also of numbers in a list.
     """
     checks: dict[str, Any] = {"most": INT32} | limits if limits else {}
     checks |= {"choices": choices} if choices else {}
+    checks |= {"spelled": spelled} if spelled else {}
     checks |= {} if min_length is None else {"min_length": min_length}
     shown = {"help": help, "unit": unit, "unset": unset, "basic": basic, "group": group}
     return dataclasses.field(default=default, default_factory=default_factory, metadata=shown | {"checks": checks})
@@ -63,7 +66,7 @@ def fit_field(cls: type, name: str, value: Any, *, label: str = "", from_text: b
     return fit(kinds(cls)[name], value, label or name, from_text=from_text, **checks)
 
 
-def check(config: Any) -> None:
+def validate(config: Any) -> None:
     """Checks a new instance; scalars and arrays of NumPy and JAX become numbers and tuples. For `__post_init__`."""
     for field in fields(config):
         value = getattr(config, field.name)
@@ -89,11 +92,11 @@ def default_text(field: Field) -> str:
     return "" if field.default in ((), "", MISSING) or field.default is False else f"{field.default}"
 
 
-def describe(cls: type, basic: bool | None = None) -> str:
-    """Returns name, help, choices and default of every setting; `basic` keeps basic settings only, or the others only."""
+def describe(cls: type, chosen: Collection[str] | None = None) -> str:
+    """Returns name, help, choices and default of every setting, or of those of the chosen names."""
     lines = []
     for name, kind, field in leaves(cls):
-        if basic is not None and field.metadata["basic"] != basic:
+        if chosen is not None and name not in chosen:
             continue
         default = default_text(field)
         notes = [f"one of {', '.join(words)}"] if (words := _choices(field, kind)) else []
@@ -139,7 +142,7 @@ def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for a field; of T | Sequence[T], an option takes a T."""
     kind = kinds(cls)[field.name]
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
-    lists = [Sequence[part] for part in parts]
+    lists = [Sequence[item] for part in parts for item in (part, part | None)]
     parts = [part for part in parts if part is not NoneType and part not in lists]
     is_usual = default is field.default or default is argparse.SUPPRESS
     usual = default_text(field) if is_usual else re.sub(r"[\[\],']", "", str(default))
@@ -149,7 +152,8 @@ def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
     keywords = {"help": text} | ({"required": True} if default is MISSING else {"default": default})
     words = _choices(field, kind)
     if "choices" in field.metadata["checks"] or all(get_origin(part) is Literal for part in parts):
-        return keywords | {"choices": words}
+        spelled = field.metadata["checks"].get("spelled")
+        return keywords | {"choices": words} | ({"type": spelled} if spelled else {})
     unit = field.metadata["unit"] or "number"
     keywords["metavar"] = "|".join([unit.upper() if unit.islower() else unit, *words])
     if parts == [Sequence[str]]:

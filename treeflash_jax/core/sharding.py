@@ -57,7 +57,7 @@ def make_mesh(
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=available[:count])
 
 
-def check(mesh: Mesh | None) -> None:
+def check_mesh(mesh: Mesh | None) -> None:
     """Raises ValueError for a mesh without the axes of `make_mesh`."""
     fit(Mesh | None, mesh, "mesh")
     if mesh is not None and not {"data", "model"} <= {*mesh.axis_names}:
@@ -73,7 +73,7 @@ def parse_sizes(text: str) -> dict[str, int]:
     """Parses arguments of `make_mesh` like 4x2 (data x model) or 4x2x1 (with experts). Raises ValueError for others."""
     words, names = text.split("x"), ("data", "model", "experts")
     if len(words) not in (2, 3) or not all(word.isdigit() and int(word) for word in words):
-        raise ValueError(f"got --mesh {quoted(text)}, expected two numbers like 4x2, or three for a mixture of experts")
+        raise ValueError(f"got mesh {quoted(text)}, expected two numbers like 4x2, or three for a mixture of experts")
     return dict(zip(names, map(int, words), strict=False))
 
 

@@ -3,6 +3,7 @@
 Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 from treeflash_jax import acceptance, trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import processors
-from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, PrefillPlan, Sampling, Weights
 from treeflash_jax.models import verifier, vocab
 
 # Streams of a sequence's key, never shared: a tree that depends on the noise of the verifier's samples is not lossless.
@@ -29,14 +30,14 @@ class Accepted:
       path_bp: accepted nodes, root first.
       length_b: number of accepted nodes, and of emitted tokens; the rest is padding.
       tokens_bp: the token emitted after each node, the bonus last.
-      log_probs_bp: the verifier's log-probabilities of these tokens; None unless planned.
+      log_probs: the verifier's log-probabilities of these tokens; None unless planned.
       expected_b: tokens the round was expected to commit, given its tree; None unless planned.
     """
 
     path_bp: jax.Array
     length_b: jax.Array
     tokens_bp: jax.Array
-    log_probs_bp: jax.Array | None
+    log_probs: LogProbs | None
     expected_b: jax.Array | None
 
 
@@ -61,12 +62,12 @@ def accept_path(
         drafted_bp = trees.pick(tree.tokens_bn, result.path_bp)
         is_bonus_bp = jnp.arange(plan.path_length) == result.length_b[:, None] - 1
         emitted_bp = jnp.where(is_bonus_bp, result.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
-        log_probs_bp = expected_b = None
-        if plan.log_probs:
-            log_probs_bp = _token_log_probs(trees.pick(logits_bnv, result.path_bp), emitted_bp)
-        if plan.expected_lengths:
+        log_probs = expected_b = None
+        if plan.prefill.log_probs:
+            log_probs = _log_probs(trees.pick(logits_bnv, result.path_bp), emitted_bp, plan.prefill.top_log_probs)
+        if plan.prefill.expected_lengths:
             expected_b = jnp.sum(acceptance.RULES[plan.rule].weights(tree, proposal, target), axis=1)
-        return Accepted(result.path_bp, result.length_b, emitted_bp, log_probs_bp, expected_b)
+        return Accepted(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
 
 
 def first_token(
@@ -74,7 +75,7 @@ def first_token(
     state: DecodeState,
     last_bd: jax.Array,
     count_b: jax.Array,
-    plan: DecodePlan,
+    plan: PrefillPlan,
     given_b: jax.Array | None = None,
 ) -> DecodeState:
     """Returns the state after the first token of each answer.
@@ -91,8 +92,9 @@ def first_token(
         processed_bnv = processors.process(logits_bnv, state, no_path_bni, weights.processor)
     picks_bp = make_target(processed_bnv, state.sampling).sample(target_noise(state, 1, logits_bnv))
     picks_bp = picks_bp if given_b is None else given_b[:, None]
-    log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
-    return emit(state, picks_bp, count_b, log_probs_bp, weights.processor)[0]
+    log_probs = _log_probs(logits_bnv, picks_bp, plan.top_log_probs) if plan.log_probs else None
+    vocab_size = plan.verifier.vocab_size
+    return emit(state, picks_bp, count_b, log_probs, vocab_size=vocab_size, processor=weights.processor)[0]
 
 
 def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetDistribution:
@@ -131,29 +133,44 @@ def round_keys(state: DecodeState, stream: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in)(stream_b, state.cache.length_b)
 
 
-def _token_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
-    chosen_bp = vocab.take(logits_bpv, tokens_bp[..., None])[..., 0]
-    return (chosen_bp - vocab.log_sum_exp(logits_bpv)).astype(jnp.float32)
+def _log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array, top: int) -> LogProbs:
+    """Returns the log-probabilities of tokens and of the `top` likeliest ones."""
+    token_bp1, total_bp1 = vocab.take(logits_bpv, tokens_bp[..., None]), vocab.log_sum_exp(logits_bpv)[..., None]
+    top_bpk, top_ids_bpk = token_bp1[..., :0], tokens_bp[..., None][..., :0]
+    if top:
+        top_bpk, top_ids_bpk = vocab.top_k(logits_bpv, top)
+    token_bp, top_bpk = ((x - total_bp1).astype(jnp.float32) for x in (token_bp1, top_bpk))
+    return LogProbs(token_bp[..., 0], top_ids_bpk.astype(jnp.int32), top_bpk)
 
 
 def emit(
-    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array, log_probs_bp: jax.Array | None, processor: Any = None
+    state: DecodeState,
+    tokens_bp: jax.Array,
+    count_b: jax.Array,
+    log_probs: LogProbs | None,
+    *,
+    vocab_size: int,
+    processor: Any = None,
 ) -> tuple[DecodeState, jax.Array]:
-    """Appends up to `count_b` tokens, cut after the first stop id and at the limit; also returns the number kept."""
+    """Appends up to `count_b` tokens, cut after the first stop id and at the limit; also returns the number kept.
+
+    An id outside the vocabulary ends a sequence like a stop id: no logit of its position was above -inf.
+    """
     sampling = state.sampling
     offered_bp = jnp.arange(tokens_bp.shape[1]) < count_b[:, None]
-    stops_bp = jnp.any(tokens_bp[..., None] == sampling.stop_ids_bx[:, None], axis=-1) & offered_bp
+    is_stop_bp = jnp.any(tokens_bp[..., None] == sampling.stop_ids_bx[:, None], axis=-1)
+    stops_bp = (is_stop_bp | (tokens_bp >= vocab_size)) & offered_bp
     stopped_b = jnp.any(stops_bp, axis=1)
     kept_b = jnp.where(stopped_b, jnp.argmax(stops_bp, axis=1) + 1, count_b)
     room_b = sampling.limit_b - state.end_b
     kept_b = jnp.where(state.done_b, 0, jnp.minimum(kept_b, room_b)).astype(jnp.int32)
     stopped_b &= jnp.argmax(stops_bp, axis=1) < kept_b
 
-    state = processors.commit(state, tokens_bp, kept_b, processor)
+    state = processors.count_tokens(state, tokens_bp, kept_b, processor)
     # All tokens are written; later rounds overwrite those beyond `kept_b`.
-    write = jax.vmap(lambda x_s, new_p, at: lax.dynamic_update_slice(x_s, new_p, (at,)))
-    log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)
+    write = jax.vmap(partial(lax.dynamic_update_slice_in_dim, axis=0))
+    log_probs = jax.tree.map(lambda x_bs, new_bp: write(x_bs, new_bp, state.end_b), state.log_probs, log_probs)
     end_b = state.end_b + kept_b
     tokens_bs = write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b)
     done_b = state.done_b | stopped_b | (end_b >= sampling.limit_b)
-    return state.replace(tokens_bs=tokens_bs, end_b=end_b, done_b=done_b, log_probs_bs=log_probs_bs), kept_b
+    return state.replace(tokens_bs=tokens_bs, end_b=end_b, done_b=done_b, log_probs=log_probs), kept_b

@@ -1,7 +1,8 @@
 """The compiled programs of a batch, as pure functions of a donated state.
 
-`begin` allocates the caches or reuses earlier ones; `read` fills them with prompts in chunks of one size, so that all
-prompt lengths share a program. `decode` runs rounds (rounds.py) until every sequence is done, or a few for streaming.
+`init_state` allocates the caches or reuses earlier ones; `prefill_chunks` fills them with prompts in chunks of one size,
+so that all prompt lengths share a program. `decode` runs rounds (rounds.py) until every sequence is done, or a few for
+streaming.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
 """
@@ -17,8 +18,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, processors, rounds
-from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, pin
-from treeflash_jax.models import kv_cache, verifier
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, PrefillPlan, Sampling, Weights, pin
+from treeflash_jax.models import caches, verifier
 
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
 
@@ -42,19 +43,19 @@ def prefill(
     sampling: Sampling,
     first_b: jax.Array | None = None,
     *,
-    plan: DecodePlan,
+    plan: PrefillPlan,
 ) -> DecodeState:
-    """Prefills whole prompts in one program: `begin`, then `read`; for benchmarks and tests.
+    """Prefills whole prompts in one program: `init_state`, then `prefill_chunks`; for benchmarks and tests.
 
-    Prompts are right-padded to the cache capacity. `Runner.prefill`, which `generate` uses, reads a few chunks at a time.
+    Prompts are right-padded to the cache capacity. `generate` reads a few chunks at a time, for Ctrl-C.
     """
-    state = begin(tokens_bs, length_b, sampling, processor=weights.processor, plan=plan, dtype=weights.dtype)
-    chunks = tokens_bs.shape[1] // plan.chunk(tokens_bs.shape[1])
-    return read(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
+    state = init_state(tokens_bs, length_b, sampling, processor=weights.processor, plan=plan, dtype=weights.dtype)
+    chunks = tokens_bs.shape[1] // plan.chunk_size(tokens_bs.shape[1])
+    return prefill_chunks(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
 
 
-@partial(jax.jit, static_argnames=("plan", "dtype"), donate_argnames=("kept",))
-def begin(
+@partial(jax.jit, static_argnames=("plan", "dtype", "for_session"), donate_argnames=("kept",))
+def init_state(
     tokens_bs: jax.Array,
     length_b: jax.Array,
     sampling: Sampling,
@@ -62,8 +63,9 @@ def begin(
     kept_b: jax.Array | None = None,
     processor: Any = None,
     *,
-    plan: DecodePlan,
+    plan: PrefillPlan,
     dtype: Any,
+    for_session: bool = False,
 ) -> DecodeState:
     """Returns the state before prefill, with empty caches or those of an earlier state that has the same first tokens.
 
@@ -73,13 +75,19 @@ def begin(
       kept: earlier state of equal shape, donated; None: empty caches.
       kept_b: number of positions to keep in its caches, less than the prompt's length.
       processor: the user's processor of logits; None for none.
+      for_session: whether a later state may begin with parts of these caches.
     """
     batch, capacity = tokens_bs.shape
     if kept is not None:
-        cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafts else None
+        cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafter else None
     else:
-        cache = kv_cache.allocate(plan.verifier, batch, capacity, dtype, stacked=plan.stacks_cache)
-        drafter = plan.drafter.init(batch, capacity, dtype) if plan.drafts else None
+        cache = caches.allocate(plan.verifier, batch, capacity, dtype, stacked=plan.stacks_cache)
+        cache = cache if for_session else cache.without_copies()
+        drafter = plan.drafter.init(batch, capacity, dtype) if plan.drafter else None
+    log_probs = None
+    if plan.log_probs:
+        top_bsk = jnp.zeros((batch, capacity, plan.top_log_probs), jnp.float32)
+        log_probs = LogProbs(jnp.zeros((batch, capacity), jnp.float32), top_bsk.astype(jnp.int32), top_bsk)
     state = DecodeState(
         tokens_bs=tokens_bs,
         end_b=length_b,
@@ -88,56 +96,57 @@ def begin(
         drafter=drafter,
         rounds_b=jnp.zeros(batch, jnp.int32),
         accepted_bs=jnp.zeros((batch, capacity), jnp.int32),
-        log_probs_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.log_probs else None,
+        log_probs=log_probs,
         expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
         sampling=sampling,
     )
-    return pin(processors.start(state, plan.verifier.vocab_size, processor))
+    return pin(processors.init_processors(state, plan.verifier.vocab_size, processor))
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
-def read(
+def prefill_chunks(
     weights: Weights,
     state: DecodeState,
     length_b: jax.Array,
     max_chunks: jax.Array,
     first_b: jax.Array | None = None,
     *,
-    plan: DecodePlan,
+    plan: PrefillPlan,
 ) -> DecodeState:
     """Reads the next chunks of the prompts, and emits the first token after each prompt that is complete.
 
     Args:
-      state: result of `begin` or an earlier `read`; donated. The last chunk, padding included, must fit its capacity.
+      state: result of `init_state` or an earlier `prefill_chunks`; donated. The last chunk, padding included, must fit
+        its capacity.
       max_chunks: int32 scalar, maximal number of chunks.
       first_b: first tokens if they are known; None: sampled.
     """
-    cache, drafter, (hidden_bd, features_bj) = _read(weights, pin(state), length_b, max_chunks, plan)
+    cache, drafter, (hidden_bd, features_bj) = _run_chunks(weights, pin(state), length_b, max_chunks, plan)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
     state = accepting.first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
-    if plan.drafts and plan.drafter.reads_tokens:  # the token after the last prompt position
+    if plan.drafter and plan.drafter.reads_tokens:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
-        drafter = rounds.extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)
+        drafter = _extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)
     return pin(state.replace(drafter=drafter))
 
 
-def _read(
-    weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: DecodePlan
+def _run_chunks(
+    weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: PrefillPlan
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array]]:
     """Returns both caches after some chunks and, for the last prompt position, the hidden state [b, d] and features [b, j].
 
     A drafter that reads tokens lacks the last position, since the token after it is not known yet.
     """
-    batch, chunk = state.end_b.size, plan.chunk(state.capacity)
+    batch, chunk = state.end_b.size, plan.chunk_size(state.capacity)
     dtype, width = weights.dtype, plan.verifier.hidden_size
-    reads_prompt = plan.drafts and plan.drafter.reads_prompt
-    reads_tokens = plan.drafts and plan.drafter.reads_tokens
+    reads_prompt = plan.drafter and plan.drafter.reads_prompt
+    reads_tokens = plan.drafter and plan.drafter.reads_tokens
     last = jnp.zeros((batch, width), plan.residual_dtype or dtype), jnp.zeros((batch, width * len(plan.taps)), dtype)
     mask_btt = verifier.causal_mask(batch, chunk)
 
     def step(carry):
         index, cache, drafter, last = carry
-        cache = _in_row_order(kv_cache.pin(cache))
+        cache = _in_row_order(caches.pin(cache))
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
         tokens_bt, next_bt = (trees.pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
@@ -145,25 +154,34 @@ def _read(
             weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
             taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
         )  # fmt: skip
-        if plan.drafts:
+        if plan.drafter:
             known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if reads_tokens and not reads_prompt else count_b
             visible = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
             drafter = _in_row_order(sharding.pin(drafter, drafter.axes()))
-            drafter = rounds.extend_drafter(weights, drafter, plan, *visible, known_b)
+            drafter = _extend_drafter(weights, drafter, plan, *visible, known_b)
 
         def at_end(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
             end_bd = jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
             return jnp.where((count_b > 0)[:, None], end_bd, before_bd)
 
         last = jax.tree.map(at_end, (out.hidden_btd, out.features_btj), last)
-        kept_b = kv_cache.count_after(count_b, last[0][:, 0])
-        return index + 1, kv_cache.append(cache, out.new_kv, kept_b), drafter, last
+        kept_b = caches.count_after(count_b, last[0][:, 0])
+        return index + 1, caches.commit(cache, out.new, kept_b), drafter, last
 
     def is_unfinished(carry):
         return (carry[0] < max_chunks) & jnp.any(carry[1].length_b < length_b)
 
     carry = jnp.zeros_like(max_chunks), state.cache, state.drafter, last
     return lax.while_loop(is_unfinished, step, carry)[1:]
+
+
+def _extend_drafter(
+    weights: Weights, drafter: Any, plan: PrefillPlan, features_btj: Any, tokens_bt: jax.Array, count_b: jax.Array
+) -> Any:
+    """Returns the drafter's state after the positions of a pass; see `DrafterConfig.extend`."""
+    return plan.drafter.extend(
+        weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.attention
+    )
 
 
 def _in_row_order(cache: Any) -> Any:
@@ -183,7 +201,7 @@ def decode(
     Nothing leaves the device in between.
 
     Args:
-      state: result of `read` or an earlier `decode`; donated.
+      state: result of `prefill_chunks` or an earlier `decode`; donated.
       enough: number of done sequences that ends the loop, so that waiting ones can be admitted; None: all.
     """
     enough = state.done_b.size if enough is None else enough
@@ -206,7 +224,7 @@ def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeS
 
     Args:
       state: donated.
-      fresh: state of the new sequences after `read`, with caches of the same capacity.
+      fresh: state of the new sequences after `prefill_chunks`, with caches of the same capacity.
       slots_a: int32, batch index for each of the first sequences of `fresh`; -1 ends the list.
     """
 
@@ -220,6 +238,12 @@ def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeS
     return lax.fori_loop(0, jnp.sum(slots_a >= 0), put, pin(state))
 
 
+@jax.jit
+def copy_slots(state: DecodeState, slots_a: jax.Array) -> DecodeState:
+    """Returns a state of copies of the sequences in these slots."""
+    return pin(jax.tree.map(lambda x: jnp.take(x, slots_a, axis=0), state))
+
+
 @partial(jax.jit, static_argnames=("plan",))
 def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
     """Returns the tree that the next round would verify."""
@@ -227,10 +251,10 @@ def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Draft
 
 
 @partial(jax.jit, static_argnames=("capacity",))
-def grow(state: DecodeState, capacity: int) -> DecodeState:
+def grow_caches(state: DecodeState, capacity: int) -> DecodeState:
     """Returns the state with room for `capacity` positions."""
-    names = "tokens_bs", "accepted_bs", "log_probs_bs", "expected_bs"
+    names = "tokens_bs", "accepted_bs", "log_probs", "expected_bs"
     arrays, room = {name: getattr(state, name) for name in names}, capacity - state.capacity
-    padded = jax.tree.map(lambda x_bs: jnp.pad(x_bs, ((0, 0), (0, room))), arrays)
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2))), arrays)
     drafter = None if state.drafter is None else state.drafter.grow(capacity)
     return pin(state.replace(cache=state.cache.grow(capacity), drafter=drafter, **padded))

@@ -1,16 +1,17 @@
-"""Processors of logits: biases, penalties, minimum lengths, and the user's own function.
+"""Processors of logits: biases, penalties, minimum lengths, the user's own function, and automata.
 
 The text of a node is the text of its sequence up to the root, then the tokens of its path. Its logits are processed as
 one-token decoding would process them after that text, before any acceptance rule reads them, so every rule is lossless for
 the processed distribution. Drafters do not see processed logits.
 
 The order is that of transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
-and `frequency_penalty`, `min_new_tokens`, the user's processor; then temperature and filters (`acceptance.target`).
+and `frequency_penalty`, `min_new_tokens`, the user's processor, the automaton; then temperature and filters
+(`acceptance.target`).
 
-A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns logits. Each
-node needs one above -inf. It is a jittable function, or a pytree with `__call__`, whose arrays are arguments of
-the programs: `jax.tree_util.Partial(function, *arrays)`, or a dataclass (`jax.tree_util.register_dataclass`). One with a
-state has two more methods:
+A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns logits. An
+answer ends at a position without a logit above -inf. A processor is a jittable function, or a pytree with `__call__`, whose
+arrays are arguments of the programs: `jax.tree_util.Partial(function, *arrays)`, or a dataclass
+(`jax.tree_util.register_dataclass`). One with a state has two more methods:
 
     start(tokens_bs, length_b): returns the state [b, ...] after each prompt.
     advance(state, tokens): returns the state after one more token; both have leading axes [b] or [b, n].
@@ -25,11 +26,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax.core.checks import expect
+from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.decoding.state import Counts, DecodeState
 from treeflash_jax.models import vocab
-from treeflash_jax.trees import pick
-from treeflash_jax.trees.containers import NO_TOKEN
+from treeflash_jax.trees import NO_TOKEN, pick
 
 
 @struct.dataclass
@@ -58,7 +58,7 @@ class History:
         return jnp.take_along_axis(text_bni, depth_bn1, axis=2)[..., 0]
 
 
-def start(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
+def init_processors(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
     """Returns the state with what processors keep of its prompts; unchanged if no processor needs anything."""
     if state.sampling.penalties_b3 is not None:
         is_prompt_bs = jnp.arange(state.capacity) < state.end_b[:, None]
@@ -68,10 +68,12 @@ def start(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeS
         state = state.replace(counts=Counts(in_prompt_bv, jnp.zeros(none_bv.shape, jnp.float32)))
     if has_state(processor):
         state = state.replace(processor_state=processor.start(state.tokens_bs, state.end_b))
+    if state.sampling.automaton is not None:
+        state = state.replace(automaton_b=state.sampling.automaton.start(state.tokens_bs, state.end_b))
     return state
 
 
-def commit(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, processor: Any = None) -> DecodeState:
+def count_tokens(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, processor: Any = None) -> DecodeState:
     """Returns the state with the first `kept_b` of these tokens counted."""
     is_kept_bp = jnp.arange(tokens_bp.shape[1]) < kept_b[:, None]
     if state.counts is not None:
@@ -81,6 +83,9 @@ def commit(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, processo
         state = state.replace(counts=state.counts.replace(in_answer_bv=in_answer_bv))
     if has_state(processor):
         state = state.replace(processor_state=_advance(processor, state.processor_state, tokens_bp, is_kept_bp))
+    if state.sampling.automaton is not None:
+        after_b = _advance(state.sampling.automaton, state.automaton_b, tokens_bp, is_kept_bp)
+        state = state.replace(automaton_b=after_b)
     return state
 
 
@@ -103,11 +108,31 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
         if processor is not None:
             history = History(state.tokens_bs, state.end_b, path_bni)
             if has_state(processor):
-                shape = path_bni.shape[:2]
-                root = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), state.processor_state)
-                history = history.replace(state=_advance(processor, root, path_bni, is_path_bni))
-            logits_bnv = processor(logits_bnv, history)
+                history = history.replace(state=_advance_nodes(processor, state.processor_state, path_bni))
+            logits_bnv = _check_logits(processor(logits_bnv, history), logits_bnv.shape, processor)
+        if sampling.automaton is not None:
+            state_bn = _advance_nodes(sampling.automaton, state.automaton_b, path_bni)
+            logits_bnv = sampling.automaton.constrain(logits_bnv, state_bn)
         return logits_bnv
+
+
+def _check_logits(returned: Any, shape: tuple[int, ...], processor: Any) -> jax.Array:
+    """Returns the logits that a user's processor returned. Raises ValueError for anything else, while JAX traces."""
+    is_logits = getattr(returned, "shape", None) == shape and jnp.issubdtype(returned.dtype, jnp.floating)
+    if not is_logits:
+        is_array = hasattr(returned, "shape") and hasattr(returned, "dtype")
+        got = f"{returned.dtype} {returned.shape}" if is_array else type(returned).__name__
+        got = f"{got} from processor {processor_name(processor)}"
+        raise ValueError(
+            f"got {clipped(got, 160)}, expected logits {shape} of a floating dtype: b sequences, n nodes, v tokens"
+        )
+    return returned
+
+
+def processor_name(processor: Any) -> str:
+    """Returns the name of a user's function, or of the class of any other processor."""
+    function = getattr(processor, "func", processor)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def has_state(processor: Any) -> bool:
@@ -151,6 +176,13 @@ def _count_with(in_answer_bv: jax.Array, path_bni: jax.Array) -> jax.Array:
     ids_bx = jnp.minimum(path_bni, in_answer_bv.shape[1] - 1).reshape(path_bni.shape[0], -1)
     in_path_bni = jnp.sum(path_bni[..., None] == path_bni[..., None, :], axis=-1)
     return vocab.take(in_answer_bv, ids_bx).reshape(path_bni.shape) + in_path_bni
+
+
+def _advance_nodes(processor: Any, root: Any, path_bni: jax.Array) -> Any:
+    """Returns states [b, n, ...] after the path of every node, given those of the roots."""
+    shape = path_bni.shape[:2]
+    root = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), root)
+    return _advance(processor, root, path_bni, path_bni != NO_TOKEN)
 
 
 def _advance(processor: Any, state: Any, tokens_xi: jax.Array, is_token_xi: jax.Array) -> Any:

@@ -18,9 +18,10 @@ from jax import lax
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path, emit, round_keys
+from treeflash_jax.decoding.automaton import Allowed
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import Inputs
-from treeflash_jax.models import kv_cache, verifier
+from treeflash_jax.models import caches, verifier
 
 Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution that its nodes were drawn from, if any
 
@@ -32,12 +33,12 @@ class Verified:
     Attributes:
       logits_bnv: logits of all nodes, in the compute dtype, possibly sharded over the vocabulary; None after `keep_path`.
       features_btj: tapped features of all nodes.
-      new_kv: keys and values of all nodes, for `kv_cache.append`.
+      new: results of the layers for all nodes, for `caches.commit`.
     """
 
     logits_bnv: jax.Array | None
     features_btj: jax.Array
-    new_kv: kv_cache.NewKV
+    new: tuple[Any, ...]
 
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
@@ -82,10 +83,10 @@ def keep_path(verified: Verified, accepted: Accepted, length: int) -> tuple[Veri
     def cut(x_bn: jax.Array) -> jax.Array:
         return pad(trees.pick(x_bn, accepted.path_bp))
 
-    kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.new_kv))
+    kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.new))
     path_bp = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (accepted.length_b.size, length))
-    log_probs_bp = None if accepted.log_probs_bp is None else pad(accepted.log_probs_bp)
-    return kept, accepted.replace(path_bp=path_bp, tokens_bp=pad(accepted.tokens_bp), log_probs_bp=log_probs_bp)
+    log_probs = jax.tree.map(pad, accepted.log_probs)
+    return kept, accepted.replace(path_bp=path_bp, tokens_bp=pad(accepted.tokens_bp), log_probs=log_probs)
 
 
 def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> Draft:
@@ -109,7 +110,9 @@ def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> tr
         attention=plan.attention,
     )
     with jax.named_scope("draft"):
-        return plan.draft.draft(inputs)
+        expander = plan.drafter.draft(inputs)
+        automaton = state.sampling.automaton
+        return expander if automaton is None else Allowed(expander, automaton, state.automaton_b)
 
 
 def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -> Draft:
@@ -126,26 +129,17 @@ def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -
         return build(expander, find_anchor(state), *keys)
 
 
-def extend_drafter(
-    weights: Weights, drafter: Any, plan: DecodePlan, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
-) -> Any:
-    """Returns the drafter's state after committed positions; see `DrafterConfig.extend`."""
-    return plan.drafter.extend(
-        weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.attention
-    )
-
-
 def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
     """Runs one verifier pass over all nodes; the caches are only read."""
     with jax.named_scope("verify"):
         positions_bn = state.cache.length_b[:, None] + tree.depth_bn
         mask_bnn = trees.ancestor_mask(tree.parent_bn, plan.path_length - 1)
         out = verifier.forward(
-            weights.verifier, plan.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
-            taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
+            weights.verifier, plan.prefill.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
+            taps=plan.prefill.taps, attention=plan.attention, residual_dtype=plan.prefill.residual_dtype,
         )  # fmt: skip
         logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
-        return Verified(logits_bnv, out.features_btj, out.new_kv)
+        return Verified(logits_bnv, out.features_btj, out.new)
 
 
 def commit_path(
@@ -163,16 +157,26 @@ def commit_path(
             return jnp.where(is_round_bs, value_b.astype(x_bs.dtype)[:, None], x_bs)
 
         state = state.replace(
-            expected_bs=store(state.expected_bs, accepted.expected_b) if plan.expected_lengths else state.expected_bs,
+            expected_bs=None if state.expected_bs is None else store(state.expected_bs, accepted.expected_b),
             accepted_bs=store(state.accepted_bs, accepted.length_b),
             rounds_b=state.rounds_b + ~state.done_b,
         )
-        state, kept_b = emit(state, accepted.tokens_bp, accepted.length_b, accepted.log_probs_bp, weights.processor)
+        vocab_size = plan.prefill.verifier.vocab_size
+        tokens = accepted.tokens_bp, accepted.length_b, accepted.log_probs
+        state, kept_b = emit(state, *tokens, vocab_size=vocab_size, processor=weights.processor)
         drafter = state.drafter
         if plan.drafts:
             features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
-            drafter = extend_drafter(weights, drafter, plan, features_bpj, accepted.tokens_bp, kept_b)
-        cache = kv_cache.append(state.cache, verified.new_kv, kept_b, accepted.path_bp)
+            drafter = plan.prefill.drafter.extend(
+                weights.drafter,
+                weights.verifier,
+                drafter,
+                features_bpj,
+                accepted.tokens_bp,
+                kept_b,
+                attention=plan.attention,
+            )
+        cache = caches.commit(state.cache, verified.new, kept_b, accepted.path_bp)
         return state.replace(cache=cache, drafter=drafter)
 
 

@@ -1,4 +1,4 @@
-"""The plan of a decoding program, and its data: weights, sampling settings, the loop carry.
+"""The plans of the compiled programs, and their data: weights, sampling settings, the loop carry.
 
 Shape suffixes: b batch, s token slots, x stop ids or biases, v vocabulary.
 """
@@ -11,76 +11,85 @@ import jax
 from flax import struct
 
 from treeflash_jax.core import sharding
+from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.models import kv_cache
+from treeflash_jax.models import caches
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import TreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodePlan:
-    """Everything that shapes the compiled program; two equal plans share it.
+class PrefillPlan:
+    """Everything that shapes the caches and the programs that read prompts into them; equal plans share the programs.
 
     Attributes:
-      drafter: the drafter as it was loaded, whose state prefill and commits extend; None with builder "none".
-      num_nodes: nodes verified per round, root included.
-      draft: the drafter with the settings of its drafts (`DrafterConfig.configured`); None in plans of prefill.
-      builder: one of `trees.BUILDERS`, or "none": one token a round.
-      shape: sizes of the tree besides its number of nodes.
-      rule: acceptance rule, lossless for the distribution that the builder draws from.
-      attention: implementation of the verify pass.
-      stacks_cache: whether all layers of the verifier's cache are in one array of keys and one of values.
-      prefill_attention: implementation of prefill passes; None: that of the verify pass.
-      prefill_chunk: maximal number of prompt tokens per prefill pass.
-      prefill_passes: number of prefill passes per dispatch.
+      drafter: the drafter as it was loaded, whose state prefill and commits extend; None if nothing is drafted.
+      attention: implementation of the passes.
+      chunk: maximal number of prompt tokens per pass.
+      passes: number of passes per dispatch.
+      stacks_cache: whether the verifier's cache has one state for all layers of a kind (`caches.allocate`).
       residual_dtype: dtype of the verifier's residual stream and logits; None: that of the weights.
       log_probs: whether to record the verifier's log-probability of every emitted token.
+      top_log_probs: number of likeliest tokens that are recorded with them.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
-      why_plain: reason why nothing is drafted although no setting says so; no part of the program.
     """
 
     verifier: ModelConfig
     drafter: DrafterConfig | None = None
-    num_nodes: int = 16
-    draft: DrafterConfig | None = None
-    builder: str = "best-first"
+    attention: str = "xla"
+    chunk: int = 128
+    passes: int = 16
+    stacks_cache: bool = False
+    residual_dtype: Any = None
+    log_probs: bool = False
+    top_log_probs: int = 0
+    expected_lengths: bool = False
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.taps
+
+    def chunk_size(self, capacity: int) -> int:
+        """Returns the number of prompt tokens per pass, a divisor of the capacity."""
+        return math.gcd(self.chunk, capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """Everything that shapes the program of rounds; equal plans share it. By default, one token a round.
+
+    Attributes:
+      prefill: plan of the caches and of the programs that read prompts.
+      drafter: the drafter with the settings of its drafts (`DrafterConfig.configured`); None with builder "none".
+      builder: one of `trees.BUILDERS`, or "none": one token a round.
+      num_nodes: nodes verified per round, root included.
+      shape: sizes of the tree besides its number of nodes.
+      rule: acceptance rule, lossless for the distribution that the builder draws from.
+      attention: implementation of the verify pass.
+      why_plain: reason why nothing is drafted although no setting says so; no part of the program.
+    """
+
+    prefill: PrefillPlan
+    drafter: DrafterConfig | None = None
+    builder: str = "none"
+    num_nodes: int = 1
     shape: TreeShape = TreeShape()
     rule: str = "sample-and-match"
     attention: str = "xla"
-    stacks_cache: bool = False
-    prefill_attention: str | None = None
-    prefill_chunk: int = 128
-    prefill_passes: int = 16
-    residual_dtype: Any = None
-    log_probs: bool = False
-    expected_lengths: bool = False
     why_plain: str | None = field(default=None, compare=False)
 
     @property
     def drafts(self) -> bool:
-        return self.builder != "none"
+        return self.drafter is not None
 
     @property
     def path_length(self) -> int:
         """Maximal number of accepted nodes, root included."""
-        return 1 + min(self.draft.num_depths, self.num_nodes - 1) if self.drafts else 1
-
-    def chunk(self, capacity: int) -> int:
-        """Returns the number of prompt tokens per prefill pass, a divisor of the capacity."""
-        return math.gcd(self.prefill_chunk, capacity)
-
-    def for_prefill(self) -> Self:
-        """Returns the prefill plan, equal for all plans with the same prefill."""
-        plan = replace(self.one_token(), attention=self.prefill_attention or self.attention, prefill_attention=None)
-        return replace(plan, drafter=self.drafter, builder="best-first") if self.drafts else plan
+        return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
 
     def one_token(self) -> Self:
         """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""
-        return replace(self, drafter=None, draft=None, builder="none", num_nodes=1, shape=TreeShape(), rule=DecodePlan.rule)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps if self.drafts else ()
+        return DecodePlan(prefill=replace(self.prefill, drafter=None), attention=self.attention)
 
 
 @struct.dataclass
@@ -101,7 +110,7 @@ class Weights:
 class Sampling:
     """Sampling settings of each sequence; traced, so changing them never recompiles.
 
-    The last three are None if no request of the call has such a setting: programs then contain nothing of them.
+    The last four are None if no request of the call has such a setting: programs then contain nothing of them.
 
     Attributes:
       key_b: random key from seed, index and sample, so that answers are independent of the batch.
@@ -115,6 +124,7 @@ class Sampling:
       penalties_b3: repetition, presence and frequency penalties.
       bias: ids of tokens [b, x] and what is added to their logits [b, x]; NO_TOKEN pads.
       least_b: prompt length + min_new_tokens.
+      automaton: tokens that may follow each other.
     """
 
     key_b: jax.Array
@@ -128,10 +138,11 @@ class Sampling:
     penalties_b3: jax.Array | None = None
     bias: tuple[jax.Array, jax.Array] | None = None
     least_b: jax.Array | None = None
+    automaton: Automaton | None = None
 
     @property
     def is_processed(self) -> bool:
-        return any(setting is not None for setting in (self.penalties_b3, self.bias, self.least_b))
+        return any(setting is not None for setting in (self.penalties_b3, self.bias, self.least_b, self.automaton))
 
 
 @struct.dataclass
@@ -148,6 +159,21 @@ class Counts:
 
 
 @struct.dataclass
+class LogProbs:
+    """The verifier's log-probabilities (temperature 1, unprocessed) at positions of the text.
+
+    Attributes:
+      token_bs: log-probability of each token.
+      top_ids_bsk: the likeliest tokens in its place, by decreasing probability.
+      top_bsk: their log-probabilities.
+    """
+
+    token_bs: jax.Array
+    top_ids_bsk: jax.Array
+    top_bsk: jax.Array
+
+
+@struct.dataclass
 class DecodeState:
     """The loop carry. The last token of a sequence is its anchor: emitted, but not in the verifier's cache yet.
 
@@ -157,24 +183,26 @@ class DecodeState:
       done_b: whether a sequence needs no more tokens.
       drafter: the drafter's state; None for one-token decoding.
       accepted_bs: number of tokens accepted by each round, bonus included, before any cut at a stop id or limit.
-      log_probs_bs: the verifier's log-probability (temperature 1, unprocessed) of each token; None unless planned.
+      log_probs: log-probabilities of each token; None unless planned.
       expected_bs: number of tokens that each round was expected to commit, given its tree; None unless planned.
       counts: tokens of the text; None without penalties.
       processor_state: state of the user's processor after the text; None if it has none.
+      automaton_b: state of each automaton after the text; None without any.
     """
 
     tokens_bs: jax.Array
     end_b: jax.Array
     done_b: jax.Array
-    cache: kv_cache.KVCache
+    cache: caches.Cache
     drafter: Any
     rounds_b: jax.Array
     accepted_bs: jax.Array
-    log_probs_bs: jax.Array | None
+    log_probs: LogProbs | None
     expected_bs: jax.Array | None
     sampling: Sampling
     counts: Counts | None = None
     processor_state: Any = None
+    automaton_b: jax.Array | None = None
 
     @property
     def capacity(self) -> int:
@@ -189,4 +217,4 @@ def pin(state: DecodeState) -> DecodeState:
     others = jax.tree.map(lambda x: sharding.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), others)
     drafter = None if state.drafter is None else sharding.pin(state.drafter, state.drafter.axes())
     counts = jax.tree.map(lambda x_bv: sharding.constrain(x_bv, ("batch", "vocab")), state.counts)
-    return others.replace(cache=kv_cache.pin(state.cache), drafter=drafter, counts=counts)
+    return others.replace(cache=caches.pin(state.cache), drafter=drafter, counts=counts)

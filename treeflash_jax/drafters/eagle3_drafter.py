@@ -25,9 +25,9 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level
+from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, at_last, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_sizes
-from treeflash_jax.models import kv_cache, layers, quantized, vocab
+from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
@@ -105,33 +105,26 @@ class Eagle3Config(LaneDrafterConfig):
             tree["fc_norm"] = [Spec((self.target_hidden_size,), (None,), "ones") for _ in range(self.num_taps)]
         return tree
 
-    def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
-        hidden_bd = jnp.zeros((batch, self.layers.hidden_size), dtype)
-        return ContextState(context=kv_cache.allocate(self.layers, batch, capacity, dtype), hidden_bd=hidden_bd)
-
     def extend(
         self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
         """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
         prefix, length_b, length = state.context.layers[0], state.context.length_b, features_btj.shape[1]
         carried_btd = fuse(params, self, features_btj)
-        read_bt = read(params, tables, self, tokens_bt, carried_btd)
+        read_bt = layer_input(params, tables, self, tokens_bt, carried_btd)
         positions_bt = length_b[:, None] + jnp.arange(length)
         k_btke, v_btke = layers.keys_values(params["layer"], self.layers, read_bt, rotations(self, positions_bt))
 
         last_b1 = jnp.maximum(count_b - 1, 0)[:, None]
-        read_b1, carried_b1d = (jnp.take_along_axis(x_bt, last_b1[..., None], axis=1) for x_bt in (read_bt, carried_btd))
+        read_b1, carried_b1d = at_last(read_bt, count_b), at_last(carried_btd, count_b)
         seen_b1t = jnp.arange(length) <= last_b1[..., None]
         table = rotations(self, length_b[:, None] + last_b1)
 
         def attend(q_b1he: jax.Array) -> jax.Array:
             return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
 
-        hidden_bd = hidden(params, self, read_b1, carried_b1d, table, attend)[:, 0]
-        return ContextState(
-            context=kv_cache.append(state.context, ((k_btke, v_btke),), kv_cache.count_after(count_b, hidden_bd[:, 0])),
-            hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
-        )
+        hidden_b1d = layer_output(params, self, read_b1, carried_b1d, table, attend)
+        return extended(state, ((k_btke, v_btke),), hidden_b1d, count_b)
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layer that continues below them."""
@@ -167,7 +160,9 @@ def normed(params: Params, config: Eagle3Config, hidden_btd: jax.Array) -> jax.A
     return layers.rms_norm(hidden_btd, params["norm"], config.layers.rms_norm_eps)
 
 
-def read(params: Params, tables: Any, config: Eagle3Config, tokens_bt: jax.Array, carried_btd: jax.Array) -> jax.Array:
+def layer_input(
+    params: Params, tables: Any, config: Eagle3Config, tokens_bt: jax.Array, carried_btd: jax.Array
+) -> jax.Array:
     """Returns the input of queries, keys and values, [b, t, 2 d]: the following token's embedding and the carried state."""
     eps, layer = config.layers.rms_norm_eps, params["layer"]
     embedded_btd = vocab.embed(params["embed"] if config.own_embedding else tables["embed"], tokens_bt)
@@ -182,7 +177,7 @@ def rotations(config: Eagle3Config, positions_bt: jax.Array) -> Any:
     return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
 
 
-def hidden(
+def layer_output(
     params: Params,
     config: Eagle3Config,
     read_bt: jax.Array,
@@ -193,7 +188,7 @@ def hidden(
     """Returns the layer's output, [b, t, d].
 
     Args:
-      read_bt, carried_btd: result of `read`, and the carried state given to it.
+      read_bt, carried_btd: result of `layer_input`, and the carried state given to it.
       attend: maps queries [b, t, h, e] to mixed values [b, t, h, e].
     """
     layer, eps = params["layer"], config.layers.rms_norm_eps
@@ -216,7 +211,7 @@ class LayerStep:
     def __call__(self, shared: Any, level: Level) -> LaneState:
         (params, tables, context, _), config = shared, self.config
         carried_bwd = feed_back(params, config, level.carry)
-        read_bw = read(params, tables, config, level.token_bw, carried_bwd)
+        read_bw = layer_input(params, tables, config, level.token_bw, carried_bwd)
         table = rotations(config, level.position_bw)
         k_bwke, v_bwke = layers.keys_values(params["layer"], config.layers, read_bw, table)
         [[earlier_k, earlier_v]] = level.earlier
@@ -226,7 +221,7 @@ class LayerStep:
             seen, prefix, length_b = level.seen_bwx, context.layers[0], context.length_b
             return tree_attention(q_bwhe, keys_bxke, values_bxke, seen, prefix, length_b, implementation=self.attention)
 
-        hidden_bwd = hidden(params, config, read_bw, carried_bwd, table, attend)
+        hidden_bwd = layer_output(params, config, read_bw, carried_bwd, table, attend)
         return self.offer(shared, hidden_bwd, ((k_bwke, v_bwke),))
 
     def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:

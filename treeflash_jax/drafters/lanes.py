@@ -38,9 +38,10 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.drafters import ngram
-from treeflash_jax.drafters.protocol import DrafterConfig, Inputs
+from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs
+from treeflash_jax.models import caches
+from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.kv_cache import KVCache
 from treeflash_jax.trees import Expander
 
 
@@ -86,8 +87,8 @@ Step = Callable[[Any, Level], LaneState]
 
 
 @struct.dataclass
-class LaneExpander:
-    """An `Expander` whose `follow` runs a network; see the module.
+class LaneExpander(Expander):
+    """An `Expander` whose `follow_token` runs a network; see the module.
 
     The network is not run below the deepest level, whose nodes offer no children.
 
@@ -106,7 +107,6 @@ class LaneExpander:
     step: Step = struct.field(pytree_node=False)
     scratch: Any = struct.field(pytree_node=False)
     num_depths: int = struct.field(pytree_node=False)
-    is_table = False
 
     def start(self, width: int) -> LaneState:
         """Returns the children of the anchor in every lane, and an empty scratch."""
@@ -123,20 +123,8 @@ class LaneExpander:
     def children(self, depth: jax.Array, state_bw: LaneState) -> tuple[jax.Array, jax.Array]:
         return state_bw.tokens_bwc, state_bw.log_probs_bwc
 
-    def continues(self, depth: jax.Array, state_bw: LaneState) -> jax.Array:
-        return self.continues_below(depth, state_bw, state_bw.tokens_bwc)
-
-    def continues_below(self, depth: jax.Array, state_bw: LaneState, tokens_bwx: jax.Array) -> jax.Array:
-        """Returns whether any tokens have children, [b, w, x]: the network can run below all."""
-        return jnp.broadcast_to(depth + 1 < self.num_depths, tokens_bwx.shape)
-
-    def follow(self, depth: jax.Array, state_bw: LaneState, child_bw: jax.Array) -> LaneState:
-        """Runs the network for the chosen child of each lane."""
-        token_bw1 = jnp.take_along_axis(state_bw.tokens_bwc, child_bw[..., None], axis=2)
-        return self.follow_token(depth, state_bw, token_bw1[..., 0])
-
     def follow_token(self, depth: jax.Array, state_bw: LaneState, token_bw: jax.Array) -> LaneState:
-        """Runs the network for any token in each lane."""
+        """Runs the network for one token in each lane."""
         if self.num_depths == 1:
             return state_bw
         with jax.named_scope("level"):
@@ -166,8 +154,8 @@ class LaneExpander:
         return same.replace(kv=kv)
 
 
-def scratch_specs(context: KVCache) -> tuple[tuple[Spec, Spec], ...]:
-    """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `kv_cache.NewKV`."""
+def scratch_specs(context: Cache) -> tuple[tuple[Spec, Spec], ...]:
+    """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `verifier.Output.new`."""
 
     def spec(stack_bnkse: jax.Array) -> Spec:
         _, _, heads, _, size = stack_bnkse.shape
@@ -176,9 +164,28 @@ def scratch_specs(context: KVCache) -> tuple[tuple[Spec, Spec], ...]:
     return tuple((spec(layer.keys_bnkse), spec(layer.values_bnkse)) for layer in context.layers)
 
 
+def at_last(x_bt: jax.Array, count_b: jax.Array) -> jax.Array:
+    """Returns the entries at the last of the first `count_b` positions, [b, 1, ...]; at the first one if there is none."""
+    return jnp.take_along_axis(x_bt, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
+
+
+def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, count_b: jax.Array) -> ContextState:
+    """Returns the state after the first `count_b` of the new positions.
+
+    Args:
+      new: `verifier.Output.new` of the drafter's network.
+      hidden_b1d: hidden state at the last of these positions; not read if there is none.
+    """
+    hidden_bd = hidden_b1d[:, 0]
+    return ContextState(
+        context=caches.commit(state.context, new, caches.count_after(count_b, hidden_bd[:, 0])),
+        hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaneDrafterConfig(DrafterConfig):
-    """A drafter whose network runs once per level; its state is a `ContextState`.
+    """A drafter whose network runs once per level; its state is a `ContextState` with a hidden state.
 
     A subclass also has `draft_vocab_size`, the number of tokens that it drafts; 0: all of the vocabulary.
 
@@ -195,14 +202,31 @@ class LaneDrafterConfig(DrafterConfig):
     children: int = 16
     ngrams: int = 0
 
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        return (self.layers.head_dim,)
+
+    @property
+    def max_positions(self) -> int:
+        return self.layers.max_positions
+
     def configured(self, *, depths: int | None = None, **settings: Any) -> Self:
         drafter = replace(self, num_depths=depths or self.num_depths, **settings)
         most = self.draft_vocab_size or self.layers.vocab_size
         expect(drafter.children <= most, "children", drafter.children, f"1 to {most} (the drafter's vocabulary)")
         return drafter
 
+    def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
+        context = caches.allocate(self.layers, batch, capacity, dtype)
+        return ContextState(context, jnp.zeros((batch, self.layers.hidden_size), dtype))
+
     def expand(self, inputs: Inputs, shared: Any, step: Any) -> Expander:
-        """Returns the children that `step.offer` gives the anchor, and the network that continues below them."""
+        """Returns the children of the anchor, and the network that continues below them.
+
+        Args:
+          shared: pytree that the step reads besides its level.
+          step: a `Step` with a method `offer(shared, hidden_bwd, kv) -> LaneState`: the children below these hidden states.
+        """
         context, first = inputs.state.context, step.offer(shared, inputs.state.hidden_bd[:, None], ())
         scratch = scratch_specs(context)
         lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)

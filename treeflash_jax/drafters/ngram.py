@@ -23,7 +23,7 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.drafters.protocol import DrafterConfig, Inputs, State
-from treeflash_jax.trees.containers import pick
+from treeflash_jax.trees import Expander, pick
 
 LONGER = 4.0  # factor of a match's weight per token of length
 OLDER = 0.9  # factor per more recent match of at least this length
@@ -65,6 +65,10 @@ class NgramConfig(DrafterConfig):
     num_depths: int = 15
     matches: int = 16
 
+    @property
+    def children(self) -> int:
+        return self.matches
+
     def configured(self, *, children: int | None = None, depths: int | None = None) -> Self:
         return replace(self, matches=children or self.matches, num_depths=depths or self.num_depths)
 
@@ -97,8 +101,8 @@ class NgramConfig(DrafterConfig):
 
 
 @struct.dataclass
-class Continuations:
-    """Continuations of the matches of a round: an `Expander` whose state marks those that agree with a lane's path.
+class Continuations(Expander):
+    """Continuations of the matches of a round. The state marks those that agree with a lane's path.
 
     Attributes:
       tokens_bmi: continuation of each match.
@@ -137,28 +141,28 @@ class Continuations:
         cost_bwc, token_bwc = lax.sort((cost_bwm, token_bwm), num_keys=1, is_stable=True)
         return token_bwc, -cost_bwc
 
-    def follow(self, depth: jax.Array, agrees_bwm: jax.Array, child_bw: jax.Array) -> jax.Array:
-        tokens_bwc = self.children(depth, agrees_bwm)[0]
-        token_bw1 = jnp.take_along_axis(tokens_bwc, child_bw[..., None], axis=2)
-        return agrees_bwm & (self.tokens_bmi[:, :, depth][:, None] == token_bw1)
+    def follow_token(self, depth: jax.Array, agrees_bwm: jax.Array, token_bw: jax.Array) -> jax.Array:
+        return self.agreeing(depth, agrees_bwm, token_bw[..., None])[..., 0, :]
 
-    def continues(self, depth: jax.Array, agrees_bwm: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(depth + 1 < self.num_depths, agrees_bwm.shape)
+    def agreeing(self, depth: jax.Array, agrees_bwm: jax.Array, tokens_bwx: jax.Array) -> jax.Array:
+        """Returns the matches that agree with the path and a token after it, [b, w, x, m]."""
+        after_bm = self.tokens_bmi[:, :, depth]
+        return agrees_bwm[..., None, :] & (tokens_bwx[..., None] == after_bm[:, None, None])
 
 
 @struct.dataclass
-class Joined:
-    """Another drafter's expander joined with n-grams: an `Expander` whose state is that of both.
+class Joined(Expander):
+    """Another drafter's expander joined with n-grams. The state is that of both.
 
     A token's probability is (1 - s) p + s q, with p from the drafter and q from the n-grams. The share
     s = l^2 / (l^2 + HALF^2) grows with l, the length of the longest match that agrees with the path, path included; without
     one it is 0. HALF and the exponent were fitted to answers of SmolLM2 to training prompts.
 
     Attributes:
-      drafter: a `TransitionTable` or a `LaneExpander`, whose network runs below tokens of n-grams too.
+      drafter: the other expander, which is followed below tokens of n-grams too.
     """
 
-    drafter: Any
+    drafter: Expander
     ngrams: Continuations
 
     @property
@@ -187,23 +191,19 @@ class Joined:
         cost_bwx, token_bwx = lax.sort((cost_bwx, jnp.concatenate([tokens_bwc, copied_bwm], axis=-1)), num_keys=1)
         return token_bwx, -cost_bwx
 
-    def follow(self, depth: jax.Array, state_bw: tuple[Any, jax.Array], child_bw: jax.Array) -> tuple[Any, jax.Array]:
-        token_bw1 = jnp.take_along_axis(self.children(depth, state_bw)[0], child_bw[..., None], axis=2)
-        below_bw = self.drafter.follow_token(depth, state_bw[0], token_bw1[..., 0])
-        return below_bw, self._agree(depth, state_bw, token_bw1)[..., 0, :]
+    def follow_token(self, depth: jax.Array, state_bw: tuple[Any, jax.Array], token_bw: jax.Array) -> tuple[Any, jax.Array]:
+        drafter_bw, agrees_bwm = state_bw
+        below_bw = self.drafter.follow_token(depth, drafter_bw, token_bw)
+        return below_bw, self.ngrams.follow_token(depth, agrees_bwm, token_bw)
 
-    def continues(self, depth: jax.Array, state_bw: tuple[Any, jax.Array]) -> jax.Array:
-        tokens_bwx = self.children(depth, state_bw)[0]
-        goes_on_bwx = self.drafter.continues_below(depth, state_bw[0], tokens_bwx)
-        return (depth + 1 < self.num_depths) & (goes_on_bwx | self._agree(depth, state_bw, tokens_bwx).any(axis=-1))
-
-    def _agree(self, depth: jax.Array, state_bw: tuple[Any, jax.Array], tokens_bwx: jax.Array) -> jax.Array:
-        """Returns the matches that agree with each token, [b, w, x, m]."""
-        after_bm = self.ngrams.tokens_bmi[:, :, depth]
-        return state_bw[1][..., None, :] & (tokens_bwx[..., None] == after_bm[:, None, None])
+    def continues_below(self, depth: jax.Array, state_bw: tuple[Any, jax.Array], tokens_bwx: jax.Array) -> jax.Array:
+        drafter_bw, agrees_bwm = state_bw
+        drafts_on_bwx = self.drafter.continues_below(depth, drafter_bw, tokens_bwx)
+        copies_on_bwx = self.ngrams.agreeing(depth, agrees_bwm, tokens_bwx).any(axis=-1)
+        return (depth + 1 < self.num_depths) & (drafts_on_bwx | copies_on_bwx)
 
 
-def join(drafter: Any, inputs: Inputs, matches: int) -> Any:
+def join(drafter: Expander, inputs: Inputs, matches: int) -> Expander:
     """Joins another drafter's expander with up to `matches` n-grams; with 0 it stays as it is."""
     if not matches:
         return drafter

@@ -1,11 +1,10 @@
 """The protocol of a drafter (`DrafterConfig`), of its state, and its inputs in a round.
 
-Shape suffixes: b batch, s token slots, t positions, j tapped layers x model, d model, y layers and f feed-forward width of
-the drafter, z draft vocabulary.
+Shape suffixes: b batch, s token slots, t positions, j tapped layers x model, d model, z draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax.core.parameters import Spec
+from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.kv_cache import KVCache
 from treeflash_jax.trees import Expander
 
 
@@ -41,29 +40,21 @@ class ContextState(State):
     """State of a drafter with a cache: the cache, and inputs of the next draft, which are None if it has none.
 
     Attributes:
-      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, or of a language model's final norm.
-      shift_byf: shifts for the next positions (`steering`). Cached positions keep the shifts they were run with.
+      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, or of the final norm of a language model
+        or a layer of multi-token prediction.
     """
 
-    context: KVCache
+    context: Cache
     hidden_bd: jax.Array | None = None
-    shift_byf: jax.Array | None = None
-
-    @property
-    def shift(self) -> Callable[[int], jax.Array] | None:
-        """The shifts, the same for all positions, as a function of the layer; None without steering."""
-        return None if self.shift_byf is None else lambda layer: self.shift_byf[:, None, layer]
 
     def axes(self) -> Self:
-        hidden = None if self.hidden_bd is None else ("batch", None)
-        return ContextState(self.context.axes(), hidden, None if self.shift_byf is None else ("batch", None, "ffn"))
+        return ContextState(self.context.axes(), None if self.hidden_bd is None else ("batch", None))
 
     def grow(self, capacity: int) -> Self:
         return self.replace(context=self.context.grow(capacity))
 
     def cut(self, length_b: jax.Array) -> Self:
-        shift_byf = None if self.shift_byf is None else jnp.zeros_like(self.shift_byf)  # prompts are not steered
-        return self.replace(context=self.context.cut(length_b), shift_byf=shift_byf)
+        return self.replace(context=self.context.cut(length_b))
 
 
 @dataclass(frozen=True)
@@ -107,15 +98,19 @@ class DrafterConfig(ABC):
     Attributes:
       kind: name for messages and records.
       dialect: name of the file dialect in which it is saved by default.
-      settings: fields of GenerateConfig that it takes (`configured`). Other settings of drafters are refused with it.
+      settings: fields of GenerateConfig that it takes (`configured`), and attributes of the drafter. Other settings of
+        drafters are refused with it.
       reads_tokens: whether `extend` reads tokens. The token of a position is known one step after its features.
       reads_prompt: whether `extend` gets the prompt's own tokens, from the first on, and no features (None), for drafters
         that read a text as the verifier does. Tokens after the prompt come as to any other drafter.
       may_offer_nothing: whether trees are often the root alone. A round verifies only the roots if all are.
       has_tokenizer: whether its folder has a tokenizer, which must equal the verifier's.
+      thinking: whether it was trained on answers with thinking; None: its files do not say; "either": it drafts both alike.
+      max_positions: longest text that it was made for; None: any.
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       num_nodes: default number of verified nodes, root included.
       drafter_temperature: default temperature of the draft distribution.
+      head_dims: sizes of its attention heads; () without attention.
       tau: mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, on typical prompts. CPUs
         use it to decide whether to draft by default; None: not known.
     """
@@ -127,11 +122,23 @@ class DrafterConfig(ABC):
     reads_prompt: ClassVar[bool] = False
     may_offer_nothing: ClassVar[bool] = False
     has_tokenizer: ClassVar[bool] = False
+    thinking: ClassVar[bool | str | None] = "either"
+    max_positions: ClassVar[int | None] = None
     lanes: ClassVar[int | None] = None
+    head_dims: ClassVar[tuple[int, ...]] = ()
 
     num_nodes: int = 16
     drafter_temperature: float = 1.0
     tau: float | None = None
+
+    @property
+    def depths(self) -> int:
+        """Value of the setting `depths`."""
+        return self.num_depths
+
+    def setting_values(self) -> dict[str, Any]:
+        """Returns the value of each of `settings`, for records."""
+        return {name: getattr(self, name) for name in self.settings}
 
     @abstractmethod
     def specs(self) -> Any:
@@ -165,10 +172,7 @@ class DrafterConfig(ABC):
 
     @abstractmethod
     def draft(self, inputs: Inputs) -> Expander:
-        """Returns the continuations of every sequence: a table of all levels, or a network that runs once per level.
-
-        The second is a `lanes.LaneExpander`.
-        """
+        """Returns the continuations of every sequence: a `TransitionTable`, a `LaneExpander` or another `Expander`."""
 
     def configured(self, **settings: Any) -> Self:
         """Returns the drafter with the settings of a call, or of its device, as fields; it drafts alike in all else.
@@ -176,7 +180,7 @@ class DrafterConfig(ABC):
         Weights and states are those of the drafter without these settings.
 
         Args:
-          settings: values by name, some of `DrafterConfig.settings`; never None.
+          settings: values by name, some of `DrafterConfig.settings`; never None. The default sets fields of these names.
 
         Raises ValueError for a value that this drafter does not support.
         """
@@ -186,13 +190,9 @@ class DrafterConfig(ABC):
         """Returns this drafter, completed by sizes of the verifier. Raises ValueError if it was made for another one."""
         return self
 
-    def steered(self, steering: Any) -> Self:
-        """Returns this drafter, steered by the verifier (`SteeringConfig`). Raises ValueError if this kind cannot be."""
-        raise ValueError(f"got steering with a drafter of kind {self.kind!r}, expected a language model to be steered")
-
     def limited(self, draft_vocab_size: int) -> Self:
         """Returns this drafter with a draft vocabulary of this size. Raises ValueError if this kind takes none."""
-        expected = "a block drafter or a language model"
+        expected = "a block drafter, a language model or a layer of multi-token prediction"
         raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected {expected}")
 
 

@@ -1,7 +1,8 @@
 """Defaults that depend on the device: one function each, with the measurement that decided it.
 
-The only module in which a device changes a default. All others are constants of `GenerateConfig`, of a drafter, or of
-`train`'s settings. Times of SmolLM2-135M are at batch 1 on two cores with avx512_bf16; the tables are in notebooks/results.
+Other defaults are constants of `GenerateConfig`, of a drafter, or of `train`'s settings. Those of a draft depend on the
+number of nodes, whether a call gives it or not. Times of SmolLM2-135M are at batch 1 on two cores with avx512_bf16; the
+tables are in notebooks/results.
 """
 
 import math
@@ -22,7 +23,7 @@ USUAL_TAU = 2.0  # assumed if a drafter states none
 # than 16 for all of four sets.
 SMALL_NODES = 8
 SMALL_CANDIDATES = 8  # 16 add 3 ms to a round of 8 nodes and nothing to tau
-SMALL_DEPTHS, SMALL_LANES = 4, 2  # in trees of 8 nodes 3 to 5 % faster than the drafters' own
+SMALL_DEPTHS, SMALL_LANES = 4, 2  # in trees of up to 8 nodes 3 to 5 % faster than the drafters' own
 MATCHES = 8  # of n-grams that join a tree; on accelerators they were never timed
 # The second stage of a head takes 85 ms over 49,152 tokens and 16 ms over 32 per depth, at equal tau. Accelerators read the
 # vocabulary table once for all contexts of that stage.
@@ -77,13 +78,13 @@ def choose_nodes(drafter: DrafterConfig, device: Device, dtype: Any) -> int:
 
 
 def draft_settings(
-    drafter: DrafterConfig, vocab_size: int, builder: Builder, has_nodes: bool, device: Device, dtype: Any
+    drafter: DrafterConfig, vocab_size: int, builder: Builder, nodes: int, device: Device, dtype: Any
 ) -> dict[str, Any]:
     """Returns the settings of a draft (`DrafterConfig.settings`) whose defaults the device changes.
 
     Args:
       vocab_size: number of the verifier's tokens.
-      has_nodes: whether the call gives the number of tree nodes.
+      nodes: number of tree nodes, root included.
     """
     defaults: dict[str, Any] = {}
     if device.is_cpu and not builder.is_chain:
@@ -92,18 +93,16 @@ def draft_settings(
         defaults["shortlist"] = SHORTLIST
     if pays_per_token(device, dtype):
         defaults["candidates"] = min(SMALL_CANDIDATES, vocab_size)
-        if not builder.is_chain and not has_nodes:
-            most = min(drafter.num_nodes, SMALL_NODES)  # a tree is at most nodes - 1 deep
-            if "block_size" in drafter.settings:
-                defaults["block_size"] = max(2, min(drafter.block_size, most))
-            if drafter.lanes is not None and not builder.draws:
-                defaults["depths"] = min(drafter.num_depths, SMALL_DEPTHS)
+        if "block_size" in drafter.settings:
+            defaults["block_size"] = max(2, min(drafter.block_size, nodes))  # a tree is at most nodes - 1 deep
+        if nodes <= SMALL_NODES and drafter.lanes is not None and not builder.is_chain and not builder.draws:
+            defaults["depths"] = min(drafter.num_depths, SMALL_DEPTHS)
     return {name: value for name, value in defaults.items() if name in drafter.settings}
 
 
-def choose_lanes(drafter: DrafterConfig, has_nodes: bool, device: Device, dtype: Any) -> int | None:
-    """Returns the number of nodes per level that a best-first tree may expand; None: all."""
-    is_small = drafter.lanes is not None and pays_per_token(device, dtype) and not has_nodes
+def choose_lanes(drafter: DrafterConfig, nodes: int, device: Device, dtype: Any) -> int | None:
+    """Returns the number of nodes per level that a best-first tree of `nodes` nodes may expand; None: all."""
+    is_small = drafter.lanes is not None and pays_per_token(device, dtype) and nodes <= SMALL_NODES
     return SMALL_LANES if is_small else drafter.lanes
 
 
@@ -111,19 +110,21 @@ def choose_attention(device: Device, dtype: Any, requested: str | None = None, h
     """Returns the requested attention implementation, or the default for caches of `dtype` and heads of these sizes.
 
     On CPUs "streamed" in float32 and "xla" in bfloat16, where copying a part of the cache takes longer than it saves. On
-    Hopper GPUs the kernel in bfloat16, for head sizes that are powers of two, at least 16.
+    Hopper GPUs the kernel in bfloat16, for head sizes of 16, 32, 64 and 128.
 
-    "mosaic-gpu" never ran on a GPU, so it is no default. Raises ValueError for another device's kernel; a CPU interprets
-    all of them.
+    "mosaic-gpu" and "pallas-tpu" never ran on their devices, so they are no defaults. Raises ValueError for another
+    device's kernel; a CPU interprets all of them.
     """
     if requested is not None:
         if not device.is_cpu and requested.endswith("-gpu") and device.backend != "gpu":
             raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'xla' or 'streamed'")
+        if requested == "pallas-tpu" and device.backend == "gpu":
+            raise ValueError("got attention 'pallas-tpu' on a gpu, expected 'xla' or 'pallas-gpu'")
         if requested == "mosaic-gpu" and not device.is_cpu and not device.kind.startswith(HOPPER):
             raise ValueError(f"got attention 'mosaic-gpu' on {device.kind}, expected an H100 or H200, or 'pallas-gpu'")
         return requested
     if device.kind.startswith(HOPPER) and jnp.dtype(dtype) == jnp.bfloat16:
-        return "pallas-gpu" if all(size >= 16 and size.bit_count() == 1 for size in head_dims) else "xla"
+        return "pallas-gpu" if all(16 <= size <= 128 and size.bit_count() == 1 for size in head_dims) else "xla"
     return "streamed" if device.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
 
 

@@ -15,7 +15,7 @@ import jax
 
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.models import kv_cache
+from treeflash_jax.models import caches
 from treeflash_jax.models import verifier as verifiers
 from treeflash_jax.models.config import ModelConfig
 
@@ -44,6 +44,7 @@ def footprint(
     batch: int = 0,
     capacity: int = 0,
     drafts: bool = True,
+    copies: bool = False,
     quantize: str | None = None,
 ) -> Footprint:
     """Counts the bytes of a pair and of the caches of a batch on each device.
@@ -53,8 +54,10 @@ def footprint(
       mesh: concrete or abstract mesh; None for one device.
       batch: number of sequences decoded together on all devices.
       drafts: whether the batch has caches of the drafter.
+      copies: whether recurrent layers keep what later answers go on from.
     """
-    caches = jax.eval_shape(lambda: kv_cache.allocate(verifier, batch, capacity, dtype))
+    cache = jax.eval_shape(lambda: caches.allocate(verifier, batch, capacity, dtype))
+    cache = cache if copies else cache.without_copies()
     drafter_bytes = drafter_cache = 0
     if drafter is not None:
         drafter_bytes = device_bytes(parameters.abstract(drafter.specs(), dtype, mesh))
@@ -63,7 +66,7 @@ def footprint(
     return Footprint(
         verifier=device_bytes(parameters.abstract(verifiers.specs(verifier, quantize), dtype, mesh)),
         drafter=drafter_bytes,
-        verifier_cache=_state_bytes(caches, mesh),
+        verifier_cache=_state_bytes(cache, mesh),
         drafter_cache=drafter_cache,
     )
 

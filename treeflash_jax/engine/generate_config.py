@@ -1,16 +1,16 @@
 """`GenerateConfig`: the settings of a call, each declared once, with its type, default, limits and help."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.core.checks import suggesting
-from treeflash_jax.core.settings import changed, check, describe, field_names, setting
+from treeflash_jax.core.checks import refuse_unknown
+from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.engine.constraints import as_json
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.models.attention import CHOICES
 from treeflash_jax.trees import BUILDERS
@@ -21,7 +21,7 @@ MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
     "num_beams": "is not supported: beam search does not sample from the verifier",
-    "grammar": "is not supported: a processor can admit the tokens of an automaton; treeflash_jax/README.md has one",
+    "grammar": "is not supported: answers can follow a schema, a pattern or choices, or a processor of your own",
     "raw": 'is not supported: text to be continued is given as tf.Text("...") in Python, with --prompt on command lines',
 }
 GROUPS = {  # titles in help texts
@@ -36,10 +36,9 @@ tree = partial(setting, group="tree")
 running = partial(setting, group="running")
 
 
-@partial(suggesting, **REFUSED, **dict.fromkeys(field_names(ModelOptions), "is an argument of tf.load"))
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`.
+    """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`, described by `help(tf.GenerateSettings)`.
 
     Settings of drafting affect the speed, never the distribution of the output. A list has one value per prompt; of
     `stop` and `stop_ids`, a list of lists has.
@@ -111,12 +110,25 @@ class GenerateConfig:
         None, "ids of the tokens that end an answer", least=0, unset="the model's own", unit="ids"
     )
 
+    schema: str | Sequence[str | None] | None = sampling(
+        None,
+        "JSON schema that the answer follows: a dictionary, JSON text or a pydantic model",
+        unset="none",
+        spelled=as_json,
+    )
+    pattern: str | Sequence[str | None] | None = sampling(
+        None, "regular expression that the whole answer matches", unset="none", unit="regex"
+    )
+    choices: Sequence[str] | Sequence[Sequence[str] | None] | None = sampling(
+        None, "texts, one of which is the answer", unset="none", unit="text", min_length=1
+    )
     processor: Callable[..., Any] | None = sampling(
         None, "function of logits and `decoding.processors.History` that returns logits, in Python only", unset="none"
     )
     sampling: str | None = sampling(
         None,
-        "model: temperature, filters and repetition penalty, if they are not given, are those of generation_config.json",
+        "model: temperature (if do_sample is true), filters and repetition penalty, if they are not given, are those of "
+        "generation_config.json",
         unset="greedy, or as given",
         choices=lambda: ("model",),
     )
@@ -131,14 +143,14 @@ class GenerateConfig:
         None,
         "length of a block drafter's block, the last token of the text included, at most the drafter's; shorter blocks "
         "make rounds faster and trees shallower",
-        unset="the drafter's, but at most 8 for trees on a CPU not using amx_bf16 unless their nodes are given",
+        unset="the drafter's, but at most the number of nodes on a CPU not using amx_bf16",
         least=2,
         unit="tokens",
     )
     depths: int | None = drafting(
         None,
         "deepest level of the tree, or length of the chain, for drafters whose network runs once per level",
-        unset="the drafter's; 4 for the default tree on a CPU not using amx_bf16",
+        unset="the drafter's, but at most 4 in trees of up to 8 nodes on a CPU not using amx_bf16",
         least=1,
         most=MAX_NODES - 1,
         unit="levels",
@@ -216,8 +228,8 @@ class GenerateConfig:
     lanes: int | None = tree(
         None,
         "nodes per level that a best-first tree may expand; equal to the number of children: EAGLE-2's tree",
-        unset="all if the drafter drafts all levels in one pass; otherwise the drafter's, but 2 for the default tree on a "
-        "CPU not using amx_bf16",
+        unset="all if the drafter drafts all levels in one pass; otherwise the drafter's, but 2 in trees of up to 8 nodes "
+        "on a CPU not using amx_bf16",
         least=1,
         most=MAX_NODES,
         unit="nodes",
@@ -236,11 +248,14 @@ class GenerateConfig:
         None,
         "implementation of attention: xla reads whole caches; streamed, blocked, pallas-gpu and mosaic-gpu only their "
         "filled part. pallas-gpu is the default on H100 and H200 in bfloat16; mosaic-gpu launches fewer operations there, "
-        "needs jax 0.12 and was never timed",
+        "needs jax 0.12 and was never timed; pallas-tpu is xla with a kernel for recurrent layers, never timed either",
         unset="chosen by device and dtype",
         choices=lambda: CHOICES,
     )
     log_probs: bool = running(False, "also return the verifier's log-probability of every token")
+    top_log_probs: int = running(
+        0, "also return this many of the likeliest tokens in the place of every token", least=0, most=20, unit="tokens"
+    )
     expected_lengths: bool = running(
         False, "also return the expected number of tokens that each round commits, given its tree"
     )
@@ -248,17 +263,14 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        check(self)
+        validate(self)
 
     def __repr__(self) -> str:
         return f"GenerateConfig({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
 
-GenerateConfig.__doc__ = f"""{inspect.cleandoc(GenerateConfig.__doc__ or "")}
-
-Attributes:
-{describe(GenerateConfig, basic=True)}
-
-Advanced attributes:
-{describe(GenerateConfig, basic=False)}
-"""
+def with_settings(config: GenerateConfig | None, settings: Mapping[str, Any]) -> GenerateConfig:
+    """Returns settings of a call with some replaced; None: the defaults. Raises UnknownSetting for an unknown name."""
+    elsewhere = dict.fromkeys(field_names(ModelOptions), "is an argument of tf.load")
+    refuse_unknown(settings, field_names(GenerateConfig), REFUSED | elsewhere)
+    return replace(config or GenerateConfig(), **settings)

@@ -3,75 +3,68 @@
 import argparse
 import logging
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import programs, sharding
-from treeflash_jax.core.checks import clipping, expect, fit, quoted, suggesting
+from treeflash_jax.core.checks import clipping, expect, fit, refuse_unknown
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.settings import option_values
+from treeflash_jax.core.settings import field_names, option_values
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.defaults import choose_dtype, merges_weights
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
+from treeflash_jax.engine.keywords import LoadOptions
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, model_files
-from treeflash_jax.formats.dialects import language_model_folder
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
-from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.verifier import merge
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
 logger = logging.getLogger("treeflash_jax")
 
 
-@suggesting
 @clipping
-def load(
-    verifier: str | Path,
-    *,
-    drafter: str | Path | None = None,
-    mesh=None,
-    dtype: Any = None,
-    quantize: str | None = None,
-    revision: str | None = None,
-    drafter_revision: str | None = None,
-    steering: str | Path | None = None,
-    local_files_only: bool = False,
-    thinking: bool = False,
-    template: Mapping[str, Any] | None = None,
-) -> TreeFlash:
+def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
     """Loads a verifier and, if there is one, its drafter. No code from a model repository is run.
 
     Example:
       >>> model = load("smollm2")
-      >>> model = load(verifier="Qwen/Qwen3-4B", drafter="peerrh/treeflash-qwen3-4b")
+      >>> model = load("Qwen/Qwen3-4B", drafter="peerrh/treeflash-qwen3-4b", dtype="bfloat16")
 
     Args:
-      verifier: "smollm2" (SmolLM2-135M-Instruct), the toy model "tiny", or the folder, GGUF file, URL (gs://bucket/model)
-        or Hub id of a Qwen3 (dense or a mixture of experts), Qwen2 or Llama model.
-      drafter: the folder, URL or Hub id of a block drafter (DFlash, TreeFlash, Domino, DSpark, DFlash2, JetSpec, LiLiCorr),
-        an EAGLE-3 drafter, or a small language model of the same vocabulary; "ngram", which copies what followed the last
-        tokens earlier in the text; or "none". The default is the drafter that ships for "smollm2" and "tiny", else none.
-      mesh: a (data, model) mesh from `make_mesh`. The default is one device.
-      dtype: dtype of weights, caches and activations; default bfloat16, or float32 on CPUs without such instructions.
-      quantize: "int8" stores the verifier's matrices in int8, with a scale per output channel; drafted output then equals
-        the one-token output of the quantized verifier.
-      revision, drafter_revision: Hub revisions.
-      steering: folder of weights that steer a drafting language model by the verifier's hidden states (SD squared). The
-        default is those in the drafter's folder, if any.
+      verifier: language model to serve: a name (tiny, smollm2), or the folder,
+        GGUF file, URL (gs://bucket/model) or Hub id of a Qwen (2 to 3.8, dense
+        or a mixture of experts), gpt-oss or Llama model.
+      drafter: a name, folder, URL or Hub id of a block drafter (DFlash,
+        TreeFlash, Domino, DSpark, DFlash2, JetSpec, LiLiCorr), an EAGLE-3
+        drafter, or a small language model of the same vocabulary; mtp, the
+        layer of multi-token prediction in the verifier's files; ngram, which
+        copies what followed the last tokens earlier in the text; or none to
+        decode one token at a time (default: the drafter that ships for the
+        named verifier, or mtp if its files have it, otherwise none).
+      revision: Hub revision of the verifier.
+      drafter_revision: Hub revision of the drafter.
       local_files_only: read Hub ids from the local cache only.
-      thinking: value of `enable_thinking` for the chat template; some templates ignore it.
-      template: further arguments of the chat template, by name.
+      dtype: dtype of weights, caches and activations (one of bfloat16, float16,
+        float32, float64; default: bfloat16, but float32 on a CPU without
+        bfloat16 instructions).
+      quantize: store the verifier's matrices in int8, with a scale per output
+        channel; drafted output then equals the one-token output of the
+        quantized verifier (one of int8; default: none).
+      mesh: devices to use: DxM splits the batch D ways, weights and vocabulary
+        M ways; with DxMxE, experts E ways. In Python also a mesh of `make_mesh`
+        (default: one device).
+      thinking: value of `enable_thinking` for the chat template; some templates
+        ignore it.
+      template: further arguments of the chat template, such as
+        {"reasoning_effort": "high"} (default: none).
 
     Raises:
       TypeError: an unknown argument.
@@ -79,55 +72,60 @@ def load(
       ValueError: files are damaged or do not match, the Hub cannot be reached, or the weights exceed a device's memory.
       RuntimeError: this process was forked from one that had loaded a model.
     """
-    fit(bool, thinking, "thinking")
-    fit(Mapping[str, Any] | None, template, "template", says="a dictionary")
+    refuse_unknown(options, field_names(ModelOptions))
+    fit(str | Path, verifier, "verifier")
+    chosen = ModelOptions(verifier=verifier, **options)
     programs.check_process()
-    sharding.check(mesh)
-    quantized.check_scheme(quantize)
-    dtype = choose_dtype(sharding.device(mesh)) if dtype is None else float_type(dtype)
-    pair = _locate(verifier, drafter, steering, (revision, drafter_revision), local_files_only)
-    config = model_files.read_verifier_config(pair.verifier)
-    drafter_config = _read_drafter_config(pair, config, thinking)
-    tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": thinking, **(template or {})})
-    if drafter_config is not None and drafter_config.has_tokenizer:
-        check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
-    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
-    weights, stop_ids = _read_weights(pair, dtype, mesh, quantize), model_files.stop_ids(pair.verifier, config)
-    parts = {"drafter": drafter_config, "tokenizer": tokenizer, "stop_ids": stop_ids}
-    recommended = model_files.read_generation_config(pair.verifier)
-    return TreeFlash(config, weights, **parts, mesh=mesh, names=pair.names, recommended=recommended)
+    mesh = sharding.make_mesh(**sharding.parse_sizes(chosen.mesh)) if isinstance(chosen.mesh, str) else chosen.mesh
+    sharding.check_mesh(mesh)
+    dtype = choose_dtype(sharding.device(mesh)) if chosen.dtype is None else _available_dtype(chosen.dtype)
+    pair = _locate(chosen)
+    with slow(f"loading {' and '.join(dict.fromkeys(name for name in pair.names if name != pairs.NO_DRAFTER))}"):
+        return _load(pair, chosen, dtype, mesh)
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Files of a verifier and its drafter, and of steering weights; `names` are those that the caller gave."""
+    """Files of a verifier and its drafter; `names` are those that the caller gave."""
 
     names: tuple[str, str]
     verifier: Path
     drafter: Path | None
-    steering: Path | None
 
 
-def _locate(
-    verifier: str | Path,
-    drafter: str | Path | None,
-    steering: str | Path | None,
-    revisions: tuple[str | None, str | None],
-    local_files_only: bool,
-) -> _Pair:
-    """Finds the files of a pair, downloading those of Hub ids and URLs. Arguments are those of `load`."""
-    for argument, path in {"verifier": verifier, "drafter": drafter, "steering": steering}.items():
-        fit(str | Path if argument == "verifier" else str | Path | None, path, argument)
-    drafter = pairs.default_drafter(verifier) if drafter is None else drafter
-    names, has_drafter = (str(verifier), str(drafter)), str(drafter) != pairs.NO_DRAFTER
-    verifier = pairs.locate(verifier, "verifier", revisions[0], local_files_only)
-    if has_drafter:
-        drafter = pairs.locate(drafter, "drafter", revisions[1], local_files_only)
-        return _Pair(names, verifier, drafter, None if steering is None else Path(steering))
-    if steering is not None:
-        raise ValueError(f"got steering {quoted(steering)} and no drafter, expected a language model to steer")
-    expect(revisions[1] is None, "drafter_revision", revisions[1], "none without a drafter")
-    return _Pair(names, verifier, None, None)
+def _locate(options: ModelOptions) -> _Pair:
+    """Finds the files of a pair, downloading those of Hub ids and URLs."""
+    verifier = pairs.locate(options.verifier, "verifier", options.revision, options.local_files_only)
+    drafter = pairs.default_drafter(options.verifier, verifier) if options.drafter is None else options.drafter
+    names = (str(options.verifier), str(drafter))
+    if str(drafter) == pairs.MTP:
+        expected = "a verifier whose files hold mtp.* tensors, such as Qwen3.5 or Qwen3-Next"
+        expect(model_files.has_mtp(verifier), "drafter", drafter, expected)
+    if str(drafter) in (pairs.NO_DRAFTER, pairs.MTP):
+        revision = options.drafter_revision
+        expect(revision is None, "drafter_revision", revision, "none without a drafter in other files")
+        return _Pair(names, verifier, None if str(drafter) == pairs.NO_DRAFTER else verifier)
+    return _Pair(names, verifier, pairs.locate(drafter, "drafter", options.drafter_revision, options.local_files_only))
+
+
+def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash:
+    config = model_files.read_verifier_config(pair.verifier)
+    drafter_config = _read_drafter_config(pair, config, chosen.thinking)
+    tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
+    if drafter_config is not None and drafter_config.has_tokenizer:
+        check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
+    needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=chosen.quantize)
+    check_memory(needs, usable_memory(mesh), mesh)
+    return TreeFlash(
+        config,
+        _read_weights(pair, dtype, mesh, chosen.quantize),
+        drafter=drafter_config,
+        tokenizer=tokenizer,
+        stop_ids=model_files.stop_ids(pair.verifier, config),
+        mesh=mesh,
+        names=pair.names,
+        recommended=pairs.RECOMMENDED.get(pair.names[0], {}) | model_files.read_generation_config(pair.verifier),
+    )
 
 
 def _read_drafter_config(pair: _Pair, verifier: ModelConfig, thinking: bool) -> DrafterConfig | None:
@@ -137,17 +135,13 @@ def _read_drafter_config(pair: _Pair, verifier: ModelConfig, thinking: bool) -> 
     """
     if pair.drafter is None:
         return None
-    config = model_files.read_drafter_config(pair.drafter)
-    if pair.steering is not None:
-        config = config.steered(language_model_folder.read_steering_config(pair.steering))
-    config = draft_vocabulary.limit(config.fitted(verifier), pair.drafter, verifier.vocab_size)
-    trained = getattr(config, "thinking", thinking)
-    if bool(trained) != thinking:
-        state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
-        logger.warning(f"the drafter {state[trained]} thinking, and thinking is {thinking}: tau may be far lower")
-    context = getattr(config, "layers", verifier).max_positions
-    if context < verifier.max_positions:
-        most = f"{context:,} tokens, less than the verifier's {verifier.max_positions:,}"
+    config = model_files.read_drafter_config(pair.drafter).fitted(verifier)
+    config = draft_vocabulary.limit(config, pair.drafter, verifier.vocab_size)
+    if config.thinking != "either" and bool(config.thinking) != thinking:
+        states = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
+        logger.warning(f"the drafter {states[config.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
+    if config.max_positions is not None and config.max_positions < verifier.max_positions:
+        most = f"{config.max_positions:,} tokens, less than the verifier's {verifier.max_positions:,}"
         logger.warning(f"the drafter's context is {most}: tau may be far lower in longer texts")
     return config
 
@@ -157,25 +151,19 @@ def _read_weights(pair: _Pair, dtype: Any, mesh: Any, quantize: str | None) -> W
     if pair.drafter is not None:
         model_files.check_copies(pair.drafter, pair.verifier)
         drafter = model_files.load_drafter(pair.drafter, dtype=dtype, mesh=mesh)[1]
-        if pair.steering is not None:
-            drafter["steering"] = language_model_folder.load_steering(pair.steering, dtype, mesh)
     config, verifier = model_files.load_verifier(pair.verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     if drafter is not None:
         drafter |= draft_vocabulary.load(pair.drafter, drafter, verifier, mesh)
     if merges_weights(sharding.device(mesh), config.num_kv_heads, mesh):
-        merge(verifier)
+        merge(verifier, config)
     return Weights(verifier, drafter)
 
 
-def float_type(dtype: Any) -> Any:
-    """Returns a float dtype. Raises ValueError for any other, and for float64 without jax_enable_x64."""
-    name = ""
-    with suppress(TypeError):
-        name = jnp.dtype(dtype).name
-    expect(name in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+def _available_dtype(name: str) -> Any:
+    """Returns a float dtype. Raises ValueError for float64 without jax_enable_x64."""
     is_available = name != "float64" or jax.config.jax_enable_x64
-    expect(is_available, "dtype", dtype, 'jax.config.update("jax_enable_x64", True) before it')
-    return jnp.dtype(dtype)
+    expect(is_available, "dtype", name, 'jax.config.update("jax_enable_x64", True) before it')
+    return jnp.dtype(name)
 
 
 def choose_verifier(name: str | None) -> str:
@@ -190,8 +178,4 @@ def load_model(arguments: argparse.Namespace, **changed: Any) -> TreeFlash:
     """Loads the model of the options; `changed` replaces some of them."""
     given = option_values(arguments, ModelOptions) | changed
     given["verifier"] = choose_verifier(given.get("verifier"))
-    if given.get("mesh"):
-        given["mesh"] = sharding.make_mesh(**sharding.parse_sizes(given["mesh"]))
-    loaded = [name for name in (given["verifier"], given.get("drafter")) if name not in (None, pairs.NO_DRAFTER)]
-    with slow(f"loading {' and '.join(loaded)}"):
-        return load(**given)
+    return load(**given)

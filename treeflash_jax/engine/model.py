@@ -1,31 +1,31 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
-`prepare` makes requests (requests.py) and the plan of their programs (plan.py). Batches of requests are decoded
-(batching.py, decoding/), and results are read from the state of a batch (results.py).
+`prepare` makes requests (requests.py) and the plan of their programs (plan.py). Requests are decoded together
+(scheduler.py, decoding/), and results are read from the state of their batch (results.py).
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import fit, whole
-from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import processors
-from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine.batching import BatchDecoder, Session, choose_batch_size, largest_caches
+from treeflash_jax.engine.batching import choose_batch_size, largest_caches
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
-from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig
+from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
+from treeflash_jax.engine.keywords import GenerateSettings
 from treeflash_jax.engine.plan import resolve
 from treeflash_jax.engine.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.requests import Request, make_requests, take_recommended
 from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
+from treeflash_jax.engine.scheduler import Scheduler, Session
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
@@ -119,7 +119,7 @@ class TreeFlash:
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        **settings: Any,
+        **settings: Unpack[GenerateSettings],
     ) -> list[Result]:
         """Generates an answer to every prompt.
 
@@ -128,7 +128,8 @@ class TreeFlash:
         Args:
           prompts: a list of prompts, or a single one. A string is a user's message, formatted with the chat template if
             the tokenizer has one; `tf.Text("...")` is continued as it is. A prompt may also be a list of token ids, or a
-            chat: a list of {"role", "content"} messages whose content is text or a list of {"type": "text", "text"} parts.
+            chat: a list of {"role", "content"} messages whose content is text or a list of {"type": "text", "text"} parts;
+            `tf.Chat` adds tools, and continues the last message.
           config: settings; keyword arguments override its fields.
           indices: one index per prompt, used for its random numbers in place of its position in the list. With them,
             prompts of a larger set get the same answers however the set is split into calls.
@@ -155,7 +156,7 @@ class TreeFlash:
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        **settings: Any,
+        **settings: Unpack[GenerateSettings],
     ) -> Iterator[tuple[int, Result]]:
         """Yields each answer as soon as it is finished, in any order.
 
@@ -178,7 +179,7 @@ class TreeFlash:
         *,
         rounds_per_dispatch: int = 4,
         session: Session | None = None,
-        **settings: Any,
+        **settings: Unpack[GenerateSettings],
     ) -> Iterator[Chunk | Result]:
         """Yields the answer to one prompt piece by piece: Chunks while it is generated, then the Result.
 
@@ -200,28 +201,30 @@ class TreeFlash:
             samples = 1 + call.requests[-1].sample
             got = f"samples {samples} and {len(call.requests) // samples} prompts"
             raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
-        decoder = self.start(call, Clock(), session)
-        reader = Reader(decoder, self.tokenizer)
-        sent, shown = 0, ""
+        scheduler = self.schedule(call, session)
+        reader = Reader(scheduler, self)
         try:
-            for ready in decoder.run(rounds_per_dispatch, reader.has_stop):
-                [result] = reader.read([0])
-                text = (result.text or "") if ready else reader.certain(call.requests[0], result.text or "")
-                yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
-                sent, shown = len(result.ids), text
+            for ready in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
+                [(chunk, result)] = reader.read_chunks([0], ready)
+                with scheduler.clock.paused():
+                    yield chunk
         finally:  # also of a stream that is not read to its end
             if session is not None:
-                session.batch = decoder
+                session.keep_caches(scheduler)
         yield result
 
     def warmup(
-        self, prompt_tokens: int = 64, num_prompts: int = 1, config: GenerateConfig | None = None, **settings: Any
+        self,
+        prompt_tokens: int = 64,
+        num_prompts: int = 1,
+        config: GenerateConfig | None = None,
+        **settings: Unpack[GenerateSettings],
     ) -> float:
         """Compiles the programs that `generate` or `stream` would run with the same settings, without decoding.
 
-        Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus
-        `max_new_tokens`, rounded up) and on the drafting settings, but not on prompts, temperatures, filters or seeds.
-        Caches have room for 1,024 new tokens at first; longer answers need programs for larger ones later.
+        Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus room
+        for new tokens, rounded up) and on the drafting settings, but not on prompts, `max_new_tokens`, temperatures,
+        filters or seeds. An answer that outgrows its caches needs programs for larger ones, which compile then.
 
         Example:
           >>> model.warmup(prompt_tokens=200, max_new_tokens=256)
@@ -237,9 +240,9 @@ class TreeFlash:
         """
         prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
-        call, clock = self.prepare([[0] * prompt_tokens] * num_prompts, config, **settings), Clock()
-        self.start(call, clock).compile()
-        return clock.compile_seconds
+        scheduler = self.schedule(self.prepare([[0] * prompt_tokens] * num_prompts, config, **settings))
+        scheduler.compile_programs()
+        return scheduler.clock.compile_seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt in any form that `generate` takes; see `prompts.encode`."""
@@ -257,24 +260,17 @@ class TreeFlash:
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        **settings: Any,
+        **settings: Unpack[GenerateSettings],
     ) -> Call:
         """Checks a call against the pair and the memory of its device; computes nothing.
 
         Arguments and exceptions are those of `generate`. Logs once why nothing is drafted, and what the model recommends.
         """
-        fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
-        config = replace(config or GenerateConfig(), **settings)
-        if config.sampling == "model":
-            config, note = take_recommended(config, self.recommended, settings)
-            self._note(note)
-        ids = encode_each(as_list(prompts), self.encode)
-        ends = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
-        requests = make_requests(ids, config, self.verifier, self.drafter, **ends, indices=indices)
+        config, requests = self.make_requests(prompts, config, indices=indices, **settings)
         batch_size = config.batch_size or choose_batch_size(len(requests))
         plan = self.plan(config, batch_size)
         if plan.why_plain is not None:
-            self._note(f"{plan.why_plain}: decoding one token at a time (builder 'none' does so without this note)")
+            self._note(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
         sizes = {"batch": batch, "capacity": capacity, "drafts": plan.drafts}
         place = {"dtype": self.dtype, "mesh": self.mesh, "quantize": self.quantize}
@@ -282,11 +278,31 @@ class TreeFlash:
         processor = None if config.processor is None else processors.as_pytree(config.processor)
         return Call(requests, plan, batch_size, processor)
 
-    def start(self, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
-        """Prefills the first requests of a call; with a session, the only one."""
+    def make_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerateConfig | None = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **settings: Unpack[GenerateSettings],
+    ) -> tuple[GenerateConfig, list[Request]]:
+        """Returns the checked settings of a call, and a request for every answer; the first part of `prepare`."""
+        fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
+        config = with_settings(config, settings)
+        if config.sampling == "model":
+            config, note = take_recommended(config, self.recommended, settings)
+            self._note(note)
+        ids = encode_each(as_list(prompts), self.encode)
+        ends = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
+        return config, make_requests(ids, config, self.verifier, self.drafter, **ends, indices=indices)
+
+    def schedule(self, call: Call, session: Session | None = None) -> Scheduler:
+        """Returns a scheduler with the requests of a call; with a session, of the only one."""
         processor = sharding.place(call.processor, self.mesh, over_batch=False)
-        runner = Runner(call.plan, self.weights.replace(processor=processor), self.mesh, clock)
-        return BatchDecoder(call.requests, call.batch_size, runner, session)
+        weights = self.weights.replace(processor=processor)
+        scheduler = Scheduler(call.plan, weights, mesh=self.mesh, batch_size=call.batch_size)
+        scheduler.submit(call.requests, session)
+        return scheduler
 
     def _note(self, note: str) -> None:
         if note not in self.noted:
@@ -298,13 +314,14 @@ class TreeFlash:
         unanswered = {request.number: request for request in call.requests}
         rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in call.requests) else ROUNDS_PER_DISPATCH
         try:
-            decoder = self.start(call, Clock())
-            reader = Reader(decoder, self.tokenizer)
-            for ready in decoder.run(rounds, reader.has_stop):
-                numbers = [decoder.slots.held[slot].number for slot in ready]
-                for number, result in zip(numbers, reader.read(ready), strict=True):
+            scheduler = self.schedule(call)
+            reader = Reader(scheduler, self)
+            for ready in scheduler.decode_all(rounds, reader.find_stopped):
+                numbers = [scheduler.slots.held[slot].number for slot in ready]
+                for number, result in zip(numbers, reader.read_results(ready), strict=True):
                     del unanswered[number]
-                    yield number, result
+                    with scheduler.clock.paused():
+                        yield number, result
         except KeyboardInterrupt:  # keeps the answers so far
             if len(unanswered) == len(call.requests):
                 raise

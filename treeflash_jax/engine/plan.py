@@ -1,6 +1,6 @@
 """Plans of the compiled programs, made from the settings of a call, a pair and a device.
 
-The only module in which settings, models and devices meet: compiled code sees only the plan.
+Compiled code sees only the plan. Defaults of drafting follow from the number of nodes, given or not.
 """
 
 from dataclasses import fields, replace
@@ -12,15 +12,19 @@ from treeflash_jax.acceptance import check_lossless
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.devices import Device
 from treeflash_jax.core.settings import changed, field_names
-from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import defaults
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.models.attention import READS_STACKS
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, Builder, TreeShape
+from treeflash_jax.trees.shape import MAX_NODES
 
-NO_DRAFTER = "no drafter is loaded"
+NO_DRAFTER = (
+    "no drafter is loaded; try drafter 'ngram' (--drafter ngram), a published drafter (README.md lists them), or train one "
+    "(python -m train.pair)"
+)
 DRAFTING = field_names(GenerateConfig, "drafting")  # settings of drafters; each kind takes some of them
 DEFAULT_RULES = {"deterministic": "sample-and-match", "one path": "block"}  # by distribution; traversal for all others
 
@@ -45,21 +49,20 @@ def resolve(
 
     Raises ValueError for a setting that the pair, the tree builder or the device does not support.
     """
-    head_dims = {layers.head_dim for layers in (verifier, getattr(drafter, "layers", verifier))}
+    head_dims = (verifier.head_dim, *(drafter.head_dims if drafter else ()))
     attention = defaults.choose_attention(device, dtype, config.attention, head_dims)
-    plan = DecodePlan(
+    prefill = PrefillPlan(
         verifier=verifier,
-        builder="none",
-        num_nodes=1,
-        log_probs=config.log_probs,
-        expected_lengths=config.expected_lengths,
-        attention=attention,
+        attention=config.attention or defaults.choose_prefill_attention(device),
+        chunk=defaults.choose_prefill_chunk(device),
+        passes=defaults.choose_prefill_passes(device),
         stacks_cache=attention in READS_STACKS,
-        prefill_attention=config.attention or defaults.choose_prefill_attention(device),
-        prefill_chunk=defaults.choose_prefill_chunk(device),
-        prefill_passes=defaults.choose_prefill_passes(device),
         residual_dtype=defaults.choose_residual_dtype(device, dtype),
+        log_probs=config.log_probs or config.top_log_probs > 0,
+        top_log_probs=config.top_log_probs,
+        expected_lengths=config.expected_lengths,
     )
+    plan = DecodePlan(prefill=prefill, attention=attention)
     if config.builder == "none":
         return plan
     if reason := _why_plain(config, drafter, dtype, device, sequences):
@@ -71,19 +74,19 @@ def resolve(
     rule = config.acceptance or DEFAULT_RULES.get(distribution, "traversal")
     check_lossless(rule, distribution)
     _check_settings(config, drafter, name, builder)
-    if name == "best-first" and config.lanes is None:
-        shape = replace(shape, lanes=defaults.choose_lanes(drafter, config.nodes is not None, device, dtype))
-
     given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
-    usual = defaults.draft_settings(drafter, verifier.vocab_size, builder, config.nodes is not None, device, dtype)
-    draft = drafter.configured(**usual | given)
     nodes = config.nodes
     if nodes is None:
-        usual = 1 + draft.num_depths if builder.is_chain else defaults.choose_nodes(drafter, device, dtype)
+        usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, device, dtype)  # `size` cuts a chain
         nodes = max(2, defaults.nodes_within_ridge(device, usual, sequences), 1 + (config.lanes or 0))
     expect((config.lanes or 0) < nodes, "lanes", config.lanes, f"at most {nodes - 1}: the nodes below the root")
+    if name == "best-first" and config.lanes is None:
+        shape = replace(shape, lanes=defaults.choose_lanes(drafter, nodes, device, dtype))
+    by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, nodes, device, dtype)
+    draft = drafter.configured(**by_device | given)
     nodes = builder.size(draft.num_depths, nodes, shape)
-    return replace(plan, drafter=drafter, draft=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
+    prefill = replace(prefill, drafter=drafter)
+    return replace(plan, prefill=prefill, drafter=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
 
 
 def _why_plain(

@@ -1,13 +1,13 @@
 """Prompts of a call (a string, text to continue, a chat, or token ids) and chats of prompt and training files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 from treeflash_jax.core.checks import QUOTED, clipped, expect, fit, hint, quoted
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # Names of the roles user and assistant in ShareGPT and related data sets.
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
@@ -23,6 +23,37 @@ class Text(str):
     """
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A chat with more than its messages; a plain list of messages is answered with the template's defaults.
+
+    Example:
+      >>> model.generate(tf.Chat(messages, tools=[get_weather]))
+      >>> model.generate(tf.Chat([*messages, {"role": "assistant", "content": "It is"}], continued=True))
+
+    Attributes:
+      tools: tools described to the chat template: JSON schemas as in OpenAI's API, or functions with types and a docstring.
+      continued: whether the answer continues the last message, instead of following it.
+      template: further arguments of the chat template, over those of `tf.load`.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] = ()
+    continued: bool = False
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `Tokenizer.render`."""
+        arguments = {**self.template, "tools": list(self.tools) or None}
+        if self.continued:
+            arguments |= {"add_generation_prompt": False, "continue_final_message": True}
+        return arguments
+
+
+Prompt = str | Chat | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
 def parse_ids(text: str) -> list[int]:
     """Parses token ids such as "3 4 5", those of the option --prompt-ids."""
     return fit(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)
@@ -30,7 +61,7 @@ def parse_ids(text: str) -> list[int]:
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Returns one or several prompts as a list. Raises ValueError for anything else."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Chat):
         return [prompts]
     items = _items(prompts)
     is_one = bool(items) and (isinstance(items[0], Mapping) or _is_id(items[0]))
@@ -52,6 +83,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Returns the token ids of one prompt.
 
     A string is a user's message, formatted with the chat template if the tokenizer has one; a `Text` is continued as it is.
+    An assistant's message with tool calls needs no content, if the chat template takes it.
 
     Args:
       tokenizer: tokenizer of the verifier; not needed for ids.
@@ -61,12 +93,13 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """
     if isinstance(prompt, str) and not isinstance(prompt, Text) and prompt and tokenizer and tokenizer.has_chat_template:
         prompt = [{"role": "user", "content": prompt}]
-    items = prompt if isinstance(prompt, str) else _items(prompt)
+    chat = prompt if isinstance(prompt, Chat) else Chat(prompt)
+    items = prompt if isinstance(prompt, str) else _items(chat.messages)
     is_chat = bool(items) and isinstance(items[0], Mapping)
     if is_chat or isinstance(items, str):
         if tokenizer is None:
             raise ValueError("got text, but the verifier's folder has no tokenizer.json; give ids instead")
-        ids = tokenizer.encode_chat(plain_messages(items)) if is_chat else tokenizer.encode(items)
+        ids = tokenizer.encode_chat(plain_messages(items), **chat.arguments) if is_chat else tokenizer.encode(items)
     else:
         if strange := [item for item in items if not _is_id(item)]:
             raise ValueError(f"got {type(strange[0]).__name__} among the token ids of a prompt, expected whole numbers")
@@ -79,7 +112,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns a chat with strings as contents: the text parts of each message, joined by line breaks.
 
-    Raises ValueError if a message has no role or content, an unknown role, or content other than text.
+    Raises ValueError if a message has no role, neither content nor tool calls, an unknown role, or content other than text.
     """
     messages = []
     for index, message in enumerate(chat):
@@ -89,7 +122,10 @@ def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
         role = message.get("role")
         ending = hint(OTHER_ROLES.get(str(role), str(role)), ROLES)
         expect(role in ROLES, "role", role, f"one of {', '.join(ROLES)}{ending}", at)
-        messages.append({**message, "content": _join_text(message.get("content"), at)})
+        content = message.get("content")
+        if content is not None or not message.get("tool_calls"):
+            message = {**message, "content": _join_text(content, at)}
+        messages.append(dict(message))
     return messages
 
 

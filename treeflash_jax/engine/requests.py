@@ -2,17 +2,22 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from treeflash_jax.core.checks import clipped, expect, fit, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.engine import constraints
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.trees.containers import NO_TOKEN
+from treeflash_jax.trees import NO_TOKEN
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PROCESSED = frozenset({*PENALTIES, "logit_bias", "min_new_tokens"})  # settings that add something to the programs
+FIXED_SIZES = {"stop_ids": (-1, 32), "bias": ((NO_TOKEN, 0.0), 304)}  # padding and size of lists in a server's programs
+FIXED_CLASSES = 512  # kinds of tokens of a server's automata; SmolLM2's schemas have some 150
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
 # Keys of generation_config.json: settings that `sampling="model"` takes, and keys without an effect on the distribution of
@@ -32,6 +37,7 @@ class Request:
       settings: settings of the call with one value each, and the stop strings and temperatures that apply.
       stop_ids: ids of the tokens that end the answer; -1 pads.
       bias: ids of tokens with what is added to their logits; `NO_TOKEN` pads.
+      automaton: tokens that may follow each other, of one size in a call; None if no prompt has a constraint.
       given: names of the settings that any prompt of the call changes.
       index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
       sample: index of the answer among those to the same prompt.
@@ -42,6 +48,7 @@ class Request:
     settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
     stop_ids: tuple[int, ...] = (-1,) * LIST_SLOTS
     bias: tuple[tuple[int, float], ...] = ()
+    automaton: constraints.Table | None = None
     given: frozenset[str] = frozenset()
     index: int = 0
     sample: int = 0
@@ -50,6 +57,10 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.ids)
+
+    @property
+    def is_constrained(self) -> bool:
+        return any(getattr(self.settings, name) is not None for name in constraints.NAMES)
 
 
 def make_requests(
@@ -91,7 +102,10 @@ def make_requests(
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
         settings = replace(settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
         bias = tuple((settings.logit_bias or {}).items())
-        request = Request(ids=ids, settings=settings, stop_ids=end_ids, bias=bias, given=given, index=index)
+        wanted = (getattr(settings, name) for name in constraints.NAMES)
+        automaton = constraints.compile_constraint(*wanted, tokenizer, stop_ids, verifier.vocab_size)
+        lists = {"stop_ids": end_ids, "bias": bias, "automaton": automaton}
+        request = Request(ids=ids, settings=settings, **lists, given=given, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return _padded(requests)
 
@@ -100,7 +114,7 @@ def _split(config: GenerateConfig, num_prompts: int) -> list[GenerateConfig]:
     """Returns the settings of each prompt, without lists of values. Raises ValueError for a list of another length."""
     lists = {}
     for name, values in changed(config).items():
-        is_shared = name in ("stop", "stop_ids") and all(isinstance(value, str | int) for value in values)
+        is_shared = name in ("stop", "stop_ids", "choices") and all(isinstance(value, str | int) for value in values)
         if is_shared or type(values) is not tuple:
             continue
         if len(values) != num_prompts:
@@ -134,7 +148,46 @@ def _padded(requests: list[Request]) -> list[Request]:
         for number, request in enumerate(requests):
             values = getattr(request, name)
             requests[number] = replace(request, **{name: values + (padding,) * (size - len(values))})
-    return requests
+    return _with_automata(requests)
+
+
+def _with_automata(requests: list[Request]) -> list[Request]:
+    """Returns the requests with automata of one size, of states and classes a power of two, if any has one."""
+    tables = [request.automaton for request in requests if request.automaton is not None]
+    if not tables:
+        return requests
+    sizes = [1 << (max(table.next_qc.shape[axis] for table in tables) - 1).bit_length() for axis in (0, 1)]
+    usual = constraints.allow_all(tables[0].class_v.size)
+    return [replace(request, automaton=(request.automaton or usual).padded(*sizes)) for request in requests]
+
+
+@lru_cache
+def _unconstrained_table(vocab_size: int, states: int) -> constraints.Table:
+    """Returns the automaton of requests without a constraint; made once, since it takes megabytes."""
+    return constraints.allow_all(vocab_size).padded(states, FIXED_CLASSES)
+
+
+def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int) -> Request:
+    """Returns a request for programs that serve every setting of sampling, so that none of them compiles another one.
+
+    Args:
+      states: number of states of automata in the programs; 0: they have no automata.
+
+    Raises ValueError for more stop ids or biases than the programs take, and for a larger automaton.
+    """
+    lists = {}
+    for name, (padding, size) in FIXED_SIZES.items():
+        values = [value for value in getattr(request, name) if value != padding]
+        expect(len(values) <= size, f"number of {name}", len(values), f"at most {size}")
+        lists[name] = (*values, *[padding] * (size - len(values)))
+    if states:
+        automaton = request.automaton
+        lists["automaton"] = (
+            automaton.padded(states, FIXED_CLASSES) if automaton else _unconstrained_table(vocab_size, states)
+        )
+    elif request.is_constrained:
+        raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
+    return replace(request, **lists, given=PROCESSED, number=number)
 
 
 def find_stops(
@@ -163,8 +216,8 @@ def take_recommended(
     """Returns settings with the model's own values in place of defaults (`sampling="model"`), and a line that tells which.
 
     Args:
-      recommended: content of generation_config.json. With `do_sample` and without a temperature, that is 1, as in
-        transformers.
+      recommended: content of a generation_config.json. As in transformers, its temperature applies only if `do_sample` is
+        true, and is then 1 if it is absent.
       given: names of the settings of the call, which stay also if they have their defaults.
 
     Raises ValueError for values outside the limits of the settings.
@@ -172,8 +225,8 @@ def take_recommended(
     values = {name: recommended[name] for name in TAKEN if recommended.get(name) is not None}
     if recommended.get("do_sample"):
         values.setdefault("temperature", 1.0)
-    if recommended.get("do_sample") is False:
-        values["temperature"] = 0.0
+    else:
+        values.pop("temperature", None)
     values = {name: value for name, value in values.items() if name not in {*given, *changed(config)}}
     try:
         config = replace(config, **values)

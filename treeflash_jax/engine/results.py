@@ -1,22 +1,21 @@
-"""Results of generation, read from the state of a batch: answers with statistics, pieces of a stream, drawn trees."""
+"""Results of generation, read from the state of a batch: answers with statistics, and pieces of a stream."""
 
 import reprlib
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from html import escape
+from typing import Any
 
-import numpy as np
+import jax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.checks import whole
-from treeflash_jax.core.clock import Clock
-from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.engine.batching import BatchDecoder, make_batch, round_capacity
+from treeflash_jax.core.checks import warn, whole
+from treeflash_jax.decoding.processors import processor_name
+from treeflash_jax.engine.answer_text import AnswerText
+from treeflash_jax.engine.drawn_trees import DraftAgain, DrawnTree
 from treeflash_jax.engine.requests import Request
-from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.engine.scheduler import Scheduler
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 
@@ -34,15 +33,19 @@ class Result:
         `1 + sum(accept_lengths) == len(ids)`.
       cut: number of tokens that the last round accepted beyond the end of the answer (a stop or `max_new_tokens`).
         Published acceptance counts include them; `accept_lengths` and `tau` do not.
-      finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
-      seconds: decoding time of the call, prefill included, compilation excluded; from `generate_each`, until this answer.
-      compile_seconds: time spent compiling until this answer.
+      finished: "stop" (a stop id or string), "length", "blocked" (a processor allowed no token), or "interrupted" (Ctrl-C).
+      seconds: decoding time of the call, prefill included, `compile_seconds` excluded; from `generate_each`, until this
+        answer.
+      compile_seconds: time spent compiling, and running new programs once on nothing, until this answer.
       tokens_per_second: generated tokens of all answers of the call over `seconds`; from `generate_each` and `stream`,
         tokens of this answer.
       log_probs: log-probability of every generated token under the verifier (temperature 1, unprocessed); None unless
         requested.
+      top_log_probs: the likeliest tokens in the place of every generated token, as pairs of id and log-probability by
+        decreasing probability; None unless requested.
       expected_lengths: expected number of tokens committed by each round, given its tree and before any cut; None unless
         requested.
+      reused: number of prompt tokens whose caches an earlier answer had left (`Session`, or a server).
     """
 
     text: str | None
@@ -55,9 +58,11 @@ class Result:
     compile_seconds: float = 0.0
     tokens_per_second: float = 0.0
     log_probs: list[float] | None = None
+    top_log_probs: list[list[tuple[int, float]]] | None = None
     expected_lengths: list[float] | None = None
     cut: int = 0
-    draft_again: Callable[[int], "DrawnTree"] | None = field(default=None, repr=False, compare=False)
+    reused: int = 0
+    draft_again: DraftAgain | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def unanswered(prompt_ids: list[int], *, has_text: bool) -> "Result":
@@ -95,16 +100,13 @@ class Result:
             f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table></div>"
         )
 
-    def tree(self, round_index: int | None = None) -> "DrawnTree":
+    def tree(self, round_index: int | None = None) -> DrawnTree:
         """Drafts the tree of a round again, by default of the one that accepted most; `print` draws it.
-
-        With steering, trees also depend on earlier rounds, which are not repeated: from the second round on, the tree may
-        then differ from the one that was verified.
 
         Args:
           round_index: number of the round, from 0.
 
-        Raises ValueError if there is none.
+        Raises ValueError if there is none, or the model that drafted it is gone.
         """
         if self.builder == "none":
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")
@@ -114,14 +116,8 @@ class Result:
             raise ValueError("this is a copy of a result, without the model that drafts; the original draws its trees")
         if round_index is None:
             round_index = max(range(len(self.accept_lengths)), key=self.accept_lengths.__getitem__)
-        return self.draft_again(whole(round_index, "round", most=len(self.accept_lengths) - 1))
-
-
-class _DraftAgain(partial):
-    """Holds the model: a copy of a Result, or its pickle, has None instead."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+        round_index = whole(round_index, "round", most=len(self.accept_lengths) - 1)
+        return self.draft_again(self.ids, self.accepted_before_cut, round_index)
 
 
 class Results(list[Result]):
@@ -146,115 +142,117 @@ class Chunk:
     rounds: int
 
 
-@dataclass(frozen=True)
 class Reader:
-    """Reads Results from the state of a batch.
+    """Reads Results and their Chunks from the state of a scheduler, whose requests have different numbers."""
 
-    Attributes:
-      decoder: decoder of the batch.
-      tokenizer: tokenizer of the verifier; results have no text without it.
-    """
+    def __init__(self, scheduler: Scheduler, model: Any):
+        self._scheduler, self._model = scheduler, model
+        self._texts: dict[int, AnswerText] = {}  # by number of the request
+        self._sent: dict[int, tuple[int, int]] = {}  # numbers of tokens and characters in its chunks so far
 
-    decoder: BatchDecoder
-    tokenizer: Tokenizer | None
+    def forget(self, request: Request) -> None:
+        """Frees what is kept of a request that is finished or cancelled."""
+        self._texts.pop(request.number, None)
+        self._sent.pop(request.number, None)
 
-    def read(self, slots: Sequence[int]) -> list[Result]:
-        """Returns the answers so far in these slots of the batch. Raises ValueError for NaN logits."""
-        state, clock, runner = self.decoder.state, self.decoder.clock, self.decoder.runner
+    def answer_text(self, slot: int, ids: list[int]) -> AnswerText | None:
+        """Returns the text of the answer in a slot, whose tokens are `ids`; None without a tokenizer."""
+        request = self._scheduler.slots.held[slot]
+        if self._model.tokenizer is None:
+            return None
+        if request.number not in self._texts:
+            self._texts[request.number] = AnswerText(self._model.tokenizer, request.settings.stop)
+        text = self._texts[request.number]
+        text.extend(ids[len(text.ids) :])
+        return text
+
+    def read_chunks(self, slots: Sequence[int], ready: Sequence[int]) -> list[tuple[Chunk, Result]]:
+        """Returns what is new in the answers in these slots, and the answers so far; those in `ready` are finished."""
+        chunks = []
+        for slot, result in zip(slots, self.read_results(slots), strict=True):
+            number, growing = self._scheduler.slots.held[slot].number, self.answer_text(slot, result.ids)
+            text = ""
+            if growing is not None:
+                text = result.text if slot in ready else growing.certain_text
+            ids_before, text_before = self._sent.get(number, (0, 0))
+            self._sent[number] = len(result.ids), len(text)
+            rounds = len(result.accept_lengths)
+            chunks.append((Chunk(ids=result.ids[ids_before:], text=text[text_before:], rounds=rounds), result))
+        return chunks
+
+    def find_stopped(self, slots: Sequence[int]) -> list[int]:
+        """Returns the slots whose answers contain a stop string."""
+        state, held = self._scheduler.state, self._scheduler.slots.held
+        slots = [slot for slot in slots if held[slot].settings.stop]
+        if not slots:
+            return []
+        tokens_bs, end_b = sharding.to_host((state.tokens_bs, state.end_b))
+        answers = {slot: tokens_bs[slot, held[slot].length : end_b[slot]].tolist() for slot in slots}
+        return [slot for slot, ids in answers.items() if self.answer_text(slot, ids).has_stop]
+
+    def read_results(self, slots: Sequence[int]) -> list[Result]:
+        """Returns the answers so far in these slots.
+
+        Raises ValueError for NaN logits. Warns of an answer that the processor of the call ends.
+        """
+        scheduler, state, clock = self._scheduler, self._scheduler.state, self._scheduler.clock
+        plan, vocab_size = scheduler.plan, scheduler.plan.prefill.verifier.vocab_size
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
-        arrays, optional = sharding.to_host((arrays, (state.log_probs_bs, state.expected_bs)))
+        arrays, log_probs, expected_bs = sharding.to_host((arrays, state.log_probs, state.expected_bs))
         results = []
         for slot in slots:
             tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
-            log_probs, expected = (None if array is None else array[slot].tolist() for array in optional)
-            request = self.decoder.slots.held[slot]
+            request = scheduler.slots.held[slot]
             ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
-            self._check(ids)
-            is_stopped = done and ids[-1] in request.stop_ids
-            ids, text, accepted, has_stop = self._until_stop(request, ids, accepted)
-            finished = "interrupted" if not done and self.decoder.is_interrupted else "length"
+            if ids[-1] >= vocab_size:  # no logit of this token was above -inf, and rounds ended there
+                ids = ids[:-1]
+                finished = "blocked"
+                _explain_no_token(request, len(ids), scheduler.weights.processor)
+            elif done and ids[-1] in request.stop_ids:
+                finished = "stop"
+            else:
+                finished = "interrupted" if not done and scheduler.is_interrupted else "length"
+            text = self.answer_text(slot, ids)
+            if text is not None and text.has_stop:
+                ids, finished = text.ids, "stop"
+            while accepted and 1 + sum(accepted[:-1]) >= len(ids):
+                accepted = accepted[:-1]
             cut = 1 + sum(accepted) - len(ids) if accepted else 0
-            drafted = runner, self.tokenizer, request, ids, accepted
             result = Result(
-                text=text,
+                text=text and text.text,
                 ids=ids,
                 prompt_ids=request.ids,
-                builder=runner.plan.builder,
+                builder=plan.builder,
                 accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
-                finished="stop" if is_stopped or has_stop else finished,
+                finished=finished,
                 seconds=clock.seconds,
                 compile_seconds=clock.compile_seconds,
                 tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
-                log_probs=log_probs and log_probs[request.length :][: len(ids)],
-                expected_lengths=expected and expected[: len(accepted)],
+                expected_lengths=None if expected_bs is None else expected_bs[slot, : len(accepted)].tolist(),
                 cut=cut,
-                draft_again=_DraftAgain(draw_tree, *drafted) if runner.plan.drafts else None,
+                reused=int(scheduler.reused[slot]),
+                draft_again=DraftAgain(self._model, plan, request) if plan.drafts else None,
             )
+            if log_probs is not None:
+                answer = slice(request.length, request.length + len(ids))
+                token_s, ids_sk, top_sk = (x[slot, answer].tolist() for x in jax.tree.leaves(log_probs))
+                top = [[*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True)]
+                result = replace(result, log_probs=token_s, top_log_probs=top if plan.prefill.top_log_probs else None)
             results.append(result)
         return results
 
-    def _check(self, ids: list[int]) -> None:
-        """Raises ValueError for an id outside the vocabulary, which means that no logit was above -inf."""
-        outside = [index for index, id in enumerate(ids) if id >= self.decoder.runner.plan.verifier.vocab_size]
-        if outside:
-            raise ValueError(
-                f"got NaN as logits of token {outside[0]} of an answer, expected numbers: weights are damaged, or "
-                "activations leave the range of the dtype; try dtype 'float32'"
-            )
 
-    def has_stop(self, request: Request, ids: list[int]) -> bool:
-        """Returns True if the text of tokens contains a stop string of their request."""
-        text = (self._text(ids) or "") if request.settings.stop else ""
-        return any(stop in text for stop in request.settings.stop)
-
-    def certain(self, request: Request, text: str) -> str:
-        """Removes the end of a growing text that may still change: half a character, or the start of a stop string."""
-        starts = [size for stop in request.settings.stop for size in range(1, len(stop)) if text.endswith(stop[:size])]
-        return text[: min(len(text.rstrip("\ufffd")), len(text) - max(starts, default=0))]
-
-    def _until_stop(
-        self, request: Request, ids: list[int], accepted: list[int]
-    ) -> tuple[list[int], str | None, list[int], bool]:
-        """Cuts tokens, text and accept lengths at the first stop string; the last value is true if there is one."""
-        if not self.has_stop(request, ids):
-            return ids, self._text(ids), accepted, False
-        ids = ids[: bisect_left(range(len(ids)), True, key=lambda count: self.has_stop(request, ids[:count]))]
-        while accepted and 1 + sum(accepted[:-1]) >= len(ids):
-            accepted = accepted[:-1]
-        text = self._text(ids)  # with later tokens, it might contain another stop string, before this one
-        return ids, text[: min(text.index(stop) for stop in request.settings.stop if stop in text)], accepted, True
-
-    def _text(self, ids: list[int]) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode(ids)
-
-
-def draw_tree(
-    runner: Runner, tokenizer: Tokenizer | None, request: Request, ids: list[int], accepted: list[int], round_index: int
-) -> "DrawnTree":
-    """Drafts the tree of a round of an answer again, and marks the path that was accepted in it."""
-    start = 1 + sum(accepted[:round_index])
-    *before, anchor = request.ids + ids[:start]
-    runner = replace(runner, clock=Clock())
-    sizes = {"batch_size": 1, "capacity": round_capacity(len(before) + runner.plan.path_length + 1)}
-    batch = make_batch([replace(request, ids=before)], **sizes, dtype=runner.weights.dtype, mesh=runner.mesh)
-    tree = runner.draft(batch, len(before), anchor)
-    tokens, parents, log_probs, valid = (
-        np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
-    )
-    count, path = int(valid.sum()), [0]
-    *drafted, bonus = [*ids[start:], None][: accepted[round_index]]  # None: the answer was cut within the round
-    for token in drafted:
-        path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
-
-    def label(token: int) -> str:
-        return str(token) if tokenizer is None else repr(tokenizer.inner.decode([token]))
-
-    return DrawnTree(
-        labels=[label(int(token)) for token in tokens[:count]],
-        parents=parents[:count].tolist(),
-        probabilities=np.exp(log_probs[:count]).tolist(),
-        accepted=[node in path for node in range(count)],
-        bonus="the cut" if bonus is None else f"bonus {label(bonus)}",
+def _explain_no_token(request: Request, index: int, processor: Any) -> None:
+    """Warns that the user's processor allows no token. Raises ValueError without one: the logits are NaN."""
+    if processor is None:
+        raise ValueError(
+            f"got NaN as logits of token {index} of an answer, expected numbers: weights are damaged, or "
+            "activations leave the range of the dtype; try dtype 'float32'"
+        )
+    prompt = request.number // request.settings.samples
+    warn(
+        f"prompt {prompt}: processor {processor_name(processor)} left no logit above -inf for token {index} of the answer, "
+        "which ends there; allow at least one token, for example a stop id"
     )
 
 
@@ -275,51 +273,3 @@ def warn_of_low_tau(results: Sequence[Result]) -> None:
             "verifier, revision or prompt format looks like this",
             stacklevel=3,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawnTree:
-    """A draft tree as text.
-
-    Attributes:
-      labels: text of each node's token, the anchor first.
-      parents: index of each node's parent; 0 for the anchor.
-      probabilities: drafted probability of the path from the anchor to each node.
-    """
-
-    labels: Sequence[str]
-    parents: Sequence[int]
-    probabilities: Sequence[float]
-    accepted: Sequence[bool]
-    bonus: str
-
-    def __str__(self) -> str:
-        return "\n".join(f"{indent}{self._label(node)}" for node, indent in self._lines())
-
-    def _repr_html_(self) -> str:
-        """Formats the same text for notebooks, with accepted nodes in green."""
-        lines = []
-        for node, indent in self._lines():
-            label = escape(self._label(node))
-            lines.append(escape(indent) + (f'<b style="color: #1a7f37">{label}</b>' if self.accepted[node] else label))
-        return '<pre style="line-height: 1.2">' + "\n".join(lines) + "</pre>"
-
-    def _lines(self) -> Iterator[tuple[int, str]]:
-        """Yields the nodes from top to bottom, each with the branches drawn before it."""
-        children: dict[int, list[int]] = {}
-        for node in range(1, len(self.labels)):
-            children.setdefault(self.parents[node], []).append(node)
-
-        def below(node: int, indent: str) -> Iterator[tuple[int, str]]:
-            for child in children.get(node, []):
-                last = child == children[node][-1]
-                yield child, indent + ("└─" if last else "├─")
-                yield from below(child, indent + ("   " if last else "│  "))
-
-        yield 0, ""
-        yield from below(0, "")
-
-    def _label(self, node: int) -> str:
-        if node == 0:
-            return f"{self.labels[0]}   (anchor; {len(self.labels)} nodes, accepted nodes marked ●, then {self.bonus})"
-        return f"{'●' if self.accepted[node] else ' '} {self.labels[node]}  {self.probabilities[node]:.2f}"

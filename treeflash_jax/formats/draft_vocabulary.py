@@ -1,7 +1,7 @@
-"""draft_vocabulary.json beside the files of a block drafter or language model: the tokens that it drafts.
+"""draft_vocabulary.json beside the files of a block drafter, language model or layer of multi-token prediction.
 
-They are the most frequent of answers. Other tokens are never drafted; the output does not change. A draft then reads a
-fraction of the vocabulary table.
+It lists the tokens that are drafted: the most frequent ones of answers. Others are never drafted; the output does not
+change. A draft then reads a fraction of the vocabulary table.
 
 Source: FR-Spec (arXiv 2502.14856).
 """
@@ -15,7 +15,6 @@ import numpy as np
 
 from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.core.checks import read_json
-from treeflash_jax.core.clock import Clock
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import vocab
 
@@ -69,7 +68,7 @@ def load(folder: str | Path, drafter: dict[str, Any], verifier: dict[str, Any], 
         return {}
     lists = jax.device_put((ids_z, ids_z - np.arange(ids_z.size, dtype=np.int32)))
     ids_z, offsets_z = sharding.place(lists, mesh, over_batch=False)
-    unembed_zd = programs.call(_select, table_vd, ids_z, mesh=mesh, clock=Clock(silent=True))
+    unembed_zd = programs.call(_select, table_vd, ids_z, mesh=mesh)
     return {"unembed": unembed_zd, "offsets": offsets_z}
 
 

@@ -52,6 +52,11 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
     return config, _load(path, dialect, config, config.specs(), dtype, mesh)
 
 
+def has_mtp(path: str | Path) -> bool:
+    """Returns whether the files of a verifier hold a layer of multi-token prediction, which `load_drafter` reads."""
+    return any(name.startswith("mtp.") for name in tensor_files.names(Path(path)))
+
+
 def check_copies(drafter: str | Path, source: str | Path) -> None:
     """Raises ValueError if tables in a drafter's files, copies of the verifier's that are not read, differ from those.
 
@@ -114,7 +119,10 @@ def save_drafter(
 
 
 def writable(dialect: str, config: Any = None) -> Dialect:
-    """Returns a dialect by name. Raises ValueError for one that is unknown, or cannot store drafters of this kind."""
+    """Returns a dialect by name.
+
+    Raises ValueError for one that is unknown, or cannot store drafters of this kind or weights of this drafter.
+    """
     known = dialects.written()
     expect(dialect in known, "dialect", dialect, f"one of {', '.join(known)}")
     result = dialects.DIALECTS[dialect]
@@ -123,6 +131,8 @@ def writable(dialect: str, config: Any = None) -> Dialect:
             f"got dialect {quoted(dialect)} for a drafter of kind {config.kind!r}, expected one of that kind; this dialect "
             f"holds drafters of kind {result.kind!r}"
         )
+    if config is not None:
+        storage.pair_entries(config.specs(), result.entries(config, config.specs(), ()))
     return result
 
 
@@ -137,10 +147,10 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     Raises ValueError for a dialect that cannot be written, a drafter that it cannot store, or a target that exists.
     """
     files.check_folder(target)
-    config = read_drafter_config(source)
+    read, config = _find(source, "drafter")
     written = writable(dialect, config)
     written.to_hf(written.without_head(config, {})[0] if drop_head else config)  # refuses before weights are read
-    with tensor_files.open_folder(Path(source)) as tensors:
+    with read.opened(Path(source), config) as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
     if len(kinds) != 1:
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")

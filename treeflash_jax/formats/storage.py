@@ -101,7 +101,7 @@ def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any,
     """Raises ValueError if tensors are missing or unknown, or have another shape or type than `load` expects."""
     wanted = {
         name: (entry.disk_shape(spec), spec.dtype_in(dtype))
-        for spec, entry in _pairs(specs, entries)
+        for spec, entry in pair_entries(specs, entries)
         for name in entry.names(spec)
     }
     missing = sorted(set(wanted) - set(tensors))
@@ -154,6 +154,7 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
     below = height // view[0]  # lines of the tensor for each index of the outermost axis
     at = [slice(above + first.start * below, above + first.stop * below), slice(left, left + width)]
     at = at if entry.row_axes < len(view) else at[:1]
+    at = [at[0], slice(0, 1), at[1]] if entry.has_middle else at
     block = source[tuple(at)] if plane is None else source[(slice(plane, plane + 1), *at)][0]
     return block.reshape(-1, *view[1:])[(slice(None), *others)].transpose(np.argsort(entry.order))
 
@@ -168,9 +169,22 @@ def are_equal(left: Tensor, right: Tensor) -> bool:
     return all(np.array_equal(left[span], right[span]) for span in spans)
 
 
-def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
-    flat_entries = jax.tree.leaves(entries, is_leaf=lambda x: isinstance(x, Entry))
-    return zip(jax.tree.leaves(specs, is_leaf=is_spec), flat_entries, strict=True)
+def pair_entries(specs: Any, entries: Any) -> list[tuple[Spec, Entry]]:
+    """Returns each spec with its entry. Raises ValueError for a weight without an entry, or one that orders other axes."""
+    flat_entries = dict(jax.tree_util.tree_leaves_with_path(entries, is_leaf=lambda x: isinstance(x, Entry)))
+    pairs = []
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        name, entry = jax.tree_util.keystr(path, simple=True, separator="."), flat_entries.get(path)
+        if entry is None:
+            raise ValueError(f"{name}: got no Entry, expected one that locates this weight in files")
+        axes = len(spec.shape) - (entry.is_apart or entry.is_stacked)
+        if sorted(entry.order) != list(range(axes)):
+            raise ValueError(
+                f"{name}: got an Entry with order {entry.order} for a Spec of shape {spec.shape}, expected the order of "
+                f"{axes} axes on disk, such as {tuple(reversed(range(axes)))}"
+            )
+        pairs.append((spec, entry))
+    return pairs
 
 
 def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
@@ -179,7 +193,7 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
     The library's writer needs all tensors at once, and orders metadata at random. Raises ValueError for a wrong shape.
     """
     tensors: dict[str, list[_Part]] = {}
-    for (spec, entry), leaf in zip(_pairs(specs, entries), jax.tree.leaves(params), strict=True):
+    for (spec, entry), leaf in zip(pair_entries(specs, entries), jax.tree.leaves(params), strict=True):
         if leaf.shape != spec.shape:
             raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
         for i in range(spec.shape[0]) if entry.is_apart else (None,):

@@ -4,6 +4,7 @@ Tokenizers and chat templates come with models: their errors become one line. Te
 Ctrl-C stops one that never ends.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
 FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
     chat_template.json""".split()
+SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that are visible characters of Latin-1
+UNSEEN = [byte for byte in range(256) if byte not in SEEN]
+BYTES_OF = {chr(byte): byte for byte in SEEN} | {chr(256 + i): byte for i, byte in enumerate(UNSEEN)}
 
 
 class Tokenizer:
@@ -71,25 +75,52 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.inner.chat_template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the ids of a chat up to the start of the next answer. Raises ValueError as `render` and `encode`."""
-        return self.encode_texts([self.render(messages)], add_special_tokens=False)[0]
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
+        """Returns the ids of a chat up to the start of the next answer; arguments and exceptions are those of `render`."""
+        return self.encode_texts([self.render(messages, **arguments)], add_special_tokens=False)[0]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **arguments: Any) -> str:
         """Returns a chat as text, by the chat template; with `add_generation_prompt`, it ends with the start of an answer.
+
+        Args:
+          **arguments: further arguments of transformers' `apply_chat_template`, and of the template.
 
         Raises ValueError for no chat template, or a chat that the template refuses.
         """
         if not self.has_chat_template:
             raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")
         with _one_line("got a chat that the verifier's chat template refuses"):
-            how = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
-            text = self.inner.apply_chat_template(list(messages), **how, **self.template)
+            arguments = {**self.template, **arguments, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+            text = self.inner.apply_chat_template(list(messages), **arguments)
         _check_characters(text)
         return text
 
+    def token_bytes(self) -> dict[int, bytes]:
+        """Returns the bytes that each token stands for, without added tokens. Raises ValueError for other tokenizers."""
+        decoder = json.loads(self.inner.backend_tokenizer.to_str())["decoder"] or {}
+        kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ()))}
+        if "ByteLevel" in kinds:
+            read = _read_byte_level
+        elif "ByteFallback" in kinds:
+            read = _read_sentence_piece
+        else:
+            raise ValueError(f"got a tokenizer that decodes by {quoted(sorted(kinds))}, expected ByteLevel or ByteFallback")
+        added = self.inner.added_tokens_decoder
+        return {id: read(token) for token, id in self.inner.get_vocab().items() if id not in added}
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _read_byte_level(token: str) -> bytes:
+    """Reads GPT-2's alphabet: a character for each byte, that of Latin-1 if it can be seen."""
+    return bytes(BYTES_OF[character] for character in token)
+
+
+def _read_sentence_piece(token: str) -> bytes:
+    """Reads tokens such as ▁word, and <0x0A> for a byte."""
+    is_byte = len(token) == 6 and token.startswith("<0x")
+    return bytes([int(token[3:5], 16)]) if is_byte else token.replace("▁", " ").encode()
 
 
 def _check_characters(text: str) -> None:

@@ -6,9 +6,12 @@ exists.
 
 "xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
 prefix; "blocked" the blocks that hold it one after the other, so that it keeps the logits of one block only. The Pallas
-kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the new positions, norms and
-rotates in its kernel, and verifiers then also add to the residual stream and norm it in one (`backend.add_norm_mosaic`).
-"splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
+kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the new positions in its
+kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "pallas-tpu" is "xla" with a kernel for
+recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
+
+Sinks join the sums of every implementation but two kinds: "mosaic-gpu" takes "pallas-gpu" for them, kernels for packed
+sequences "chunked". Layers with a window read the slots in it alone, but "xla" and "pallas-tpu", which hide the others.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
 either kind, h query heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix,
@@ -25,7 +28,7 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.models import kv_cache
-from treeflash_jax.models.backend import packed_attention, products, rotation
+from treeflash_jax.models.backend import packed_attention, products
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.kv_cache import LayerKV
 
@@ -44,6 +47,8 @@ def tree_attention(
     length_b: jax.Array | None = None,
     *,
     first_bt: jax.Array | None = None,
+    window: int | None = None,
+    sinks_h: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Computes softmax(q [K_prefix; K_new]^T / sqrt(e)) [V_prefix; V_new] over the first `length_b` slots of the prefix.
@@ -56,19 +61,24 @@ def tree_attention(
       mask_btu: True if new position t sees new position u. Every position must see itself.
       prefix: committed keys and values; cache slot s holds absolute position s. None: no prefix.
       length_b: number of committed positions per sequence.
-      first_bt: first slot of the prefix that each new position sees (sliding windows); None: all. Takes the plain form.
+      first_bt: first slot of the prefix that each new position sees (sliding windows); None: all.
+      window: number of slots before `length_b` of which no new position sees more; None: not known, so all are read.
+      sinks_h: logits that join the softmax of each head, and whose weights are dropped; None: none.
       implementation: a name in IMPLEMENTATIONS.
     """
     if isinstance(mask_btu, PackedMask):
-        if packed_attention.supports(implementation, q_bthe, k_buke):
+        if sinks_h is None and packed_attention.supports(implementation, q_bthe, k_buke):
             return packed_attention.attend(implementation, q_bthe, k_buke, v_buke, mask_btu)
         mask_btu = mask_btu.dense()
-    if first_bt is not None:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt)
-    return IMPLEMENTATIONS[implementation](q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+    arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h
+    if first_bt is None or prefix is None:
+        return IMPLEMENTATIONS[implementation](*arrays)
+    if window is None or window >= prefix.num_slots or IMPLEMENTATIONS[implementation] is _xla:
+        return _xla(*arrays, first_bt)
+    return _on_each_device(partial(_windowed, window=window), *arrays, first_bt)
 
 
-def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt=None, end=None):
+def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, first_bt=None, end=None):
     """Reads the slots of the prefix up to `end`; None: all."""
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
@@ -90,18 +100,25 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, first_bt=None, end=
         past_bkqs = jnp.exp(past_bkqs - peak_bkq1)
         total_bkq += jnp.sum(past_bkqs, axis=-1)
         mixed_bkqe += _mix(past_bkqs, values_bkse)
-    return _ungroup_queries(mixed_bkqe / total_bkq[..., None], q_bthe)
+    return _divide(mixed_bkqe, total_bkq[..., None], peak_bkq1, sinks_h, q_bthe)
 
 
-def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+def _windowed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, first_bt, window):
+    """Runs `_xla` on the last `window` slots of each sequence, or on its first ones if it is shorter."""
+    start_b = jnp.maximum(length_b - window, 0)
+    near, near_bt = prefix.copy(start_b, window), first_bt - start_b[:, None]
+    return _xla(q_bthe, k_buke, v_buke, mask_btu, near, length_b - start_b, sinks_h, near_bt)
+
+
+def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
     """Runs `_xla` over TRAINING_CHUNK queries at a time, recomputed in backward passes, so that memory is bounded."""
     if q_bthe.shape[1] <= TRAINING_CHUNK or q_bthe.shape[1] % TRAINING_CHUNK:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
 
     @jax.checkpoint
     def attend(chunk):
         q_bche, mask_bcu = chunk
-        return _xla(q_bche, k_buke, v_buke, mask_bcu, prefix, length_b)
+        return _xla(q_bche, k_buke, v_buke, mask_bcu, prefix, length_b, sinks_h)
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, TRAINING_CHUNK, *x.shape[2:]), 1, 0)
@@ -109,30 +126,31 @@ def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     return jnp.moveaxis(lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
 
 
-def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
     """Runs `_xla` on a cache cut to the first quarter, half or three quarters if the longest prefix fits.
 
     The branches copy what they read of the cache, which costs more than it saves if the cache is short.
     """
     slots = 0 if prefix is None else prefix.num_slots
     if slots < (SHORT_FOR_ONE_QUERY if q_bthe.shape[1] == 1 else SHORT):
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
     ends = [-(-slots * (quarter + 1) // QUARTERS) for quarter in range(QUARTERS)]
 
-    def attend(*arrays):
-        branch = jnp.sum(jnp.max(arrays[-1]) > jnp.asarray(ends[:-1]))
+    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
+        branch = jnp.sum(jnp.max(length_b) > jnp.asarray(ends[:-1]))
+        arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h
         return lax.switch(branch, [partial(_xla, end=end) for end in ends], *arrays)
 
-    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
 
 
-def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
     """Adds up one block of the cache after the other under an online softmax, up to the longest prefix."""
     slots = 0 if prefix is None else prefix.num_slots
     if slots <= BLOCK:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
 
-    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
         q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
 
         def add(sums, keys_bkxe, values_bkxe, seen_btx):
@@ -155,19 +173,18 @@ def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         nothing = jnp.zeros(q_bkqe.shape, wide), zero_bkq1, zero_bkq1 - jnp.inf
         sums = add(nothing, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu)
         blocks = (jnp.max(length_b) + (BLOCK - 1)) // BLOCK
-        mixed_bkqe, total_bkq1, _ = lax.fori_loop(0, blocks, add_block, sums)
-        return _ungroup_queries(mixed_bkqe / total_bkq1, q_bthe)
+        return _divide(*lax.fori_loop(0, blocks, add_block, sums), sinks_h, q_bthe)
 
-    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
 
 
-def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
     """Runs the kernel over the prefix and merges its shares with the softmax over the new positions."""
     if prefix is None:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
     from treeflash_jax.models.backend import attention_gpu  # slow to import
 
-    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
         q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
         new_bkqu = _logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
         mixed_bkyqe, total_bkyq, peak_bkyq = attention_gpu.attend(q_bkqe, prefix, length_b)
@@ -175,62 +192,41 @@ def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
         total_bkq = jnp.sum(new_bkqu, axis=-1) + jnp.sum(total_bkyq * kept_bkyq, axis=2)
         mixed_bkqe = _mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)) + jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
-        return _ungroup_queries(mixed_bkqe / total_bkq[..., None], q_bthe)
+        return _divide(mixed_bkqe, total_bkq[..., None], peak_bkq[..., None], sinks_h, q_bthe)
 
-    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
 
 
-def _mosaic_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
-    if prefix is None:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+def _mosaic_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
+    if prefix is None or sinks_h is not None:
+        return _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
     from treeflash_jax.models.backend import attention_mosaic  # slow to import
 
-    return _on_each_device(attention_mosaic.attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
+    def attend(*arrays):  # the last is sinks_h, None here
+        return attention_mosaic.attend(*arrays[:-1])
+
+    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
 
 
-def raw_attention(
-    qkv_btkge: jax.Array,
-    table: tuple[jax.Array, jax.Array],
-    scales_ge: jax.Array | None,
-    eps: float,
-    mask_btt: jax.Array,
-    prefix: LayerKV,
-    length_b: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Norms and rotates new positions, and attends as `tree_attention` does, in one kernel ("mosaic-gpu").
-
-    Returns attention [b, t, h, e], and keys and values [b, t, k, e] for the cache.
-
-    Args:
-      qkv_btkge: query heads, key and value of each key/value head (`layers.raw_heads`).
-      table: cosines and sines (`layers.rotary_table`).
-      scales_ge: scales of the norms of query heads and key, and one that is not read (`layers.merge`); None: no norm.
-      eps: epsilon of the norms.
-    """
-    from treeflash_jax.models.backend import attention_mosaic  # slow to import
-
-    heads, batch = ("batch", None, "kv_heads", None, None), ("batch", None, None)
-    cos_sin_bte = jnp.concatenate(rotation.per_pair(table), axis=-1)[:, :, 0]
-    arrays = qkv_btkge, cos_sin_bte, scales_ge, mask_btt
-    layouts = (heads, qkv_btkge.shape), (batch, cos_sin_bte.shape), ((), ()), (batch, mask_btt.shape)
-    attend = partial(attention_mosaic.attend_raw, eps=eps)
-    mixed_btkge, keys_btk1e = _over_mesh(attend, arrays, layouts, prefix, length_b)
-    mixed_bthe = mixed_btkge.reshape(*mixed_btkge.shape[:2], -1, mixed_btkge.shape[-1])
-    return mixed_bthe, (keys_btk1e[:, :, :, 0], qkv_btkge[:, :, :, -1])
-
-
-def _on_each_device(attend: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b) -> jax.Array:
+def _on_each_device(
+    attend: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, first_bt=None
+) -> jax.Array:
     """Runs `attend` on every device of a mesh, for its own sequences and heads; no device waits for another.
 
     Query heads follow their key/value head: if the model axis does not divide those, all devices along it do the same.
     """
     heads, batch = (("batch", None, "kv_heads", None), k_buke.shape), (("batch",), length_b.shape)
-    return _over_mesh(attend, (q_bthe, k_buke, v_buke, mask_btu), (heads, heads, heads, batch), prefix, length_b)
+
+    def run(q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b):
+        firsts = () if first_bt is None else (first_bt,)
+        return attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, *firsts)
+
+    arrays = q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt
+    layouts = heads, heads, heads, batch, (("kv_heads",), k_buke.shape[2:3]), batch
+    return over_mesh(run, arrays, layouts, prefix, length_b)
 
 
-def _over_mesh(
-    attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], prefix: LayerKV, length_b: jax.Array
-) -> Any:
+def over_mesh(attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], prefix: LayerKV, length_b: jax.Array) -> Any:
     """Runs `attend(*arrays, prefix, length_b)` on every device of a mesh, for its own sequences and heads.
 
     The prefix is given in parts, since the index of its layer is the same on all devices.
@@ -262,6 +258,16 @@ def _ungroup_queries(mixed_bkqe: jax.Array, q_bthe: jax.Array) -> jax.Array:
     return jnp.moveaxis(mixed_bkgte, 3, 1).reshape(q_bthe.shape).astype(q_bthe.dtype)
 
 
+def _divide(
+    mixed_bkqe: jax.Array, total_bkq1: jax.Array, peak_bkq1: jax.Array, sinks_h: Any, q_bthe: jax.Array
+) -> jax.Array:
+    """Returns sums of exp(l - peak) v over those of exp(l - peak), which sinks join, in the layout of the queries."""
+    if sinks_h is not None:
+        sinks_kq1 = jnp.repeat(sinks_h.astype(peak_bkq1.dtype), q_bthe.shape[1]).reshape(peak_bkq1.shape[1:])
+        total_bkq1 += jnp.exp(sinks_kq1 - peak_bkq1)
+    return _ungroup_queries(mixed_bkqe / total_bkq1, q_bthe)
+
+
 def _logits(q_bkqe: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array) -> jax.Array:
     """Returns logits [b, k, q, x], -inf for keys that are not seen; the t axis of `seen` may be 1."""
     logits_bkqx = products.attention_scores(q_bkqe, keys_bkxe) * q_bkqe.shape[-1] ** -0.5
@@ -282,6 +288,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "blocked": _blocked,
     "pallas-gpu": _pallas_gpu,
     "mosaic-gpu": _mosaic_gpu,
+    "pallas-tpu": _xla,
 }
 
 READS_STACKS = "pallas-gpu", "mosaic-gpu"  # kernels that read one layer of a stacked cache where it lies

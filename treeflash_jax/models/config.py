@@ -16,6 +16,7 @@ class Rope:
       beta_fast, beta_slow: turns within the original context above which `yarn` keeps a frequency, and below which it is
         slowed in full.
       truncate: whether `yarn` rounds the first and last pair between these two outwards to whole pairs.
+      fraction: share of a head that is rotated, its first elements.
     """
 
     theta: float = 10_000.0
@@ -29,6 +30,28 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    fraction: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSizes:
+    """Sizes of gated delta-rule layers.
+
+    Attributes:
+      key_heads: heads of queries and keys; each serves value_heads / key_heads value heads in a row.
+      conv_width: inputs of the convolution, the position itself included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: those of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +66,22 @@ class ModelConfig:
     Attributes:
       qk_norm: whether queries and keys are normalised before the rotation.
       qkv_bias: whether queries, keys and values have biases.
+      o_bias: whether attention's output has a bias.
       model_type: the architecture, by its name in `formats.architectures`.
       num_experts: experts per sparse layer; 0: all layers are dense.
       experts_per_token: experts that a sparse layer runs each token through.
       expert_size: feed-forward width of an expert; `intermediate_size` is that of the dense layers.
       normalize_experts: whether the weights of a token's experts are divided by their sum.
+      expert_biases: whether the router and the maps of experts have biases.
+      swiglu_limit: bound of an expert's gate and up map, which then are clamped (`expert_sums`); 0: silu(gate) * up.
       dense_layers: dense layers of a mixture of experts.
+      offset_norms: whether norms store their scale - 1.
+      gates_attention: whether the query map also gives a gate for each element of attention's output, head by head.
+      attention_sinks: whether attention's softmax has one more logit per head, whose weight is dropped.
+      window: positions that a layer of kind "sliding_attention" sees, the query's included.
+      layer_types: name of the kind of each layer in `layer_kinds.KINDS`; (): all are "full_attention".
+      shared_expert_size: feed-forward width of an expert that sees every token, in sparse layers; 0: there is none.
+      delta: sizes of the layers of kind "linear_attention".
     """
 
     vocab_size: int
@@ -64,16 +97,32 @@ class ModelConfig:
     tie_embeddings: bool = False
     qk_norm: bool = True
     qkv_bias: bool = False
+    o_bias: bool = False
     model_type: str = "qwen3"
     eos_token_ids: tuple[int, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
     normalize_experts: bool = False
+    expert_biases: bool = False
+    swiglu_limit: float = 0.0
     dense_layers: tuple[int, ...] = ()
+    offset_norms: bool = False
+    gates_attention: bool = False
+    attention_sinks: bool = False
+    window: int = 0
+    layer_types: tuple[str, ...] = ()
+    shared_expert_size: int = 0
+    delta: DeltaSizes | None = None
 
     @property
-    def runs(self) -> tuple[tuple[bool, int], ...]:
-        """Runs of equal layers, each as (is sparse, number of layers)."""
-        sparse = (self.num_experts > 0 and i not in self.dense_layers for i in range(self.num_layers))
-        return tuple((is_sparse, len(list(run))) for is_sparse, run in groupby(sparse))
+    def kinds(self) -> tuple[str, ...]:
+        """Name of the kind of each layer."""
+        return self.layer_types or ("full_attention",) * self.num_layers
+
+    @property
+    def runs(self) -> tuple[tuple[str, bool, int], ...]:
+        """Runs of equal layers, each as (kind, is sparse, number of layers)."""
+        sparse = [self.num_experts > 0 and i not in self.dense_layers for i in range(self.num_layers)]
+        runs = groupby(zip(self.kinds, sparse, strict=True))
+        return tuple((kind, is_sparse, len(list(run))) for (kind, is_sparse), run in runs)

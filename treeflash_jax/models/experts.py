@@ -3,7 +3,7 @@
 On a mesh every device does this for its own tokens with the experts, or the slices of all experts, that it holds, and the
 partial sums are added over the mesh. No weight travels. `backend.expert_sums` has the forms of the sum.
 
-Source: Qwen3-MoE as transformers computes it.
+Source: Qwen3-MoE and gpt-oss as transformers computes them.
 
 Shape suffixes: b batch, t tokens, n = b t tokens of a device, d model, x experts, f ffn of an expert, k experts of a token.
 """
@@ -27,16 +27,39 @@ def specs(config: ModelConfig) -> dict[str, Spec]:
     """Weights of the experts of one layer and of their router, which is never quantised."""
     d, x, f = config.hidden_size, config.num_experts, config.expert_size
     into, back = ("experts", "embed", "expert_ffn"), ("experts", "expert_ffn", "embed")
-    return {
+    weights = {
         "router": Spec((d, x), ("embed", None), inputs=(0,), can_quantize=False),
         "expert_gate": Spec((x, d, f), into, inputs=(1,)),
         "expert_up": Spec((x, d, f), into, inputs=(1,)),
         "expert_down": Spec((x, f, d), back, inputs=(1,)),
     }
+    if not config.expert_biases:
+        return weights
+    return weights | {
+        "router_bias": Spec((x,), (None,), "zeros"),
+        "expert_gate_bias": Spec((x, f), ("experts", "expert_ffn"), "zeros"),
+        "expert_up_bias": Spec((x, f), ("experts", "expert_ffn"), "zeros"),
+        "expert_down_bias": Spec((x, d), ("experts", "embed"), "zeros"),
+    }
+
+
+def shared_specs(config: ModelConfig) -> dict[str, Spec]:
+    """Weights of the expert that sees every token, and of its gate; none in models without one."""
+    d, f = config.hidden_size, config.shared_expert_size
+    if not f:
+        return {}
+    return {
+        "shared_gate": Spec((f, d), ("ffn", "embed"), inputs=(1,)),
+        "shared_up": Spec((f, d), ("ffn", "embed"), inputs=(1,)),
+        "shared_down": Spec((d, f), ("embed", "ffn"), inputs=(1,)),
+        "shared_router": Spec((1, d), (None, "embed"), inputs=(1,), can_quantize=False),
+    }
 
 
 def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> jax.Array:
     """Computes the feed-forward part of a sparse layer: sum over a token's experts of weight * down(silu(gate x) * up x).
+
+    Biases and the clamped form of that product are as `ModelConfig` says.
 
     Takes the normed residual stream, and returns the sum in its dtype.
     """
@@ -53,13 +76,15 @@ def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> ja
         return sharding.per_device(run, mesh, (places, tokens), tokens)(weights, x_btd)
 
 
-def route(router: jax.Array, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:
+def route(weights: dict[str, Any], config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the experts of every token and their weights, both [n, k], largest weight first, lower expert first in ties.
 
     The product is one of the compute dtype; probabilities over all experts are float32 at least, and weights are rounded
     to the compute dtype at the end.
     """
-    logits_nx = quantized.product("nd,dx->nx", x_nd, router)
+    logits_nx = quantized.product("nd,dx->nx", x_nd, weights["router"])
+    if "router_bias" in weights:
+        logits_nx += weights["router_bias"].astype(logits_nx.dtype)
     probs_nx = jax.nn.softmax(logits_nx.astype(_wide(x_nd)), axis=-1)
     weight_nk, ids_nk = lax.top_k(probs_nx, config.experts_per_token)
     if config.normalize_experts:
@@ -74,11 +99,15 @@ def _local_mixture(
     if quantized.quantization_scheme(weights):  # as in `quantized.product`: no wide copy outlives its layer
         x_btd, weights = lax.optimization_barrier((x_btd, weights))
     x_nd, held = x_btd.reshape(-1, x_btd.shape[-1]), weights["expert_gate"].shape[0]
-    weight_nk, ids_nk = route(weights["router"], config, x_nd)
+    weight_nk, ids_nk = route(weights, config, x_nd)
     local_nk = ids_nk - lax.axis_index(experts) * held if experts else ids_nk
     is_held_nk = (local_nk >= 0) & (local_nk < held)
     weight_nk = jnp.where(is_held_nk, weight_nk.astype(_wide(x_nd)), 0)
-    y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, jnp.where(is_held_nk, local_nk, held))
+    y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, jnp.where(is_held_nk, local_nk, held), config.swiglu_limit)
+    if "expert_down_bias" in weights:
+        weight_nx = jnp.sum(jnp.where(local_nk[..., None] == jnp.arange(held), weight_nk[..., None], 0), axis=1)
+        bias_nd = weight_nx @ weights["expert_down_bias"].astype(weight_nx.dtype)
+        y_nd += jnp.where(lax.axis_index(ffn) == 0, bias_nd, 0) if ffn else bias_nd  # the devices along `ffn` are added up
     if axes := tuple(name for name in (experts, ffn) if name):
         y_nd = lax.psum(y_nd, axes)
     return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)

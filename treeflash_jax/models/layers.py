@@ -1,11 +1,9 @@
 """The pieces of a decoder layer, shared by verifier and drafter.
 
-Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, g query heads of one key/value head (in
-merged weights also its key and value), e head dim, f ffn, x gate and up.
+Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e head dim, f ffn, x gate and up.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,73 +18,68 @@ from treeflash_jax.models.config import ModelConfig, Rope
 from treeflash_jax.models.quantized import product
 
 Params = dict[str, Any]
-# Weights that `merge` joins: maps of the same input, and the norms and biases of their results.
-MERGED = ("q", "k", "v", "gate", "up", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
-Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
+GATE_UP = ("gate", "up")  # weights that `merge_gate_up` joins
 
 
-def layer_specs(config: ModelConfig, is_sparse: bool = False, is_merged: bool = False) -> Params:
+def layer_specs(
+    config: ModelConfig, mixer: Params | None = None, is_sparse: bool = False, is_merged: bool = False
+) -> Params:
     """Returns the specs of one decoder layer, dense or with experts. Linear maps are stored as on disk, [out, in].
 
     Args:
-      is_merged: whether the layer is one after `merge`.
+      mixer: specs of the part that mixes positions (`LayerKind.specs`); None: those of attention.
+      is_merged: whether gate and up are one array (`merge_gate_up`).
     """
-    d, h, k, e, f = (
-        config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
-    )  # fmt: skip
+    d, f = config.hidden_size, config.intermediate_size
+    specs = attention_specs(config) if mixer is None else mixer
+    specs = specs | {name: norm_spec(config, d) for name in ("attention_norm", "mlp_norm")}
+    if is_sparse:
+        return specs | experts.specs(config) | experts.shared_specs(config)
+    specs["down"] = Spec((d, f), ("embed", "ffn"), inputs=(1,), outputs=(0,))
+    if is_merged:
+        return specs | {"gate_up": Spec((2, f, d), (None, "ffn", "embed"), inputs=(2,), outputs=(0, 1))}
+    return specs | {name: Spec((f, d), ("ffn", "embed"), inputs=(1,), outputs=(0,)) for name in GATE_UP}
+
+
+def attention_specs(config: ModelConfig) -> Params:
+    """Returns the specs of queries, keys, values and output of attention, with the norms and biases that the model has."""
+    d, h, k, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    size = 2 * e if config.gates_attention else e
     specs = {
-        "attention_norm": Spec((d,), (None,), "ones"),
-        "q": Spec((h, e, d), ("heads", None, "embed"), inputs=(2,), outputs=(0, 1)),
+        "q": Spec((h, size, d), ("heads", None, "embed"), inputs=(2,), outputs=(0, 1)),
         "k": Spec((k, e, d), ("kv_heads", None, "embed"), inputs=(2,), outputs=(0, 1)),
         "v": Spec((k, e, d), ("kv_heads", None, "embed"), inputs=(2,), outputs=(0, 1)),
         "o": Spec((d, h, e), ("embed", "heads", None), inputs=(1, 2), outputs=(0,)),
-        "mlp_norm": Spec((d,), (None,), "ones"),
     }
-    if is_sparse:
-        specs |= experts.specs(config)
-    else:
-        specs |= {
-            "gate": Spec((f, d), ("ffn", "embed"), inputs=(1,), outputs=(0,)),
-            "up": Spec((f, d), ("ffn", "embed"), inputs=(1,), outputs=(0,)),
-            "down": Spec((d, f), ("embed", "ffn"), inputs=(1,), outputs=(0,)),
-        }
     if config.qk_norm:
-        specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}
+        specs |= {"q_norm": norm_spec(config, e), "k_norm": norm_spec(config, e)}
     if config.qkv_bias:
-        specs["q_bias"] = Spec((h, e), ("heads", None), "zeros")
+        specs["q_bias"] = Spec((h, size), ("heads", None), "zeros")
         specs |= {name: Spec((k, e), ("kv_heads", None), "zeros") for name in ("k_bias", "v_bias")}
-    if is_merged:
-        g, specs = h // k, {name: spec for name, spec in specs.items() if name not in MERGED}
-        specs["qkv"] = Spec((k, g + 2, e, d), ("kv_heads", None, None, "embed"), inputs=(3,), outputs=(0, 1, 2))
-        if not is_sparse:
-            specs["gate_up"] = Spec((2, f, d), (None, "ffn", "embed"), inputs=(2,), outputs=(0, 1))
-        if config.qk_norm:
-            specs["qkv_norm"] = Spec((g + 2, e), (None, None), "ones")
-        if config.qkv_bias:
-            specs["qkv_bias"] = Spec((k, g + 2, e), ("kv_heads", None, None), "zeros")
+    if config.o_bias:
+        specs["o_bias"] = Spec((d,), (None,), "zeros")
+    if config.attention_sinks:
+        specs["sinks"] = Spec((h,), ("heads",), "zeros")
     return specs
 
 
+def norm_spec(config: ModelConfig, *shape: int) -> Spec:
+    """Returns the spec of the scale of `norm`."""
+    return Spec(shape, (None,) * len(shape), "zeros" if config.offset_norms else "ones")
+
+
 @programs.jit
-def merge(params: Params) -> Params:
-    """Returns one array for each group of weights in MERGED, of those of one layer.
+def merge_gate_up(params: Params) -> Params:
+    """Returns gate and up of one layer as one array."""
+    return {"gate_up": jax.tree.map(lambda *maps_fd: jnp.stack(maps_fd), params["gate"], params["up"])}
 
-    In "qkv" every key/value head has its query heads, its key and its value, so that a mesh shards all three alike.
-    """
 
-    def by_kv_head(q_he: jax.Array, k_ke: jax.Array, v_ke: jax.Array) -> jax.Array:
-        q_kge = q_he.reshape(k_ke.shape[0], -1, *k_ke.shape[1:])
-        return jnp.concatenate([q_kge, k_ke[:, None], v_ke[:, None]], axis=1)
-
-    merged = {"qkv": jax.tree.map(by_kv_head, params["q"], params["k"], params["v"])}
-    if "gate" in params:
-        merged["gate_up"] = jax.tree.map(lambda *maps_fd: jnp.stack(maps_fd), params["gate"], params["up"])
-    if "q_norm" in params:
-        q_norms = [params["q_norm"]] * (merged["qkv"].shape[1] - 2)
-        merged["qkv_norm"] = jnp.stack([*q_norms, params["k_norm"], jnp.ones_like(params["k_norm"])])
-    if "q_bias" in params:
-        merged["qkv_bias"] = by_kv_head(params["q_bias"], params["k_bias"], params["v_bias"])
-    return merged
+def norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns `rms_norm`, or x / rms(x) * (1 + scale), multiplied before it is rounded, if the model stores scales - 1."""
+    if not config.offset_norms:
+        return rms_norm(x, scale, config.rms_norm_eps)
+    wide = 1 + scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+    return rms_norm(x, wide, config.rms_norm_eps).astype(scale.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -140,54 +133,40 @@ def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
 def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine of every position, [b, t, 1, e], times the attention factor; one table for all layers.
 
-    The first halves are those of the negative angle, since `rotate` subtracts there.
+    It has the elements that are rotated (`Rope.fraction`). The first halves are those of the negative angle, since `rotate`
+    subtracts there.
     """
     dtype = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(jnp.float64))
-    frequencies = rope_frequencies(rope, head_dim)
+    frequencies = rope_frequencies(rope, int(head_dim * rope.fraction))
     angles = positions_bt[:, :, None, None].astype(dtype) * np.concatenate([-frequencies, frequencies]).astype(dtype)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def _projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax.Array:
+def projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax.Array:
     """Maps the normed input into heads, with the layer's bias if it has one."""
     out = product(equation, x_btd, params[name])
     bias = params.get(f"{name}_bias")
     return out if bias is None else out + bias.astype(out.dtype)
 
 
-def queries_keys_values(
-    params: Params, config: ModelConfig, x_btd: jax.Array, table: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `queries` and `keys_values`, of merged weights or others."""
-    if "qkv" not in params:
-        return queries(params, config, x_btd, table), *keys_values(params, config, x_btd, table)
-    x_btkge = raw_heads(params, x_btd)
-    # Values are normed and rotated too, but not read: a GPU would launch kernels of their own for a slice without them.
-    turned_btkge = rms_norm(x_btkge, params["qkv_norm"], config.rms_norm_eps) if config.qk_norm else x_btkge
-    turned_btkge = rotate(turned_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(x_btkge.shape)
-    q_bthe = turned_btkge[..., :-2, :].reshape(*x_btd.shape[:2], config.num_heads, config.head_dim)
-    return q_bthe, turned_btkge[..., -2, :], x_btkge[..., -1, :]
-
-
-def raw_heads(params: Params, x_btd: jax.Array) -> jax.Array:
-    """Returns the query heads, the key and the value of each key/value head [b, t, k, g, e], of merged weights."""
-    return _projected("btd,kged->btkge", x_btd, params, "qkv")
-
-
 def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
     """Returns rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
-    q_bthe = _projected("btd,hed->bthe", x_btd, params, "q")
+    return turned_queries(params, config, projected("btd,hed->bthe", x_btd, params, "q"), table)
+
+
+def turned_queries(params: Params, config: ModelConfig, q_bthe: jax.Array, table: Any) -> jax.Array:
+    """Returns queries after QK-norm and rotation."""
     if config.qk_norm:
-        q_bthe = rms_norm(q_bthe, params["q_norm"], config.rms_norm_eps)
+        q_bthe = norm(config, q_bthe, params["q_norm"])
     return rotate(q_bthe, table)
 
 
 def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
     """Returns rotated keys and values, each [b, t, k, e], as caches hold them."""
-    k_btke = _projected("btd,ked->btke", x_btd, params, "k")
+    k_btke = projected("btd,ked->btke", x_btd, params, "k")
     if config.qk_norm:
-        k_btke = rms_norm(k_btke, params["k_norm"], config.rms_norm_eps)
-    return rotate(k_btke, table), _projected("btd,ked->btke", x_btd, params, "v")
+        k_btke = norm(config, k_btke, params["k_norm"])
+    return rotate(k_btke, table), projected("btd,ked->btke", x_btd, params, "v")
 
 
 def flat_heads(params: Params, mixed_bthe: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -200,68 +179,32 @@ def flat_heads(params: Params, mixed_bthe: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
-    """Maps attention output back to the residual stream, [b, t, d]."""
-    return product("btz,dz->btd", *flat_heads(params, mixed_bthe))
+    """Maps attention output back to the residual stream, [b, t, d], with the layer's bias if it has one."""
+    out_btd = product("btz,dz->btd", *flat_heads(params, mixed_bthe))
+    return out_btd + params["o_bias"].astype(out_btd.dtype) if "o_bias" in params else out_btd
 
 
-def swiglu(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
-    """Returns down(silu(gate x) * (up x + shift)); without a shift, a plain SwiGLU."""
-    return product("btf,df->btd", gated(params, x_btd, shift_btf), params["down"])
+def swiglu(params: Params, x_btd: jax.Array) -> jax.Array:
+    """Returns down(silu(gate x) * up x)."""
+    return product("btf,df->btd", gated(params, x_btd), params["down"])
 
 
-def gated(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
-    """Returns silu(gate x) * (up x + shift), [b, t, f]."""
+def gated(params: Params, x_btd: jax.Array) -> jax.Array:
+    """Returns silu(gate x) * up x, [b, t, f]."""
     if "gate_up" in params:
         gate_btf, up_btf = jnp.moveaxis(product("btd,xfd->btxf", x_btd, params["gate_up"]), 2, 0)
     else:
         gate_btf, up_btf = (product("btd,fd->btf", x_btd, params[name]) for name in ("gate", "up"))
-    up_btf = up_btf if shift_btf is None else up_btf + shift_btf.astype(up_btf.dtype)
     return jax.nn.silu(gate_btf) * up_btf
 
 
-def decoder_layer(
-    params: Params,
-    config: ModelConfig,
-    x_btd: jax.Array,
-    normed_btd: jax.Array | None,
-    next_scale_d: jax.Array,
-    attend: Attend,
-    shift_btf: jax.Array | None = None,
-    *,
-    fuses: bool = False,
-) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Applies one pre-norm layer: x + attention(norm x), then x + mlp(norm x).
-
-    Returns it, its norm for what follows if a kernel made it (else None), and the extra results.
-
-    Args:
-      normed_btd: the normed input; None: it is normed here.
-      next_scale_d: scale of the norm that follows.
-      attend: maps the layer's weights and the normed input to attention output [b, t, h, e] and extra results (new keys
-        and values).
-      shift_btf: shift of the feed-forward part (`swiglu`).
-      fuses: whether a kernel adds to the residual stream and norms it, if there is one for the arrays.
-    """
-    eps = config.rms_norm_eps
-    if normed_btd is None:
-        normed_btd = rms_norm(x_btd, params["attention_norm"], eps)
-    mixed_bthe, extra = attend(params, normed_btd)
-    x_btd, normed_btd = add_product(x_btd, *flat_heads(params, mixed_bthe), params["mlp_norm"], eps, fuses)
-    if normed_btd is None:
-        normed_btd = rms_norm(x_btd, params["mlp_norm"], eps)
-    if "router" in params:
-        return x_btd + experts.mixture(params, config, normed_btd), None, extra
-    gated_btf = gated(params, normed_btd, shift_btf)
-    return *add_product(x_btd, gated_btf, params["down"], next_scale_d, eps, fuses), extra
-
-
-def add_product(
-    residual_btd: jax.Array, x_btz: jax.Array, weight_dz: Any, scale_d: jax.Array, eps: float, fuses: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns residual + weight x, and its RMS norm if a kernel made both, else None."""
-    if fuses:
-        from treeflash_jax.models.backend import add_norm_mosaic  # slow to import
-
-        if add_norm_mosaic.supports(residual_btd, weight_dz, scale_d):
-            return add_norm_mosaic.add_product(residual_btd, x_btz, weight_dz, scale_d, eps)
-    return residual_btd + product("btz,dz->btd", x_btz, weight_dz), None
+def feed_forward(params: Params, config: ModelConfig, x_btd: jax.Array) -> jax.Array:
+    """Returns the feed-forward part of a layer, dense or with experts, of the normed residual stream."""
+    if "router" not in params:
+        return swiglu(params, x_btd)
+    y_btd = experts.mixture(params, config, x_btd)
+    if not config.shared_expert_size:
+        return y_btd
+    shared = {name: params[f"shared_{name}"] for name in (*GATE_UP, "down")}
+    weight_bt1 = jax.nn.sigmoid(product("btd,xd->btx", x_btd, params["shared_router"]))
+    return y_btd + weight_bt1 * swiglu(shared, x_btd)

@@ -17,7 +17,6 @@ from jax import lax
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
-from treeflash_jax.core.clock import Clock
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models.backend import indexing, products
 
@@ -94,7 +93,7 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
     """
     if scheme is None or not (spec.inputs and spec.can_quantize):
         return weight
-    return jax.block_until_ready(programs.call(_compress, weight, mesh=mesh, clock=Clock(silent=True), spec=spec))
+    return jax.block_until_ready(programs.call(_compress, weight, mesh=mesh, spec=spec))
 
 
 @partial(jax.jit, static_argnames="spec")

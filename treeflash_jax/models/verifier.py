@@ -1,13 +1,14 @@
-"""The verifier: a Qwen3 (dense or a mixture of experts), Qwen2 or Llama language model as one pure forward pass.
+"""The verifier: a Qwen, gpt-oss or Llama language model as one pure forward pass.
 
-One function serves prefill chunks, single tokens, chains and trees: they differ in positions and mask only. Logits are a
-separate call on the positions that are read (`vocab.unembed`).
+One function serves prefill chunks, single tokens, chains and trees: they differ in positions and mask only. It knows no
+kind of layer (`layer_kinds`). Logits are a separate call on the positions that are read (`vocab.unembed`).
 
 Shape suffixes: b batch, t new positions, u new positions as keys, x positions of `earlier`, d model, j tapped layers
 x model, v vocabulary.
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ from flax import struct
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.models import kv_cache, layers, quantized, vocab
-from treeflash_jax.models.attention import raw_attention, tree_attention
+from treeflash_jax.models import layers, mosaic_layers, quantized, vocab
+from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.layer_kinds import KINDS
+from treeflash_jax.models.layer_protocol import LayerKind, PassInputs
 
 
 @struct.dataclass
@@ -29,12 +32,12 @@ class Output:
       hidden_btd: hidden states after the final norm; `logits` turns chosen positions into logits.
       features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order;
         of width 0 without taps.
-      new_kv: keys and values of the new positions, for `kv_cache.append`.
+      new: results of the layers for the new positions, for `caches.commit`: keys and values of attention.
     """
 
     hidden_btd: jax.Array
     features_btj: jax.Array
-    new_kv: kv_cache.NewKV
+    new: tuple[Any, ...]
 
 
 def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = False) -> dict[str, Any]:
@@ -44,21 +47,28 @@ def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = Fa
       is_merged: whether the specs are those of the weights after `merge`.
     """
     table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
+
+    def layer(kind: str, is_sparse: bool) -> dict[str, Spec]:
+        return layers.layer_specs(config, KINDS[kind].specs(config, is_merged), is_sparse, is_merged)
+
     tree = {
         "embed": table,
-        "groups": [
-            [layers.layer_specs(config, is_sparse, is_merged) for _ in range(size)] for is_sparse, size in config.runs
-        ],
-        "norm": Spec((config.hidden_size,), (None,), "ones"),
+        "groups": [[layer(kind, is_sparse) for _ in range(size)] for kind, is_sparse, size in config.runs],
+        "norm": layers.norm_spec(config, config.hidden_size),
     }
     return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize)
 
 
-def merge(params: dict[str, Any]) -> None:
-    """Stores maps of the same input as one array (`layers.merge`), in place: devices hold those of one layer twice."""
-    for weights in (weights for group in params["groups"] for weights in group):
-        parts = {name: weights.pop(name) for name in layers.MERGED if name in weights}
-        weights |= jax.block_until_ready(layers.merge(parts))
+def merge(params: dict[str, Any], config: ModelConfig) -> None:
+    """Stores maps of the same input as one array, in place: devices hold those of one layer twice."""
+
+    def join(weights: dict[str, Any], names: tuple[str, ...], run: Callable[[Any], Any]) -> None:
+        if parts := {name: weights.pop(name) for name in names if name in weights}:
+            weights |= jax.block_until_ready(run(parts))
+
+    for weights, kind in zip(chain(*params["groups"]), config.kinds, strict=True):
+        join(weights, KINDS[kind].merged, KINDS[kind].merge)
+        join(weights, layers.GATE_UP, layers.merge_gate_up)
 
 
 def forward(
@@ -67,10 +77,9 @@ def forward(
     tokens_bt: jax.Array,
     positions_bt: jax.Array,
     mask_btu: jax.Array,
-    cache: kv_cache.KVCache | None = None,
+    cache: Cache | None = None,
     *,
-    earlier: kv_cache.NewKV | None = None,
-    shift: Callable[[int], jax.Array] | None = None,
+    earlier: tuple[Any, ...] | None = None,
     taps: tuple[int, ...] = (),
     attention: str = "xla",
     residual_dtype: Any = None,
@@ -81,63 +90,78 @@ def forward(
       positions_bt: absolute positions.
       mask_btu: True if new position t sees new position u (causal for a chunk, ancestors for a tree).
       cache: committed positions, all visible to every new one.
-      earlier: keys and values [b, x, k, e], per layer, of positions in no cache yet; the mask is then [b, t, x + u].
-      shift: maps a layer's index to the shift of its feed-forward part, [b, 1 or t, f] (`layers.swiglu`); None: no shifts.
+      earlier: `Output.new` of x positions that are in no cache yet; the mask is then [b, t, x + u].
       taps: 0-based layers whose outputs are returned.
       residual_dtype: dtype of the residual stream and of `hidden_btd`; None: that of the weights.
     """
-    table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
     x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
     dtype = x_btd.dtype
     x_btd = x_btd.astype(residual_dtype or dtype)
-    tapped, new_kv = {}, []
-    layer = _make_layer(config, table, mask_btu, None if cache is None else cache.length_b, attention)
-    all_weights = [weights for group in params["groups"] for weights in group]
-    prefixes = [None] * len(all_weights) if cache is None else cache.layers
-    scales = [weights["attention_norm"] for weights in all_weights] + [params["norm"]]
-    normed_btd = None
-    for index, (weights, prefix) in enumerate(zip(all_weights, prefixes, strict=True)):
-        earlier_kv = None if earlier is None else earlier[index]
-        shift_btf = None if shift is None else shift(index)
+    where = positions_bt, mask_btu, cache
+    out = through_layers(params, config, x_btd, *where, earlier=earlier, taps=taps, attention=attention)
+    return out.replace(features_btj=out.features_btj.astype(dtype))
+
+
+def through_layers(
+    params: dict[str, Any],
+    config: ModelConfig,
+    x_btd: jax.Array,
+    positions_bt: jax.Array,
+    mask_btu: jax.Array,
+    cache: Cache | None = None,
+    *,
+    earlier: tuple[Any, ...] | None = None,
+    taps: tuple[int, ...] = (),
+    attention: str = "xla",
+) -> Output:
+    """Runs the layers and the final norm on inputs [b, t, d], otherwise as `forward`; reads no table."""
+    all_weights = list(chain(*params["groups"]))
+    length_b, states = (None, None) if cache is None else (cache.length_b, cache.layers)
+    inputs = {
+        kind: PassInputs(positions_bt, mask_btu, length_b, KINDS[kind].prepare(config, positions_bt, mask_btu), attention)
+        for kind in dict.fromkeys(config.kinds)
+    }
+    if mosaic_layers.supports(all_weights, config, states, earlier, attention):
+        [shared] = inputs.values()
+        normed_btd, outputs, new = mosaic_layers.run_layers(all_weights, config, x_btd, shared, states, params["norm"])
+    else:
+        outputs, new = _run_layers(all_weights, config, x_btd, inputs, states, earlier)
+        normed_btd = layers.norm(config, outputs[-1], params["norm"])
+    tapped = [outputs[layer] for layer in taps] or [jnp.zeros((*positions_bt.shape, 0), x_btd.dtype)]
+    return Output(normed_btd.astype(x_btd.dtype), jnp.concatenate(tapped, axis=-1), tuple(new))
+
+
+def _run_layers(
+    all_weights: list[dict[str, Any]],
+    config: ModelConfig,
+    x_btd: jax.Array,
+    inputs: dict[str, PassInputs],
+    states: tuple[Any, ...] | None,
+    earlier: tuple[Any, ...] | None,
+) -> tuple[list[jax.Array], list[Any]]:
+    """Returns the output of each layer, and its part of `Output.new`."""
+    run = {kind: _make_layer(config, KINDS[kind], shared) for kind, shared in inputs.items()}
+    outputs, new = [], []
+    for index, (weights, kind) in enumerate(zip(all_weights, config.kinds, strict=True)):
+        state, earlier_positions = (None if x is None else x[index] for x in (states, earlier))
         with jax.named_scope(f"layer_{index}"):
-            x_btd, normed_btd, new = layer(weights, x_btd, normed_btd, scales[index + 1], prefix, earlier_kv, shift_btf)
-        if index in taps:
-            tapped[index] = x_btd.astype(dtype)
-        new_kv.append(new)
-    if normed_btd is None:
-        normed_btd = layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps)
-    return Output(
-        hidden_btd=normed_btd.astype(x_btd.dtype),
-        features_btj=jnp.concatenate([tapped[i] for i in taps] or [jnp.zeros((*tokens_bt.shape, 0), dtype)], axis=-1),
-        new_kv=tuple(new_kv),
-    )
+            x_btd, new_positions = run[kind](weights, x_btd, state, earlier_positions)
+        outputs.append(x_btd)
+        new.append(new_positions)
+    return outputs, new
 
 
-def _make_layer(
-    config: ModelConfig, table: Any, mask_btu: jax.Array, length_b: jax.Array | None, attention: str
-) -> Callable[..., tuple[jax.Array, jax.Array | None, Any]]:
-    """Returns a function of a layer's weights, input, normed input, next norm's scale, cache, earlier new_kv, and shift.
-
-    It returns the layer's output, the normed output if a kernel made it, and its new keys and values.
-    """
+def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Callable[..., tuple[jax.Array, Any]]:
+    """Returns a function of a layer's weights, input, state and `earlier`: the layer's output, and `Output.new`."""
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
-    def layer(weights, x_btd, normed_btd, next_scale_d, prefix, earlier_kv, shift_btf):
-        in_kernels = attention == "mosaic-gpu" and "qkv" in weights and prefix is not None and earlier_kv is None
-
-        def attend(weights, x_btd):
-            if in_kernels:
-                raw = layers.raw_heads(weights, x_btd), table, weights.get("qkv_norm"), config.rms_norm_eps
-                return raw_attention(*raw, mask_btu, prefix, length_b)
-            q_bthe, *new = layers.queries_keys_values(weights, config, x_btd, table)
-            new = seen = tuple(new)
-            if earlier_kv is not None:
-                seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier_kv, new, strict=True)]
-            return tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention), new
-
-        arrays = x_btd, normed_btd, next_scale_d
-        x_btd, normed_btd, new = layers.decoder_layer(weights, config, *arrays, attend, shift_btf, fuses=in_kernels)
-        return sharding.constrain(x_btd, ("batch", None, None)), normed_btd, new
+    def layer(weights, x_btd, state, earlier):
+        normed_btd = layers.norm(config, x_btd, weights["attention_norm"])
+        mixed_btd, new = kind.mix(weights, config, normed_btd, inputs, state, earlier)
+        x_btd = x_btd + mixed_btd
+        normed_btd = layers.norm(config, x_btd, weights["mlp_norm"])
+        x_btd = x_btd + layers.feed_forward(weights, config, normed_btd)
+        return sharding.constrain(x_btd, ("batch", None, None)), new
 
     return layer
 

@@ -10,10 +10,10 @@ A builder reads a drafter only through an `Expander`. It is one function, and on
     shape      `TreeShape`, static
     noise_bnc  Gumbel noise from `draw_noise`; None for deterministic builders
 
-Deterministic builders return no proposal: rules that compare tokens are exact for them. Builders that draw nodes return the
-distribution they draw from (`Proposal`) and declare its name for the acceptance rules. At temperature above 0 a
-deterministic tree accepts at most the verifier's mass on it, while acceptance of sampled trees is limited only by the total
-variation distance between drafter and verifier.
+Deterministic builders (`best_first`, the default, and `chains`) return no proposal: rules that compare tokens are exact for
+them. Builders that draw nodes (`sampled`) return the distribution they draw from (`Proposal`) and declare its name for the
+acceptance rules. At temperature above 0 a deterministic tree accepts at most the verifier's mass on it, while acceptance of
+sampled trees is limited only by the total variation distance between drafter and verifier.
 
 A tree's shape may depend on everything that is known before its tokens are drawn. Sampled tokens must not be dropped or
 ranked by their own value: that would change their distribution.
@@ -22,11 +22,15 @@ ranked by their own value: that would change their distribution.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from treeflash_jax.trees.containers import DraftTree, Proposal, ancestor_mask, first, path_tokens, pick, root_only
-from treeflash_jax.trees.deterministic import best_first, rank_0_chain, walk
+from treeflash_jax.trees.best_first import best_first
+from treeflash_jax.trees.chains import likeliest_chain, rank_0_chain
+from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, pick, root_only
 from treeflash_jax.trees.expander import Expander, TransitionTable
-from treeflash_jax.trees.grow import draw_noise
-from treeflash_jax.trees.sampled import delayed, delayed_size, hybrid, paths, without_replacement
+from treeflash_jax.trees.sampled.draw_tokens import draw_noise
+from treeflash_jax.trees.sampled.hybrid import hybrid
+from treeflash_jax.trees.sampled.paths import delayed, delayed_size, paths
+from treeflash_jax.trees.sampled.proposal import Proposal
+from treeflash_jax.trees.sampled.without_replacement import without_replacement
 from treeflash_jax.trees.shape import TreeShape
 
 Build = Callable[..., tuple[DraftTree, Proposal | None]]
@@ -64,7 +68,7 @@ def _best_first(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftT
 
 
 def _walk(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return walk(expander, anchor_b, num_nodes), None
+    return likeliest_chain(expander, anchor_b, num_nodes), None
 
 
 def _chain(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
@@ -93,6 +97,7 @@ BUILDERS: dict[str, Builder] = {
 
 
 __all__ = [
-    "BUILDERS", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape", "ancestor_mask",
-    "best_first", "draw_noise", "first", "path_tokens", "pick", "rank_0_chain", "root_only",
+    "BUILDERS", "NO_TOKEN", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape",
+    "ancestor_mask", "best_first", "draw_noise", "first", "likeliest_chain", "path_tokens", "pick", "rank_0_chain",
+    "root_only",
 ]  # fmt: skip

@@ -1,48 +1,68 @@
-"""`Expander`, the interface between drafters and tree builders, and `TransitionTable`, that of first-order heads.
+"""The protocol between drafters and tree builders (`Expander`), and that of first-order heads (`TransitionTable`).
 
 Shape suffixes: b batch, i draft depth, m contexts (previous tokens of a depth), c children kept per context, w lanes.
 """
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from treeflash_jax.trees.containers import pick
+from treeflash_jax.trees.draft_tree import pick
 
 
-class Expander(Protocol):
-    """A drafter's continuations in one round; `state` is any pytree with leading axes [b, w].
+class Expander(ABC):
+    """A drafter's continuations in one round: a pytree, usually a `flax.struct.dataclass`.
+
+    A builder follows w nodes of a level at a time, each in a lane. `state` is what a drafter keeps of the path to a node:
+    any pytree of arrays [b, w, ...]. `depth` is the level of these nodes, an integer array; the anchor is at depth 0.
+
+    A subclass has `start`, `children` and `follow_token`, and overrides the other methods if it knows a faster way, or if
+    some tokens end their branch. The page of drafters (README.md in `drafters`) has an example.
 
     Attributes:
-      num_depths: the deepest level that it can draft.
+      num_depths: the deepest level that it can draft; static: a field, property or class attribute of the subclass.
       is_table: whether everything is computed already and each array starts with the batch axis, so that every device of a
-        mesh can build the trees of its own sequences. Otherwise `follow` runs a network, once per level.
+        mesh can build the trees of its own sequences. Otherwise `follow_token` may run a network, once per level.
     """
 
     num_depths: int
-    is_table: bool
+    is_table: ClassVar[bool] = False
 
+    @abstractmethod
     def start(self, width: int) -> Any:
-        """Returns the state of the anchor, in every lane."""
+        """Returns the state of the anchor, in each of `width` lanes."""
 
+    @abstractmethod
     def children(self, depth: jax.Array, state_bw: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns tokens and log-probabilities [b, w, c], likeliest first.
+        """Returns tokens and log-probabilities of the nodes' children, [b, w, c], likeliest first.
 
-        Entries with a finite log-probability are distinct ids of the vocabulary. An entry with log-probability -inf is no
-        child, and its token is not read.
+        Entries with a finite log-probability are distinct ids of the verifier's vocabulary; their probabilities add up to
+        at most 1. An entry with log-probability -inf is no child, and its token is not read. c is the same at all depths.
         """
 
+    @abstractmethod
+    def follow_token(self, depth: jax.Array, state_bw: Any, token_bw: jax.Array) -> Any:
+        """Returns the state below one token of each node; it need not be a child: n-grams propose other tokens."""
+
     def follow(self, depth: jax.Array, state_bw: Any, child_bw: jax.Array) -> Any:
-        """Returns the state below the chosen child of each lane."""
+        """Returns the state below one child of each node, given by its index in `children`."""
+        token_bw1 = jnp.take_along_axis(self.children(depth, state_bw)[0], child_bw[..., None], axis=2)
+        return self.follow_token(depth, state_bw, token_bw1[..., 0])
+
+    def continues_below(self, depth: jax.Array, state_bw: Any, tokens_bwx: jax.Array) -> jax.Array:
+        """Returns whether there are children below each token, [b, w, x]; by default, below all but the deepest."""
+        return jnp.broadcast_to(depth + 1 < self.num_depths, tokens_bwx.shape)
 
     def continues(self, depth: jax.Array, state_bw: Any) -> jax.Array:
-        """Returns whether each child has children, [b, w, c]."""
+        """Returns `continues_below` of the children, [b, w, c]."""
+        return self.continues_below(depth, state_bw, self.children(depth, state_bw)[0])
 
 
 @struct.dataclass
-class TransitionTable:
+class TransitionTable(Expander):
     """Next-token distributions of a first-order drafter, one per context. Depth 0 has one context, the anchor.
 
     Attributes:
@@ -75,11 +95,10 @@ class TransitionTable:
         return self.next_contexts(depth, context_bw) >= 0
 
     def follow_token(self, depth: jax.Array, context_bw: jax.Array, token_bw: jax.Array) -> jax.Array:
-        """Returns the context below any token; -1 if that ends the branch or is no child."""
+        """Returns the context below a token; -1 if it ends the branch or is no child."""
         return self._below(depth, context_bw, token_bw[..., None])[..., 0]
 
     def continues_below(self, depth: jax.Array, context_bw: jax.Array, tokens_bwx: jax.Array) -> jax.Array:
-        """Returns whether any tokens have children, [b, w, x]."""
         return self._below(depth, context_bw, tokens_bwx) >= 0
 
     def _below(self, depth: jax.Array, context_bw: jax.Array, tokens_bwx: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from treeflash_jax.drafters import ngram, protocol
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
 from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs, draft_ids, listed_specs
-from treeflash_jax.models import kv_cache, vocab
+from treeflash_jax.models import caches, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig, Rope
 from treeflash_jax.trees import Expander
@@ -107,6 +107,14 @@ class BlockConfig(DrafterConfig):
         return 0 if self.shifted else 1
 
     @property
+    def head_dims(self) -> tuple[int, ...]:
+        return (self.layers.head_dim,)
+
+    @property
+    def max_positions(self) -> int:
+        return self.layers.max_positions
+
+    @property
     def lanes(self) -> int | None:
         return HEADS[self.head].lanes
 
@@ -165,7 +173,7 @@ class BlockConfig(DrafterConfig):
         return {"backbone": network, "head": HEADS[self.head].specs(self)} | listed
 
     def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
-        context = kv_cache.allocate(self.layers, batch, capacity, dtype)
+        context = caches.allocate(self.layers, batch, capacity, dtype)
         hidden_bd = jnp.zeros((batch, self.layers.hidden_size), dtype) if HEADS[self.head].reads_context else None
         return ContextState(context, hidden_bd)
 
@@ -181,7 +189,7 @@ class BlockConfig(DrafterConfig):
             last_b1j = jnp.take_along_axis(features_btj, last_b11, axis=1)
             fused_b1d = backbone.fuse(params["backbone"], self.layers, last_b1j)
             hidden_bd = jnp.where((count_b > 0)[:, None], fused_b1d[:, 0], hidden_bd).astype(hidden_bd.dtype)
-        return ContextState(kv_cache.append(state.context, new, count_b), hidden_bd)
+        return ContextState(caches.commit(state.context, new, count_b), hidden_bd)
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns next-token distributions at every depth, given the tokens before; with `ngrams`, joined with n-grams."""
@@ -225,7 +233,7 @@ class BlockConfig(DrafterConfig):
 def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
     """Returns layers for a new drafter: dense layers of Qwen3 or Llama with the verifier's widths and rotary base, no YaRN.
 
-    The published PyTorch drafters have Qwen3's dense layers, so a drafter for a Qwen2 or a mixture of experts has them too.
+    The published PyTorch drafters have Qwen3's dense layers, so a drafter for any other model has them too.
     """
     sizes = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim rms_norm_eps rope max_positions"
     sizes += " tie_embeddings eos_token_ids"
@@ -233,7 +241,8 @@ def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
         layers = replace(verifier, num_layers=num_layers)
     else:
         layers = ModelConfig(**{name: getattr(verifier, name) for name in sizes.split()}, num_layers=num_layers)
-    return replace(layers, rope=Rope(theta=layers.rope.theta)) if layers.rope.kind == "yarn" else layers
+    is_scaled = layers.rope.kind == "yarn" or layers.rope.fraction != 1
+    return replace(layers, rope=Rope(theta=layers.rope.theta)) if is_scaled else layers
 
 
 def default_target_layers(num_target_layers: int, num_features: int) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Architectures: how config keys and tensor names of each family of verifiers map to ours.
 
 A family is one `Architecture` and one line in ARCHITECTURES; `architecture.Architecture` describes its fields, `dense` has
-the parts that families share. A family with other layer weights or mathematics also needs them in
-`models.layers.layer_specs`, chosen by fields of `ModelConfig`: `dense.QWEN2` sets `qkv_bias` in `constants` and names the
-biases in `layer`. In `qwen3_moe`, a mixture of experts, `keys` adds the sizes of the experts, `derive` lists the dense
+the parts that families share. A family with other layer weights or mathematics also needs them in `models`, as a kind of
+layer (`models.layer_protocol`) or chosen by fields of `ModelConfig`: `dense.QWEN2` sets `qkv_bias` in `constants` and names
+the biases in `layer`. In `qwen3_moe`, a mixture of experts, `keys` adds the sizes of the experts, `derive` lists the dense
 layers, `layer` names the weights of both kinds of layers, and `layouts` has the names of a second file layout.
 
     from treeflash_jax.formats.architectures import ARCHITECTURES, dense
@@ -26,16 +26,22 @@ layers, `layer` names the weights of both kinds of layers, and `layouts` has the
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures.architecture import Architecture
 from treeflash_jax.formats.architectures.dense import LLAMA, QWEN2, QWEN3
+from treeflash_jax.formats.architectures.gpt_oss import GPT_OSS
+from treeflash_jax.formats.architectures.qwen3_5 import IMAGE_AND_TEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, text_keys
 from treeflash_jax.formats.architectures.qwen3_moe import QWEN3_MOE
 from treeflash_jax.formats.keys import Keys
 
-ARCHITECTURES = {architecture.model_type: architecture for architecture in (QWEN3, LLAMA, QWEN2, QWEN3_MOE)}
+KNOWN = (QWEN3, LLAMA, QWEN2, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS)
+ARCHITECTURES = {architecture.model_type: architecture for architecture in KNOWN}
+
+
+__all__ = ["ARCHITECTURES", "recognise", "text_keys"]
 
 
 def recognise(keys: Keys) -> Architecture:
     """Returns the family of a config.json. Raises ValueError if it is not implemented."""
     model_type = keys.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        known = ", ".join(map(repr, ARCHITECTURES))
+        known = ", ".join(name for name in (*ARCHITECTURES, *IMAGE_AND_TEXT) if not name.endswith("_text"))
         raise ValueError(f"{keys.where}: got model_type {quoted(model_type)}, expected one of {known}")
     return ARCHITECTURES[model_type]

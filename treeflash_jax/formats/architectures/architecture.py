@@ -60,6 +60,12 @@ class Architecture:
       layer: location on disk of each weight of a layer, by our name, for all kinds of layers; tensor names lack the
         prefix "model.layers.0.".
       outside: location on disk of the other weights.
+      rotated: share of a head that is rotated if a file does not state it; families with 1 rotate whole heads only.
+      present: function of a config and a file's tensors by name; returns those that `layer` and `outside` name. It renames
+        tensors, splits them or leaves some out.
+      mtp: location on disk of the weights of a layer of multi-token prediction, without those of its decoder layer; {}:
+        files of the family have no such layer.
+      is_written: whether files of the family can be written.
       layouts: alternatives to `layer`; the names of a file's tensors determine which one it has.
       gguf: `general.architecture` of the family's GGUF files; None: not readable.
       gguf_sizes: keys of config.json with the metadata keys of their values, for sizes that only this family has.
@@ -79,6 +85,10 @@ class Architecture:
     layer: Mapping[str, Entry]
     outside: Mapping[str, Entry]
     layouts: tuple[Mapping[str, Entry], ...] = ()
+    rotated: float = 1.0
+    present: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, tensors: tensors
+    mtp: Mapping[str, Entry] = field(default_factory=dict)
+    is_written: bool = True
     gguf: str | None = None
     gguf_sizes: Mapping[str, str] = field(default_factory=dict)
     gguf_rotates_pairs: bool = False
@@ -106,12 +116,17 @@ class Architecture:
         return ModelConfig(
             **fields,
             model_type=self.model_type,
-            rope=rope.read(keys, head_dim, fields["max_positions"]),
+            rope=rope.read(keys, head_dim, fields["max_positions"], self.rotated),
             eos_token_ids=keys.ids("eos_token_id", fields["vocab_size"] - 1, required=False),
         )
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """Returns config.json for a config, as transformers would write it; without `architectures` and dtype."""
+        """Returns config.json for a config, as transformers would write it; without `architectures` and dtype.
+
+        Raises ValueError for a family that is only read.
+        """
+        if not self.is_written:
+            raise ValueError(f"got a model of type {self.model_type!r} to write, expected another: this one is only read")
         eos = list(config.eos_token_ids)
         return {
             "model_type": self.model_type,

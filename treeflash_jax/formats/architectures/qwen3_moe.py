@@ -27,10 +27,10 @@ FUSED = {  # one tensor for all experts of a layer, with gate and up concatenate
 }
 
 
-def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the number of experts and the dense layers."""
+def derive(keys: Keys, fields: Mapping[str, Any], default: int = 128) -> dict[str, Any]:
+    """Returns the number of experts, `default` if a file does not state it, and the dense layers."""
     _, key = find_key((keys, "num_experts"), (keys, "num_local_experts"))
-    experts = keys.whole(key, least=0, most=MAX_EXPERTS) if key in keys else 128
+    experts = keys.whole(key, least=0, most=MAX_EXPERTS) if key in keys else default
     count, step = fields["num_layers"], keys.whole("decoder_sparse_step", 1)
     listed = keys.ids("mlp_only_layers", INT32, required=False)
     keys.expect(max(listed, default=0) < count, "mlp_only_layers", list(listed), f"layers from 0 to {count - 1}")
@@ -42,7 +42,8 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_experts": experts, "dense_layers": dense}
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys that `derive` reads, and keys without effect here."""
     return {
         "num_experts": config.num_experts,
         "decoder_sparse_step": 1,
@@ -64,9 +65,9 @@ QWEN3_MOE = replace(
     ),
     only=ONLY | {"shared_expert_intermediate_size": (0, None), "use_qk_norm": (True, None), "qkv_bias": (False, None)},
     inert=INERT | {"router_aux_loss_coef", "output_router_logits"},
-    derive=_derive,
+    derive=derive,
     derived=("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
-    write=_write,
+    write=write,
     layer=QWEN3.layer | APART,
     layouts=(QWEN3.layer | FUSED,),
     gguf="qwen3moe",

@@ -1,6 +1,7 @@
 """Rotary position embeddings in config.json: `rope_parameters` (transformers 5), or `rope_theta` + `rope_scaling`."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from treeflash_jax.formats.keys import Keys, find_key
@@ -16,28 +17,51 @@ _KIND_KEYS = {
 }
 
 
-def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
-    """Returns the rotary embedding of a config, in either spelling. Raises ValueError if it is not implemented."""
-    keys.check_only({"partial_rotary_factor": (1.0, None), "rope_interleaved": (False, None)})
+def read(keys: Keys, head_dim: int, max_positions: int, fraction: float = 1.0) -> Rope:
+    """Returns the rotary embedding of a config, in either spelling. Raises ValueError if it is not implemented.
+
+    Args:
+      fraction: the family's default of `partial_rotary_factor`; 1: it rotates whole heads only.
+    """
+    keys.check_only({"rope_interleaved": (False, None)})
     old, new = keys.table("rope_scaling").raw, keys.table("rope_parameters").raw
     if new and {**new, **old} != new:
         raise ValueError(f"{keys.where}: got rope_scaling beside other rope_parameters, expected one of them")
     settings = Keys({**old, **new}, keys.where)
-    settings.check_only({"partial_rotary_factor": (1.0, None)})
+    fraction = _fraction(keys, settings, head_dim, fraction)
+    head_dim = int(head_dim * fraction)
     table, key = find_key((keys, "rope_theta"), (settings, "rope_theta"))
     theta = table.number(key) if key in table else 10_000.0
     table, key = find_key((settings, "rope_type"), (settings, "type"))
     kind = table.raw[key] if key in table else "default"
     keys.expect(isinstance(kind, str) and kind in _KIND_KEYS, "rope type", kind, f"one of {list(_KIND_KEYS)}")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KIND_KEYS[kind]}
+    known |= set() if fraction == 1 else {"mrope_section", "mrope_interleaved"}  # of positions in images
     Keys(settings.raw, f"{keys.where}: rope settings of type {kind!r}").check_known(known)
     if _ORIGINAL in keys:  # outside the rope settings: transformers prefers it
         settings = Keys({**settings.raw, _ORIGINAL: keys.raw[_ORIGINAL]}, keys.where)
+    rope = Rope(theta=theta)
     if kind == "longrope":
-        return Rope(theta=theta, kind="longrope", divisors=_divisors(settings, head_dim))
-    if kind == "yarn":
-        return _yarn(settings, theta, max_positions)
-    return _llama3(settings, theta) if kind == "llama3" else Rope(theta=theta)
+        rope = Rope(theta=theta, kind="longrope", divisors=_divisors(settings, head_dim))
+    elif kind == "yarn":
+        rope = _yarn(settings, theta, max_positions)
+    elif kind == "llama3":
+        rope = _llama3(settings, theta)
+    return replace(rope, fraction=fraction)
+
+
+def _fraction(keys: Keys, settings: Keys, head_dim: int, default: float) -> float:
+    """Returns the share of a head that is rotated."""
+    if default == 1:
+        for table in (keys, settings):
+            table.check_only({"partial_rotary_factor": (1.0, None)})
+        return 1.0
+    table, key = find_key((keys, "partial_rotary_factor"), (settings, "partial_rotary_factor"))
+    fraction = table.number(key) if key in table else default
+    size = head_dim * fraction
+    is_even = fraction <= 1 and size == int(size) and size % 2 == 0
+    keys.expect(is_even, "partial_rotary_factor", fraction, f"one that rotates an even number of the {head_dim} elements")
+    return fraction
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -50,6 +74,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     if rope.kind != "default":
         scaling = {"rope_type": rope.kind, **scaling, _ORIGINAL: original}
     raw = {"rope_type": rope.kind, "rope_theta": rope.theta, **scaling}
+    if rope.fraction != 1:
+        raw["partial_rotary_factor"] = rope.fraction
     return {"rope_theta": rope.theta, **({"rope_scaling": scaling} if scaling else {}), "rope_parameters": raw}
 
 

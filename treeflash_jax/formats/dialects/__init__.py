@@ -8,13 +8,14 @@ refines another comes after it. `read_config` of a drafter's dialect returns the
 from pathlib import Path
 
 from treeflash_jax.core.checks import quoted
-from treeflash_jax.formats.architectures import ARCHITECTURES
+from treeflash_jax.formats.architectures import ARCHITECTURES, text_keys
 from treeflash_jax.formats.dialects.block_folder import DFlash, TreeFlash
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.dialects.eagle3_folder import DeepSpec, Eagle3, Speculators
 from treeflash_jax.formats.dialects.gguf import Gguf
 from treeflash_jax.formats.dialects.huggingface import HuggingFace
 from treeflash_jax.formats.dialects.language_model_folder import LanguageModel
+from treeflash_jax.formats.dialects.mtp_folder import Mtp
 from treeflash_jax.formats.dialects.ngram_folder import Ngram
 from treeflash_jax.formats.dialects.published_heads import DFlash2, Domino, DSpark, LiLiCorr
 from treeflash_jax.formats.dialects.speculators import SpeculatorsDFlash, SpeculatorsDFlash2, SpeculatorsDSpark
@@ -22,7 +23,7 @@ from treeflash_jax.formats.keys import Keys
 
 KNOWN = (
     HuggingFace(), Gguf(), DFlash(), TreeFlash(), Domino(), DSpark(), DFlash2(), LiLiCorr(), Eagle3(), SpeculatorsDFlash(),
-    SpeculatorsDSpark(), SpeculatorsDFlash2(), Speculators(), DeepSpec(), Ngram(), LanguageModel(HuggingFace()),
+    SpeculatorsDSpark(), SpeculatorsDFlash2(), Speculators(), DeepSpec(), Ngram(), LanguageModel(HuggingFace()), Mtp(),
 )  # fmt: skip
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 
@@ -30,14 +31,16 @@ DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 def recognise(path: Path, keys: Keys, part: str) -> Dialect:
     """Returns the dialect of a folder or file that holds this part, "verifier" or "drafter".
 
-    A verifier read as a drafter is a language model that drafts. Raises ValueError for a drafter read as a verifier, or a
-    model that is not implemented.
+    A verifier read as a drafter is a language model that drafts or, in a family whose files have one, the layer of
+    multi-token prediction. Raises ValueError for a drafter read as a verifier, or a model that is not implemented.
     """
     dialect = next(dialect for dialect in reversed(DIALECTS.values()) if dialect.recognises(path, keys))
     if dialect.part == part:
         return dialect
-    model_type = keys.raw.get("model_type")
+    model_type = text_keys(keys).raw.get("model_type")
     is_known = isinstance(model_type, str) and model_type in ARCHITECTURES
+    if part == "drafter" and is_known and ARCHITECTURES[model_type].mtp:
+        return DIALECTS[Mtp.name]
     if part == "drafter" and (is_known or dialect.name != HuggingFace.name):
         return LanguageModel(dialect)
     if part == "verifier":
@@ -46,8 +49,8 @@ def recognise(path: Path, keys: Keys, part: str) -> Dialect:
         )
     known = dict.fromkeys(other.marks[0] for other in DIALECTS.values() if other.part == part and other.marks)
     raise ValueError(
-        f"{keys.where}: got model_type {quoted(model_type)}, expected a drafter's config with {' or '.join(known)}, or a "
-        f"language model of {', '.join(map(repr, ARCHITECTURES))}"
+        f"{keys.where}: got model_type {quoted(model_type)}, expected a drafter's config with {' or '.join(known)}, or "
+        "that of a language model that is implemented as a verifier"
     )
 
 

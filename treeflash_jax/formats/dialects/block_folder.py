@@ -80,6 +80,7 @@ class BlockFolder(Dialect):
         keys, sliding, window = read_windows(keys)
         layers = architectures.recognise(keys).read(keys, {*self.known, *ALIGNMENT})
         keys.expect(not layers.num_experts, "a drafter of model_type", layers.model_type, "one without experts")
+        keys.expect(not layers.delta, "a drafter of model_type", layers.model_type, "one of attention layers")
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)
         else:
@@ -136,9 +137,9 @@ class BlockFolder(Dialect):
         architecture = replace(architecture, layer={**architecture.layer, **CONVOLUTIONS})
         entries = {name: replace(entry, name=prefix + entry.name) for name, entry in BACKBONE.items()}
         entries["groups"] = architecture.layer_entries(specs["backbone"]["groups"], prefix)
-        head = HEADS[config.head].entries
+        head = {name: entry for name, entry in HEADS[config.head].entries.items() if name in specs["head"]}
         listed = {name: entry for name, entry in LISTED.items() if name in specs}
-        return {"backbone": entries, "head": {name: head[name] for name in specs["head"]}} | listed
+        return {"backbone": entries, "head": head} | listed
 
     def without_head(self, config: BlockConfig, params: dict[str, Any]) -> tuple[BlockConfig, dict[str, Any]]:
         return replace(config, head=MARGINAL, head_sizes=None), params | {"head": {}}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +13,10 @@ from treeflash_jax.core import files
 from treeflash_jax.formats import storage, tensor_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
+from treeflash_jax.trees.shape import MAX_NODES
+
+OUR_KEY = "treeflash_config"  # holds fields of a drafter that only files written here state, if they are not the defaults
+OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau")
 
 
 class Dialect:
@@ -54,7 +59,7 @@ class Dialect:
         return tensors
 
     def entries(self, config: Any, specs: Any, names: Collection[str]) -> Any:
-        """Returns the location on disk of each weight: a tree of Entry.
+        """Returns the location on disk of each weight: a tree of Entry, in the structure of the specs.
 
         Args:
           names: names of the file's tensors, which determine the layout; empty when files are written.
@@ -78,3 +83,19 @@ class Dialect:
     def to_hf(self, config: Any) -> dict[str, Any]:
         """Returns config.json for a config, without dtype. Raises ValueError if the dialect cannot store it."""
         raise ValueError(f"{self.name} files cannot be written, expected another dialect")
+
+
+def read_our_fields(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    """Returns the fields of a drafter with these names that its config.json states, those of OUR_FIELDS or "thinking"."""
+    keys = keys.table(OUR_KEY)
+    keys.check_known(names)
+    whole = partial(keys.whole, most=MAX_NODES)
+    kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
+    return {name: kinds.get(name, keys.number)(name) for name in names if name in keys.raw}
+
+
+def write_our_fields(config: Any, names: Collection[str]) -> dict[str, Any]:
+    """Returns the key of config.json with the fields that differ from their defaults; {} if none does."""
+    stated = {name: getattr(config, name) for name in names}
+    stated = {name: value for name, value in stated.items() if value != getattr(type(config), name)}
+    return {OUR_KEY: stated} if stated else {}

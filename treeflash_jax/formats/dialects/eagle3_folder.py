@@ -13,7 +13,6 @@ Source: SafeAILab/EAGLE, Tencent/AngelSlim, sgl-project/SpecForge, vllm-project/
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from treeflash_jax.formats import architectures, tensor_files
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects import speculators
-from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.dialects.dialect import OUR_FIELDS, OUR_KEY, Dialect, read_our_fields, write_our_fields
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.trees.shape import MAX_NODES
 
 OUTSIDE = {
     "fc": Entry("fc.weight", **LINEAR),
@@ -40,8 +38,7 @@ OUTSIDE = {
 }
 OPTIONS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 INERT = ("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init")
-OUR_KEY = "treeflash_config"  # holds our fields without a key elsewhere, unless they have their defaults
-_OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau", "thinking")
+_OUR_FIELDS = (*OUR_FIELDS, "thinking")
 _MODEL_TYPES = ("llama", "qwen3")  # of the layer
 
 
@@ -91,7 +88,7 @@ class Eagle3(Dialect):
             own_embedding=target != layers.hidden_size or "embed_tokens.weight" in tensor_files.names(folder),
             verifier=speculators.read_verifier(keys),
             **options,
-            **_our_fields(keys.table(OUR_KEY)),
+            **read_our_fields(keys, _OUR_FIELDS),
         )
 
     def _layers(self, keys: Keys) -> ModelConfig:
@@ -137,8 +134,6 @@ class Speculators(Eagle3):
 
     def to_hf(self, config: Eagle3Config) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
-        stated = {name: getattr(config, name) for name in _OUR_FIELDS}
-        stated = {name: value for name, value in stated.items() if value != getattr(Eagle3Config, name)}
         return {
             "architectures": ["Eagle3Speculator"],
             **speculators.describe("eagle3", config.num_depths, config.verifier),
@@ -148,7 +143,7 @@ class Speculators(Eagle3):
             **{name: getattr(config, name) for name in OPTIONS},
             "tie_word_embeddings": False,
             **({} if config.taps is None else {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps]}),
-            **({OUR_KEY: stated} if stated else {}),
+            **write_our_fields(config, _OUR_FIELDS),
         }
 
 
@@ -161,11 +156,3 @@ class DeepSpec(Eagle3):
     layer_type = None
     ids_key = "target_layer_ids"
     known = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
-
-
-def _our_fields(keys: Keys) -> dict[str, Any]:
-    """Returns the fields that only files written here may state."""
-    keys.check_known(_OUR_FIELDS)
-    whole = partial(keys.whole, most=MAX_NODES)
-    kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
-    return {name: kinds.get(name, keys.number)(name) for name in _OUR_FIELDS if name in keys.raw}

@@ -19,11 +19,17 @@ class HuggingFace(Dialect):
     part = "verifier"
 
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
+        keys = architectures.text_keys(keys)
         return architectures.recognise(keys).read(keys)
 
     def select(self, path: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Leaves out the copy of a tied table. Raises ValueError if the copy has other weights."""
-        outside = ARCHITECTURES[config.model_type].outside
+        """Leaves out the copy of a tied table. Raises ValueError if the copy has other weights, or as `present`."""
+        architecture = ARCHITECTURES[config.model_type]
+        outside = architecture.outside
+        try:
+            tensors = architecture.present(config, tensors)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         embed, unembed = (outside[part].name for part in ("embed", "unembed"))
         if config.tie_embeddings and {embed, unembed} <= tensors.keys():
             if not storage.are_equal(tensors[embed], tensors.pop(unembed)):

@@ -3,7 +3,8 @@
 A one-token step reads few of the experts, and a tree most of them. `sum_experts` therefore gathers the matrices of each
 token's experts if that reads fewer bytes, on a CPU also if a token chooses few of many experts. All forms are equal but for
 rounding. They take the weights, the tokens [n, d], the weight of every assignment in float32 at least (0 for experts that
-the device does not hold) and its expert (then the number of experts held), and return the sum before it is rounded.
+the device does not hold), its expert (then the number of experts held) and the limit of `_gated`, and return the sum before
+it is rounded, without the biases of "expert_down".
 
 Shape suffixes: n tokens of a device, d model, x experts, f ffn of an expert, k experts of a token, a = n k assignments, i
 inputs of one step, m either of d and f, z = x f.
@@ -22,20 +23,24 @@ from treeflash_jax.models.quantized import Quantized
 
 STEP_INPUTS = 8  # inputs of a matrix that a CPU adds up at a time
 BLOCK = 256  # tokens that run at a time: beyond it the products, not the weights, take the time
+SWIGLU_ALPHA = 1.702  # of gpt-oss; sigmoid(1.702 x) x approximates GELU
 SPARSE = 4  # CPUs gather for any number of tokens if there are this many times the experts of a token
 
 Weights = dict[str, Any]
 Form = Callable[[Weights, jax.Array, jax.Array, jax.Array], jax.Array]
+GATE_UP = ("expert_gate", "expert_up")
 
 
-def sum_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
+def sum_experts(
+    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float = 0.0
+) -> jax.Array:
     """Returns the sum, [n, d], by the form that reads fewest bytes."""
     held, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= held
     on_cpu = gather_in_steps if reads_few or SPARSE * per_token <= held else all_experts
     default = gather_and_reduce if reads_few else all_experts
-    forms = {"cpu": partial(_by_blocks, on_cpu), "default": partial(_by_blocks, default)}
-    return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **forms)
+    on_cpu, default = (partial(_by_blocks, partial(form, limit=limit)) for form in (on_cpu, default))
+    return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, cpu=on_cpu, default=default)
 
 
 def _by_blocks(form: Form, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
@@ -49,12 +54,15 @@ def _by_blocks(form: Form, weights: Weights, x_nd: jax.Array, weight_nk: jax.Arr
     return y.reshape(blocks * BLOCK, -1)[:count]
 
 
-def all_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
+def all_experts(
+    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float = 0.0
+) -> jax.Array:
     """Runs every token through every expert. Tokens are repeated per expert, or else a GPU would copy the weights."""
     held, count = weights["expert_gate"].shape[0], x_nd.shape[0]
     weight_xn = jnp.sum(jnp.where(ids_nk == jnp.arange(held)[:, None, None], weight_nk, 0), axis=-1)
     x_xnd = jnp.broadcast_to(x_nd, (held, *x_nd.shape))
-    h_xnf = _gated(*(_product("xnd,xdf->xnf", x_xnd, weights[name]) for name in ("expert_gate", "expert_up")))
+    products = [_product("xnd,xdf->xnf", x_xnd, weights[name]) for name in GATE_UP]
+    h_xnf = _gated(products, _biases(weights, lambda bias_xf: bias_xf[:, None]), limit)
     down, wide = weights["expert_down"], weight_xn.dtype
     if isinstance(down, Quantized):  # its scales differ by expert, so the sum over the experts comes after them
         return jnp.sum(_product("xnf,xfd->xnd", h_xnf, down, narrow=False) * weight_xn[..., None], axis=0)
@@ -63,7 +71,9 @@ def all_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk:
     return _product("nz,zd->nd", h_nz, down.reshape(h_nz.shape[1], -1), narrow=False)
 
 
-def gather_in_steps(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
+def gather_in_steps(
+    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float = 0.0
+) -> jax.Array:
     """Adds up a few inputs of all chosen matrices at a time: a CPU compiles each step to one loop that copies nothing."""
     wide = weight_nk.dtype
     ids_a = jnp.minimum(ids_nk, weights["expert_gate"].shape[0] - 1).reshape(-1)
@@ -88,15 +98,18 @@ def gather_in_steps(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids
         scales = [None if scale is None else scale[ids_a] for _, scale in parts]
         return [_scaled(y_am, scale, dtype) for y_am, scale in zip(sums, scales, strict=True)]
 
-    h_af = _gated(*products(("expert_gate", "expert_up"), jnp.repeat(x_nd, ids_nk.shape[1], axis=0)))
+    x_ad = jnp.repeat(x_nd, ids_nk.shape[1], axis=0)
+    h_af = _gated(products(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), limit)
     (y_ad,) = products(("expert_down",), h_af, narrow=False)
     return jnp.sum(y_ad.reshape(*ids_nk.shape, -1) * weight_nk[..., None], axis=1)
 
 
-def gather_and_reduce(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
+def gather_and_reduce(
+    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float = 0.0
+) -> jax.Array:
     """Sums over gathered matrices instead of multiplying by them: a GPU compiles each to one kernel that stores no copy."""
     wide = weight_nk.dtype
-    experts = {name: weight for name, weight in weights.items() if name != "router"}
+    experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
     taken = jax.tree.map(lambda weight: jnp.take(weight, ids_nk, axis=0, mode="clip"), experts)
 
     def product(name: str, x_nkm: jax.Array, narrow: bool = True) -> jax.Array:
@@ -104,12 +117,25 @@ def gather_and_reduce(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, i
         y_nkm = jnp.sum(x_nkm.astype(wide)[..., None] * values.astype(wide), axis=2)
         return _scaled(y_nkm, scale, x_nd.dtype if narrow else wide)
 
-    h_nkf = _gated(*(product(name, x_nd[:, None]) for name in ("expert_gate", "expert_up")))
+    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(taken), limit)
     return jnp.sum(product("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
 
 
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+def _biases(weights: Weights, pick: Callable[[jax.Array], jax.Array] = lambda bias: bias) -> list[jax.Array]:
+    """Returns the biases of GATE_UP as `pick` lays them out; none in models without them."""
+    return [pick(weights[f"{name}_bias"]) for name in GATE_UP if f"{name}_bias" in weights]
+
+
+def _gated(products: list[jax.Array], biases: list[jax.Array], limit: float) -> jax.Array:
+    """Returns silu(gate) * up, or with a limit (up + 1) * gate * sigmoid(1.702 gate).
+
+    The limit bounds the gate from above, and the up map on both sides.
+    """
+    gate, up = (y + bias.astype(y.dtype) for y, bias in zip(products, biases, strict=True)) if biases else products
+    if not limit:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
 def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow: bool = True) -> jax.Array:

@@ -23,6 +23,8 @@ KINDS = ("splash", "cudnn")
 LANES = 128  # sides of splash attention's blocks are multiples
 BLOCK = 512  # queries or keys of such a block, at most
 BLOCK_BITS = 12  # of an int32 that holds the index of a block; the others hold the end of its context
+MAX_BLOCKS = 2**BLOCK_BITS
+MAX_CONTEXT = 2 ** (31 - BLOCK_BITS)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class BlockRule:
         return ends << BLOCK_BITS | blocks
 
     def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        first = self.context + (query & (2**BLOCK_BITS - 1)) * self.keys
+        first = self.context + (query & (MAX_BLOCKS - 1)) * self.keys
         return (key < query >> BLOCK_BITS) | ((key >= first) & (key < first + self.keys))
 
 

@@ -9,7 +9,13 @@ from jax import lax
 
 
 def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the two halves of each head against each other by the position's angle; see `layers.rotary_table`."""
+    """Rotates the two halves of each head against each other by the position's angle; see `layers.rotary_table`.
+
+    With a table for fewer elements, only the first ones of each head are rotated.
+    """
+    size = table[0].shape[-1]
+    if size < x_bthe.shape[-1]:
+        return jnp.concatenate([rotate(x_bthe[..., :size], table), x_bthe[..., size:]], axis=-1)
     wide = jnp.promote_types(x_bthe.dtype, jnp.float32)
 
     def by_halves(x_bthe: jax.Array, *table: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Heads of block drafters: they condition a drafted token on tokens before it (`block_head.Head`).
 
-A head is one file with one line in HEADS.
+A head is one file with one line in HEADS; README.md in `drafters` has examples.
 """
 
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed

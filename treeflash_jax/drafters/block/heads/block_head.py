@@ -72,7 +72,6 @@ class Head(ABC):
       scored: names of tables with a vector for each drafted token; `expand` reads those of the candidates only.
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       reads_context: whether it reads `Block.context_bd`.
-      is_trainable: whether it has `logits`.
       trains_candidates: whether `logits` of tokens that are no candidates are -inf.
     """
 
@@ -81,8 +80,12 @@ class Head(ABC):
     scored: ClassVar[tuple[str, ...]] = ()
     lanes: ClassVar[int | None] = None
     reads_context: ClassVar[bool] = False
-    is_trainable: ClassVar[bool] = True
     trains_candidates: ClassVar[bool] = False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Returns whether the head has `logits`."""
+        return type(self).logits is not Head.logits
 
     def sizes(self, drafter: Any) -> Any:
         """Returns `drafter.head_sizes`, or the usual ones: a frozen dataclass; None for a head without further sizes."""

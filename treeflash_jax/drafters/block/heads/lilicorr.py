@@ -76,7 +76,6 @@ class LiLiCorrHead(Head):
         "heads": Entry("lilicorr.layers.{}.attn.in_proj_weight", order=(1, 0)),
     }
     reads_context = True
-    is_trainable = False
 
     def sizes(self, drafter) -> LiLiCorrSizes:
         return drafter.head_sizes or LiLiCorrSizes(drafter.layers.hidden_size)

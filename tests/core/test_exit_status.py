@@ -1,0 +1,56 @@
+"""The exit status of a command line: closed pipes, Ctrl-C, bad input, and machines without the requested devices."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treeflash_jax.core.exit_status import exit_status
+
+ROOT = Path(__file__).parents[2]
+
+
+def raising(error):
+    def command():
+        raise error
+
+    return command
+
+
+def test_a_command_ends_with_its_status_or_that_of_its_error(capsys):
+    assert exit_status(lambda: None, "x") == 0 and exit_status(lambda: 3, "x") == 3
+    assert exit_status(raising(KeyboardInterrupt()), "x") == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "")
+    assert exit_status(raising(ValueError("got 1,\nexpected 2")), "x") == 2
+    assert capsys.readouterr() == ("", "x: error: got 1, expected 2\n")
+    with pytest.raises(RuntimeError, match="a bug"):  # as long as there are devices
+        exit_status(raising(RuntimeError("a bug")), "x")
+
+
+@pytest.mark.parametrize("words", [
+    ["-m", "train.head", "--help"],
+    ["-c", "from treeflash_jax.core.exit_status import exit_status; exit(exit_status(lambda: print('x' * 100_000), 'x'))"],
+])  # fmt: skip
+def test_a_reader_that_has_ended_ends_the_command_quietly(words):
+    """Text that is still in Python's buffer, and more than fits there."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run([sys.executable, *words], stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("command", ["treeflash_jax generate --verifier tiny Hello", "train.head configs/tiny/head.toml"])
+@pytest.mark.parametrize("platform", ["cuda", "none"])
+def test_a_platform_that_is_not_here_is_one_line(command, platform, tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": platform, "TREEFLASH_TESTS_CACHE": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", *command.split()], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.count("\n") == 1, ended.stderr
+    assert f"error: got JAX_PLATFORMS={platform}, expected one that this machine has" in ended.stderr

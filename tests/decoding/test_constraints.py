@@ -1,0 +1,179 @@
+"""Answers that follow a schema, a pattern or choices: valid, and those of one-token decoding whatever is drafted."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import jsonschema
+import numpy as np
+import pytest
+from answers import drafted_as_plain, make_pair, read_texts, slow_unless
+from conftest import FEW_TOKENS, RANDOM_MODEL, compilations, needs_8_devices
+from pydantic import BaseModel
+from refusals import refused
+from scipy import stats
+from test_every_drafter import accepted_pair
+
+import treeflash_jax as tf
+from treeflash_jax.engine import constraints
+from treeflash_jax.engine.constraints import Table
+from treeflash_jax.formats import tokenizer as tokenizers
+
+NAME = {"type": "string", "maxLength": 8}
+PERSON = {
+    "type": "object",
+    "properties": {"name": NAME, "age": {"enum": [3, 17, 41, 99]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ODD = {"enum": ['a "quoted"\\ word', "\u00e9\U0001f600", 3, None]}
+FLAGS = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
+CHATS = ["Tom has 3 apples.", "Add 5 and 6.", "Name a colour.", "Why?"]
+SCHEMAS = [PERSON, ODD, None, FLAGS]  # of these chats
+DRAFTS = [{"nodes": 8}, {"builder": "walk", "ngrams": 8}]
+
+
+def assert_valid(results, schemas) -> None:
+    for result, schema in zip(results, schemas, strict=True):
+        if schema is not None:
+            assert result.finished == "stop", result.text
+            jsonschema.validate(json.loads(result.text), schema)
+
+
+@pytest.mark.parametrize("draft", [slow_unless(draft is DRAFTS[0], draft) for draft in DRAFTS])
+def test_drafted_answers_are_valid_and_those_of_one_token_decoding(float64, draft):
+    """In a batch of two slots with and without schemas; the slot of a finished answer takes the next prompt."""
+    tiny = tf.load("tiny", dtype="float64")
+    settings = {"max_new_tokens": 48, "batch_size": 2, "schema": SCHEMAS}
+    for sampled in ({}, {"temperature": 1.0, "seed": 3}):  # one program
+        results = drafted_as_plain(tiny, CHATS, draft, **settings | sampled)
+        assert_valid(results, SCHEMAS)
+    if "nodes" in draft:
+        assert max(length for result in results for length in result.accept_lengths) > 1
+    else:
+        free = tiny.generate(CHATS, max_new_tokens=48, batch_size=2, **draft)[2]
+        assert tiny.generate(CHATS, **settings, **draft)[2].ids == free.ids
+        *_, streamed = tiny.stream(CHATS[0], schema=PERSON, max_new_tokens=48, **draft)
+        assert streamed.ids == tiny.generate(CHATS[0], schema=PERSON, max_new_tokens=48, builder="none")[0].ids
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_patterns_choices_and_every_form_of_a_schema(tiny):
+    """In one call: a prompt has one constraint or none."""
+    pattern, choices = r"[0-9]{3}-(ab|\u00e9)", ["yes.", "no (really)", "a\nb \u4e2d"]
+    results = tiny.generate(
+        CHATS[:1] * 5,
+        pattern=[pattern, None, None, None, None],
+        choices=[None, choices, None, None, None],
+        schema=[None, None, FLAGS, json.dumps(FLAGS), Person],
+        max_new_tokens=120, temperature=1.0, batch_size=5, builder="none",
+    )  # fmt: skip
+    assert re.fullmatch(pattern, results[0].text) and results[1].text in choices
+    assert_valid(results[2:4], [FLAGS, FLAGS])
+    assert results[4].finished == "length" or Person.model_validate_json(results[4].text)
+
+
+def test_tables_are_data(tiny):
+    """Another schema whose tables have the same sizes compiles nothing."""
+    tiny.generate("x", schema=FLAGS, max_new_tokens=8, builder="none")
+    with compilations() as compiled:
+        tiny.generate("y", schema=FLAGS | {"minItems": 2}, max_new_tokens=8, builder="none")
+    assert "jit(decode)" not in compiled
+
+
+@pytest.mark.slow
+def test_every_draw_is_valid(tiny, smollm2):
+    for model, draws, batch_size in ((tiny, 500, 64), (smollm2, 50, 16)):
+        settings = {"temperature": 1.0, "max_new_tokens": 64, "nodes": 8, "batch_size": batch_size}
+        results = model.generate(CHATS[0], schema=PERSON, samples=draws, **settings)
+        assert_valid(results, [PERSON] * draws)
+        assert len({result.text for result in results}) > draws / 2
+
+
+# Two states over twelve tokens; token 0 ends an answer in state 1 alone.
+NEXT = np.array([[-1, 1, 0, -1], [1, 0, -1, 1]], np.int32)
+CLASS = np.array([0, 1, 1, 1, 2, 2, 2, 3, 3, 1, 2, 3], np.int32)
+
+
+@pytest.fixture
+def small_automaton(monkeypatch):
+    """A pattern that has this automaton over FEW_TOKENS, which have no tokenizer."""
+    table = Table(NEXT, CLASS)
+    monkeypatch.setattr(constraints, "compile_constraint", lambda schema, pattern, *_: pattern and table)
+
+
+def expected_distribution(pair, text: list[int], state: int, depth: int) -> dict[tuple[int, ...], float]:
+    """The probability of every continuation of `depth` tokens, by enumeration."""
+    if depth == 0:
+        return {(): 1.0}
+    logits_v = np.asarray(read_texts(pair.weights.verifier, pair.verifier, jnp.asarray([text]))[1][0, -1])
+    after_v = NEXT[state][CLASS]
+    share_v = np.where(after_v >= 0, np.exp(logits_v), 0)
+    probabilities = {}
+    for token in np.flatnonzero(share_v):
+        for rest, p in expected_distribution(pair, [*text, token], after_v[token], depth - 1).items():
+            probabilities[int(token), *rest] = p * share_v[token] / share_v.sum()
+    return probabilities
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"nodes": 8}, {"builder": "paths", "nodes": 8}])
+def test_answers_have_the_distribution_of_constrained_one_token_decoding(float64, small_automaton, how):
+    pair, prompt, draws = accepted_pair("language_model"), [3, 4, 5], 1024
+    settings = {"temperature": 1.0, "max_new_tokens": 3, "stop_ids": (), "batch_size": 64, "children": 6}
+    results = pair.generate([prompt], samples=draws, pattern="small", **settings, **how)
+    probabilities = expected_distribution(pair, prompt, 0, 3)
+    counts = dict.fromkeys(probabilities, 0)
+    for result in results:
+        counts[tuple(result.ids)] += 1  # KeyError: an answer that the automaton does not allow
+    expected, got = np.array([*probabilities.values()]) * draws, np.array([*counts.values()])
+    is_often = expected >= 5
+    groups = [np.append(x[is_often], x[~is_often].sum()) for x in (got, expected)]
+    assert stats.chisquare(*groups).pvalue > 1e-3
+    assert any(length > 1 for result in results for length in result.accept_lengths)
+
+
+@needs_8_devices
+def test_a_mesh_that_splits_the_vocabulary_gives_the_same_answers(float64, small_automaton):
+    how = {"dtype": jnp.float64, "scale": 0.5}
+    one, eight = (make_pair(FEW_TOKENS, None, mesh=mesh, **how) for mesh in (None, tf.make_mesh(2, 4)))
+    settings = {"max_new_tokens": 12, "stop_ids": (), "pattern": ["small", None, "small"], "builder": "none"}
+    answers = [[result.ids for result in pair.generate([[3], [4, 5], [6]], **settings)] for pair in (one, eight)]
+    assert answers[0] == answers[1]
+    for ids in answers[0][0], answers[0][2]:
+        state = 0
+        for token in ids:
+            state = NEXT[state][CLASS[token]]
+            assert state >= 0
+
+
+def test_what_cannot_be_followed_is_refused(tiny, monkeypatch):
+    for settings, words in (
+        ({"pattern": "("}, ["pattern '('", "cannot be followed"]),
+        ({"schema": {"$ref": "#"}}, ["schema", "cannot be followed", "recu"]),
+        ({"schema": {"type": "lizard"}}, ["schema", "lizard"]),
+        ({"schema": "{"}, ["not valid JSON"]),
+        ({"schema": {"anyOf": [{"items": {"minimum": 3}}]}}, ["keyword of a schema 'minimum'"]),
+        ({"schema": 5}, ["got schema 5"]),
+        ({"choices": []}, ["choices []"]),
+        ({"pattern": "a", "choices": ["a"]}, ["got pattern and choices", "expected one of them"]),
+        ({"pattern": ["a", "b"]}, ["2 values of pattern for 1 prompts"]),
+    ):
+        refused(lambda settings=settings: tiny.generate("x", **settings), *words)
+    monkeypatch.setattr(constraints, "MOST_BYTES", 2**10)
+    refused(lambda: tiny.generate("x", pattern="(a{1,9}b){1,9}"), "pattern", "kinds of tokens exceed")
+    ids_only = tf.TreeFlash(RANDOM_MODEL, tiny.weights)
+    refused(lambda: ids_only.generate([[1]], pattern="a"), "pattern 'a'", "no tokenizer.json")
+
+
+def test_bytes_of_both_kinds_of_tokenizers(tiny):
+    texts = tiny.tokenizer.token_bytes()
+    ids = tiny.tokenizer.encode("Caf\u00e9, 3\n\U0001f600")
+    assert b"".join(texts[id] for id in ids).decode() == "Caf\u00e9, 3\n\U0001f600"
+    assert not texts.keys() & tiny.tokenizer.inner.added_tokens_decoder.keys()
+    pieces = ["\u2581a", "<0x0A>", "\u2581", "<0xZ"]
+    assert [*map(tokenizers._read_sentence_piece, pieces)] == [b" a", b"\n", b" ", b"<0xZ"]

@@ -1,0 +1,191 @@
+"""Decoding over verifiers with layers of two kinds: trees, batches, sessions and meshes, in float64.
+
+No state of a node exists: a path is committed from what one pass over the tree leaves. `test_models.test_hybrids` compares
+the pass itself.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from answers import drafted_as_plain, make_pair, read_texts, slow_unless, with_recurrent_layers, with_windows_and_sinks
+from conftest import DATA, FEW_TOKENS, RANDOM_DRAFTER, needs_8_devices
+
+import treeflash_jax as tf
+from treeflash_jax.core import parameters, programs
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import MtpConfig, NgramConfig
+from treeflash_jax.drafters.block.block_drafter import fresh_layers
+from treeflash_jax.drafters.mtp_drafter import layer_sizes
+from treeflash_jax.engine import batching
+from treeflash_jax.formats import model_files
+from treeflash_jax.models import caches, delta_rule
+from treeflash_jax.models.config import ModelConfig
+
+HYBRID = with_recurrent_layers(replace(FEW_TOKENS, num_layers=3))
+WINDOWS = with_windows_and_sinks(replace(FEW_TOKENS, num_layers=3))
+DRAFTERS = {
+    "block": replace(
+        RANDOM_DRAFTER, layers=fresh_layers(HYBRID, 1), mask_token_id=11, taps=(0, 2), num_target_layers=3
+    ),
+    "mtp": MtpConfig(layers=layer_sizes(HYBRID)).fitted(HYBRID),
+    "ngram": NgramConfig(),
+}  # fmt: skip
+DRAFTS = {
+    "tree": {"nodes": 8, "children": 6},
+    "chain": {"builder": "chain", "children": 6},
+    "paths": {"builder": "paths", "nodes": 8, "children": 6},
+}
+TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 20]
+SETTINGS = {"max_new_tokens": 24, "stop_ids": (), "batch_size": 2}
+
+
+def hybrid_pair(kind: str | None = "block", mesh=None, config: ModelConfig = HYBRID) -> tf.TreeFlash:
+    drafter = None if kind is None else DRAFTERS[kind]
+    return make_pair(config, drafter, dtype=jnp.float64, scale=0.5, mesh=mesh)
+
+
+def assert_drafts_are_lossless(pair: tf.TreeFlash, texts: list, draft: dict, **settings) -> None:
+    results = drafted_as_plain(pair, texts, draft, **SETTINGS | settings)
+    assert any(length > 1 for result in results for length in result.accept_lengths), "nothing was accepted"
+
+
+@pytest.mark.parametrize(
+    "kind, name", [slow_unless((kind, name) == ("block", "tree"), kind, name) for kind in DRAFTERS for name in DRAFTS]
+)
+def test_drafted_output_is_one_token_output(float64, kind, name):
+    """Three texts in two slots: the third moves in while another is decoded, and a prompt takes more than one chunk."""
+    pair, draft, texts = hybrid_pair(kind), DRAFTS[name], TEXTS
+    if kind == "block":
+        draft = draft | {"candidates": 6}
+    elif kind == "ngram":  # texts with answers that repeat themselves
+        plain = pair.generate(TEXTS, builder="none", **SETTINGS | {"max_new_tokens": 40})
+        texts = [[*result.prompt_ids, *result.ids] for result in plain]
+    assert_drafts_are_lossless(pair, texts, draft)
+    if name != "paths":
+        assert_drafts_are_lossless(pair, texts, draft, temperature=[0.0, 0.7, 1.3], top_k=[0, 0, 9], seed=3)
+
+
+@pytest.mark.parametrize("index, broken", [*enumerate(["mask", "path", "decay", "window"])])
+def test_a_broken_rule_is_seen(float64, monkeypatch, index, broken):
+    """Drafted output differs if a tree is read like a chain, another path is committed, or part of a commit is left out."""
+    attend, commit = delta_rule.attend, delta_rule.commit
+
+    def read_a_chain(*arrays):
+        *arrays, mask_btu = arrays
+        return attend(*arrays, jnp.broadcast_to(jnp.tri(mask_btu.shape[1], dtype=bool), mask_btu.shape))
+
+    def commit_otherwise(state, new, count_b, path_bp=None):
+        if broken == "path" and path_bp is not None:
+            path_bp = jnp.broadcast_to(jnp.arange(path_bp.shape[1]), path_bp.shape)
+        if broken == "decay":
+            new = new.replace(decay_bth=0.5 * new.decay_bth)
+        after = commit(state, new, count_b, path_bp)
+        return after.replace(window_bjc=state.window_bjc) if broken == "window" else after
+
+    # A model of its own: compiled programs of others are kept.
+    pair = hybrid_pair(config=replace(HYBRID, rms_norm_eps=(index + 2) * 1e-6))
+    reference = pair.generate(TEXTS[:1], builder="none", **SETTINGS)
+    if broken == "mask":
+        monkeypatch.setattr(delta_rule, "attend", read_a_chain)
+    else:
+        monkeypatch.setattr(delta_rule, "commit", commit_otherwise)
+    drafted = pair.generate(TEXTS[:1], **DRAFTS["tree"], candidates=6, **SETTINGS)
+    assert drafted[0].ids != reference[0].ids
+
+
+@pytest.mark.filterwarnings("ignore:.* is not read")
+@pytest.mark.parametrize(
+    "name",
+    [slow_unless(name == "qwen3_5_text", name) for name in sorted(path.name for path in (DATA / "hybrid").iterdir())],
+)
+def test_greedy_answers_are_those_of_transformers(float64, name):
+    """One token at a time and with a random block drafter, three prompts together."""
+    folder = DATA / "hybrid" / name
+    config, params = model_files.load_verifier(folder, dtype=jnp.float64)
+    expected = np.load(folder / "expected.npz")
+    prompts = [expected[f"prompt{i}"].tolist() for i in range(3)]
+    drafter = replace(RANDOM_DRAFTER, layers=fresh_layers(config, 1), mask_token_id=319, taps=(0, 2))
+    drafter = replace(drafter, num_target_layers=config.num_layers)
+    weights = parameters.initialize(drafter.specs(), jax.random.key(0), jnp.float64, 0.3)
+    pair = tf.TreeFlash(config, Weights(params, weights), drafter=drafter, stop_ids=())
+    settings = {"max_new_tokens": 32, "stop_ids": ()}
+    plain = pair.generate(prompts, builder="none", **settings)
+    assert [result.ids for result in plain] == [expected[f"greedy{i}"].tolist() for i in range(3)]
+    drafted_as_plain(pair, prompts, {"nodes": 8, "children": 4, "candidates": 4}, plain=plain, **settings)
+
+
+def test_a_session_goes_on_from_its_answer_or_the_end_of_its_prompt_or_reads_anew(float64):
+    """Never wrong: a prompt that has the answer in it, one with another answer, and one whose first message changed."""
+    kept = []
+    pair, session = hybrid_pair(), tf.Session()
+    settings = {"max_new_tokens": 12, "stop_ids": (), **DRAFTS["tree"], "candidates": 6}
+    prompt = [1, 5, 2, 9, 4, 4, 3, 8]
+    ends = []
+    for turn in range(4):
+        *_, alone = pair.stream(prompt, **settings)
+        *_, result = pair.stream(prompt, session=session, **settings)
+        assert result.ids == alone.ids
+        kept.append(result.reused)
+        answer = list(result.ids)
+        if turn == 1:
+            answer[5] = 11 - answer[5]
+        ends.append((len(prompt), len(prompt) + len(answer) - 1))
+        prompt = [*prompt, *answer, 6, 10]
+        if turn == 2:
+            prompt[2] = 11
+    assert kept[0] == 0 and kept[1] == ends[0][1], "after the answer"
+    assert ends[1][0] - 1 <= kept[2] <= ends[1][0], "after the prompt"
+    assert kept[3] == 0, "nothing"
+    for given in (session, None):  # copies as of the prompt's end are kept for sessions only
+        scheduler = pair.schedule(pair.prepare(prompt, **settings), given)
+        scheduler.step(0)
+        assert (scheduler.state.cache.states[0].at_prompt is None) == (given is None)
+
+
+@pytest.mark.slow
+def test_settings_of_each_prompt_log_probs_streams_and_larger_caches(float64, monkeypatch):
+    """Three prompts in two slots, an answer of which outgrows the first caches."""
+    monkeypatch.setattr(batching, "ROOM", 8)
+    pair, prompts = hybrid_pair(), [TEXTS[2], TEXTS[1], TEXTS[0]]
+    settings = {
+        "max_new_tokens": [190, 12, 40], "temperature": [0.9, 0.0, 1.2], "top_k": [0, 0, 9], "seed": [1, 2, 3],
+        "stop_ids": [[], [], [4]], "presence_penalty": [0.0, 0.5, 0.2],
+    }  # fmt: skip
+    common = DRAFTS["tree"] | {"candidates": 6, "log_probs": True}
+    programs.clear()
+    together = pair.generate(prompts, batch_size=2, **settings, **common)
+    assert "grow_caches" in {program.function.__name__ for program in programs.compiled()}
+    for number, (prompt, result) in enumerate(zip(prompts, together, strict=True)):
+        own = {name: values[number] for name, values in settings.items()}
+        *_, alone = pair.stream(prompt, **own, **common)
+        assert (alone.ids, alone.finished) == (result.ids, result.finished)
+        ids = np.array([*prompt, *result.ids])
+        _, logits = read_texts(pair.weights.verifier, pair.verifier, np.pad(ids, (0, 320 - ids.size))[None])
+        expected = np.asarray(jax.nn.log_softmax(logits[0]))[np.arange(len(prompt), ids.size) - 1, ids[len(prompt) :]]
+        np.testing.assert_allclose(result.log_probs, expected, atol=1e-5)
+
+
+@needs_8_devices
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config, sizes",
+    [(HYBRID, {"data": 2, "model": 4}), (WINDOWS, {"data": 2, "model": 2, "experts": 2})],
+)
+def test_eight_devices_answer_as_one(float64, config, sizes):
+    """Sequences and heads of the states are split."""
+    settings, draft = SETTINGS | {"batch_size": 4}, DRAFTS["tree"] | {"candidates": 6}
+    plain = hybrid_pair(config=config).generate(TEXTS, builder="none", **settings)
+    pair = hybrid_pair(mesh=tf.make_mesh(**sizes), config=config)
+    drafted_as_plain(pair, TEXTS, draft, plain=plain, **settings)
+    drafted_as_plain(pair, TEXTS, {"builder": "none"}, plain=plain, **settings)
+
+
+def test_caches_of_recurrent_layers_do_not_grow_with_the_context():
+    small, large = (caches.allocate(HYBRID, 2, capacity, jnp.bfloat16) for capacity in (128, 256))
+    for states in (small.states[:2], small.grow(256).states[:2]):
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.shape, y.shape), states, large.states[:2])
+    assert len(jax.tree.leaves(small.without_copies())) == len(jax.tree.leaves(small)) - 4
+    assert small.states[0].now.state_bgez.dtype == jnp.float32 and small.states[0].now.window_bjc.dtype == jnp.bfloat16

@@ -1,0 +1,168 @@
+"""Verifiers of Qwen3.5, Qwen3-Next and gpt-oss against what transformers computed in float32 for small random weights.
+
+Their layers are of two kinds: most of Qwen's are gated delta rules, every second one of gpt-oss sees a window. The fixtures
+have logits, features of some layers and 32 greedy ids after prompts of 5, 40 and 150 tokens, and a random tree below each
+prompt, every node of which was computed as a text of its own.
+"""
+
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DATA
+
+from treeflash_jax.core import parameters
+from treeflash_jax.formats import model_files
+from treeflash_jax.models import caches, quantized, verifier
+from treeflash_jax.models.config import ModelConfig
+
+NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "gpt_oss")
+CAPACITY, CHUNK = 256, 80  # a chunk of the prompt is more than one block
+ATOL = 4e-3  # of the reference's own rounding: logits reach 13, and these random layers amplify it
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not read")
+
+
+@lru_cache
+def load(name: str, dtype: Any = jnp.float32) -> tuple[ModelConfig, dict, dict]:
+    folder = DATA / "hybrid" / name
+    return *model_files.load_verifier(folder, dtype=dtype), dict(np.load(folder / "expected.npz"))
+
+
+@partial(jax.jit, static_argnames=("config", "taps"))
+def run_pass(params, config, tokens_bt, positions_bt, mask_btu, cache, taps=()):
+    out = verifier.forward(params, config, tokens_bt, positions_bt, mask_btu, cache, taps=taps)
+    return out, verifier.logits(params, out.hidden_btd)
+
+
+commit = jax.jit(caches.commit)
+
+
+def read_prompt(params: Any, config: ModelConfig, tokens: np.ndarray, taps: tuple[int, ...] = ()):
+    """The logits and features of a prompt that is read in chunks, padded as in decoding, and the cache after it."""
+    cache = caches.allocate(config, 1, CAPACITY, params["norm"].dtype)
+    logits, features = [], []
+    for begin in range(0, len(tokens), CHUNK):
+        part = tokens[begin : begin + CHUNK]
+        padded = np.pad(part, (0, CHUNK - len(part)))[None]
+        positions = begin + np.arange(CHUNK)[None]
+        out, out_logits = run_pass(params, config, padded, positions, verifier.causal_mask(1, CHUNK), cache, taps=taps)
+        cache = commit(cache, out.new, jnp.asarray([len(part)]))
+        logits.append(out_logits[0, : len(part)])
+        features.append(out.features_btj[0, : len(part)])
+    return np.concatenate(logits), np.concatenate(features), cache
+
+
+def tree_arrays(expected: dict, i: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
+    """The mask, the depths and the path to every node of a fixture's tree."""
+    paths: list[list[int]] = [[0]]
+    for node, parent in enumerate(expected[f"tree_parent{i}"][1:], 1):
+        paths.append([*paths[parent], node])
+    mask = np.zeros((1, len(paths), len(paths)), bool)
+    for node, path in enumerate(paths):
+        mask[0, node, path] = True
+    return mask, np.array([len(path) - 1 for path in paths]), paths
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_features_and_trees_in_one_pass(name):
+    config, params, expected = load(name)
+    taps = tuple(map(int, expected["taps"]))
+    assert len({*config.layer_types}) == 2
+    for i in range(3):
+        prompt = expected[f"prompt{i}"]
+        logits, features, cache = read_prompt(params, config, prompt, taps)
+        last = len(expected[f"logits{i}"])
+        np.testing.assert_allclose(logits[-last:], expected[f"logits{i}"], atol=ATOL)
+        mask, depths, _ = tree_arrays(expected, i)
+        tree = expected[f"tree_tokens{i}"][None], len(prompt) + depths[None], mask
+        out, tree_logits = run_pass(params, config, *tree, cache, taps=taps)
+        np.testing.assert_allclose(tree_logits[0], expected[f"tree_logits{i}"], atol=ATOL)
+        if f"features{i}" in expected:
+            np.testing.assert_allclose(features[-last:], expected[f"features{i}"], atol=ATOL)
+            np.testing.assert_allclose(out.features_btj[0], expected[f"tree_features{i}"], atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_a_tree_and_a_commit_of_any_path_equal_texts_of_their_own(float64, name):
+    """In float64: every node has the logits of its path as a text, and after a commit the next tree has those too."""
+    config, params, expected = load(name, jnp.float64)
+    prompt, tokens = expected["prompt1"], expected["tree_tokens1"]
+    mask, depths, paths = tree_arrays(expected, 1)
+    _, _, cache = read_prompt(params, config, prompt)
+    tree = tokens[None], len(prompt) + depths[None], mask
+    out, logits = run_pass(params, config, *tree, cache)
+    for path in (paths[0], paths[5], max(paths, key=len)):
+        text = np.concatenate([prompt, tokens[path]])
+        want, _, _ = read_prompt(params, config, text)
+        np.testing.assert_allclose(logits[0, path[-1]], want[-1], atol=1e-9)
+        padded = jnp.asarray([path + [0] * (8 - len(path))])
+        after = commit(cache, out.new, jnp.asarray([len(path)]), padded)
+        _, again = run_pass(params, config, tree[0], len(text) + depths[None], mask, after)
+        node = max(paths, key=len)
+        want, _, _ = read_prompt(params, config, np.concatenate([text, tokens[node]]))
+        np.testing.assert_allclose(again[0, node[-1]], want[-1], atol=1e-9)
+
+
+def test_a_cut_keeps_all_or_the_prompt_or_nothing(float64):
+    config, params, expected = load("qwen3_5", jnp.float64)
+    prompt, answer = expected["prompt0"], expected["greedy0"][:3]
+    _, _, cache = read_prompt(params, config, prompt)
+    out, logits = run_pass(params, config, answer[None], 5 + np.arange(3)[None], verifier.causal_mask(1, 3), cache)
+    cache = commit(cache, out.new, jnp.asarray([3]), jnp.asarray([[0, 1, 2]]))
+    for kept, want in ((8, 8), (7, 5), (5, 5), (4, 0), (0, 0)):
+        assert cache.longest_cut(jnp.asarray([kept])).tolist() == [want]
+        cut = cache.cut(jnp.asarray([want]))
+        text = np.concatenate([prompt, answer])[:want]
+        again, _, _ = read_prompt(params, config, np.concatenate([text, answer]))
+        _, got = run_pass(params, config, answer[None], want + np.arange(3)[None], verifier.causal_mask(1, 3), cut)
+        np.testing.assert_allclose(got[0], again[-3:], atol=1e-9, err_msg=str(kept))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_merged_weights_compute_the_same(float64, name):
+    config, params, expected = load(name, jnp.float64)
+    merged = jax.tree.map(lambda x: x, params)
+    verifier.merge(merged, config)
+    layer = merged["groups"][0][0]
+    assert "delta_in" in layer and "delta_z" not in layer
+    specs = verifier.specs(config, is_merged=True)
+    assert jax.tree.map(lambda x: x.shape, merged) == jax.tree.map(lambda x: x.shape, specs)
+    want, _, _ = read_prompt(params, config, expected["prompt0"])
+    got, _, _ = read_prompt(merged, config, expected["prompt0"])
+    np.testing.assert_allclose(got, want, atol=1e-9)
+
+
+def test_the_kernel_for_tpus_is_a_choice():
+    """Interpreted, for a tree; a chunk of more than one block takes the plain form."""
+    config, params, expected = load("qwen3_5_text")
+    mask, depths, _ = tree_arrays(expected, 0)
+    _, _, cache = read_prompt(params, config, expected["prompt0"])
+    tree = expected["tree_tokens0"][None], 5 + depths[None], mask
+    run = jax.jit(partial(verifier.forward, config=config, attention="pallas-tpu"))
+    assert "gated_delta_rule" in run.lower(params, tokens_bt=tree[0], positions_bt=tree[1], mask_btu=mask).as_text(
+        debug_info=True
+    )
+    out = run(params, tokens_bt=tree[0], positions_bt=tree[1], mask_btu=mask, cache=cache)
+    logits = verifier.logits(params, out.hidden_btd)
+    np.testing.assert_allclose(logits[0], expected["tree_logits0"], atol=ATOL)
+
+
+def test_int8_rounds_the_maps_and_nothing_else():
+    config, _, expected = load("qwen3_5")
+    rounded = model_files.load_verifier(DATA / "hybrid" / "qwen3_5", quantize="int8")[1]
+    delta, attention = rounded["groups"][0][0], rounded["groups"][1][0]
+    wide = {name for layer in (delta, attention) for name, x in layer.items() if not isinstance(x, quantized.Quantized)}
+    assert wide == {
+        "attention_norm", "mlp_norm", "conv", "log_rate", "time_bias", "gated_norm", "q_norm", "k_norm",
+    }  # fmt: skip
+
+    def widened(spec, x):
+        return x.values * jnp.expand_dims(x.scale, spec.inputs) if isinstance(x, quantized.Quantized) else x
+
+    same = jax.tree.map(widened, verifier.specs(config), rounded, is_leaf=parameters.is_spec)
+    want, _, _ = read_prompt(same, config, expected["prompt0"])
+    got, _, _ = read_prompt(rounded, config, expected["prompt0"])
+    np.testing.assert_allclose(got, want, atol=ATOL)

@@ -1,0 +1,383 @@
+"""The server, over HTTP: its answers are those of `generate`, in the forms that the openai client reads."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import hypothesis
+import jsonschema
+import openai
+import pytest
+import schemathesis
+import uvicorn
+from hypothesis import HealthCheck, strategies
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+import treeflash_jax as tf
+from treeflash_jax.core import programs
+from treeflash_jax.serve.app import MOST_BYTES, make_app
+from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.options import ServeOptions
+from treeflash_jax.serve.worker import QueueFull, Worker
+
+BOUNDED = hypothesis.settings(derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+CONTEXT, LIMIT = 384, 34
+CHAT = [{"role": "user", "content": "Sam has 2 cats and 3 dogs. How many animals?"}]
+NO_STOP = {"max_tokens": 300}
+GREEDY = {"temperature": 0}
+LARGE = {"type": "string", "pattern": "[a-z]{300}"}  # more states than the server's
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    """A server of the pair `tiny` with two slots; yields its URL and its worker."""
+    metrics = Metrics()
+    options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
+    worker = Worker(tiny, tf.GenerateConfig(nodes=4), metrics, options)
+    worker.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    http = uvicorn.Server(uvicorn.Config(make_app(worker, metrics, has_page=True), log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}", worker=worker)
+    http.should_exit = True
+    thread.join()
+    worker.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=600, max_retries=0)
+
+
+def metric(server, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    return sum(float(value) for value in re.findall(rf"^treeflash_{name}(?:{{.*}})? (\S+)$", text, flags=re.MULTILINE))
+
+
+def wait_for(is_true, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_concurrent_chats_are_those_of_generate_and_compile_nothing(tiny, server, client):
+    before = programs.compiled()
+    chats = [[{"role": "user", "content": f"Sam has {i} cats. How many legs have they?"}] for i in range(16)]
+    settings = {
+        "seed": [*range(16)],
+        "max_new_tokens": [4 + i % 9 for i in range(16)],
+        "temperature": [0.0 if i % 3 else 0.8 for i in range(16)],
+        "top_p": [0.9 if i % 2 else 1.0 for i in range(16)],
+        "frequency_penalty": [0.5 if i % 4 == 1 else 0.0 for i in range(16)],
+        "logit_bias": [{7: 2.0, 9: -3.0} if i % 5 == 2 else {} for i in range(16)],
+        "stop": [["."] if i % 4 == 3 else [] for i in range(16)],
+    }
+
+    def ask(i: int) -> str:
+        given = {name: values[i] for name, values in settings.items()}
+        given["max_tokens"] = given.pop("max_new_tokens")
+        given |= {"logit_bias": {str(token): value for token, value in given["logit_bias"].items()}}
+        return client.chat.completions.create(model="tiny", messages=chats[i], **given).choices[0]
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = [*pool.map(ask, range(16))]
+    assert programs.compiled() == before, "settings of requests are data"
+    expected = tiny.generate(chats, nodes=4, **settings)
+    assert [answer.message.content for answer in answers] == [result.text for result in expected]
+    reasons = {"stop": "stop", "length": "length"}
+    assert [answer.finish_reason for answer in answers] == [reasons[result.finished] for result in expected]
+    assert metric(server, "running") == metric(server, "waiting") == 0
+    assert metric(server, "answers_total") >= 16 and metric(server, "tau") >= 1
+
+
+def test_streams_have_the_text_and_usage_of_whole_answers(server, client):
+    given = {"model": "tiny", "messages": CHAT, "max_tokens": 20, **GREEDY}
+    whole = client.chat.completions.create(**given)
+    ChatCompletion.model_validate(whole.model_dump(), strict=True)
+    chunks = [*client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True})]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+    *pieces, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == whole.choices[0].message.content
+    assert [chunk.choices[0].delta.role for chunk in pieces] == ["assistant", *[None] * (len(pieces) - 1)]
+    reasons = [chunk.choices[0].finish_reason for chunk in pieces]
+    assert reasons == [*[None] * (len(pieces) - 1), whole.choices[0].finish_reason] and len(pieces) > 3
+    assert last.choices == [] and last.usage == whole.usage and all(chunk.usage is None for chunk in pieces)
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    lines = httpx.post(f"{server.url}/v1/chat/completions", json=given | {"stream": True}, timeout=600).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""] and "usage" not in lines[0]
+
+
+def test_several_prompts_samples_and_log_probabilities(tiny, client):
+    prompts = ["Sam has 2", "There are 5 red"]
+    given = {"temperature": 0.9, "seed": 7}
+    whole = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=6, logprobs=2, **given)
+    Completion.model_validate(whole.model_dump(), strict=True)
+    expected = tiny.generate([*map(tf.Text, prompts)], nodes=4, samples=2, max_new_tokens=6, top_log_probs=2, **given)
+    assert [choice.text for choice in whole.choices] == [result.text for result in expected]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    ids = [tiny.encode(tf.Text(prompt)) for prompt in prompts]
+    assert whole.usage.prompt_tokens == sum(map(len, ids))
+    by_ids = client.completions.create(model="tiny", prompt=ids, n=2, max_tokens=6, **given)
+    assert [choice.text for choice in by_ids.choices] == [choice.text for choice in whole.choices]
+    for choice, result in zip(whole.choices, expected, strict=True):
+        assert choice.logprobs.token_logprobs == pytest.approx(result.log_probs, abs=1e-4)
+        assert "".join(choice.logprobs.tokens).startswith(choice.text)
+        for entry, top in zip(choice.logprobs.top_logprobs, result.top_log_probs, strict=True):
+            assert [*entry.values()] == pytest.approx([log_prob for _, log_prob in top], abs=1e-4)
+    chat = {"model": "tiny", "messages": CHAT, "max_tokens": 8, "logprobs": True, "top_logprobs": 3, **GREEDY}
+    content = client.chat.completions.create(**chat).choices[0].logprobs.content
+    for entry in content:
+        assert entry.token == entry.top_logprobs[0].token and entry.logprob == entry.top_logprobs[0].logprob <= 0
+        assert len(entry.top_logprobs) == 3 and bytes(entry.bytes).decode() == entry.token
+    streamed = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(**chat, stream=True)]
+    assert [entry for log_probs in streamed if log_probs for entry in log_probs.content] == content
+
+
+def test_prompts_that_begin_alike_are_read_once(tiny, server, client):
+    """The next turn of a chat, the same chat again, and another chat with the same system prompt."""
+    system = {"role": "system", "content": "Sam counts red and blue cats. " * 12}
+    first = [system, {"role": "user", "content": "How many cats?"}]
+    reused = metric(server, "reused_tokens_total")
+
+    def ask(chat: list) -> tuple[str, int]:
+        answer = client.chat.completions.create(model="tiny", messages=chat, max_tokens=12, **GREEDY)
+        assert answer.choices[0].message.content == tiny.generate([chat], nodes=4, max_new_tokens=12)[0].text
+        assert answer.usage.prompt_tokens == len(tiny.encode(chat))
+        return answer.choices[0].message.content, answer.usage.prompt_tokens_details.cached_tokens
+
+    text, none = ask(first)
+    length = len(tiny.encode(first))
+    assert none == 0 and length > 64
+    _, next_turn = ask([*first, {"role": "assistant", "content": text}, {"role": "user", "content": "And dogs?"}])
+    assert next_turn >= length - 4
+    _, again = ask(first)
+    assert again == length - 1
+    _, shared = ask([system, {"role": "user", "content": "Name a dog."}])
+    assert 64 <= shared < length
+    assert metric(server, "reused_tokens_total") == reused + next_turn + again + shared
+
+
+def test_answers_follow_a_schema(server, client):
+    """Beside one without a schema, and as `generate` follows it; nothing compiles."""
+    schema = {"type": "object", "properties": {"age": {"enum": [3, 17]}, "tall": {"type": "boolean"}}}
+    schema |= {"required": ["age", "tall"], "additionalProperties": False}
+    before, given = programs.compiled(), {"model": "tiny", "messages": CHAT, "temperature": 1.0, "seed": 2}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    free = client.chat.completions.create(**given, stream=True, max_tokens=60)
+    next(free)
+    for body in ({"response_format": form}, {"response_format": form, "stream": True}):
+        answer = client.chat.completions.create(**given, **body)
+        parts = [chunk.choices[0].delta.content or "" for chunk in answer] if "stream" in body else None
+        text = "".join(parts) if parts else answer.choices[0].message.content
+        jsonschema.validate(json.loads(text), schema)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in free)
+    assert text.startswith(client.chat.completions.create(**given, max_tokens=8).choices[0].message.content)
+    assert programs.compiled() == before
+
+
+@pytest.mark.parametrize("change, status, words", [
+    ({"response_format": {"type": "json_schema"}}, 400, "got response_format.json_schema.schema None"),
+    ({"response_format": {"type": "yaml"}}, 400, "response_format.type: "),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "lizard"}}}}, 400, "lizard"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}}, 400, "got states of a constraint"),
+    ({"temperature": -1}, 400, "got temperature -1.0, expected at least 0"),
+    ({"temperature": "warm"}, 400, "temperature: "),
+    ({"top_logprobs": 6, "logprobs": True}, 400, "got number of log-probabilities 6, expected at most 5"),
+    ({"n": 129}, 400, "got n 129, expected at most 128"),
+    ({"messages": []}, 400, "got an empty prompt"),
+    ({"messages": [{"role": "robot", "content": "Hi"}]}, 400, "message 0: got role 'robot'"),
+    ({"messages": None}, 400, "messages: "),
+    ({"max_tokens": 400}, 400, f"prompt tokens + 400 new tokens, expected at most {CONTEXT} together"),
+    ({"messages": [{"role": "user", "content": "cat " * 500}]}, 400, f"expected at most {CONTEXT} together"),
+    ({"logit_bias": {"999999": 1}}, 400, "got logit_bias of id 999999"),
+    ({"tool_choice": "required"}, 400, "got tool_choice 'required'"),
+    ({"model": "gpt"}, 404, "got model 'gpt', expected 'tiny'"),
+    ({"n": LIMIT + 1}, 429, f"expected at most {LIMIT} together; try again later"),
+    ({"user": "x" * MOST_BYTES}, 413, "got a body of over 4,194,304 bytes"),
+])  # fmt: skip
+def test_wrong_requests_are_errors_of_one_line(server, change, status, words):
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 2, "no_such_field": 1}
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body | change, timeout=600)
+    reason = response.json()["error"]
+    assert response.status_code == status and words in reason["message"] and "\n" not in reason["message"]
+    assert reason.keys() == {"message", "type", "param", "code"}
+
+
+def test_paths_models_and_health(server, client):
+    [card] = client.models.list().data
+    Model.model_validate(card.model_dump())
+    assert card.id == "tiny" and httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/v2").json()["error"]["message"] == "Not Found"
+    response = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
+    with pytest.raises(openai.NotFoundError, match="got model 'other', expected 'tiny'"):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_clients_that_leave_free_their_slots(tiny, server, client):
+    """Two of three have slots, one of them does not stream; the third waits."""
+    bias = {str(i): -100 for i in tiny.stop_ids}
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": CONTEXT - 60, "logit_bias": bias, "temperature": 0}
+    before = metric(server, "answers_total")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/chat/completions", json=body | {"n": 2}, timeout=0.3)
+    streams = [client.chat.completions.create(**body, stream=True) for _ in range(3)]
+    next(streams[0])
+    for stream in streams:
+        stream.close()
+    wait_for(lambda: metric(server, "running") == metric(server, "waiting") == 0)
+    assert metric(server, "answers_total") < before + 3
+    assert client.chat.completions.create(**body | {"max_tokens": 2}).usage.completion_tokens == 2
+
+
+def test_a_key_is_checked():
+    worker = SimpleNamespace(model=SimpleNamespace(names=("tiny",)), error=None, context=9)
+    transport = httpx.ASGITransport(make_app(worker, Metrics(), key="secret"))
+
+    async def ask(**headers: str) -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return (await http.get("/v1/models", headers=headers)).status_code
+
+    for header, status in {"Bearer secret": 200, "Bearer other": 401, "secret": 401, "Bearer ": 401}.items():
+        assert asyncio.run(ask(Authorization=header)) == status
+    assert asyncio.run(ask()) == 401
+
+
+def test_random_bodies_are_refused_or_queued(server):
+    """Bodies of the API's own schema: never an error of the server, and one line each."""
+
+    def refuse(call) -> None:
+        raise QueueFull("full")
+
+    worker = SimpleNamespace(
+        model=server.worker.model, error=None, make_requests=server.worker.make_requests, submit=refuse
+    )
+    schema = schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
+    statuses = set()
+    for path in ("/v1/chat/completions", "/v1/completions"):
+
+        @hypothesis.settings(
+            max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+        )
+        @hypothesis.given(case=schema[path]["POST"].as_strategy(), has_chat=strategies.booleans())
+        def check(case, has_chat: bool) -> None:
+            if isinstance(case.body, dict):
+                case.body.pop("model", None)
+                case.body |= {"messages": CHAT, "prompt": "x"} if has_chat else {}
+            response = case.call()
+            message = response.json()["error"]["message"]
+            assert response.status_code in (400, 429) and "\n" not in message, message
+            statuses.add(response.status_code)
+
+        check()
+    assert statuses == {400, 429}
+
+
+def test_the_page_streams_an_answer_and_shows_a_tree(server):
+    """In a browser, where there is one."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    if shutil.which("chromedriver") is None:
+        pytest.skip("needs Chromium and its driver")
+    options = webdriver.ChromeOptions()
+    for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
+        options.add_argument(option)
+    browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        browser.get(server.url)
+        browser.find_element("id", "text").send_keys("Sam has 2 cats and 3 dogs.\n")
+        wait_for(lambda: browser.find_elements("css selector", ".note button"))
+        assert browser.find_element("id", "model").text == "tiny"
+        assert "Sam has 2 cats" in browser.find_element("css selector", ".user").text
+        assert browser.find_elements("css selector", ".assistant")[1].text
+        browser.find_element("css selector", ".note button").click()
+        wait_for(lambda: browser.find_elements("css selector", ".tree"))
+        assert "\u2514\u2500" in browser.find_element("css selector", ".tree").text
+    finally:
+        browser.quit()
+    assert httpx.get(f"{server.url}/ui/trees/none").status_code == 404
+
+
+@contextmanager
+def command(*options: str, port: int = 0):
+    """The server as a process; yields it and its URL."""
+    words = f"serve --verifier tiny --dtype float32 --nodes 4 --context 512 --port {port}".split()
+    process = subprocess.Popen([sys.executable, "-m", "treeflash_jax", *words, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        yield process, re.search(r"serving tiny at (\S+)", next(line for line in process.stderr if "serving" in line))[1]
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_its_last_answer():
+    with command("--slots", "1", "--grace", "60") as (process, url):
+        body = {"model": "tiny", "messages": CHAT, "max_tokens": 200, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=600) as response:
+            events = response.iter_lines()
+            assert json.loads(next(events).removeprefix("data: "))["object"] == "chat.completion.chunk"
+            process.send_signal(signal.SIGTERM)
+            *_, last = [line for line in events if line]
+        assert last == "data: [DONE]" and process.wait(60) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/models")
+
+
+@pytest.mark.slow
+def test_many_clients_lose_nothing_and_memory_stays_flat():
+    """64 clients for a minute; then the process is killed, and another one takes its port."""
+
+    def resident() -> int:
+        return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def ask(number: int) -> int:
+        """Returns the number of answers that one client got."""
+        rng, client, count = (
+            random.Random(number),
+            openai.OpenAI(base_url=url, api_key="any", timeout=600, max_retries=0),
+            0,
+        )
+        while time.monotonic() < end:
+            chat = [{"role": "user", "content": "cat " * rng.randint(1, 80)}]
+            given = {"model": "tiny", "messages": chat, "max_tokens": rng.randint(1, 24), "seed": rng.randint(0, 9)}
+            if rng.random() < 0.5:
+                *_, last = client.chat.completions.create(**given, stream=True)
+                assert last.choices[0].finish_reason in ("stop", "length")
+            else:
+                answer = client.chat.completions.create(**given)
+                assert 0 < answer.usage.completion_tokens <= given["max_tokens"]
+            count += 1
+        return count
+
+    with command("--slots", "8") as (process, url):
+        end = time.monotonic() + 60
+        with ThreadPoolExecutor(64) as pool:
+            counts = [pool.submit(ask, number) for number in range(64)]
+            time.sleep(20)
+            early = resident()
+            total = sum(count.result() for count in counts)
+        assert total > 64 and resident() < 1.1 * early
+        text = httpx.get(f"{url.removesuffix('/v1')}/metrics").text
+        assert "treeflash_running 0.0\n" in text and "treeflash_waiting 0.0\n" in text
+        assert sum(map(float, re.findall(r"answers_total{.*} (\S+)", text))) == total
+        process.kill()
+        process.wait()
+        with command("--slots", "8", port=httpx.URL(url).port) as (_, again):
+            assert again == url and httpx.get(f"{url}/models").json()["data"][0]["id"] == "tiny"

@@ -1,0 +1,81 @@
+"""Writes what editors and `help` show of keyword arguments, from the fields of GenerateConfig and ModelOptions.
+
+    PYTHONPATH=. python tests/write_keywords.py
+
+It writes treeflash_jax/engine/keywords.py, and the arguments in the docstring of `tf.load`.
+"""
+
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+from treeflash_jax.core.settings import describe, field_names
+from treeflash_jax.engine import keywords, loading
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.model_options import ModelOptions
+
+FILE = '''"""Types of keyword arguments, for editors and `help`. `python tests/write_keywords.py` writes this file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from jax.sharding import Mesh
+
+
+class LoadOptions(TypedDict, total=False):
+    """Keyword arguments of `load`, whose docstring describes them."""
+
+{load_types}
+
+
+class GenerateSettings(TypedDict, total=False):
+    """Keyword arguments of `generate`, `generate_each`, `stream` and `warmup`: the fields of GenerateConfig.
+
+    Attributes:
+{basic_settings}
+
+    Advanced attributes:
+{advanced_settings}
+    """
+
+{generate_types}
+'''
+LOAD_OPTIONS = [name for name in field_names(ModelOptions) if name != "verifier"]  # `verifier` is a positional argument
+
+
+def described(cls: type, names: list[str]) -> str:
+    return textwrap.indent(describe(cls, names), "    ")
+
+
+def types(cls: type, names: list[str]) -> str:
+    """Returns the annotations of fields as source, one a line."""
+    kinds = {name: kind for name, kind in inspect.get_annotations(cls).items() if name in names}
+    lines = [f"    {name}: {inspect.formatannotation(kind)}" for name, kind in kinds.items()]
+    return re.sub(r"\b(\w+\.)+(?=[A-Z])", "", "\n".join(lines))  # without modules
+
+
+def keywords_source() -> str:
+    """Returns the content of engine/keywords.py."""
+    return FILE.format(
+        load_types=types(ModelOptions, LOAD_OPTIONS),
+        basic_settings=described(GenerateConfig, field_names(GenerateConfig, basic=True)),
+        advanced_settings=described(GenerateConfig, field_names(GenerateConfig, basic=False)),
+        generate_types=types(GenerateConfig, field_names(GenerateConfig)),
+    )
+
+
+def loading_source(source: str) -> str:
+    """Returns the source of engine/loading.py with the arguments of `load` in its docstring."""
+    verifier = f"verifier: {ModelOptions.__dataclass_fields__['verifier'].metadata['help']}."
+    lines = textwrap.wrap(verifier, 80, initial_indent="      ", subsequent_indent="        ")
+    arguments = "\n".join([*lines, described(ModelOptions, LOAD_OPTIONS)])
+    before, after = source.index("    Args:\n") + len("    Args:\n"), source.index("\n    Raises:")
+    return f"{source[:before]}{arguments}\n{source[after:]}"
+
+
+if __name__ == "__main__":
+    Path(keywords.__file__).write_text(keywords_source(), encoding="utf-8")
+    path = Path(loading.__file__)
+    path.write_text(loading_source(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,157 @@
+"""The stages of `train.pair`, and the record of their inputs by which a rerun redoes exactly what changed."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from train import drafter, export, head, measure, respond
+from train.pairing.compose import Composer, PairConfig
+from train.runtime import run_config
+from treeflash_jax.core import files
+from treeflash_jax.core.checks import read_json
+from treeflash_jax.core.settings import dotted
+
+ALWAYS_GIVEN = ("verifier", "seed")
+Action = Literal["skip", "continue", "begin"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of the command: `python -m train.NAME`.
+
+    Attributes:
+      main: runs it with its settings.
+      compose: returns its settings.
+      given: settings of the command that it depends on, besides ALWAYS_GIVEN.
+      reads: file or folder of OUT that it depends on; "" for the prompts.
+      writes: pattern of the files or folders of OUT that it writes.
+      size: returns what may grow when it continues, such as its number of steps; 0 if it cannot grow.
+      follows: prefixes of the settings that may change when it continues.
+      shown: settings that are chosen by rule, which are printed.
+    """
+
+    name: str
+    main: Callable[..., None]
+    compose: Callable[[Composer], Any]
+    given: tuple[str, ...]
+    reads: str
+    writes: str
+    size: Callable[[Composer, Any], int] = lambda composer, made: 0
+    follows: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+
+    def inputs(self, composer: Composer, made: Any) -> dict[str, Any]:
+        """Returns what the stage's results depend on: given settings, the digest of what it reads, and its size."""
+        values = run_config.to_dict(composer.settings)
+        digest = composer.prompts_digest() if not self.reads else digest_files(composer.settings.path(self.reads))
+        given = {name: values[name] for name in (*ALWAYS_GIVEN, *self.given)}
+        return {"given": given, "digest": digest, "size": self.size(composer, made)}
+
+    def continued(self, made: Any, settings: PairConfig) -> Any:
+        """Returns the settings that the stage was begun with, but for those of `made` that may change."""
+        begun = run_config.load(type(made), settings.path(f"{self.name}.toml"))
+        now = dotted(run_config.to_dict(made), into_lists=True)
+        return run_config.replaced(begun, {key: value for key, value in now.items() if key.startswith(self.follows)})
+
+    def set_aside(self, settings: PairConfig) -> None:
+        """Moves earlier results to OUT/before, in place of those that are there."""
+        folder = settings.path("before")
+        folder.mkdir(exist_ok=True)
+        for path in settings.path("").glob(self.writes):
+            target = folder / path.name
+            shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+            path.rename(target)
+
+
+STAGES = (
+    Stage(
+        name="respond",
+        main=respond.main,
+        compose=Composer.respond,
+        given=("prompts", "respond"),
+        reads="",
+        writes="responses.jsonl*",
+        size=lambda composer, made: len(composer.prompts),
+        follows=("sources.0.limit", "mesh."),
+        shown=("sources.0.hold_out", "max_prompt_tokens", "max_new_tokens"),
+    ),
+    Stage(
+        name="drafter",
+        main=drafter.main,
+        compose=Composer.drafter,
+        given=("block_size", "num_layers", "mask_token_id", "target_layer_ids", "drafter"),
+        reads="responses.jsonl",
+        writes="drafter",
+        size=lambda composer, made: made.loop.steps,
+        follows=("loop.steps", "loop.evaluate_every", "mesh."),
+        shown=(
+            *("mask_token_id", "target_layer_ids", "block_size", "num_layers", "initial_layers", "compute_dtype"),
+            "loop.steps",
+        ),
+    ),
+    Stage(
+        name="head",
+        main=head.main,
+        compose=Composer.head,
+        given=("head",),
+        reads="drafter/model",
+        writes="head",
+        follows=("mesh.",),
+        shown=("loop.steps",),
+    ),
+    Stage(name="export", main=export.main, compose=Composer.export, given=("export",), reads="head/model", writes="model"),
+    Stage(
+        name="measure",
+        main=measure.main,
+        compose=Composer.measure,
+        given=("measure",),
+        reads="model",
+        writes="measured.json",
+    ),
+)
+
+
+class Records:
+    """The inputs of every stage that was begun, in OUT/stages.json."""
+
+    def __init__(self, settings: PairConfig):
+        self.path = settings.path("stages.json")
+        if settings.path("pair.toml").exists() and not self.path.exists():
+            raise ValueError(f"{settings.out} was begun by an earlier version (it has no stages.json); give another out=")
+        self.by_name: dict[str, dict[str, Any]] = read_json(self.path) if self.path.exists() else {}
+
+    def action(self, stage: Stage, inputs: dict[str, Any]) -> Action:
+        """Returns "skip" for a stage that finished with these inputs, and "continue" for one that was begun with them.
+
+        A stage whose size alone grew continues too, whatever it reads: more prompts or steps extend it.
+        """
+        before = self.by_name.get(stage.name)
+        if before is None or before["given"] != inputs["given"]:
+            return "begin"
+        if (before["digest"], before["size"]) == (inputs["digest"], inputs["size"]):
+            return "skip" if before["finished"] else "continue"
+        return "continue" if inputs["size"] > before["size"] else "begin"
+
+    def changed(self, stage: Stage, inputs: dict[str, Any]) -> str:
+        """Returns the first given setting that differs from the last time, in words; "" if none does."""
+        then, now = dotted(self.by_name[stage.name]["given"]), dotted(inputs["given"])
+        return next((f"{key} was {then.get(key)}" for key in {**then, **now} if then.get(key) != now.get(key)), "")
+
+    def save(self, stage: Stage, inputs: dict[str, Any], *, finished: bool) -> None:
+        self.by_name[stage.name] = inputs | {"finished": finished}
+        files.write(self.path, json.dumps(self.by_name, indent=1) + "\n")
+
+
+def digest_files(path: Path) -> str:
+    """Returns the SHA-256 of a file, or of all files of a folder with their names."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            digest.update(file.name.encode())
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,96 @@
+"""Block verification of one path: the last node whose test accepts is kept, although tests before it may have failed.
+
+w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)), S_i = sum [w_i p - q]+ after node i, h_i = S_i / (S_i + 1 - w_i); at the end
+of the path q = 0 and h = w. Kept: the last i with coin < h_i (the root is always kept); then emit from [w_i p - q]+.
+P(node i is passed) = w_i on average over the drafts: the best that any rule can do on one path.
+
+Shape suffixes: b batch, p places of a path (root included), c tokens of a node's support.
+
+Source: block verification (arXiv 2403.10444).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax.acceptance.sampled.draws import Draws, DrawsRule
+from treeflash_jax.trees import DraftTree
+
+
+class Block(DrawsRule):
+    distributions = ("one path",)
+    needs = "one sampled path"
+
+    def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
+        return passed(_as_path(tree, draws))
+
+    def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kept(_as_path(tree, draws), coins_bx)
+
+
+@struct.dataclass
+class Path:
+    """A drafted path with the distribution it was drawn from.
+
+    Attributes:
+      node_bp: nodes, root first; 0 past the end.
+      exists_bp: False past the end.
+      ratio_bp: p / q of the token of each place; 1 at the root.
+      p_bpc: the verifier's probabilities on the support of each place.
+      q_bpc: the proposal's probabilities; 0 at the end of the path.
+      outside_bp: the verifier's mass off the support.
+    """
+
+    node_bp: jax.Array
+    exists_bp: jax.Array
+    ratio_bp: jax.Array
+    p_bpc: jax.Array
+    q_bpc: jax.Array
+    outside_bp: jax.Array
+
+
+def tests(path: Path) -> tuple[jax.Array, jax.Array]:
+    """Returns w and h of every place, [b, p]; h is 1 at the root and 0 past the end."""
+    log_ratio_bp = jnp.log(path.ratio_bp)
+
+    def chain(first, second):  # places compose as x -> min(bound, x + step)
+        return first[0] + second[0], jnp.minimum(second[1], first[1] + second[0])
+
+    weight_bp = jnp.exp(lax.associative_scan(chain, (log_ratio_bp, jnp.minimum(log_ratio_bp, 0)), axis=1)[1])
+    left_bp = jnp.sum(jnp.maximum(weight_bp[..., None] * path.p_bpc - path.q_bpc, 0), axis=-1)
+    left_bp += weight_bp * path.outside_bp
+    lost_bp = 1 - weight_bp
+    keep_bp = jnp.where(lost_bp > 0, left_bp / jnp.where(lost_bp > 0, left_bp + lost_bp, 1), 1)
+    return weight_bp, jnp.where(path.exists_bp, keep_bp, 0)
+
+
+def passed(path: Path) -> jax.Array:
+    """Returns P(the kept part of the path reaches each place), given the path, [b, p]."""
+    missed_bp = jnp.flip(jnp.cumprod(jnp.flip(1 - tests(path)[1], axis=1), axis=1), axis=1)
+    return jnp.where(path.exists_bp, 1 - missed_bp, 0)
+
+
+def kept(path: Path, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the last node kept and the remainder of its p on the support; place p uses coin p - 1."""
+    weight_bp, keep_bp = tests(path)
+    places = weight_bp.shape[1]
+    is_hit_bp = jnp.pad(coins_bx[:, : places - 1], ((0, 0), (1, 0))) < keep_bp
+    place_b1 = jnp.max(jnp.where(is_hit_bp, jnp.arange(places), 0), axis=1, keepdims=True)
+    weight_b1, last_b1 = (jnp.take_along_axis(x_bp, place_b1, axis=1) for x_bp in (weight_bp, path.node_bp))
+    p_bc, q_bc = (jnp.take_along_axis(x_bpc, place_b1[..., None], axis=1)[:, 0] for x_bpc in (path.p_bpc, path.q_bpc))
+    return last_b1[:, 0], jnp.maximum(p_bc - q_bc / weight_b1, 0)
+
+
+def _as_path(tree: DraftTree, draws: Draws) -> Path:
+    """Returns the tree as a path: node p is at depth p."""
+    q_bx = draws.gather(draws.q_bnc)
+    ratio_bx = jnp.where(draws.is_draw_bx, draws.gather(draws.p_bnc) / jnp.where(q_bx > 0, q_bx, 1), 0)
+    return Path(
+        node_bp=jnp.broadcast_to(jnp.arange(tree.tokens_bn.shape[1]), tree.tokens_bn.shape),
+        exists_bp=tree.valid_bn,
+        ratio_bp=jnp.pad(ratio_bx, ((0, 0), (1, 0)), constant_values=1),
+        p_bpc=draws.p_bnc,
+        q_bpc=draws.q_bnc,
+        outside_bp=draws.outside_bn,
+    )

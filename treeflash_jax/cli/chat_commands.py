@@ -1,0 +1,152 @@
+"""State of a conversation, and the commands that look at it and change it, such as /set temperature 0.7."""
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from treeflash_jax.cli.prompt_options import CHATS, add_system
+from treeflash_jax.core import files
+from treeflash_jax.core.checks import expect, hint, parse_json
+from treeflash_jax.core.settings import field_names, fit_field
+from treeflash_jax.engine.generate_config import REFUSED, GenerateConfig
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.scheduler import Session
+
+COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # not /usr/bin or // in pasted text
+SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value
+HELLO = {"role": "user", "content": "Hello"}
+LEAST_ROOM = 128  # tokens of an answer for which memory must have room
+# A conversation has one answer at a time, and shows text.
+WITHOUT = ("samples", "batch_size", "log_probs", "top_log_probs", "expected_lengths")
+SETTINGS = [name for name in field_names(GenerateConfig) if name not in (*WITHOUT, "processor")]
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """A conversation with a model.
+
+    Attributes:
+      settings: settings of `generate` that differ from their defaults; without `max_new_tokens`, answers go on up to the
+        context's end, or as memory allows.
+      system: system message; None for none.
+      messages: messages of the user and the model.
+      last: result of the last answer; None before it is finished.
+      session: caches of the conversation.
+    """
+
+    model: TreeFlash
+    console: Console
+    settings: dict[str, Any]
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    last: Result | None = None
+    session: Session = field(default_factory=Session)
+
+    @property
+    def prompt(self) -> list[dict[str, str]]:
+        """The messages, with the system message before them."""
+        return add_system(self.messages, self.system)
+
+    def validate(self, settings: dict[str, Any], system: str | None) -> None:
+        """Raises ValueError for settings and a system message that the model cannot answer with; computes nothing."""
+        self.model.prepare(add_system([HELLO], system), **{"max_new_tokens": 1} | settings)
+
+    def room(self) -> int:
+        """Returns the number of tokens up to the context's end; less if memory has no room for the caches of so many."""
+        room = max(1, self.model.verifier.max_positions - len(self.model.encode(self.prompt)))
+        while room > LEAST_ROOM:
+            with suppress(ValueError):
+                self.model.prepare(self.prompt, **self.settings | {"max_new_tokens": room})
+                break
+            room //= 2
+        return room
+
+    def change_system(self, text: str) -> None:
+        system = text or None
+        self.validate(self.settings, system)
+        self.system = system
+        self.console.print("the system message is set" if system else "no system message")
+
+    def change_setting(self, text: str) -> None:
+        name, value = SETTING.fullmatch(text).groups()
+        name = name.lstrip("-").replace("-", "_")
+        settings = dict(self.settings)
+        if name and name not in SETTINGS:
+            reason = REFUSED.get(name, f"is no setting of a conversation{hint(name, SETTINGS)}")
+            raise ValueError(f"{name} {reason}")
+        if name:
+            settings.pop(name, None)
+        if value:
+            settings[name] = parse_value(name, value)
+        self.validate(settings, self.system)
+        self.settings = settings
+        lines = [f"{name} {value}" for name, value in settings.items()]
+        self.console.print("\n".join(lines) or "all settings have their defaults", markup=False)
+
+    def save(self, path: str) -> None:
+        expect(path.endswith(CHATS), "file", path, f"FILE{CHATS}, which --prompt-file and training read")
+        if not self.messages:
+            raise ValueError("got no messages to save, expected a conversation with an answer")
+        files.check_output(path)
+        expect(not Path(path).exists(), "file", path, "one that does not exist")
+        files.write(path, json.dumps({"messages": self.prompt}, ensure_ascii=False) + "\n")
+        self.console.print(f"wrote {path}", markup=False)
+
+    def draw_tree(self, _: str) -> None:
+        """Draws the draft tree of the last answer's round that accepted most, or prints why there is none."""
+        if self.last is None:
+            return self.console.print("no draft tree yet: no answer was finished")
+        try:
+            self.console.print(str(self.last.tree()), markup=False)
+        except ValueError as error:
+            self.console.print(f"no draft tree: {error}", markup=False)
+
+    def reset(self, _: str) -> None:
+        self.messages, self.last = [], None
+
+    def show_help(self, _: str) -> None:
+        for name, (argument, about, _) in COMMANDS.items():
+            self.console.print(f"{f'{name} {argument}':<18}{about}", markup=False)
+
+
+# By name: the argument, a line of help, and the function.
+COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
+    "/system": ("TEXT", "sets the system message; without TEXT, removes it", Conversation.change_system),
+    "/set": ("NAME VALUE", "sets a setting of generate; /set NAME: its default; /set: list", Conversation.change_setting),
+    "/save": ("FILE.jsonl", "writes the messages, which --prompt-file and training read", Conversation.save),
+    "/tree": ("", "draws the round of the last answer that accepted most", Conversation.draw_tree),
+    "/reset": ("", "forgets the messages, keeps settings and system message", Conversation.reset),
+    "/help": ("", "lists the commands; the option --help-all lists the settings", Conversation.show_help),
+    "/quit": ("", "leaves, as do /exit and Ctrl-D; Ctrl-C ends an answer", Conversation.reset),
+}
+
+
+def parse_value(name: str, text: str) -> Any:
+    """Parses the value of a setting, as its option does; a list or an object may also be JSON."""
+    value: Any = text
+    if text[0] in "[{":
+        value = parse_json(text)
+    elif name == "stop":
+        value = [text]
+    elif name == "stop_ids":
+        value = text.replace(",", " ").split()
+    return fit_field(GenerateConfig, name, value, from_text=True)
+
+
+def obey(conversation: Conversation, turn: str) -> bool:
+    """Runs a command; returns false if the turn is none. Raises ValueError for an unknown command or a wrong argument."""
+    match = COMMAND.fullmatch(turn)
+    if match is None:
+        return False
+    name, argument = match[1], (match[2] or "").strip()
+    if name not in COMMANDS:
+        raise ValueError(f"got command {name}{hint(name, COMMANDS) or ', expected one that /help lists'}")
+    COMMANDS[name][2](conversation, argument)
+    return True

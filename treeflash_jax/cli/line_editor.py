@@ -1,0 +1,67 @@
+"""Turns that a user types in a terminal: edited, with a history, and pasted lines as one turn."""
+
+import json
+import os
+import select
+import sys
+from contextlib import suppress
+
+from treeflash_jax.core import files
+
+try:
+    import readline
+except ImportError:  # as on Windows
+    readline = None
+
+MOST_TURNS = 1000  # in the history
+PASTE_SECONDS = 0.05  # longest pause between two lines of a paste
+PROMPT = "you: "
+BOLD = f"\x01\x1b[1m\x02{PROMPT}\x01\x1b[0m\x02"  # readline does not count what stands between \x01 and \x02
+
+
+class LineEditor:
+    """Reads turns. In a terminal, readline edits them; the history is a file in the user's cache folder.
+
+    Pasted lines are one turn: terminals mark them for readline, and without marks they are waiting when the first of them
+    has been read. Lines of a pipe or a file are one turn each.
+    """
+
+    def __init__(self):
+        is_typed = sys.stdin is not None and sys.stdin.isatty()
+        self.is_terminal = readline is not None and is_typed and sys.stdout.isatty()
+        self.prompt = BOLD if self.is_terminal else PROMPT if is_typed else ""
+        self.path = None
+        if not self.is_terminal:
+            return
+        readline.parse_and_bind("set enable-bracketed-paste on")
+        readline.set_auto_history(False)  # whole turns are added instead
+        with suppress(OSError, RuntimeError, ValueError):  # no history yet, no home, or a file that is damaged
+            self.path = files.user_cache() / "chat_history.jsonl"
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            if len(lines) > MOST_TURNS:
+                lines = lines[-MOST_TURNS:]
+                self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            for line in lines:
+                readline.add_history(str(json.loads(line)))
+
+    def read(self) -> str:
+        """Returns the next turn. Raises EOFError at the end of input, and KeyboardInterrupt after Ctrl-C."""
+        if sys.stdin is None:
+            raise EOFError
+        lines = [input(self.prompt)]
+        with suppress(EOFError):
+            while self.is_terminal and select.select([sys.stdin], [], [], PASTE_SECONDS)[0]:
+                lines.append(input())
+        turn = "\n".join(lines).strip()
+        if self.is_terminal and turn:
+            self._remember(turn)
+        return turn
+
+    def _remember(self, turn: str) -> None:
+        readline.add_history(turn)
+        with suppress(OSError):  # a folder that cannot be written
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # read by its owner only
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    file.write(json.dumps(turn) + "\n")

@@ -1,0 +1,155 @@
+"""Prompts of a command: words, options, files of text or chats, and text that is piped to it."""
+
+import argparse
+import logging
+import os
+import select
+import stat
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax.bench.bench_records import read_jsonl
+from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.clock import slow
+from treeflash_jax.core.settings import add_options, setting
+from treeflash_jax.engine.prompts import Text, parse_ids, read_messages
+
+PIPE_SECONDS = 1.0  # a program that feeds a pipe has this long to send its first text
+HEADING = 60  # characters of a prompt above its answer
+CHATS = ".jsonl"  # ending of files of chats
+logger = logging.getLogger("treeflash_jax")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Prompts; all options but the system message are repeatable."""
+
+    prompt: Sequence[str] = setting((), "text to continue as it is, without a chat template", unit="text")
+    prompt_file: Sequence[str] = setting(
+        (),
+        f"file of text to continue as it is, or of chats to answer if its name ends in {CHATS}; - is standard input",
+        unit="file",
+    )
+    chat: Sequence[str] = setting((), "a user's message, formatted with the chat template", unit="text")
+    prompt_ids: Sequence[str] = setting((), 'token ids, like "3 4 5"', unit="ids")
+    system: str | None = setting(None, "system message before users' messages", unit="text")
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts (options may be given several times)")
+    group.add_argument(
+        "words", nargs="*", metavar="WORDS",
+        help="a user's message, formatted with the chat template if the tokenizer has one: an argument with white space is "
+        "a message of its own, others are joined. Text piped to the command follows every message after a line break, or "
+        "is the message if there is no prompt; - waits for it",
+    )  # fmt: skip
+    add_options(group, PromptOptions)
+
+
+def parse_prompts(arguments: argparse.Namespace) -> list[Any]:
+    """Returns prompts in the order of the help text, as `generate` takes them. Raises ValueError if there are none."""
+    messages: list[Any] = read_words(arguments)
+    texts = [_read(path) for path in arguments.prompt_file if not path.endswith(CHATS)]
+    chats = [chat for path in arguments.prompt_file if path.endswith(CHATS) for chat in read_chats(path)]
+    chats += [[{"role": "user", "content": message}] for message in arguments.chat]
+    if arguments.system is not None:
+        if not messages and not chats:
+            raise ValueError("got --system without a user's message, expected words, --chat or a file of chats")
+        messages = [add_system([{"role": "user", "content": message}], arguments.system) for message in messages]
+    chats = [add_system(chat, arguments.system) for chat in chats]
+    prompts = [*messages, *map(Text, [*arguments.prompt, *texts]), *chats, *map(parse_ids, arguments.prompt_ids)]
+    if not prompts:
+        raise ValueError("got no prompt, expected words, --prompt, --chat, --prompt-file, --prompt-ids or standard input")
+    return prompts
+
+
+def read_words(arguments: argparse.Namespace) -> list[str]:
+    """Returns the users' messages in the words of a command, each with the text that is piped to it."""
+    messages = join_words([word for word in arguments.words if word != "-"])
+    has_options = arguments.prompt or arguments.prompt_file or arguments.chat or arguments.prompt_ids
+    is_awaited = "-" in arguments.words
+    if not messages and not has_options and sys.stdin is not None and not sys.stdin.isatty():
+        is_awaited = True
+    if not is_awaited and (not messages or "-" in arguments.prompt_file or not has_piped_text()):
+        return messages
+    piped = _read("-")
+    if not piped:
+        return messages
+    return [f"{message}\n{piped}" for message in messages] or [piped]
+
+
+def add_system(chat: list[dict[str, str]], text: str | None) -> list[dict[str, str]]:
+    """Returns a chat with this system message in place of its own; None changes nothing."""
+    if text is None:
+        return chat
+    return [{"role": "system", "content": text}, *(message for message in chat if message["role"] != "system")]
+
+
+def describe_prompt(prompt: Any) -> str:
+    """Returns the start of a prompt in one line: its last message, text or token ids."""
+    if not isinstance(prompt, str):
+        prompt = prompt[-1]["content"] if isinstance(prompt[-1], dict) else " ".join(map(str, prompt))
+    return clipped(prompt, HEADING)
+
+
+def join_words(words: Sequence[str]) -> list[str]:
+    """Returns the messages in the words of a command: those with white space, and the others joined by spaces."""
+    messages: list[str] = []
+    is_open = False  # the last message takes further words
+    for word in words:
+        is_message = len(word.split()) > 1
+        if is_open and not is_message:
+            messages[-1] += f" {word}"
+        else:
+            messages.append(word)
+        is_open = not is_message
+    return messages
+
+
+def has_piped_text() -> bool:
+    """Returns true if standard input is a file from its start, or a pipe that has text or an end.
+
+    Loops and scripts that read their own lines from a file leave it begun. A pipe that stays silent is left alone: the
+    process that started this one may have forgotten to close it.
+    """
+    if sys.stdin is None:
+        return False
+    with suppress(OSError, ValueError):  # no descriptor, as in notebooks, or one that the system cannot wait for
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return os.lseek(descriptor, 0, os.SEEK_CUR) == 0
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            if select.select([descriptor], [], [], PIPE_SECONDS)[0]:
+                return True
+            logger.warning("standard input is open and silent: not read; the word - waits for its text")
+    return False
+
+
+def read_chats(path: str) -> list[list[dict[str, str]]]:
+    """Returns the chats of a file with one JSON object per line, each without an answer to its last user's message."""
+    chats = []
+    for number, record in read_jsonl(path):
+        try:
+            messages = read_messages(record)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+        if messages[-1]["role"] == "assistant":
+            messages.pop()
+        chats.append(messages)
+    return chats
+
+
+def _read(path: str) -> str:
+    """Returns the text of a file, or of standard input for "-", without its final line break."""
+    if path != "-":
+        try:
+            return Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: got byte 0x{error.object[error.start]:02x}, expected text in UTF-8") from None
+    with slow("reading a prompt from standard input"):
+        return sys.stdin.read().removesuffix("\n")

@@ -1,0 +1,32 @@
+"""Names of float dtypes, the same for `tf.load`, command lines and the settings of training."""
+
+from contextlib import suppress
+from typing import Any
+
+import jax.numpy as jnp
+
+from treeflash_jax.core.settings import setting
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+ABBREVIATIONS = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+def dtype_name(dtype: Any) -> Any:
+    """Returns the name of a dtype that is given as a name, abbreviation or object; other values as they are."""
+    if dtype is None or isinstance(dtype, str):
+        return ABBREVIATIONS.get(dtype, dtype)
+    with suppress(TypeError, ValueError):
+        return jnp.dtype(dtype).name
+    return dtype
+
+
+def dtype_setting(default: str | None, help: str, *names: str, **keywords: Any) -> Any:
+    """Returns a dataclass field (`settings.setting`) that accepts the dtypes of these names, also abbreviated."""
+    return setting(default, help, choices=lambda: names, spelled=dtype_name, **keywords)

@@ -1,0 +1,135 @@
+"""The layer of multi-token prediction that Qwen3.5, Qwen3-Next and later files hold beside the model, as a drafter.
+
+Position t pairs the verifier's hidden state at t, after its final norm, with the token at t + 1:
+
+    x_t   = fc [norm(embed(token_{t+1})), norm(hidden_t)]
+    out_t = norm(layer(x_t))                         one decoder layer of the verifier's full attention, at position t
+    unembed(out_t)                                   logits of the token at t + 2
+
+Embedding and vocabulary table are the verifier's. While drafting, out_t takes the place of the hidden state at t + 1. As
+with EAGLE-3, the context after a commit is as long as the verifier's cache, and the output at its last position gives the
+first drafted token.
+
+Shape suffixes: b batch, t positions, w lanes, x keys that a lane may see, j d (one tapped layer), d model, v vocabulary.
+
+Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, multi-token prediction; the weights `mtp.*` of Qwen3-Next.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, at_last, extended
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs, require_sizes
+from treeflash_jax.models import layers, quantized, verifier, vocab
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees import Expander
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(LaneDrafterConfig):
+    """A layer of multi-token prediction.
+
+    Attributes:
+      layers: sizes of that layer; `vocab_size` is the verifier's.
+      taps: the verifier's last layer; () before `fitted`.
+      draft_vocab_size: number of tokens that it drafts, the weight `offsets`; 0: all.
+    """
+
+    kind: ClassVar[str] = "mtp"
+    dialect: ClassVar[str] = "mtp"
+
+    taps: tuple[int, ...] = ()
+    # On an H200, a level of Qwen3.5-9B launches 44 operations and reads 1.26 G weights, mostly the vocabulary table; a
+    # verifier's pass reads 7.9 G. If every level were accepted like DeepSeek-V3's first (0.85), the sixth would be the last
+    # to pay; deeper ones are accepted less, since the layer was trained for one token ahead. More lanes read nothing more,
+    # but for a mixture's experts.
+    num_depths: int = 4
+    lanes: int | None = 4
+    draft_vocab_size: int = 0
+
+    def fitted(self, verifier: ModelConfig) -> Self:
+        """Returns this drafter with its tapped layer. Raises ValueError if it was made for another verifier."""
+        require_sizes(
+            verifier,
+            (),
+            hidden_size=(self.layers.hidden_size, verifier.hidden_size),
+            vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
+        )
+        return replace(self, taps=(verifier.num_layers - 1,))
+
+    def limited(self, draft_vocab_size: int) -> Self:
+        return replace(self, draft_vocab_size=draft_vocab_size)
+
+    def specs(self) -> dict[str, Any]:
+        """Returns the specs: those of a model of one layer without tables, and of the layer's input."""
+        width, model = self.layers.hidden_size, verifier.specs(self.layers)
+        norm = layers.norm_spec(self.layers, width)
+        fc = Spec((2 * width, width), ("embed", None), inputs=(0,), outputs=(1,))
+        tree = {"fc": fc, "embed_norm": norm, "hidden_norm": norm, "groups": model["groups"], "norm": model["norm"]}
+        return tree | listed_specs(self.draft_vocab_size, width)
+
+    def extend(
+        self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+    ) -> ContextState:
+        """Adds committed positions."""
+        batch, length = tokens_bt.shape
+        hidden_btd = layers.norm(self.layers, features_btj, tables["norm"])
+        positions_bt = state.context.length_b[:, None] + jnp.arange(length)
+        mask_btt = verifier.causal_mask(batch, length)
+        x_btd = layer_input(params, tables, self, tokens_bt, hidden_btd)
+        out = verifier.through_layers(
+            params, self.layers, x_btd, positions_bt, mask_btt, state.context, attention=attention
+        )
+        return extended(state, out.new, at_last(out.hidden_btd, count_b), count_b)
+
+    def draft(self, inputs: Inputs) -> Expander:
+        """Returns the children of the anchor, and the layer that continues below them."""
+        tables = {name: inputs.tables[name] for name in ("embed", "unembed") if name in inputs.tables}
+        shared = inputs.params, tables, inputs.state.context, inputs.temperature_b
+        return self.expand(inputs, shared, MtpStep(self, inputs.attention))
+
+
+def layer_sizes(verifier: ModelConfig) -> ModelConfig:
+    """Returns the sizes of the layer in the files of a verifier."""
+    return replace(verifier, num_layers=1, layer_types=("full_attention",), dense_layers=())
+
+
+def layer_input(
+    params: dict[str, Any], tables: Any, config: MtpConfig, tokens_bt: jax.Array, hidden_btd: jax.Array
+) -> jax.Array:
+    """Returns the layer's input [b, t, d]: the following token's embedding and the hidden state, joined."""
+    embedded_btd = vocab.embed(tables["embed"], tokens_bt).astype(hidden_btd.dtype)
+    parts = (
+        layers.norm(config.layers, embedded_btd, params["embed_norm"]),
+        layers.norm(config.layers, hidden_btd, params["hidden_norm"]),
+    )
+    x_btd = quantized.product("btj,jd->btd", jnp.concatenate(parts, axis=-1), params["fc"])
+    return sharding.constrain(x_btd, ("batch", None, None))
+
+
+@dataclass(frozen=True)
+class MtpStep:
+    """The `Step` of the layer: a token per lane, each carrying the output of the level above."""
+
+    config: MtpConfig
+    attention: str
+
+    def __call__(self, shared: Any, level: Level) -> LaneState:
+        (params, tables, context, _), config = shared, self.config
+        out = verifier.through_layers(
+            params, config.layers, layer_input(params, tables, config, level.token_bw, level.carry),
+            level.position_bw, level.seen_bwx, context, earlier=level.earlier, attention=self.attention,
+        )  # fmt: skip
+        return self.offer(shared, out.hidden_btd, out.new)
+
+    def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
+        """Returns the children below the layer's outputs."""
+        params, tables, _, temperature_b = shared
+        table_vd = params.get("unembed", tables.get("unembed", tables["embed"]))
+        offered = vocab.likeliest(table_vd, hidden_bwd, self.config.children, temperature_b, draft_ids(params))
+        return LaneState(hidden_bwd, kv, *offered)

@@ -1,0 +1,123 @@
+"""Draft trees of an answer, drafted again and drawn as text."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax.core import sharding
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.engine.batching import make_batch, round_capacity
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.scheduler import Scheduler
+from treeflash_jax.trees import DraftTree
+
+
+class DraftAgain:
+    """Drafts trees of an answer again with the model that it does not keep alive; copies and pickles of it are None."""
+
+    def __init__(self, model: Any, plan: DecodePlan, request: Request):
+        self._model, self._plan, self._request = weakref.ref(model), plan, request
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def __call__(self, ids: list[int], accepted: list[int], round_index: int) -> "DrawnTree":
+        """Drafts the tree of a round, and marks the path that was accepted in it.
+
+        Args:
+          accepted: number of tokens that each round accepted.
+
+        Raises ValueError if the model is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ValueError("the model that drafted this answer is gone; keep it in a variable to draw trees")
+        start = 1 + sum(accepted[:round_index])
+        *before, anchor = self._request.ids + ids[:start]
+        tree = _draft(Scheduler(self._plan, model.weights, mesh=model.mesh), replace(self._request, ids=before), anchor)
+        tokens, parents, log_probs, valid = (
+            np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
+        )
+        count, path = int(valid.sum()), [0]
+        *drafted, bonus = [*ids[start:], None][: accepted[round_index]]  # None: the answer was cut within the round
+        for token in drafted:
+            path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
+
+        def label(token: int) -> str:
+            return str(token) if model.tokenizer is None else repr(model.tokenizer.inner.decode([token]))
+
+        return DrawnTree(
+            labels=[label(int(token)) for token in tokens[:count]],
+            parents=parents[:count].tolist(),
+            probabilities=np.exp(log_probs[:count]).tolist(),
+            accepted=[node in path for node in range(count)],
+            bonus="the cut" if bonus is None else f"bonus {label(bonus)}",
+        )
+
+
+def _draft(scheduler: Scheduler, request: Request, anchor: int) -> DraftTree:
+    """Returns the tree below `anchor`, the token that follows a prompt."""
+    plan, mesh, weights = scheduler.plan, scheduler.mesh, scheduler.weights
+    capacity = round_capacity(request.length + plan.path_length + 1)
+    batch = make_batch([request], batch_size=1, capacity=capacity, dtype=weights.dtype, mesh=mesh)
+    if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
+        first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
+        state = scheduler.prefill(batch, first_b=first_b)
+    else:  # by the program that reads any prompt
+        state = scheduler.prefill(batch)
+        state = state.replace(tokens_bs=state.tokens_bs.at[0, request.length].set(anchor))
+    return scheduler.call(loops.draft, weights, state, plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnTree:
+    """A draft tree as text.
+
+    Attributes:
+      labels: text of each node's token, the anchor first.
+      parents: index of each node's parent; 0 for the anchor.
+      probabilities: drafted probability of the path from the anchor to each node.
+    """
+
+    labels: Sequence[str]
+    parents: Sequence[int]
+    probabilities: Sequence[float]
+    accepted: Sequence[bool]
+    bonus: str
+
+    def __str__(self) -> str:
+        return "\n".join(f"{indent}{self._label(node)}" for node, indent in self._lines())
+
+    def _repr_html_(self) -> str:
+        """Formats the same text for notebooks, with accepted nodes in green."""
+        lines = []
+        for node, indent in self._lines():
+            label = escape(self._label(node))
+            lines.append(escape(indent) + (f'<b style="color: #1a7f37">{label}</b>' if self.accepted[node] else label))
+        return '<pre style="line-height: 1.2">' + "\n".join(lines) + "</pre>"
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Yields the nodes from top to bottom, each with the branches drawn before it."""
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(self.labels)):
+            children.setdefault(self.parents[node], []).append(node)
+
+        def below(node: int, indent: str) -> Iterator[tuple[int, str]]:
+            for child in children.get(node, []):
+                last = child == children[node][-1]
+                yield child, indent + ("└─" if last else "├─")
+                yield from below(child, indent + ("   " if last else "│  "))
+
+        yield 0, ""
+        yield from below(0, "")
+
+    def _label(self, node: int) -> str:
+        if node == 0:
+            return f"{self.labels[0]}   (anchor; {len(self.labels)} nodes, accepted nodes marked ●, then {self.bonus})"
+        return f"{'●' if self.accepted[node] else ' '} {self.labels[node]}  {self.probabilities[node]:.2f}"

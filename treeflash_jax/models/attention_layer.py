@@ -1,0 +1,128 @@
+"""The layer kind of attention: keys and values of committed positions in a cache (`kv_cache`).
+
+Shape suffixes: b batch, t tokens, u the same as keys, d model, h query heads, k key/value heads, g query heads of one
+key/value head and also its key, its value and its gates, e head dim, z e or 2 e.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.core import programs
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.models import kv_cache, layers
+from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.backend.packed_attention import PackedMask
+from treeflash_jax.models.backend.rotation import rotate
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.layer_protocol import LayerKind, PassInputs
+
+
+@dataclass(frozen=True)
+class AttentionLayer(LayerKind):
+    """Attention with grouped queries over earlier positions; `ModelConfig` says which parts it has.
+
+    Attributes:
+      is_windowed: whether a position sees the last `ModelConfig.window` positions only.
+    """
+
+    stacks: ClassVar[bool] = True
+    merged: ClassVar[tuple[str, ...]] = ("q", "k", "v", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
+
+    is_windowed: bool = False
+
+    def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
+        specs = layers.attention_specs(config)
+        if not is_merged:
+            return specs
+        d, k, e, g = config.hidden_size, config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads
+        specs = {name: spec for name, spec in specs.items() if name not in self.merged}
+        rows = 2 * g + 2 if config.gates_attention else g + 2
+        specs["qkv"] = Spec((k, rows, e, d), ("kv_heads", None, None, "embed"), inputs=(3,), outputs=(0, 1, 2))
+        if config.qk_norm:
+            specs["qkv_norm"] = layers.norm_spec(config, g + 2, e)
+        if config.qkv_bias:
+            specs["qkv_bias"] = Spec((k, rows, e), ("kv_heads", None, None), "zeros")
+        return specs
+
+    def merge(self, params: dict[str, Any]) -> dict[str, Any]:
+        return merge(params)
+
+    def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1) -> kv_cache.KVState:
+        shape = (batch, num_layers, config.num_kv_heads, capacity, config.head_dim)
+        return kv_cache.KVState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def prepare(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
+        """Returns the rotary table, the mask, and the first visible slot of each position, None for all."""
+        table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
+        if not self.is_windowed:
+            return table, mask_btu, None
+        mask_btu = mask_btu.dense() if isinstance(mask_btu, PackedMask) else mask_btu
+        first_bt = positions_bt - config.window + 1
+        is_near_btu = positions_bt[:, None] >= first_bt[..., None]
+        num_earlier = mask_btu.shape[2] - is_near_btu.shape[2]  # on the path above, and nearer than any window
+        is_near_btu = jnp.pad(is_near_btu, ((0, 0), (0, 0), (num_earlier, 0)), constant_values=True)
+        return table, mask_btu & is_near_btu, first_bt
+
+    def mix(self, params: Any, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any) -> Any:
+        table, mask_btu, first_bt = inputs.prepared
+        q_bthe, *new, gate_bthe = queries_keys_values(params, config, x_btd, table)
+        new = seen = tuple(new)
+        if earlier is not None:
+            seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier, new, strict=True)]
+        how = {"first_bt": first_bt, "window": config.window, "sinks_h": params.get("sinks")}
+        how["implementation"] = inputs.attention
+        mixed_bthe = tree_attention(q_bthe, *seen, mask_btu, state, inputs.length_b, **how)
+        if gate_bthe is not None:
+            mixed_bthe *= jax.nn.sigmoid(gate_bthe)
+        return layers.merge_heads(params, mixed_bthe), new
+
+
+@programs.jit
+def merge(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns one array each for maps, norms and biases of queries, keys and values.
+
+    In "qkv" every key/value head has its query heads, its key, its value and its gates if there are any, so that a mesh
+    shards all alike.
+    """
+
+    def by_kv_head(q_hz: jax.Array, k_ke: jax.Array, v_ke: jax.Array) -> jax.Array:
+        q_kgxe = q_hz.reshape(k_ke.shape[0], -1, q_hz.shape[1] // k_ke.shape[1], *k_ke.shape[1:])
+        gates = [q_kgxe[:, :, x] for x in range(1, q_kgxe.shape[2])]
+        return jnp.concatenate([q_kgxe[:, :, 0], k_ke[:, None], v_ke[:, None], *gates], axis=1)
+
+    merged = {"qkv": jax.tree.map(by_kv_head, params["q"], params["k"], params["v"])}
+    if "q_norm" in params:
+        q_norms = [params["q_norm"]] * (params["q"].shape[0] // params["k"].shape[0])
+        merged["qkv_norm"] = jnp.stack([*q_norms, params["k_norm"], jnp.ones_like(params["k_norm"])])
+    if "q_bias" in params:
+        merged["qkv_bias"] = by_kv_head(params["q_bias"], params["k_bias"], params["v_bias"])
+    return merged
+
+
+def queries_keys_values(
+    params: dict[str, Any], config: ModelConfig, x_btd: jax.Array, table: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Returns rotated queries and keys, values and gates, of merged weights or others; no gates: None."""
+    if "qkv" not in params:
+        q_bthz = layers.projected("btd,hzd->bthz", x_btd, params, "q")
+        q_bthe, gate_bthe = jnp.split(q_bthz, 2, axis=-1) if config.gates_attention else (q_bthz, None)
+        q_bthe = layers.turned_queries(params, config, q_bthe, table)
+        return q_bthe, *layers.keys_values(params, config, x_btd, table), gate_bthe
+    x_btkge, gate_bthe = raw_heads(params, x_btd), None
+    heads = *x_btd.shape[:2], config.num_heads, config.head_dim
+    if config.gates_attention:
+        x_btkge, gate_btkge = jnp.split(x_btkge, [config.num_heads // config.num_kv_heads + 2], axis=3)
+        gate_bthe = gate_btkge.reshape(heads)
+    # Values are normed and rotated too, but not read: a GPU would launch kernels of their own for a slice without them.
+    turned_btkge = layers.norm(config, x_btkge, params["qkv_norm"]) if config.qk_norm else x_btkge
+    turned_btkge = rotate(turned_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(x_btkge.shape)
+    q_bthe = turned_btkge[..., :-2, :].reshape(heads)
+    return q_bthe, turned_btkge[..., -2, :], x_btkge[..., -1, :], gate_bthe
+
+
+def raw_heads(params: dict[str, Any], x_btd: jax.Array) -> jax.Array:
+    """Returns query heads, key, value and gates of each key/value head [b, t, k, g, e], of merged weights."""
+    return layers.projected("btd,kged->btkge", x_btd, params, "qkv")

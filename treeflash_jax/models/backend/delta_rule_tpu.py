@@ -1,0 +1,92 @@
+"""The gated delta rule as one Pallas kernel for TPUs, a program for each value head of each sequence.
+
+Another form of `delta_rule.attend` for up to its BLOCK positions: XLA expands the triangular solve into loops there. The
+system is solved by sweeps u <- right - A u. After i of them every position of depth below i is exact, and the rounding is
+that of a substitution, since no power of A appears. The kernel was interpreted on CPUs and compiled for v5e and v5p, but
+never ran on a TPU; no device has it as default.
+
+Shape suffixes: those of `delta_rule`.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from treeflash_jax.core import sharding
+
+HIGHEST = lax.Precision.HIGHEST
+
+
+def attend(
+    q_btge: jax.Array,
+    k_btge: jax.Array,
+    v_bthf: jax.Array,
+    decay_bth: jax.Array,
+    beta_bth: jax.Array,
+    state_bgez: jax.Array,
+    mask_btu: jax.Array,
+    *,
+    depth: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns outputs and updates of the new positions, [b, t, h, f] float32 each, as `delta_rule.attend`.
+
+    On a mesh every device does this for its own sequences and key heads.
+
+    Args:
+      depth: number of positions of the longest path, which is the number of sweeps; None: all positions.
+    """
+    arrays = q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu
+    forms = {"cpu": partial(_attend, depth=depth, interpret=True), "tpu": partial(_attend, depth=depth)}
+    sizes = batch, _, key_heads, _ = k_btge.shape
+    heads, per_head = (("batch", None, "heads", None), sizes), (("batch", None, "heads"), sizes[:3])
+    state = ("batch", "heads", None, None), (batch, key_heads, 1, 1)
+    layouts = heads, heads, heads, per_head, per_head, state, (("batch", None, None), mask_btu.shape)
+    return sharding.over_mesh(partial(lax.platform_dependent, **forms), arrays, layouts)
+
+
+def _attend(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu, *, depth, interpret=False):
+    (batch, size, groups, key_dim), (heads, value_dim) = q_btge.shape, v_bthf.shape[2:]
+    mask_btu, each = mask_btu.astype(jnp.float32), heads // groups
+    wide = [x.astype(jnp.float32) for x in (q_btge, k_btge, v_bthf, decay_bth, beta_bth)]
+    q_bgte, k_bgte, v_bhtf, decay_bht, beta_bht = (jnp.swapaxes(x, 1, 2) for x in wide)
+    total_bht = jnp.einsum("btu,bhu->bht", mask_btu, decay_bht, precision=HIGHEST)
+
+    def of_head(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, *shape), lambda b, h: (b, h, 0, 0))
+
+    of_key_head = pl.BlockSpec((1, 1, size, key_dim), lambda b, h: (b, h // each, 0, 0))
+    column, row, values = of_head(size, 1), of_head(1, size), of_head(size, value_dim)
+    out_bhtf, updates_bhtf = pl.pallas_call(
+        partial(_kernel, depth=depth or size),
+        grid=(batch, heads),
+        in_specs=[
+            of_key_head, of_key_head, values, column, row, column, pl.BlockSpec((1, size, size), lambda b, h: (b, 0, 0)),
+            pl.BlockSpec((1, 1, key_dim, value_dim), lambda b, h: (b, h // each, 0, h % each)),
+        ],
+        out_specs=[values, values],
+        out_shape=[jax.ShapeDtypeStruct((batch, heads, size, value_dim), jnp.float32)] * 2,
+        interpret=interpret,
+        name="gated_delta_rule",
+    )(
+        q_bgte, k_bgte, v_bhtf, total_bht[..., None], total_bht[:, :, None], beta_bht[..., None], mask_btu,
+        state_bgez.astype(jnp.float32),
+    )  # fmt: skip
+    return jnp.swapaxes(out_bhtf, 1, 2), jnp.swapaxes(updates_bhtf, 1, 2)
+
+
+def _kernel(q_ref, k_ref, v_ref, total_ref, total_row_ref, beta_ref, mask_ref, state_ref, out_ref, updates_ref, *, depth):
+    dot = partial(jnp.dot, precision=HIGHEST, preferred_element_type=jnp.float32)
+    q_te, k_te, v_tf, state_ef = (ref[0, 0] for ref in (q_ref, k_ref, v_ref, state_ref))
+    total_t1, total_1u, beta_t1 = total_ref[0, 0], total_row_ref[0, 0], beta_ref[0, 0]
+    is_seen_tu = mask_ref[0] > 0
+    fade_tu = jnp.where(is_seen_tu, jnp.exp(jnp.where(is_seen_tu, total_t1 - total_1u, 0.0)), 0.0)
+    rows_tu, columns_tu = (lax.broadcasted_iota(jnp.int32, fade_tu.shape, axis) for axis in (0, 1))
+    kept_t1 = jnp.where(is_seen_tu[:, :1], jnp.exp(total_t1), 0.0)
+    system_tu = jnp.where(rows_tu != columns_tu, fade_tu * dot(k_te, k_te.T), 0.0) * beta_t1
+    right_tf = beta_t1 * (v_tf - kept_t1 * dot(k_te, state_ef))
+    updates_tf = lax.fori_loop(0, depth, lambda _, u_tf: right_tf - dot(system_tu, u_tf), jnp.zeros_like(right_tf))
+    out_ref[0, 0] = kept_t1 * dot(q_te, state_ef) + dot(fade_tu * dot(q_te, k_te.T), updates_tf)
+    updates_ref[0, 0] = updates_tf

@@ -1,0 +1,113 @@
+"""The cache of a model: the states of its layers, whatever their kinds, and the number of committed positions.
+
+New positions live outside of it until they are committed, so a verify pass reads the cache and never writes it.
+
+Shape suffixes: b batch, p committed positions.
+"""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from treeflash_jax.core import sharding
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.layer_kinds import KINDS
+from treeflash_jax.models.layer_protocol import LayerState
+
+
+@struct.dataclass
+class Cache:
+    """States of all layers after the first `length_b` positions of each sequence.
+
+    Attributes:
+      states: one for each layer, or for all layers of a kind that stacks.
+      length_b: number of committed positions.
+      groups: the layers of each state, by index; static.
+    """
+
+    states: tuple[LayerState, ...]
+    length_b: jax.Array
+    groups: tuple[tuple[int, ...], ...] = struct.field(pytree_node=False)
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """Returns the part of its state that each layer reads, in order of layers."""
+        pairs = zip(self.states, self.groups, strict=True)
+        by_layer = {layer: state.layer(index) for state, group in pairs for index, layer in enumerate(group)}
+        return tuple(by_layer[layer] for layer in range(len(by_layer)))
+
+    def axes(self) -> Self:
+        """Returns the logical axes of every array, in the structure of the cache."""
+        return self.replace(states=tuple(state.axes() for state in self.states), length_b=("batch",))
+
+    def grow(self, capacity: int) -> Self:
+        """Copies the cache into one with room for `capacity` positions."""
+        return pin(self.replace(states=tuple(state.grow(capacity) for state in self.states)))
+
+    def without_copies(self) -> Self:
+        """Returns the same cache for sequences that no session goes on from: it cannot be cut."""
+        return self.replace(states=tuple(state.without_copies() for state in self.states))
+
+    def longest_cut(self, kept_b: jax.Array) -> jax.Array:
+        """Returns the largest number of positions, at most `kept_b`, that `cut` can keep."""
+        for state in self.states:
+            kept_b = state.longest_cut(self.length_b, kept_b)
+        return kept_b
+
+    def cut(self, kept_b: jax.Array) -> Self:
+        """Returns a cache of only the first `kept_b` committed positions of each sequence, a result of `longest_cut`."""
+        return self.replace(states=tuple(state.cut(kept_b) for state in self.states), length_b=kept_b)
+
+
+def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any, *, stacked: bool = False) -> Cache:
+    """Returns an empty cache with room for `capacity` positions of `batch` sequences.
+
+    With `stacked`, a kind that stacks has one state for all of its layers.
+    """
+    groups: dict[Any, list[int]] = {}
+    for layer, name in enumerate(config.kinds):
+        groups.setdefault(name if stacked and KINDS[name].stacks else layer, []).append(layer)
+    kinds = [KINDS[config.kinds[group[0]]] for group in groups.values()]
+    sizes = [len(group) for group in groups.values()]
+    states = (kind.init(config, batch, capacity, dtype, size) for kind, size in zip(kinds, sizes, strict=True))
+    return pin(Cache(tuple(states), jnp.zeros(batch, jnp.int32), groups=tuple(map(tuple, groups.values()))))
+
+
+def commit(cache: Cache, new: tuple[Any, ...], count_b: jax.Array, path_bp: jax.Array | None = None) -> Cache:
+    """Commits the first `count_b` of the new positions, or of those that `path_bp` names, in that order.
+
+    States may store garbage past `count_b`, which the next commit overwrites. The caller keeps
+    `length_b + width <= capacity`.
+
+    Args:
+      new: `verifier.Output.new`.
+      count_b: number of positions to keep per sequence. Inside a loop it must depend on the pass that reads the cache
+        (`count_after`): stores wait for it, and a store that could come before a read makes XLA copy the cache.
+      path_bp: indices of new positions in order of position; None: all of them.
+    """
+
+    @jax.jit  # traced once for all states of the same shape; XLA inlines the calls
+    def commit_state(state: LayerState, new: tuple[Any, ...]) -> LayerState:
+        return state.commit(new, cache.length_b, count_b, path_bp)
+
+    new_by_state = [tuple(new[layer] for layer in group) for group in cache.groups]
+    states = tuple(map(commit_state, cache.states, new_by_state))
+    return pin(cache.replace(states=states, length_b=cache.length_b + count_b.astype(jnp.int32)))
+
+
+def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:
+    """Returns `count_b`, made to depend on `computed_b`, so that stores of `commit` follow the pass that reads the cache.
+
+    XLA removes `lax.optimization_barrier` before it inserts copies (jax 0.10, CPU): with one, every store copies a cache.
+
+    Args:
+      computed_b: numbers that the pass computes; the result is `count_b` whatever they are.
+    """
+    return jnp.maximum(count_b, count_b - (computed_b < 0))
+
+
+def pin(cache: Cache) -> Cache:
+    """Constrains a cache to its layout on the ambient mesh, so that loops carry it in that layout and no other."""
+    return sharding.pin(cache, cache.axes())

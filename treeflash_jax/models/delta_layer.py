@@ -1,0 +1,164 @@
+"""The layer kind of gated delta rules (Gated DeltaNet): a state of fixed size in place of keys and values.
+
+Source: Gated Delta Networks (arXiv 2412.06464); transformers, qwen3_5 and qwen3_next.
+
+Shape suffixes: b batch, t new positions, d model, j inputs of the convolution, c its channels, h value heads, g key heads,
+e key dim, f value dim, z = h f.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from treeflash_jax.core import programs
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.models import delta_rule, layers
+from treeflash_jax.models.backend.packed_attention import PackedMask
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.delta_rule import DeltaState, NewDelta
+from treeflash_jax.models.layer_protocol import LayerKind, LayerState, PassInputs
+from treeflash_jax.models.quantized import product
+
+_AXES = DeltaState(("batch", None, "heads"), ("batch", "heads", None, None))
+
+
+@struct.dataclass
+class DeltaLayerState(LayerState):
+    """The state after all committed positions, and a copy of it as of the last chunk of a prompt.
+
+    A recurrent state cannot be cut back to any length, so that a session goes on from one of the two.
+
+    Attributes:
+      at_prompt: the copy; None after `without_copies`.
+      prompt_b: number of positions behind the copy.
+    """
+
+    now: DeltaState
+    at_prompt: DeltaState | None
+    prompt_b: jax.Array
+
+    def commit(self, new: tuple[NewDelta, ...], length_b: Any, count_b: Any, path_bp: Any) -> Self:
+        now = delta_rule.commit(self.now, new[0], count_b, path_bp)
+        if path_bp is not None or self.at_prompt is None:  # drafted positions, or no session
+            return self.replace(now=now)
+        return DeltaLayerState(now, now, (length_b + count_b).astype(self.prompt_b.dtype))
+
+    def axes(self) -> Self:
+        return DeltaLayerState(_AXES, None if self.at_prompt is None else _AXES, ("batch",))
+
+    def grow(self, capacity: int) -> Self:
+        return self
+
+    def without_copies(self) -> Self:
+        return self.replace(at_prompt=None)
+
+    def longest_cut(self, length_b: jax.Array, kept_b: jax.Array) -> jax.Array:
+        return jnp.where(kept_b >= length_b, length_b, jnp.where(kept_b >= self.prompt_b, self.prompt_b, 0))
+
+    def cut(self, kept_b: jax.Array) -> Self:
+        def choose(now: jax.Array, at_prompt: jax.Array) -> jax.Array:
+            kept = kept_b.reshape(-1, *(1,) * (now.ndim - 1))
+            at_prompt = jnp.where(kept == self.prompt_b.reshape(kept.shape), at_prompt, now)
+            return jnp.where(kept > 0, at_prompt, 0)
+
+        now = jax.tree.map(choose, self.now, self.at_prompt)
+        return DeltaLayerState(now, now, kept_b.astype(self.prompt_b.dtype))
+
+
+class DeltaLayer(LayerKind):
+    """A gated delta rule behind a short convolution, with a gated norm of its output."""
+
+    merged = ("delta_qkv", "delta_z", "delta_b", "delta_a")
+
+    def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
+        d, sizes = config.hidden_size, config.delta
+        h, z = sizes.value_heads, sizes.value_heads * sizes.value_dim
+        widths = dict(zip(self.merged, (sizes.channels, z, h, h), strict=True))
+        if is_merged:
+            widths = {"delta_in": sum(widths.values())}
+        maps = {name: Spec((size, d), ("heads", "embed"), inputs=(1,), outputs=(0,)) for name, size in widths.items()}
+        return maps | {
+            "conv": Spec((sizes.channels, sizes.conv_width), ("heads", None)),
+            "log_rate": Spec((h,), ("heads",), "zeros", dtype=jnp.float32),
+            "time_bias": Spec((h,), ("heads",), "ones", dtype=jnp.float32),
+            "gated_norm": Spec((sizes.value_dim,), (None,), "ones"),
+            "delta_o": Spec((d, z), ("embed", "heads"), inputs=(1,), outputs=(0,)),
+        }
+
+    def merge(self, params: dict[str, Any]) -> dict[str, Any]:
+        return merge(params)
+
+    def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1) -> DeltaLayerState:
+        now, at_prompt = (delta_rule.init(config.delta, batch, dtype) for _ in range(2))
+        return DeltaLayerState(now, at_prompt, jnp.zeros(batch, jnp.int32))
+
+    def mix(self, params: Any, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any) -> Any:
+        """Raises ValueError for `earlier`: positions in no state have none that later ones could go on from."""
+        if earlier is not None:
+            raise ValueError("got earlier positions in a layer with a recurrent state, expected all of them committed")
+        mask_btu, batch = inputs.mask_btu, x_btd.shape[0]
+        if isinstance(mask_btu, PackedMask):
+            mask_btu = mask_btu.dense()
+        before = delta_rule.init(config.delta, batch, x_btd.dtype) if state is None else state.now
+        length_b = jnp.zeros(batch, jnp.int32) if inputs.length_b is None else inputs.length_b
+        qkv_btc, z_bthf, beta_bth, decay_bth = _project(params, config, x_btd)
+        if x_btd.shape[1] > 1:  # a commit reads it again: XLA:GPU would keep the product's float32 partial sums until then
+            qkv_btc = jax.lax.optimization_barrier(qkv_btc)
+        convolved_btc = delta_rule.convolve(
+            qkv_btc, before.window_bjc, params["conv"], inputs.positions_bt, mask_btu, length_b
+        )
+        q_btge, k_btge, v_bthf = _heads(config, jax.nn.silu(convolved_btc))
+        arrays = q_btge * config.delta.key_dim**-0.5, k_btge, v_bthf, decay_bth, beta_bth
+        out_bthf, updates_bthf = _rule(inputs, before)(*arrays, before.state_bgez, mask_btu)
+        wide = out_bthf.dtype
+        normed_bthf = layers.rms_norm(out_bthf, params["gated_norm"].astype(wide), config.rms_norm_eps)
+        gated_bthf = (normed_bthf * jax.nn.silu(z_bthf.astype(wide))).astype(x_btd.dtype)
+        y_btd = product("btz,dz->btd", gated_bthf.reshape(*x_btd.shape[:2], -1), params["delta_o"])
+        return y_btd, NewDelta(qkv_btc, k_btge, updates_bthf, decay_bth)
+
+
+def _rule(inputs: PassInputs, before: DeltaState) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns the form of the rule: the kernel for TPUs if it was asked for and takes these sizes and this dtype."""
+    is_short = inputs.positions_bt.shape[1] <= delta_rule.BLOCK
+    if inputs.attention == "pallas-tpu" and is_short and before.state_bgez.dtype == jnp.float32:
+        from treeflash_jax.models.backend import delta_rule_tpu  # slow to import
+
+        return delta_rule_tpu.attend
+    return delta_rule.attend
+
+
+@programs.jit
+def merge(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns one array for the four maps of the input."""
+    maps = [params[name] for name in DeltaLayer.merged]
+    return {"delta_in": jax.tree.map(lambda *maps_cd: jnp.concatenate(maps_cd), *maps)}
+
+
+def _project(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns inputs of the convolution [b, t, c], gates of the norm [b, t, h, f], strengths and log decays [b, t, h]."""
+    sizes = config.delta
+    z = sizes.value_heads * sizes.value_dim
+    if "delta_in" in params:
+        ends = [sizes.channels, sizes.channels + z, sizes.channels + z + sizes.value_heads]
+        parts = jnp.split(product("btd,cd->btc", x_btd, params["delta_in"]), ends, axis=-1)
+    else:
+        parts = [product("btd,cd->btc", x_btd, params[name]) for name in DeltaLayer.merged]
+    qkv_btc, z_btz, b_bth, a_bth = parts
+    wide = jnp.promote_types(x_btd.dtype, jnp.float32)
+    rate_h, bias_h = (params[name].astype(wide) for name in ("log_rate", "time_bias"))
+    decay_bth = -jnp.exp(rate_h) * jax.nn.softplus(a_bth.astype(wide) + bias_h)
+    z_bthf = z_btz.reshape(*z_btz.shape[:2], sizes.value_heads, sizes.value_dim)
+    return qkv_btc, z_bthf, jax.nn.sigmoid(b_bth.astype(wide)), decay_bth
+
+
+def _heads(config: ModelConfig, qkv_btc: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries and keys of length 1 [b, t, g, e], and values [b, t, h, f]."""
+    sizes, place = config.delta, qkv_btc.shape[:2]
+    keys = sizes.key_heads * sizes.key_dim
+    q_btc, k_btc, v_btc = jnp.split(qkv_btc, [keys, 2 * keys], axis=-1)
+    q_btge, k_btge = (x.reshape(*place, sizes.key_heads, sizes.key_dim) for x in (q_btc, k_btc))
+    q_btge, k_btge = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q_btge, k_btge))
+    return q_btge, k_btge, v_btc.reshape(*place, sizes.value_heads, sizes.value_dim)

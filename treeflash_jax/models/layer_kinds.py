@@ -1,0 +1,11 @@
+"""The kinds of layers, by their names in `ModelConfig.layer_types`: those of transformers' `layer_types`."""
+
+from treeflash_jax.models.attention_layer import AttentionLayer
+from treeflash_jax.models.delta_layer import DeltaLayer
+from treeflash_jax.models.layer_protocol import LayerKind
+
+KINDS: dict[str, LayerKind] = {
+    "full_attention": AttentionLayer(),
+    "sliding_attention": AttentionLayer(is_windowed=True),
+    "linear_attention": DeltaLayer(),
+}

@@ -1,0 +1,308 @@
+"""OpenAI's API as data: bodies of requests, and the forms of answers, streamed chunks and errors.
+
+Fields of the bodies that are not listed are ignored. None is the default of every field, as clients send it.
+"""
+
+import json
+import secrets
+import time
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from treeflash_jax.core.checks import expect
+from treeflash_jax.engine.prompts import Chat, Prompt, Text
+from treeflash_jax.engine.results import Result
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.message_blocks import CALL, THINK, BlockParser
+from treeflash_jax.serve.worker import TOP_LOG_PROBS, Piece
+
+SETTINGS = {  # of our requests, by OpenAI's names and by those of other servers
+    "n": "samples",
+    "stop": "stop",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+}
+MOST_SAMPLES = 128
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """Form of the answer: "text", "json_object", or "json_schema" with the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    def schema_text(self) -> str | None:
+        """Returns the schema that the answer has to follow. Raises ValueError if it is missing."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return '{"type": "object"}'
+        schema = (self.json_schema or {}).get("schema")
+        expect(isinstance(schema, dict), "response_format.json_schema.schema", schema, "a JSON schema")
+        return json.dumps(schema)
+
+
+class Body(BaseModel):
+    """Fields of both kinds of requests."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings that the client gives, by our names. Raises ValueError for too large an `n`."""
+        expect((self.n or 1) <= MOST_SAMPLES, "n", self.n, f"at most {MOST_SAMPLES}")
+        settings = {ours: getattr(self, name) for name, ours in SETTINGS.items()}
+        settings |= {"seed": None if self.seed is None else self.seed % 2**32, "max_new_tokens": self.max_new_tokens()}
+        settings["schema"] = self.response_format and self.response_format.schema_text()
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class ChatBody(Body):
+    """Body of a request to /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """Returns the chat. Raises ValueError for `tool_choice` that demands a call."""
+        expect(self.tool_choice in (None, "none", "auto"), "tool_choice", self.tool_choice, "'auto' or 'none'")
+        tools = (self.tools or []) if self.tool_choice != "none" else []
+        messages = [_with_parsed_arguments(message) for message in self.messages]
+        return [Chat(messages, tools, bool(self.continue_final_message), self.chat_template_kwargs or {})]
+
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def num_log_probs(self) -> int | None:
+        """Returns the number of likeliest tokens in the place of each; None without log-probabilities."""
+        expect(self.logprobs or not self.top_logprobs, "top_logprobs", self.top_logprobs, "logprobs true with it")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(Body):
+    """Body of a request to /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = None
+
+    def prompts(self) -> list[Prompt]:
+        if isinstance(self.prompt, str):
+            return [Text(self.prompt)]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return [Text(prompt) if isinstance(prompt, str) else prompt for prompt in self.prompt]
+
+    def max_new_tokens(self) -> int | None:
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def num_log_probs(self) -> int | None:
+        return self.logprobs
+
+
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose tool calls have objects as arguments, which chat templates expect, in place of JSON."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+            except ValueError:
+                pass  # the template gets the text
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+class Form:
+    """Forms of the answers to one request.
+
+    Attributes:
+      top: number of likeliest tokens in the place of each; None without log-probabilities.
+    """
+
+    prefix, kind, chunk_kind = "", "", ""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, body: "ChatBody | CompletionBody"):
+        top = body.num_log_probs()
+        expect((top or 0) <= TOP_LOG_PROBS, "number of log-probabilities", top, f"at most {TOP_LOG_PROBS}")
+        self.model, self.tokenizer, self.top = model, tokenizer, top
+        self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+
+    def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+    def whole(self, results: list[Result], prompts: int) -> dict[str, Any]:
+        """Returns the answer that is not streamed."""
+        choices = [self.choice(index, result) for index, result in enumerate(results)]
+        return self.object(self.kind, choices, usage=usage(results, prompts))
+
+    def begin(self, index: int) -> list[dict[str, Any]]:
+        """Returns the chunks before the first piece of an answer."""
+        return []
+
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        """Returns the chunk of a piece."""
+        choice = self.delta(piece) | {"index": piece.index, "finish_reason": None}
+        if piece.is_last:
+            choice["finish_reason"] = self.finish_reason(piece.index, piece.result)
+        return self.object(self.chunk_kind, [choice])
+
+    def finish_reason(self, index: int, result: Result) -> str:
+        return "length" if result.finished == "length" else "stop"
+
+    def choice(self, index: int, result: Result) -> dict[str, Any]:
+        """Returns a whole answer."""
+        raise NotImplementedError
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        """Returns what a piece adds to an answer."""
+        raise NotImplementedError
+
+    def entries(self, result: Result, first: int) -> list[dict[str, Any]]:
+        """Returns the log-probabilities of the tokens of an answer from token `first` on, in the form of chats."""
+        entries = []
+        for number in range(first, len(result.ids)):
+            top = [self._entry(*pair) for pair in result.top_log_probs[number][: self.top]]
+            entries.append(self._entry(result.ids[number], result.log_probs[number]) | {"top_logprobs": top})
+        return entries
+
+    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
+        text = self.token_text(token)
+        return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": list(text.encode())}
+
+    def token_text(self, token: int) -> str:
+        return str(token) if self.tokenizer is None else self.tokenizer.inner.decode([token])
+
+
+class ChatForm(Form):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, body: ChatBody):
+        super().__init__(model, tokenizer, body)
+        template = str(tokenizer.inner.chat_template) if tokenizer else ""
+        self._reads_calls = bool(body.tools) and CALL[0] in template
+        self._reads_thoughts = THINK[0] in template or THINK[1] in template
+        self._parsers: dict[int, BlockParser] = {}  # by index of the answer
+
+    def log_probs(self, result: Result, first: int = 0) -> dict[str, Any] | None:
+        return None if self.top is None else {"content": self.entries(result, first), "refusal": None}
+
+    def choice(self, index: int, result: Result) -> dict[str, Any]:
+        message = {"role": "assistant", "content": None, "refusal": None}
+        for delta in self._parser(index, result).feed(result.text or "", is_last=True):
+            for name, value in delta.items():
+                message[name] = (message.get(name) or type(value)()) + value
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+        if "tool_calls" not in message:
+            message["content"] = message["content"] or ""
+        choice = {"index": index, "message": message, "logprobs": self.log_probs(result)}
+        return choice | {"finish_reason": self.finish_reason(index, result)}
+
+    def begin(self, index: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return [self.object(self.chunk_kind, [choice])]
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        for part in self._parser(piece.index, piece.result).feed(piece.chunk.text, is_last=piece.is_last):
+            for name, value in part.items():
+                delta[name] = delta.get(name, type(value)()) + value
+        return {"delta": delta, "logprobs": self.log_probs(piece.result, len(piece.result.ids) - len(piece.chunk.ids))}
+
+    def finish_reason(self, index: int, result: Result) -> str:
+        reason = super().finish_reason(index, result)
+        return "tool_calls" if reason == "stop" and self._parsers[index].num_calls else reason
+
+    def _parser(self, index: int, result: Result) -> BlockParser:
+        if index not in self._parsers:
+            kinds = {"reads_thoughts": self._reads_thoughts, "reads_calls": self._reads_calls}
+            if self._reads_thoughts:  # a template may begin the block of the answer
+                end = self.tokenizer.inner.decode(result.prompt_ids[-8:]).rstrip()
+                kinds["begins_in_thought"] = end.endswith(THINK[0])
+            self._parsers[index] = BlockParser(**kinds)
+        return self._parsers[index]
+
+
+class CompletionForm(Form):
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def log_probs(self, result: Result, first: int = 0) -> dict[str, Any] | None:
+        if self.top is None:
+            return None
+        entries, offsets = self.entries(result, first), [len(self.decoded(result.ids[:first]))]
+        for entry in entries:
+            offsets.append(offsets[-1] + len(entry["token"]))
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
+            "text_offset": offsets[:-1],
+        }
+
+    def decoded(self, ids: list[int]) -> str:
+        return "".join(map(self.token_text, ids))
+
+    def choice(self, index: int, result: Result) -> dict[str, Any]:
+        choice = {"index": index, "text": result.text or "", "logprobs": self.log_probs(result)}
+        return choice | {"finish_reason": self.finish_reason(index, result)}
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        first = len(piece.result.ids) - len(piece.chunk.ids)
+        return {"text": piece.chunk.text, "logprobs": self.log_probs(piece.result, first)}
+
+
+def usage(results: list[Result], num_prompts: int) -> dict[str, Any]:
+    """Returns the numbers of tokens of a call; a prompt of several answers counts once."""
+    samples = len(results) // num_prompts
+    prompt = sum(len(result.prompt_ids) for result in results[::samples])
+    reused = sum(result.reused for result in results[::samples])
+    answer = sum(len(result.ids) for result in results)
+    numbers = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    return numbers | {"prompt_tokens_details": {"cached_tokens": reused}}
+
+
+def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,56 @@
+"""Metrics for monitoring, in the form of Prometheus."""
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from treeflash_jax.engine.results import Result
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Metrics of one server; every one begins with treeflash_."""
+
+    def __init__(self):
+        self.registry, self.started = CollectorRegistry(), time.time()
+        place = {"namespace": "treeflash", "registry": self.registry}
+        self.requests = Counter("requests", "HTTP requests", ["path", "status"], **place)
+        self.answers = Counter("answers", "finished answers", ["finished"], **place)
+        self.prompt_tokens = Counter("prompt_tokens", "tokens of the prompts of finished answers", **place)
+        self.reused_tokens = Counter("reused_tokens", "prompt tokens that were not read again", **place)
+        self.tokens = Counter("tokens", "tokens of finished answers", **place)
+        self.rounds = Counter("rounds", "rounds of finished answers", **place)
+        self.accepted = Counter("accepted_tokens", "tokens that rounds added, by depth", ["depth"], **place)
+        self.tau = Gauge("tau", "mean number of tokens that a round added", **place)
+        self.running = Gauge("running", "answers in slots", **place)
+        self.waiting = Gauge("waiting", "answers that wait for a slot", **place)
+        self.first_token = Histogram("first_token_seconds", "time to the first token", buckets=SECONDS, **place)
+        self.between = Histogram("token_seconds", "mean time between tokens of an answer", buckets=SECONDS, **place)
+        self._num_rounds, self._num_added = 0, 0
+
+    def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Sets the functions that count the answers in slots and those that wait."""
+        self.running.set_function(running)
+        self.waiting.set_function(waiting)
+
+    def observe(self, result: Result, seconds: float) -> None:
+        """Counts a finished answer.
+
+        Args:
+          seconds: time since its first token.
+        """
+        self.answers.labels(result.finished).inc()
+        self.prompt_tokens.inc(len(result.prompt_ids))
+        self.reused_tokens.inc(result.reused)
+        self.tokens.inc(len(result.ids))
+        self.rounds.inc(len(result.accept_lengths))
+        for length in result.accept_lengths:
+            for depth in range(length):
+                self.accepted.labels(depth + 1).inc()
+        self._num_rounds += len(result.accept_lengths)
+        self._num_added += sum(result.accept_lengths)
+        self.tau.set(self._num_added / max(1, self._num_rounds))
+        if len(result.ids) > 1:
+            self.between.observe(seconds / (len(result.ids) - 1))

@@ -1,0 +1,32 @@
+"""`ServeOptions`: the options of `treeflash serve`."""
+
+from dataclasses import dataclass
+
+from treeflash_jax.core.settings import setting, validate
+from treeflash_jax.engine.generate_config import MAX_SEQUENCES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Address, sizes and limits of a server."""
+
+    host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 lets other machines in", unit="address")
+    port: int = setting(8000, "port to listen at; 0 takes a free one", least=0, most=65535, unit="port")
+    slots: int = setting(8, "answers decoded together", least=1, most=MAX_SEQUENCES, unit="answers")
+    context: int | None = setting(
+        None,
+        "largest number of tokens of a prompt and its answer together, for which memory is reserved in every slot",
+        unset="the verifier's, but at most 8192",
+        least=2,
+        unit="tokens",
+    )
+    schema_states: int = setting(
+        2048, "states of the largest schema that an answer may have to follow; 0 refuses all", least=0, unit="states"
+    )
+    queue: int = setting(256, "answers that may wait for a slot; more are refused with status 429", least=0, unit="answers")
+    api_key_file: str | None = setting(None, "file of the key that clients must send", unset="no key", unit="file")
+    ui: bool = setting(False, "serve a chat page for browsers at /, which can show the tree of a round")
+    grace: int = setting(30, "running answers may go on this long after SIGTERM", least=0, unit="seconds")
+
+    def __post_init__(self) -> None:
+        validate(self)

@@ -1,0 +1,227 @@
+"""The thread that owns the device: it turns the scheduler, and sends pieces of answers to those who wait for them."""
+
+import asyncio
+import importlib.util
+import itertools
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.engine.batching import refill_size
+from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.requests import Request, with_fixed_sizes
+from treeflash_jax.engine.results import Chunk, Reader, Result
+from treeflash_jax.engine.scheduler import Scheduler
+from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.options import ServeOptions
+
+ROUNDS = 4  # per dispatch; new requests and cancelled ones wait for its end
+TOP_LOG_PROBS = 5
+DEFAULT_CONTEXT = 8192
+CAPACITY_STEP = 256
+logger = logging.getLogger("treeflash_jax")
+
+
+class QueueFull(Exception):
+    """Too many answers wait for a slot."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the answer with this index in its call; the last one has the Result."""
+
+    index: int
+    chunk: Chunk
+    result: Result
+    is_last: bool
+
+
+@dataclass(eq=False)
+class Call:
+    """Answers to one HTTP request.
+
+    Attributes:
+      streams: whether pieces are wanted before an answer is finished.
+      pieces: Pieces; an exception if decoding failed; None after `Worker.cancel`.
+    """
+
+    requests: list[Request]
+    streams: bool = False
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    pieces: asyncio.Queue = field(default_factory=asyncio.Queue)
+    since: float = field(default_factory=time.perf_counter)
+
+    def send(self, piece: Piece | Exception | None) -> None:
+        """Adds a piece from the worker's thread; drops it if the server's loop has ended."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+class Worker(threading.Thread):
+    """Decodes the requests of all calls in the slots of one scheduler.
+
+    Every program is compiled by the constructor: settings of requests are data.
+
+    Attributes:
+      context: largest number of tokens of a prompt and its answer together.
+      error: what ended the thread, if anything did.
+    """
+
+    def __init__(self, model: TreeFlash, config: GenerateConfig, metrics: Metrics, options: ServeOptions):
+        super().__init__(name="treeflash decoding", daemon=True)
+        most = model.verifier.max_positions
+        self.context = min(most, DEFAULT_CONTEXT) if options.context is None else options.context
+        expect(self.context <= most, "context", self.context, f"at most {most}, the verifier's")
+        self.model, self.metrics = model, metrics
+        self.config = replace(config, sampling="model", log_probs=True, top_log_probs=TOP_LOG_PROBS)
+        self.error: BaseException | None = None
+        slots = options.slots
+        self._limit = slots + options.queue
+        can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
+        self._schema_states = options.schema_states if can_follow else 0
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[int, tuple[Call, int]] = {}  # call and index of the answer, by number of the request
+        self._first: dict[int, float] = {}  # time of the first token
+        self._open, self._lock = 0, threading.Lock()  # number of unfinished answers
+        self._numbers = itertools.count()
+        self._stops = False
+        plan = model.plan(self.config, slots)
+        if plan.why_plain is not None:
+            logger.warning("decoding one token at a time: %s", plan.why_plain)
+        # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
+        room = 1 + max(plan.path_length, plan.prefill.chunk)
+        capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
+        sizes = {"batch": slots + refill_size(slots), "capacity": capacity, "drafts": plan.drafts, "copies": True}
+        place = {"dtype": model.dtype, "mesh": model.mesh, "quantize": model.quantize}
+        check_memory(footprint(model.verifier, model.drafter, **sizes, **place), usable_memory(model.mesh), model.mesh)
+        place = {"mesh": model.mesh, "batch_size": slots, "capacity": capacity}
+        self._scheduler = Scheduler(plan, model.weights, **place, for_server=True)
+        self._reader = Reader(self._scheduler, model)
+        metrics.watch(lambda: len(self._scheduler.slots.held), lambda: self._open - len(self._scheduler.slots.held))
+        self._warm_up(slots)
+
+    def _warm_up(self, slots: int) -> None:
+        requests = self.make_requests([[0]] * (slots + 1), max_new_tokens=2)
+        self._scheduler.submit(requests)
+        for _ in self._scheduler.decode_all(ROUNDS, lambda slots: []):
+            pass
+
+    def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
+        """Returns the requests of a call, as `TreeFlash.generate` would make them; without a seed, a random one.
+
+        Raises ValueError for wrong settings, and for more tokens than the context.
+        """
+        longest = max(map(len, prompts))
+        new = settings.setdefault("max_new_tokens", max(1, self.context - longest))
+        if longest + new > self.context:
+            got = f"{longest} prompt tokens + {new} new tokens"
+            raise ValueError(f"got {got}, expected at most {self.context} together (the server's context)")
+        settings = {"seed": secrets.randbits(32)} | settings
+        requests = self.model.make_requests(list(prompts), self.config, **settings)[1]
+        sizes = self._schema_states, self.model.verifier.vocab_size
+        return [with_fixed_sizes(request, next(self._numbers), *sizes) for request in requests]
+
+    def submit(self, call: Call) -> None:
+        """Queues the requests of a call. Raises QueueFull."""
+        with self._lock:
+            if self._open + len(call.requests) > self._limit:
+                got = f"{len(call.requests)} answers to make besides {self._open}"
+                raise QueueFull(f"got {got}, expected at most {self._limit} together; try again later")
+            self._open += len(call.requests)
+        self._actions.put(partial(self._admit, call))
+
+    def cancel(self, call: Call) -> None:
+        """Drops what is left of a call; its slots are free after the dispatch that is running."""
+        self._actions.put(partial(self._drop, call, None))
+
+    def stop(self) -> None:
+        """Ends the thread after the dispatch that is running."""
+        self._stops = True
+        self._actions.put(lambda: None)
+        self.join()
+
+    def run(self) -> None:
+        try:
+            while not self._stops:
+                self._act()
+                if self._scheduler.slots.held or self._scheduler.slots.waiting:
+                    self._step()
+        except BaseException as error:
+            self.error = error
+            logger.exception("decoding ended")
+            self._fail(error)
+
+    def _act(self) -> None:
+        """Runs the actions that wait; without a request, waits for one."""
+        is_idle = not self._running
+        while not self._stops:
+            try:
+                self._actions.get(block=is_idle)()
+            except queue.Empty:
+                return
+            is_idle = False
+
+    def _admit(self, call: Call) -> None:
+        for index, request in enumerate(call.requests):
+            self._running[request.number] = call, index
+        self._scheduler.submit(call.requests)
+
+    def _step(self) -> None:
+        scheduler, held = self._scheduler, self._scheduler.slots.held
+        try:
+            ready = scheduler.step(ROUNDS, self._reader.find_stopped)
+        except Exception as error:  # of the device: the state is lost
+            logger.exception("a dispatch failed")
+            return self._fail(error)
+        now = time.perf_counter()
+        for request in held.values():
+            if request.number not in self._first:
+                self._first[request.number] = now
+                self.metrics.first_token.observe(now - self._running[request.number][0].since)
+        slots = [slot for slot in sorted(held) if slot in ready or self._running[held[slot].number][0].streams]
+        for slot in slots:
+            request = held.get(slot)
+            if request is None:  # an answer to the same request failed
+                continue
+            call, index = self._running[request.number]
+            try:
+                [(chunk, result)] = self._reader.read_chunks([slot], ready)
+            except ValueError as error:  # NaN
+                self._drop(call, RuntimeError(clipped(error)))
+                continue
+            if slot in ready:
+                self.metrics.observe(result, now - self._first[request.number])
+                self._close(request)
+            call.send(Piece(index, chunk, result, slot in ready))
+        scheduler.slots.release([slot for slot in ready if slot in held])
+
+    def _close(self, request: Request) -> None:
+        del self._running[request.number]
+        self._first.pop(request.number, None)
+        self._reader.forget(request)
+        with self._lock:
+            self._open -= 1
+
+    def _drop(self, call: Call, reason: Exception | None) -> None:
+        for request in call.requests:
+            if request.number in self._running:
+                self._scheduler.cancel(request)
+                self._close(request)
+        call.send(reason)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all calls, and begins with empty slots."""
+        self._scheduler.state = None
+        self._scheduler.slots.release([*self._scheduler.slots.held])
+        self._scheduler.slots.waiting.clear()
+        for call in {call for call, _ in self._running.values()}:
+            self._drop(call, RuntimeError(clipped(error)))

@@ -1,0 +1,49 @@
+"""Deterministic trees of one branch.
+
+Shape suffixes: b batch, c children kept per node, w nodes below the root.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.models.backend.levels import over_depths
+from treeflash_jax.trees.draft_tree import DraftTree, below_root, root_only
+from treeflash_jax.trees.expander import Expander
+
+
+def likeliest_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+    """Follows the likeliest child of each drafted token until its branch ends."""
+    return _chain(expander, anchor_b, num_nodes, expander.follow)
+
+
+def rank_0_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+    """Builds the published chain: at each depth the likeliest child in that depth's first context, whatever was drafted.
+
+    With one context per depth this is DFlash's chain, and equal to `likeliest_chain`. An expander that is no table has no
+    contexts besides those of the path, so that both are equal too.
+
+    Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
+    """
+    stay = lambda depth, state, child: state  # noqa: E731
+    return _chain(expander, anchor_b, num_nodes, stay if expander.is_table else expander.follow)
+
+
+def _chain(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Callable) -> DraftTree:
+    length = min(num_nodes - 1, expander.num_depths)
+    if length == 0:
+        return root_only(anchor_b)
+    best_b1 = jnp.zeros_like(anchor_b)[:, None]
+
+    def step(carry, depth):
+        score_b1, state_b1 = carry
+        tokens_b1c, log_probs_b1c = expander.children(depth, state_b1)
+        score_b1 += log_probs_b1c[..., 0]
+        return (score_b1, follow(depth, state_b1, best_b1)), (tokens_b1c[:, 0, 0], score_b1[:, 0])
+
+    state_b1 = expander.start(1)
+    dtype = jax.eval_shape(expander.children, jnp.int32(0), state_b1)[1].dtype
+    _, (tokens_wb, score_wb) = over_depths(step, (jnp.zeros(best_b1.shape, dtype), state_b1), range(length))
+    index_bw = jnp.broadcast_to(jnp.arange(length), (anchor_b.shape[0], length))
+    return below_root(anchor_b, tokens_wb.T, index_bw, index_bw + 1, score_wb.T)

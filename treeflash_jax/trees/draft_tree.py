@@ -1,0 +1,84 @@
+"""Draft trees as arrays: nodes and their parents.
+
+Shape suffixes: b batch, n tree nodes (root included), i depth, w nodes below the root.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+NO_TOKEN = np.iinfo(np.int32).max  # id of an entry without a child: outside every vocabulary
+
+
+@struct.dataclass
+class DraftTree:
+    """A prefix-closed set of continuations of the anchor. Node 0 is the anchor; parents precede children.
+
+    Attributes:
+      tokens_bn: token ids; 0 in padding.
+      parent_bn: index of the parent; 0 for the root and for padding.
+      depth_bn: 0 for the root and for padding.
+      log_prob_bn: log-probability of the path from the anchor, float32; -inf in padding.
+      valid_bn: False in padding, which never matches.
+    """
+
+    tokens_bn: jax.Array
+    parent_bn: jax.Array
+    depth_bn: jax.Array
+    log_prob_bn: jax.Array
+    valid_bn: jax.Array
+
+
+def root_only(anchor_b: jax.Array) -> DraftTree:
+    """Returns the tree of one-token decoding."""
+    zero_b1 = jnp.zeros_like(anchor_b)[:, None]
+    return DraftTree(anchor_b[:, None], zero_b1, zero_b1, log_prob_bn=zero_b1.astype(jnp.float32), valid_bn=zero_b1 == 0)
+
+
+def below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftTree:
+    """Returns the tree of the anchor followed by the nodes; nodes of probability zero become padding."""
+    valid_bw = jnp.isfinite(log_prob_bw)
+
+    def with_root(root_b, nodes_bw, padding):
+        return jnp.concatenate([root_b[:, None], jnp.where(valid_bw, nodes_bw, padding).astype(root_b.dtype)], axis=1)
+
+    zero_b = jnp.zeros_like(anchor_b)
+    return DraftTree(
+        tokens_bn=with_root(anchor_b, tokens_bw, 0),
+        parent_bn=with_root(zero_b, parent_bw, 0),
+        depth_bn=with_root(zero_b, depth_bw, 0),
+        log_prob_bn=with_root(zero_b.astype(log_prob_bw.dtype), log_prob_bw, -jnp.inf),
+        valid_bn=with_root(zero_b == 0, valid_bw, False),
+    )
+
+
+def first(tree: DraftTree, nodes: int) -> DraftTree:
+    """Returns the first nodes of a tree: of a best-first tree, the best-first tree of that size."""
+    return jax.tree.map(lambda x_bn: x_bn[:, :nodes], tree)
+
+
+def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
+    """Returns True at [b, i, j] if node j is node i or one of its ancestors, [b, n, n]."""
+    nodes = parent_bn.shape[1]
+    word_n, bit_n = np.divmod(np.arange(nodes), 32)
+    self_nw = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
+    bits_bnw, above_bn = jnp.broadcast_to(self_nw, (*parent_bn.shape, self_nw.shape[1])), parent_bn
+    # Every step doubles how far up it sees: a chain of `max_depth` gathers takes XLA's GPU compiler exponential time.
+    for _ in range(max_depth.bit_length()):
+        bits_bnw |= pick(bits_bnw, above_bn)
+        above_bn = pick(above_bn, above_bn)
+    return (jnp.repeat(bits_bnw, 32, axis=2)[:, :, :nodes] >> bit_n.astype(np.uint32)) & 1 == 1
+
+
+def path_tokens(tree: DraftTree, depths: int) -> jax.Array:
+    """Returns the tokens from depth 1 to each node, [b, n, depths]; NO_TOKEN below it, and for the root and padding."""
+    is_at_bin = tree.depth_bn[:, None] == jnp.arange(1, depths + 1)[:, None]
+    is_on_path_bnin = ancestor_mask(tree.parent_bn, depths)[:, :, None] & is_at_bin[:, None]
+    return jnp.min(jnp.where(is_on_path_bnin, tree.tokens_bn[:, None, None], NO_TOKEN), axis=-1)
+
+
+@jax.jit
+def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
+    """Returns x[b, index[b, y], ...]: gathers along the second axis, per sequence."""
+    return jax.vmap(lambda x_x, index_y: x_x[index_y])(x_bx, index_by)

@@ -1,0 +1,221 @@
+"""Draws the tokens of a tree of a given outline, level by level, and records the distribution of its nodes.
+
+A builder decides the outline (parent, depth and kind of every place) before anything is drawn; `draw_tokens` draws them,
+merges i.i.d. duplicates and moves unused places to the end.
+
+Shape suffixes: b batch, n places of the outline = tree nodes (root included), c children kept per node, x draws (n - 1).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from treeflash_jax.models.backend import selection
+from treeflash_jax.models.backend.levels import over_depths
+from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, pick
+from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITHOUT_REPLACEMENT, Proposal
+
+UNUSED = -1  # depth of a place without a node
+
+
+@struct.dataclass
+class Outline:
+    """Places of a tree before its tokens are known; place 0 is the root and parents precede children.
+
+    Arrays are [b, n], or [n] if all sequences have the same outline.
+
+    Attributes:
+      parent_bn: place of the parent.
+      depth_bn: UNUSED for places without a node.
+      kind_bn: DETERMINISTIC, WITHOUT_REPLACEMENT or WITH_REPLACEMENT.
+      rank_bn: number of siblings drawn before this one, without replacement.
+      slot_bn: index among the parent's children, for deterministic nodes.
+    """
+
+    parent_bn: jax.Array
+    depth_bn: jax.Array
+    kind_bn: jax.Array
+    rank_bn: jax.Array
+    slot_bn: jax.Array
+
+
+def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = ()) -> Outline:
+    """Returns an outline of sampled nodes, the same for all sequences: the parent and rank of places 1, 2, ...
+
+    Without ranks, all are 0.
+    """
+    parent_n, depth_n, rank_n = np.zeros((3, 1 + len(parents)), np.int32)
+    parent_n[1:], rank_n[1 : 1 + len(ranks)] = parents, ranks
+    for place, parent in enumerate(parents, start=1):
+        depth_n[place] = depth_n[parent] + 1
+    return Outline(parent_n, depth_n, np.full_like(parent_n, kind), rank_n, np.zeros_like(parent_n))
+
+
+def draw_noise(key_b: jax.Array, expander: Expander, num_nodes: int) -> jax.Array:
+    """Returns Gumbel noise [b, n, c] for the draws of a tree, from one key per sequence."""
+    log_probs = jax.eval_shape(expander.children, jnp.int32(0), expander.start(1))[1]
+    shape = num_nodes, log_probs.shape[2]
+    return jax.vmap(lambda key: jax.random.gumbel(key, shape, log_probs.dtype))(key_b)
+
+
+def draw_tokens(
+    expander: Expander,
+    anchor_b: jax.Array,
+    outline: Outline,
+    noise_bnc: jax.Array,
+    *,
+    leaves: bool,
+    ranks: int = 1,
+    skeleton: int = 0,
+    deepest: int | None = None,
+) -> tuple[DraftTree, Proposal]:
+    """Draws the nodes of an outline from q: the expander's distribution, restricted to tokens that continue, renormalised.
+
+    An i.i.d. draw is argmax(log q + noise of its place). Siblings without replacement are the largest entries of
+    log q + noise of their parent, in decreasing order: the first is distributed as q, each later one as q without the
+    earlier ones.
+
+    Args:
+      noise_bnc: Gumbel noise for at least as many nodes as places.
+      leaves: admits tokens that end their branch although the outline has children below. Without such children, or if no
+        token continues, they are admitted anyway.
+      ranks: maximal number of children of a node drawn without replacement; static.
+      skeleton: places 1 to `skeleton` are deterministic and tested after their sampled siblings; static.
+      deepest: maximal depth of the places of any sequence; static. None: unknown.
+
+    Source: DDTree and TreeFlash for q; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
+    """
+    batch, n = anchor_b.size, outline.parent_bn.shape[-1]
+    outline = jax.tree.map(lambda x_n: jnp.broadcast_to(x_n, (batch, n)), outline)
+    depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
+    places = jnp.arange(n, dtype=jnp.int32)
+    support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
+    noise_bnc, is_drawn_once_bn = noise_bnc[:, :n], outline.kind_bn == WITHOUT_REPLACEMENT
+    noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, outline.parent_bn), noise_bnc)
+    goes_on_bn, barred_bnc = _below(outline, support_bnc)
+
+    def level(carry, depth):
+        state_bn, nodes = carry
+        offered = _offered(expander, depth, state_bn, barred_bnc, goes_on_bn, leaves)
+        nodes = _drawn(outline, nodes, depth, *offered, noise_bnc, ranks)
+        above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, outline.parent_bn), state_bn)
+        is_below_bn = outline.depth_bn == depth + 1
+        state_bn = jax.tree.map(
+            lambda new, old: jnp.where(is_below_bn.reshape(*is_below_bn.shape, *[1] * (old.ndim - 2)), new, old),
+            expander.follow(depth, above_state_bn, nodes["slot"]),
+            state_bn,
+        )
+        return (state_bn, nodes), None
+
+    start = {  # "home": place of the first equal draw, whose node all duplicates share
+        "token": jnp.broadcast_to(anchor_b[:, None], (batch, n)).astype(jnp.int32),
+        "slot": jnp.zeros((batch, n), jnp.int32),
+        "alive": jnp.broadcast_to(places == 0, (batch, n)),
+        "home": jnp.broadcast_to(places, (batch, n)),
+        "log_prob": jnp.zeros((batch, n), noise_bnc.dtype),
+        "support": support_bnc,
+        "log_q": jnp.full(support_bnc.shape, -jnp.inf, noise_bnc.dtype),
+    }
+    (_, nodes), _ = over_depths(level, (expander.start(n), start), range(depths))
+    return _compact(anchor_b, outline, nodes, skeleton, depths)
+
+
+def _offered(
+    expander: Expander, depth: jax.Array, state_bn: Any, barred_bnc: jax.Array, goes_on_bn: jax.Array, leaves: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the children of every place with log p, and the distribution log q of its draws; all [b, n, c]."""
+    tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
+    # An entry without a child may name a token that another one offers, whose probability the rules would count twice.
+    tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
+    free_bnc = jnp.isfinite(log_p_bnc) & ~barred_bnc
+    open_bnc = free_bnc & expander.continues(depth, state_bn)
+    restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
+    admitted_bnc = jnp.where(restricted_bn[..., None], open_bnc, free_bnc)
+    log_q_bnc = jnp.where(admitted_bnc, log_p_bnc, -jnp.inf)
+    mass_bn1 = jax.nn.logsumexp(log_q_bnc, axis=-1, keepdims=True)
+    log_q_bnc = jnp.where(admitted_bnc, log_q_bnc - jnp.where(jnp.isfinite(mass_bn1), mass_bn1, 0), -jnp.inf)
+    return tokens_bnc, log_p_bnc, log_q_bnc
+
+
+def _below(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns places whose sampled children have children in the outline [b, n], and entries that are not drawn [b, n, c].
+
+    Not drawn are deterministic children, and all entries of places without sampled children.
+    """
+    parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
+    places = jnp.arange(parent_bn.shape[1], dtype=jnp.int32)
+    is_child_bnn = (parent_bn[:, None] == places[:, None]) & (outline.depth_bn > 0)[:, None]  # [b, node, child]
+    has_children_bn = jnp.any(is_child_bnn, axis=-1)
+    is_drawn_bnn = is_child_bnn & ~is_fixed_bn[:, None]
+    goes_on_bn = jnp.any(is_drawn_bnn & has_children_bn[:, None], axis=-1)
+    nothing_nc = jnp.zeros(support_bnc.shape[1:], bool)
+    taken_bnc = jax.vmap(lambda parent_n, slot_n, fixed_n: nothing_nc.at[parent_n, slot_n].max(fixed_n))(
+        parent_bn, outline.slot_bn, is_fixed_bn & (outline.depth_bn > 0)
+    )
+    return goes_on_bn, taken_bnc | ~jnp.any(is_drawn_bnn, axis=-1, keepdims=True)
+
+
+def _drawn(outline: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int) -> dict[str, jax.Array]:
+    """Returns the nodes after drawing the tokens at `depth` + 1 from the distributions of their parents."""
+    parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
+    rank_bn = jnp.minimum(outline.rank_bn, ranks - 1)
+    scores_bnc = pick(log_q_bnc, parent_bn) + noise_bnc
+    best = jnp.argmax(scores_bnc, axis=-1, keepdims=True) if ranks == 1 else selection.top_k(scores_bnc, ranks)[1]
+    drawn_bn = jnp.take_along_axis(best.astype(jnp.int32), rank_bn[..., None], axis=2)[..., 0]
+    slot_bn = jnp.where(is_fixed_bn, outline.slot_bn, drawn_bn)
+
+    def drawn(x_bnc: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(pick(x_bnc, parent_bn), slot_bn[..., None], axis=2)[..., 0]
+
+    here_bn1, below_bn = (outline.depth_bn == depth)[..., None], outline.depth_bn == depth + 1
+    is_possible_bn = jnp.isfinite(jnp.where(is_fixed_bn, drawn(log_p_bnc), drawn(log_q_bnc)))
+    alive_bn = jnp.where(below_bn, pick(nodes["alive"], parent_bn) & is_possible_bn, nodes["alive"])
+    token_bn = jnp.where(below_bn, drawn(tokens_bnc), nodes["token"])
+    home_bn = pick(nodes["home"], parent_bn)
+    same_bnn = (home_bn[:, None] == home_bn[..., None]) & (token_bn[:, None] == token_bn[..., None])
+    same_bnn &= (below_bn & alive_bn)[:, None] & (below_bn & alive_bn)[..., None]
+    return {
+        "token": token_bn,
+        "slot": jnp.where(below_bn, slot_bn, nodes["slot"]),
+        "alive": alive_bn,
+        "home": jnp.where(below_bn & alive_bn, jnp.argmax(same_bnn, axis=-1).astype(jnp.int32), nodes["home"]),
+        "log_prob": jnp.where(below_bn, pick(nodes["log_prob"], parent_bn) + drawn(log_p_bnc), nodes["log_prob"]),
+        "support": jnp.where(here_bn1, tokens_bnc, nodes["support"]),
+        "log_q": jnp.where(here_bn1, log_q_bnc, nodes["log_q"]),
+    }
+
+
+def _compact(anchor_b, outline: Outline, nodes, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:
+    """Moves nodes to the front, and the places left empty by duplicates and ended branches to the end."""
+    n = outline.parent_bn.shape[1]
+    places = jnp.arange(n, dtype=jnp.int32)
+    is_node_bn = nodes["alive"] & (nodes["home"] == places)
+    order_bn = jnp.argsort(~is_node_bn, axis=1, stable=True).astype(jnp.int32)
+    node_bn = pick(jnp.argsort(order_bn, axis=1).astype(jnp.int32), nodes["home"])  # node of each draw
+    valid_bn = pick(is_node_bn, order_bn)
+
+    def moved(x_bn: jax.Array, padding) -> jax.Array:
+        return jnp.where(valid_bn, pick(x_bn, order_bn), padding).astype(x_bn.dtype)
+
+    tree = DraftTree(
+        tokens_bn=moved(nodes["token"], 0).astype(anchor_b.dtype),
+        parent_bn=moved(pick(node_bn, outline.parent_bn), 0),
+        depth_bn=moved(outline.depth_bn, 0),
+        log_prob_bn=moved(nodes["log_prob"], -jnp.inf),
+        valid_bn=valid_bn,
+    )
+    tested_x = jnp.asarray([*range(skeleton + 1, n), *range(1, skeleton + 1)], jnp.int32)
+    proposal = Proposal(
+        support_bnc=pick(nodes["support"], order_bn),
+        log_q_bnc=jnp.where(valid_bn[..., None], pick(nodes["log_q"], order_bn), -jnp.inf),
+        node_bx=jnp.where(nodes["alive"], node_bn, 0)[:, tested_x],
+        slot_bx=nodes["slot"][:, tested_x],
+        kind_bx=outline.kind_bn[:, tested_x],
+        depths=depths,
+    )
+    return tree, proposal
