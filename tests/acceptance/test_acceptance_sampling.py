@@ -1,7 +1,7 @@
 """Acceptance rules through the compiled generator: answers at temperature 1 against the exact distribution, chi-square.
 
-40,000 answers find the bias of a broken rule, 80,000 are drawn from every rule with a block drafter, and 3,000 from every
-drafter, sampled tree and rule that fit together. test_acceptance.py enumerates every rule exactly.
+3,000 answers of every drafter, sampled tree and rule that fit together; 20,000 find the bias of a broken rule.
+test_acceptance.py enumerates every rule exactly.
 """
 
 import itertools
@@ -120,22 +120,6 @@ def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
     rare = expected < 10
     groups = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
     return stats.chisquare(*groups).pvalue
-
-
-RULE_TREES = {
-    "sample-and-match": "hybrid", "rejection": "one path", "recursive": "without-replacement", "naive-tree": "hybrid",
-    "k-sequential": "delayed", "block": "one path", "traversal": "hybrid", "multi-path-block": "paths",
-}  # fmt: skip
-PLANS = [(rule, TREES[RULE_TREES[rule]]) for rule in RULES]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "tree"), PLANS)
-def test_answers_have_the_verifiers_distribution(pair, exact, rule, tree):
-    tokens, states = answers(pair, planned(pair, rule, DRAFT | tree))
-    rounds = count_rounds(states)
-    assert p_value(tokens, exact) > 0.001
-    assert np.mean(rounds >= 2) > 0.6 and len(np.unique(rounds)) > 2
 
 
 def in_turn(names: list[str]) -> SimpleNamespace:

@@ -121,11 +121,10 @@ def expected_distribution(pair, text: list[int], state: int, depth: int) -> dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"nodes": 8}, {"builder": "paths", "nodes": 8}])
-def test_answers_have_the_distribution_of_constrained_one_token_decoding(float64, small_automaton, how):
+def test_answers_have_the_distribution_of_constrained_one_token_decoding(float64, small_automaton):
     pair, prompt, draws = accepted_pair("language_model"), [3, 4, 5], 1024
     settings = {"temperature": 1.0, "max_new_tokens": 3, "stop_ids": (), "batch_size": 64, "children": 6}
-    results = pair.generate([prompt], samples=draws, pattern="small", **settings, **how)
+    results = pair.generate([prompt], samples=draws, pattern="small", builder="paths", nodes=8, **settings)
     probabilities = expected_distribution(pair, prompt, 0, 3)
     counts = dict.fromkeys(probabilities, 0)
     for result in results:

@@ -22,7 +22,7 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
 
 
 @pytest.mark.parametrize(
-    "kind", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("block", "eagle3", "ngram", "language_model"))]
+    "kind", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("block", "ngram", "language_model"))]
 )
 def test_answers_with_kept_caches_are_those_without(kind):
     """Four turns in float64: a prompt that goes on, one whose earlier message changed, one that outgrows the caches.

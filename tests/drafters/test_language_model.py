@@ -36,7 +36,6 @@ def noisy_pair(noise: float) -> tf.TreeFlash:
 @pytest.mark.parametrize("how", [
     {"nodes": 17, "drafter_temperature": 0.02},
     {"builder": "walk", "depths": 3},
-    {"builder": "hybrid", "nodes": 9, "skeleton": 1.0, "drafter_temperature": 0.02},
 ])  # fmt: skip
 def test_the_verifiers_own_drafts_are_accepted_to_full_depth(how):
     [result] = noisy_pair(0.0).generate([[1, 2, 3]], max_new_tokens=40, stop_ids=(), ngrams=0, **how)

@@ -134,7 +134,6 @@ OVER_EXPERTS, OVER_WIDTH = {"data": 2, "model": 4}, {"data": 2, "model": 4, "exp
     (OVER_WIDTH, ("experts", None, "model"), 9, "int8"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         (OVER_EXPERTS, ("model", None, None), 80, "int8"),
-        (OVER_WIDTH, ("experts", None, "model"), 1, None),
         ({"data": 1, "model": 2, "experts": 4}, ("experts", None, "model"), 1, "int8"),
         ({"data": 1, "model": 8}, (None, None, "model"), 80, None),  # which does not divide the experts
     ]),

@@ -26,11 +26,8 @@ def model():
     return random_pair()
 
 
-DRAWN = [{"builder": name} for name, builder in trees.BUILDERS.items() if builder.draws]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"builder": "paths", "branches": 1}, *DRAWN], ids=str)
+@pytest.mark.parametrize("settings", [{"builder": "paths"}, {"builder": "hybrid"}], ids=str)
 def test_greedy_answers_are_those_of_plain_decoding(model, settings):
     draft = DRAFT | {"expected_lengths": True} | settings
     for result in drafted_as_plain(model, PROMPTS, draft, max_new_tokens=24):  # without coins nothing is left to chance
