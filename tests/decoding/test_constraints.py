@@ -163,10 +163,51 @@ def test_what_cannot_be_followed_is_refused(tiny, monkeypatch):
         ({"pattern": ["a", "b"]}, ["2 values of pattern for 1 prompts"]),
     ):
         refused(lambda settings=settings: tiny.generate("x", **settings), *words)
+    refused(lambda: tiny.generate("x", pattern="(a{1,400}b){1,400}"), "160,401 states exceed 131,072")
+    monkeypatch.setattr(constraints, "MOST_MEMORY", 2**26)
+    refused(lambda: tiny.generate("x", pattern="(a{1,999}b){1,999}"), "takes more than 60 s or 0.0625 GiB to compile")
+    monkeypatch.undo()
     monkeypatch.setattr(constraints, "MOST_BYTES", 2**10)
     refused(lambda: tiny.generate("x", pattern="(a{1,9}b){1,9}"), "pattern", "kinds of tokens exceed")
     ids_only = tf.TreeFlash(RANDOM_MODEL, tiny.weights)
     refused(lambda: ids_only.generate([[1]], pattern="a"), "pattern 'a'", "no tokenizer.json")
+
+
+MATCHED = {
+    r"[0-9]+(\.[0-9]+)?": ["7", "12.5"],  # regression: a match could not go on to a longer one through what is none
+    r"(ac|[^a])+": ["acac", "b\u00e9"],
+    r'"([^"\\]|\\["n]){0,40}"': ['"\\"' + 'ab\\"' * 12 + '"'],  # regression: 2^40 states
+    "(\U0001f600|x?)y{2}": ["\U0001f600yy", "yy"],
+    "(ab)*": ["", "abab"],
+}
+
+
+@pytest.mark.parametrize("pattern", MATCHED)
+def test_walks_through_a_table_are_matches(tiny, pattern):
+    table = constraints.compile_constraint(None, pattern, None, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
+    rng, end = np.random.default_rng(0), tiny.stop_ids[0]
+
+    def walk(ids: list[int]) -> bool:
+        state = 0
+        for token in [*ids, end]:
+            state = table.next_qc[state, table.class_v[token]]
+            if state < 0:
+                return False
+        return True
+
+    for text in MATCHED[pattern]:
+        ids = tiny.tokenizer.encode(text)
+        assert walk(ids) and bool(re.fullmatch(pattern, text)) and not walk([*ids, *tiny.tokenizer.encode("%a")])
+    for _ in range(50):
+        state, ids = 0, []
+        while len(ids) < 200:
+            allowed = np.flatnonzero(table.next_qc[state, table.class_v] >= 0)
+            token = int(end if end in allowed and rng.random() < 0.3 else rng.choice(allowed))
+            if token in tiny.stop_ids:
+                assert re.fullmatch(pattern, tiny.tokenizer.decode(ids))
+                break
+            state = table.next_qc[state, table.class_v[token]]
+            ids.append(token)
 
 
 def test_bytes_of_both_kinds_of_tokenizers(tiny):

@@ -1,22 +1,29 @@
 """Constraints of answers: a JSON schema, a pattern or choices, compiled to the automaton over tokens that they mean.
 
-The package outlines-core turns a schema into a regular expression, and that into transitions over tokens.
+The package outlines-core turns a schema into a regular expression, and that into transitions over bytes.
 """
 
 import functools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import sparse
+from scipy.sparse import csgraph
 
 from treeflash_jax.core.checks import clipped, expect, parse_json, quoted
 from treeflash_jax.decoding.automaton import NOWHERE
+from treeflash_jax.engine import byte_automaton
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 NAMES = "schema", "pattern", "choices"  # settings, of which a prompt has at most one
-MOST_BYTES = 64 * 2**20  # of one table
+MOST_BYTES, MOST_STATES = 64 * 2**20, 2**17  # of one table
+MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # that compiling an expression may take
 # Keywords of JSON schemas that outlines-core follows, by what is in them; it drops others silently.
 NAMED_SCHEMAS = "properties", "$defs", "definitions"
 LISTED_SCHEMAS = "anyOf", "oneOf", "prefixItems"
@@ -133,73 +140,82 @@ def _needs_package() -> ValueError:
 @functools.lru_cache(maxsize=64)
 def _compile(expression: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int) -> Table:
     """Returns the automaton of a regular expression that matches whole answers; kept, since schemas come back."""
-    try:
-        from outlines_core import Index
-    except ImportError:
-        raise _needs_package() from None
-    try:
-        index = Index(expression, _vocabulary(tokenizer, vocab_size))
-    except Exception as error:
-        raise _Unusable(f"which cannot be followed: {clipped(error, 160)}") from None
-    first, final = index.get_initial_state(), index.get_final_states()
-    edges = index.get_transitions()
-    states = _useful_states(edges, final)
-    if first not in states:
-        raise _Unusable("which no answer in this model's tokens matches")
-    number = {state: i for i, state in enumerate([first, *states - {first}])}
-    transitions = {}  # tokens and next states, by state
-    ends = {vocab_size, *stop_ids}
-    for state in states & edges.keys():
-        row = {token: number[to] for token, to in edges[state].items() if to in number and token not in ends}
-        transitions[number[state]] = np.fromiter(row, np.int64, len(row)), np.fromiter(row.values(), np.int64, len(row))
-    class_v, num_classes = _token_classes([*transitions.values()], len(number), stop_ids, vocab_size)
-    if 4 * len(number) * num_classes > MOST_BYTES:
-        raise _Unusable(f"whose {len(number):,} states x {num_classes:,} kinds of tokens exceed {MOST_BYTES >> 20} MiB")
-    next_qc = np.full((len(number), num_classes), NOWHERE, np.int32)
-    for state, (tokens, targets) in transitions.items():
-        next_qc[state, class_v[tokens]] = targets
-    numbers = [number[state] for state in final]
-    next_qc[numbers, class_v[stop_ids[0]]] = numbers
-    return Table(next_qc, class_v)
-
-
-def _token_classes(
-    transitions: Sequence[tuple[np.ndarray, np.ndarray]], num_states: int, stop_ids: Sequence[int], vocab_size: int
-) -> tuple[np.ndarray, int]:
-    """Returns the class of each token, and the number of classes: tokens of a class lead to one state from every state.
-
-    All tokens begin in one class; every state splits the classes of its tokens by the states that follow.
-    """
-    class_v, used = np.zeros(vocab_size, np.int64), 1
-    for tokens, targets in transitions:
-        _, part = np.unique(class_v[tokens] * num_states + targets, return_inverse=True)
-        class_v[tokens] = used + part
-        used += tokens.size
-    class_v[[*stop_ids]] = used  # a class of their own
+    next_qy, is_final_q = _byte_automaton(expression)
+    columns, class_v = _token_classes(next_qy, _token_bytes(tokenizer), vocab_size)
+    class_v[[*stop_ids]] = len(columns)
+    columns.append(np.where(is_final_q, np.arange(is_final_q.size), NOWHERE))  # the end of an answer
     classes, class_v = np.unique(class_v, return_inverse=True)
-    return class_v.astype(np.int32), classes.size
+    next_qc = np.stack([columns[number] for number in classes], axis=1)
+    is_useful_q = _on_a_way(next_qc, is_final_q)
+    if not is_useful_q[0]:
+        raise _Unusable("which no answer in this model's tokens matches")
+    number_q = np.where(is_useful_q, np.cumsum(is_useful_q) - 1, NOWHERE)
+    next_qc = np.append(number_q, NOWHERE)[next_qc[is_useful_q]]
+    return Table(next_qc.astype(np.int32), class_v.astype(np.int32))
 
 
-def _useful_states(edges: Mapping[int, Mapping[int, int]], final: Collection[int]) -> set[int]:
-    """Returns the states from which a final one can be reached."""
-    before: dict[int, set[int]] = {}
-    for state, row in edges.items():
-        for target in set(row.values()):
-            before.setdefault(target, set()).add(state)
-    useful, unread = set(final), [*final]
-    while unread:
-        new = before.get(unread.pop(), set()) - useful
-        useful |= new
-        unread += new
-    return useful
+def _byte_automaton(expression: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the state after each byte, [q, 256], and whether a text may end in a state, [q]; texts begin in state 0."""
+    if find_spec("outlines_core") is None:
+        raise _needs_package()
+    command = [sys.executable, byte_automaton.__file__, str(MOST_SECONDS), str(MOST_MEMORY)]
+    run = subprocess.run(command, input=expression.encode(), capture_output=True)
+    if run.returncode == 1:
+        raise _Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 160)}")
+    if run.returncode:
+        limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
+        raise _Unusable(f"which takes more than {limits} to compile: give shorter repetitions")
+    edges_e3 = np.frombuffer(run.stdout, np.int32).reshape(-1, 3)
+    states = 1 + edges_e3[:, 2].max()
+    if states > MOST_STATES:
+        raise _Unusable(f"whose {states:,} states exceed {MOST_STATES:,}")
+    next_qy = np.full((states, byte_automaton.END_OF_TEXT + 1), NOWHERE, np.int32)
+    next_qy[edges_e3[:, 0], edges_e3[:, 1]] = edges_e3[:, 2]
+    return next_qy[:, :-1], next_qy[:, -1] != NOWHERE
+
+
+def _token_classes(next_qy: np.ndarray, texts: Mapping[int, bytes], vocab_size: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the next states of each class of tokens, and the class of each token.
+
+    A class is what a text does to every state. That of a token follows from the class of its bytes but the last, and that
+    of the last byte.
+    """
+    columns, numbers, followed = [], {}, {}
+
+    def number(column_q: np.ndarray) -> int:
+        known = numbers.setdefault(column_q.tobytes(), len(columns))
+        if known == len(columns):
+            if column_q.nbytes * known > MOST_BYTES:
+                raise _Unusable(f"whose {column_q.size:,} states x {known:,} kinds of tokens exceed {MOST_BYTES >> 20} MiB")
+            columns.append(column_q)
+        return known
+
+    nowhere = number(np.full(len(next_qy), NOWHERE, np.int32))
+    empty = number(np.arange(len(next_qy), dtype=np.int32))
+    byte_class = [number(next_qy[:, byte]) for byte in range(256)]
+    class_v = np.full(vocab_size, nowhere)
+    for token, text in texts.items():
+        at = empty
+        for byte in text:
+            step = at, byte_class[byte]
+            if step not in followed:
+                followed[step] = number(np.append(columns[step[1]], np.int32(NOWHERE))[columns[at]])
+            at = followed[step]
+        class_v[token] = at
+    return columns, class_v
+
+
+def _on_a_way(next_qc: np.ndarray, is_final_q: np.ndarray) -> np.ndarray:
+    """Returns whether a state can be reached from the first one, and a final state from it, [q]."""
+    source_e, class_e = np.nonzero(next_qc != NOWHERE)
+    end, final = len(next_qc), np.flatnonzero(is_final_q)  # one more state, behind the final ones
+    edges = np.append(source_e, final), np.append(next_qc[source_e, class_e], np.full(final.size, end))
+    graph = sparse.csr_array((np.ones(edges[0].size, bool), edges), shape=(end + 1, end + 1))
+    after = csgraph.breadth_first_order(graph, 0, return_predecessors=False)
+    before = csgraph.breadth_first_order(graph.T.tocsr(), end, return_predecessors=False)
+    return np.isin(np.arange(end), np.intersect1d(after, before))
 
 
 @functools.lru_cache(maxsize=4)
-def _vocabulary(tokenizer: Tokenizer, end: int) -> Any:
-    """Returns the tokens with their bytes; `end` is an id of no token, after which outlines-core ends a text."""
-    from outlines_core import Vocabulary
-
-    tokens: dict[bytes, list[int]] = {}
-    for token, text in tokenizer.token_bytes().items():
-        tokens.setdefault(text, []).append(token)
-    return Vocabulary(end, tokens)
+def _token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
+    return tokenizer.token_bytes()
