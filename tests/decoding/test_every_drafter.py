@@ -304,7 +304,7 @@ def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["block", "language_model", "ngram"])
+@pytest.mark.parametrize("kind", ["block", "language_model"])
 def test_the_last_round_before_a_cache_grows_writes_where_it_should(kind):
     """A whole path is stored past the end of a text: if it does not fit, the store would begin too early.
 

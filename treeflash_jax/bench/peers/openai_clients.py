@@ -1,9 +1,9 @@
-"""Tokens per second that clients get from a server of OpenAI's API, greedily, by number of clients.
+"""Tokens per second that clients get from servers of OpenAI's API, greedily, by number of clients.
 
-    python openai_clients.py http://127.0.0.1:8000/v1 --prompts configs/prompts.jsonl --clients 1 4 8
+    python openai_clients.py ours=http://127.0.0.1:8000/v1 theirs=http://127.0.0.1:8001/v1 --prompts prompts.jsonl
 
-Every number of clients answers the same prompts, each client one at a time; passes alternate between the numbers, and the
-first pass is not counted. Needs the standard library only.
+All clients together ask every prompt once a pass, each client one at a time. Passes alternate between the servers and the
+numbers of clients; the first is not counted. Needs the standard library only.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def ask(url: str, line: dict[str, Any], max_tokens: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
+    parser.add_argument("servers", nargs="+", help="name=URL")
     parser.add_argument("--prompts", required=True, help='a file with {"prompt": ...} or {"messages": ...} on each line')
     parser.add_argument("--limit", type=int, default=16, help="number of prompts")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8])
@@ -37,15 +37,18 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()[: arguments.limit]
     prompts, speeds = [json.loads(line) for line in lines], defaultdict(list)
+    servers = [server.split("=", 1) for server in arguments.servers]
     for number in range(1 + arguments.passes):
         for clients in arguments.clients:
-            since = time.perf_counter()
-            with ThreadPoolExecutor(clients) as pool:
-                tokens = sum(pool.map(lambda line: ask(arguments.url, line, arguments.max_tokens), prompts))
-            if number > 0:
-                speeds[clients].append(tokens / (time.perf_counter() - since))
-    for clients, values in speeds.items():
-        print(json.dumps({"clients": clients, "tokens_per_second": round(statistics.median(values), 1)}), flush=True)
+            for name, url in servers:
+                since = time.perf_counter()
+                with ThreadPoolExecutor(clients) as pool:
+                    tokens = sum(pool.map(lambda line, url=url: ask(url, line, arguments.max_tokens), prompts))
+                if number > 0:
+                    speeds[name, clients].append(tokens / (time.perf_counter() - since))
+    for (name, clients), values in speeds.items():
+        record = {"server": name, "clients": clients, "tokens_per_second": round(statistics.median(values), 1)}
+        print(json.dumps(record | {"passes": [round(value, 1) for value in values]}), flush=True)
 
 
 if __name__ == "__main__":
