@@ -1,6 +1,6 @@
 """Acceptance rules through the compiled generator: answers at temperature 1 against the exact distribution, chi-square.
 
-3,000 answers of every rule that fits a sampled tree, of every tree and kind of drafter; 20,000 find the bias of a broken rule.
+3,000 answers of every rule that fits a sampled tree, of all trees and kinds of drafters; 20,000 find a broken rule.
 test_acceptance.py enumerates every rule exactly.
 """
 
