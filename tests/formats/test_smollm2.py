@@ -32,11 +32,8 @@ def test_greedy_answers_are_those_of_transformers_with_and_without_a_draft(smoll
     shared = {"max_new_tokens": 32, "batch_size": 4}
     plain = smollm2.generate(prompts, builder="none", **shared)
     assert [result.ids for result in plain[: len(chats)]] == [chat["answer"] for chat in chats]
-    for head in (None, "marginal"):
-        drafted = drafted_as_plain(smollm2, prompts, {"nodes": 16, "candidates": 4, "head": head}, plain=plain, **shared)
-        assert statistics.mean(result.tau for result in drafted) > 1.4
-    draft = {"nodes": 16, "candidates": 4, "builder": "best-first"}
-    drafted_as_plain(smollm2, prompts, draft, temperature=0.7, seed=5, **shared)
+    drafted = drafted_as_plain(smollm2, prompts, {"nodes": 8, "candidates": 4}, plain=plain, **shared)
+    assert statistics.mean(result.tau for result in drafted) > 1.4
 
 
 def test_its_sizes_and_the_drafter_that_ships_with_the_package(smollm2):
