@@ -466,6 +466,24 @@ def accept_costs() -> str:
     return section(header, rows, f"{runs['hardware']}:", [runs["command"]])
 
 
+def served() -> str:
+    """Formats the tokens per second that clients of servers get together."""
+    runs = read("serve_smollm2.json")["clients"]
+    clients = sorted({row["clients"] for row in runs["rows"]})
+    speeds = {(row["server"], row["clients"]): f"{row['tokens_per_second']:.1f}" for row in runs["rows"]}
+    names = dict.fromkeys(row["server"] for row in runs["rows"])
+    rows = [[name, *(speeds[name, count] for count in clients)] for name in names]
+    header = " | ".join(["server", *(f"{count} client{'s' * (count > 1)}" for count in clients)])
+    return section(header, rows, f"{runs['note']}:", runs["commands"])
+
+
+def schemas() -> str:
+    """Formats answers that follow schemas, with drafts that obey them and drafts that do not."""
+    runs = read("serve_smollm2.json")["schemas"]
+    rows = [[row["schema"], row["decoded"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.1f}"] for row in runs["rows"]]
+    return section("schema | decoded by | tau | tokens/s", rows, runs["note"])
+
+
 def near_ties() -> str:
     rows = []
     for prompts, systems in _speed_smollm2():
@@ -479,7 +497,7 @@ def near_ties() -> str:
 SHOWN = (speeds, tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees)
 SHOWN += (round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
 SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu)
-SHOWN += (shipped_nodes, pod_minutes, heads, hybrid_rounds)
+SHOWN += (shipped_nodes, pod_minutes, heads, hybrid_rounds, served, schemas)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "latency": lambda: latency("tiny", "candidates, children", "candidates"),
     "latency-smollm2": lambda: latency("smollm2", "jax | dtype", "jax", "dtype"),

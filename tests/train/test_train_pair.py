@@ -65,11 +65,9 @@ def settings_of(prompts, out, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tiny", "hybrid"])
-def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hybrid, tmp_path, monkeypatch, capsys, kind):
+def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hybrid, tmp_path, monkeypatch, capsys):
     """Killed before the head; the same command then ends, and the last line it prints runs."""
-    name = {"tiny": "tiny", "hybrid": hybrid}[kind]
-    settings, ran = settings_of(prompts, tmp_path / "pair", "num_prompts=10", f"verifier={name}"), []
+    settings, ran = settings_of(prompts, tmp_path / "pair", "num_prompts=10", f"verifier={hybrid}"), []
     load, load_once = tf.load, functools.cache(tf.load)  # keeps the compiled programs
     monkeypatch.setattr(tf, "load", lambda **named: load_once(verifier=named["verifier"], drafter=named["drafter"]))
 
@@ -91,7 +89,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hy
     assert ran == ["respond", "drafter", "head", "export", "measure"], "what was finished was not run again"
     *_, line = [line.strip() for line in capsys.readouterr().out.splitlines() if "treeflash generate" in line]
     words, model = shlex.split(line), str(tmp_path / "pair" / "model")
-    assert words == ["treeflash", "generate", "--verifier", name, "--drafter", model, "--nodes", "4", "Hello"]
+    assert words == ["treeflash", "generate", "--verifier", hybrid, "--drafter", model, "--nodes", "4", "Hello"]
     assert commands.main([*words[1:], "--max-new-tokens", "3"]) == 0
     trained = [registry.read_stage(tmp_path / "pair" / f"{name}.toml") for name in ("drafter", "head")]
     assert [stage.loop.steps for stage in trained] == [6, 4] and trained[1].mesh.data == 1
