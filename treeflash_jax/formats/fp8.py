@@ -29,6 +29,7 @@ KEY = "quantization_config"
 METHODS = ("fp8", "compressed-tensors")
 ENDINGS = ("_scale_inv", ".weight_scale")
 _UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".activation_scale")
+_NUMBERS = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)  # by byte: faster than a conversion
 _ONLY = {
     "fp8": {"fmt": ("e4m3", None), "activation_scheme": ("dynamic", "static", None)},
     "compressed-tensors": {"sparsity_config": ({}, None), "transform_config": ({}, None)},
@@ -90,7 +91,7 @@ class ScaledTensor:
     def __getitem__(self, index: Any) -> np.ndarray:
         index = index if isinstance(index, tuple) else (index,)
         index += (slice(None),) * (len(self.block) - len(index))
-        values = self.values[index].astype(np.float32)
+        values = _NUMBERS.take(np.asarray(self.values[index]).view(np.uint8))
         values *= BlockScales(self, (1,) * len(self.block))[index]
         return values
 
