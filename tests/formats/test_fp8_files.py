@@ -80,7 +80,7 @@ def test_hybrids_and_experts_are_kept_and_expanded(name, tmp_path):
 @needs_8_devices
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 def test_a_mesh_reads_whole_blocks_of_its_slices(quantize, tmp_path):
-    folder, _ = make_folders(tmp_path, SOURCE, (24, 40), BLOCKS)
+    folder, _ = make_folders(tmp_path, SOURCE, (64, 64), FP8 | {"weight_block_size": [64, 64]})
     whole = model_files.load_verifier(folder, quantize=quantize)
     config, parts = model_files.load_verifier(folder, quantize=quantize, mesh=tf.make_mesh(2, 4))
     assert_same(dense_of(jax.device_get(parts), config), dense_of(whole[1], config))
