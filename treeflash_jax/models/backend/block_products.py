@@ -31,7 +31,7 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, dtype: Any) -> ja
     """
     x_ni, outputs = x.reshape(-1, x.shape[-1]), values.shape[:-1]
     values = values.reshape(*scale.shape[:-1], -1, values.shape[-1])  # [..., b, i]
-    form = _scaled_inputs if x_ni.shape[0] < values.shape[-2] else _in_parts
+    form = _single if x_ni.shape[0] == 1 else _scaled_inputs if x_ni.shape[0] < values.shape[-2] else _in_parts
     y = form(x_ni, values, scale).astype(dtype)  # [..., n, b]
     return jnp.moveaxis(y, -2, 0).reshape(*x.shape[:-1], *outputs)
 
@@ -46,8 +46,14 @@ def expert_product(x_xni: jax.Array, values_xif: jax.Array, scale_xkg: jax.Array
     if count * wide.itemsize >= inputs // blocks * x_xni.dtype.itemsize:
         parts = _count_parts(experts, 1)
         arrays = [a.reshape(parts, -1, *a.shape[1:]) for a in (x_xni, values_xif, scale_xkg)]
-        y = lax.map(lambda part: _einsum("xni,xif->xnf", part[0], scaled(*part[1:], x_xni.dtype)), arrays)
-        return y.reshape(experts, count, -1)
+
+        def multiply(part: list[jax.Array]) -> jax.Array:
+            x, values, scale = lax.optimization_barrier(
+                part
+            )  # else a TPU converts the values of all parts ahead of the loop
+            return _einsum("xni,xif->xnf", x, scaled(values, scale, x.dtype))
+
+        return lax.map(multiply, arrays).reshape(experts, count, -1)
     x_xnkz = x_xni.reshape(experts, count, blocks, -1)
     values_xkzf = values_xif.reshape(experts, blocks, -1, values_xif.shape[-1])
     y_xknf = _einsum("xnkz,xkzf->xknf", x_xnkz, values_xkzf.astype(x_xni.dtype))
@@ -62,6 +68,15 @@ def scaled(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     for axis, size in enumerate(values.shape):
         scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
     return (values.astype(wide) * scale).astype(dtype)
+
+
+def _single(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiplies one vector. A TPU would write a float32 copy of some weights for it, but writes nothing for two."""
+
+    def doubled(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        return _scaled_inputs(jnp.pad(x_ni, ((0, 1), (0, 0))), values, scale)[..., :1, :]
+
+    return lax.platform_dependent(x_ni, values, scale, cuda=_scaled_inputs, default=doubled)
 
 
 def _scaled_inputs(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
