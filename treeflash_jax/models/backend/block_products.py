@@ -46,14 +46,8 @@ def expert_product(x_xni: jax.Array, values_xif: jax.Array, scale_xkg: jax.Array
     if count * wide.itemsize >= inputs // blocks * x_xni.dtype.itemsize:
         parts = _count_parts(experts, 1)
         arrays = [a.reshape(parts, -1, *a.shape[1:]) for a in (x_xni, values_xif, scale_xkg)]
-
-        def multiply(part: list[jax.Array]) -> jax.Array:
-            x, values, scale = lax.optimization_barrier(
-                part
-            )  # else a TPU converts the values of all parts ahead of the loop
-            return _einsum("xni,xif->xnf", x, scaled(values, scale, x.dtype))
-
-        return lax.map(multiply, arrays).reshape(experts, count, -1)
+        y = lax.map(lambda part: _einsum("xni,xif->xnf", part[0], scaled(*part[1:], x_xni.dtype)), arrays)
+        return y.reshape(experts, count, -1)
     x_xnkz = x_xni.reshape(experts, count, blocks, -1)
     values_xkzf = values_xif.reshape(experts, blocks, -1, values_xif.shape[-1])
     y_xknf = _einsum("xnkz,xkzf->xknf", x_xnkz, values_xkzf.astype(x_xni.dtype))
