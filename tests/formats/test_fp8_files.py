@@ -33,7 +33,11 @@ FORMS = {
         "config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": [24, 40]}}},
     }, {"ending": "_scale"}),
 }  # fmt: skip
-SOURCES = {"hybrid": DATA / "hybrid" / "qwen3_5", "experts": DATA / "qwen3_moe" / "apart"}
+SOURCES = {
+    "hybrid": DATA / "hybrid" / "qwen3_5",
+    "experts": DATA / "qwen3_moe" / "apart",
+    "fused experts": DATA / "qwen3_moe" / "fused",
+}
 
 
 def dense_of(weights, config):
