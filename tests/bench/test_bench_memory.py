@@ -37,11 +37,12 @@ from treeflash_jax.models import vocab
 
 SHAPES = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]
 COMPILERS = {"h200": "jax_plugins.xla_cuda12", "v5e:2x2": "libtpu"}
-# At most, by nodes. A GPU would launch an operation for every copy of an int8 weight.
+# At most, by nodes. A GPU would launch an operation for every copy of a weight in 8 bits.
 IS_NEW = jax.__version_info__ >= (0, 12)
 LAUNCHES = {
     ("h200", ""): {1: 640, 64: 1040 if IS_NEW else 960},
     ("h200", "--quantize int8"): {1: 640, 64: 1040 if IS_NEW else 960},
+    ("h200", "--quantize fp8"): {1: 640},
     ("v5e:2x2", ""): {1: 1060, 64: 1750},
     ("v5e:2x2", "--quantize int8"): {1: 1180, 64: 2010},
 }

@@ -27,6 +27,7 @@ from treeflash_jax.engine.defaults import choose_dtype
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.loading import load_model
 from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.models.quantized import NONE
 
 SCHEMA = 4
 SAME = ("settings", "versions", "hardware")  # of results that replace each other
@@ -92,7 +93,8 @@ def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
     dtype = jnp.dtype(arguments.dtype or choose_dtype(sharding.device(mesh)))
     print_progress(f"drawing the weights of {shape}")
-    model = shapes.random_pair(verifier, drafter, dtype, mesh, arguments.quantize)
+    quantize = None if arguments.quantize == NONE else arguments.quantize
+    model = shapes.random_pair(verifier, drafter, dtype, mesh, quantize)
     model.names = (shape, "")
     return model
 

@@ -39,6 +39,7 @@ from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.plan import resolve
 from treeflash_jax.models import verifier
+from treeflash_jax.models.quantized import NONE
 
 # Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory of a multiprocessor.
 # Source: NVIDIA's data sheets.
@@ -134,7 +135,7 @@ def report_request(arguments: argparse.Namespace) -> int:
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, round_capacity(arguments.context)
-    sizes, quantize = dict(mesh.shape), arguments.quantize
+    sizes, quantize = dict(mesh.shape), None if arguments.quantize == NONE else arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     plan = resolve(config, model, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
@@ -182,7 +183,8 @@ def compile_programs(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     is_merged = merges_weights(sharding.device(mesh), plan.prefill.verifier.num_kv_heads, mesh)
-    weights = Weights(parameters.abstract(verifier.specs(plan.prefill.verifier, quantize, is_merged), dtype, mesh))
+    specs = verifier.specs(plan.prefill.verifier, quantize, is_merged, mesh)
+    weights = Weights(parameters.abstract(specs, dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.prefill.drafter.specs(), dtype, mesh))
     inputs = make_batch([], batch_size=batch, capacity=capacity, dtype=dtype)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core.devices import BFLOAT16_INSTRUCTIONS, MATRIX_INSTRUCTIONS, Device
 from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.models.quantized import BLOCK
 from treeflash_jax.trees import Builder
 
 # Above this tau, SmolLM2 is faster with trees of 8 nodes than one token at a time, whatever the prompts: the largest ratio
@@ -168,6 +169,19 @@ def merges_weights(device: Device, kv_heads: int, mesh: Any = None) -> bool:
     along the model axis than key/value heads would each store all queries.
     """
     return not device.is_cpu and kv_heads % (1 if mesh is None else mesh.shape["model"]) == 0
+
+
+def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
+    """Returns True if passes move fewer bytes with the weights of an FP8 file as they are than expanded to `dtype`.
+
+    A product with kept weights reads them once, and writes and reads its inputs once per block of outputs
+    (`backend.block_products`). CPUs convert FP8 slowly.
+
+    Args:
+      tokens: number of tokens of a pass over one sequence: the nodes of a tree.
+    """
+    size = jnp.dtype(dtype).itemsize
+    return not device.is_cpu and 1 + 2 * tokens * size / BLOCK < size
 
 
 def choose_training_attention(device: Device, requested: str = "auto") -> str:

@@ -64,7 +64,7 @@ def footprint(
         state = jax.eval_shape(lambda: drafter.init(batch, capacity, dtype))
         drafter_cache = _state_bytes(state, mesh) if drafts else 0
     return Footprint(
-        verifier=device_bytes(parameters.abstract(verifiers.specs(verifier, quantize), dtype, mesh)),
+        verifier=device_bytes(parameters.abstract(verifiers.specs(verifier, quantize, mesh=mesh), dtype, mesh)),
         drafter=drafter_bytes,
         verifier_cache=_state_bytes(cache, mesh),
         drafter_cache=drafter_cache,

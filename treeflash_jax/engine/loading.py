@@ -17,7 +17,7 @@ from treeflash_jax.core.settings import field_names, option_values
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import pairs
-from treeflash_jax.engine.defaults import choose_dtype, merges_weights
+from treeflash_jax.engine.defaults import choose_dtype, choose_nodes, keeps_fp8, merges_weights
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.keywords import LoadOptions
 from treeflash_jax.engine.model import TreeFlash
@@ -25,6 +25,7 @@ from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.quantized import NONE
 from treeflash_jax.models.verifier import merge
 
 logger = logging.getLogger("treeflash_jax")
@@ -55,9 +56,12 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
       dtype: dtype of weights, caches and activations (one of bfloat16, float16,
         float32, float64; default: bfloat16, but float32 on a CPU without
         bfloat16 instructions).
-      quantize: store the verifier's matrices in int8, with a scale per output
-        channel; drafted output then equals the one-token output of the
-        quantized verifier (one of int8; default: none).
+      quantize: store the verifier's matrices in 8 bits: int8, with a scale per
+        output channel, or fp8, with a scale per block of 128 x 128 or those of
+        FP8 files; drafted output then equals the one-token output of the
+        quantized verifier. none expands FP8 files to the dtype (one of int8,
+        fp8, none; default: none, but fp8 for FP8 files on GPUs and TPUs if that
+        reads fewer bytes).
       mesh: devices to use: DxM splits the batch D ways, weights and vocabulary
         M ways; with DxMxE, experts E ways. In Python also a mesh of `make_mesh`
         (default: one device).
@@ -114,11 +118,12 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
     if drafter_config is not None and drafter_config.has_tokenizer:
         check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
-    needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=chosen.quantize)
+    quantize = _choose_scheme(pair, chosen.quantize, drafter_config, dtype, mesh)
+    needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize)
     check_memory(needs, usable_memory(mesh), mesh)
     return TreeFlash(
         config,
-        _read_weights(pair, dtype, mesh, chosen.quantize),
+        _read_weights(pair, dtype, mesh, quantize),
         drafter=drafter_config,
         tokenizer=tokenizer,
         stop_ids=model_files.stop_ids(pair.verifier, config),
@@ -126,6 +131,15 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
         names=pair.names,
         recommended=pairs.RECOMMENDED.get(pair.names[0], {}) | model_files.read_generation_config(pair.verifier),
     )
+
+
+def _choose_scheme(pair: _Pair, requested: str | None, drafter: DrafterConfig | None, dtype: Any, mesh: Any) -> str | None:
+    """Returns the scheme of the verifier's matrices: the requested one, or that of FP8 files if `keeps_fp8`."""
+    if requested is not None:
+        return None if requested == NONE else requested
+    device = sharding.device(mesh)
+    tokens = 1 if drafter is None else choose_nodes(drafter, device, dtype)
+    return "fp8" if keeps_fp8(device, dtype, tokens) and model_files.has_fp8(pair.verifier) else None
 
 
 def _read_drafter_config(pair: _Pair, verifier: ModelConfig, thinking: bool) -> DrafterConfig | None:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from treeflash_jax.core.dtypes import FLOATS, dtype_setting
 from treeflash_jax.core.settings import setting, validate
 from treeflash_jax.engine import pairs
-from treeflash_jax.models.quantized import SCHEMES
+from treeflash_jax.models.quantized import NONE, SCHEMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,11 @@ class ModelOptions:
     )
     quantize: str | None = setting(
         None,
-        "store the verifier's matrices in int8, with a scale per output channel; drafted output then equals the one-token "
-        "output of the quantized verifier",
-        unset="none",
-        choices=lambda: tuple(SCHEMES),
+        "store the verifier's matrices in 8 bits: int8, with a scale per output channel, or fp8, with a scale per block of "
+        "128 x 128 or those of FP8 files; drafted output then equals the one-token output of the quantized verifier. none "
+        "expands FP8 files to the dtype",
+        unset="none, but fp8 for FP8 files on GPUs and TPUs if that reads fewer bytes",
+        choices=lambda: (*SCHEMES, NONE),
     )
     mesh: Mesh | str | None = setting(
         None,

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, quoted, read_json, warn
-from treeflash_jax.formats import dialects, draft_vocabulary, gguf_reader, gguf_tokenizer, storage, tensor_files, tokenizer
+from treeflash_jax.formats import (
+    dialects,
+    draft_vocabulary,
+    fp8,
+    gguf_reader,
+    gguf_tokenizer,
+    storage,
+    tensor_files,
+    tokenizer,
+)
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import quantized, verifier
@@ -37,7 +46,8 @@ def load_verifier(
       path: a folder with config.json and model.safetensors, whole or in parts; or a GGUF file.
       dtype: dtype of the weights; bfloat16 files load bit for bit into bfloat16.
       mesh: mesh to shard the weights over; each host reads only the slices of its devices. None: the default device.
-      quantize: "int8" rounds every matrix when it is read, so that devices store one matrix in `dtype` at a time.
+      quantize: "int8" or "fp8" rounds every matrix when it is read, so that devices store one matrix in `dtype` at a time.
+        "fp8" keeps the weights of FP8 files as they are; None expands them to `dtype`.
 
     Raises ValueError for anything missing, unknown, damaged, mis-shaped or not implemented.
     """
@@ -55,6 +65,11 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
 def has_mtp(path: str | Path) -> bool:
     """Returns whether the files of a verifier hold a layer of multi-token prediction, which `load_drafter` reads."""
     return any(name.startswith("mtp.") for name in tensor_files.names(Path(path)))
+
+
+def has_fp8(path: str | Path) -> bool:
+    """Returns whether the files of a verifier hold FP8 weights with scales."""
+    return any(name.endswith(fp8.ENDINGS) for name in tensor_files.names(Path(path)))
 
 
 def check_copies(drafter: str | Path, source: str | Path) -> None:
@@ -99,7 +114,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any
     """Writes config.json and model.safetensors as transformers would. Raises ValueError for quantised weights."""
     scheme = quantized.quantization_scheme(params)
     if scheme:
-        raise ValueError(f"got weights in {scheme}, expected those of the files: load without quantize to save them")
+        raise ValueError(f"got weights in {scheme}, expected those of the files: load with quantize='none' to save them")
     dialects.DIALECTS["huggingface"].save(Path(folder), config, verifier.specs(config), params, dtype)
 
 
@@ -199,8 +214,10 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
 
 def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | None = None) -> Any:
     with dialect.opened(Path(path), config) as tensors:
+        entries = dialect.entries(config, specs, tensors.keys())
+        if quantize == "fp8" and any(isinstance(tensor, fp8.ScaledTensor) for tensor in tensors.values()):
+            return fp8.load(Path(path), tensors, specs, entries, dtype, mesh)
         if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
             warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again")
-        entries = dialect.entries(config, specs, tensors.keys())
         finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
         return storage.load(Path(path), tensors, specs, entries, dtype, mesh, finish)

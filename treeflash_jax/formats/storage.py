@@ -23,6 +23,7 @@ METADATA = {"format": "pt", **MARK}
 _HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 2**17
 READ_AT_ONCE = 2**20  # numbers, before they are converted: fresh memory costs more time than reading
+FLOAT8 = "F8_E4M3"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
 WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
@@ -114,7 +115,7 @@ def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any,
         tensor = tensors[name]
         if tuple(tensor.get_shape()) != shape:
             raise ValueError(f"{where}: tensor {name} has shape {list(tensor.get_shape())}, expected {list(shape)}")
-        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
+        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else (FLOAT8,) if kind.itemsize == 1 else _FLOATS
         if tensor.get_dtype() not in kinds:
             raise ValueError(f"{where}: tensor {name} has type {tensor.get_dtype()}, expected one of {kinds}")
 
@@ -131,7 +132,7 @@ def all_finite(values: np.ndarray) -> bool:
     """Returns true if an array of any float type holds no NaN and no infinity.
 
     NumPy has no fast `isfinite` for bfloat16: exponent bits are compared, all set if a number is not finite, in pieces that
-    fit into a processor's cache.
+    fit into a processor's cache. float8_e4m3fn has no infinity: its NaN has all bits set, to which infinity is cast.
     """
     bits = values.ravel(order="K").view(f"u{values.dtype.itemsize}")
     exponent = np.asarray(np.inf, values.dtype).view(bits.dtype)[()]

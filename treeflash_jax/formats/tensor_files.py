@@ -1,15 +1,20 @@
 """Safetensors folders: one file, or parts with an index."""
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from treeflash_jax.core.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
+from treeflash_jax.formats.storage import FLOAT8
 
 FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 
@@ -39,7 +44,41 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
             if tensor not in held[name]:
                 raise ValueError(f"{folder / name}: no tensor {clipped(tensor, QUOTED)}, which the index says it holds")
         listed = listed or {tensor: name for name in names for tensor in held[name]}
-        yield {tensor: handles[name].get_slice(tensor) for tensor, name in listed.items()}
+        tensors = {tensor: handles[name].get_slice(tensor) for tensor, name in listed.items()}
+        mapped = {name for tensor, name in listed.items() if tensors[tensor].get_dtype() == FLOAT8}
+        for name in sorted(mapped):
+            tensors |= {tensor: x for tensor, x in _map_float8(folder / name).items() if listed.get(tensor) == name}
+        yield tensors
+
+
+@dataclass(frozen=True)
+class Float8Tensor:
+    """A float8_e4m3fn tensor of a safetensors file, mapped into memory: the library has no NumPy type for it."""
+
+    path: Path
+    shape: tuple[int, ...]
+    offset: int
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return FLOAT8
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.memmap(self.path, jnp.float8_e4m3fn, "r", self.offset, self.shape)[index]
+
+
+def _map_float8(path: Path) -> dict[str, Float8Tensor]:
+    """Returns the float8 tensors of a file that the library has checked."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {
+        name: Float8Tensor(path, tuple(tensor["shape"]), 8 + size + tensor["data_offsets"][0])
+        for name, tensor in header.items()
+        if tensor.get("dtype") == FLOAT8
+    }
 
 
 def names(folder: Path) -> Collection[str]:

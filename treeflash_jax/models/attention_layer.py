@@ -18,6 +18,7 @@ from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.backend.rotation import rotate
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.layer_protocol import LayerKind, PassInputs
+from treeflash_jax.models.quantized import can_join
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class AttentionLayer(LayerKind):
         return specs
 
     def merge(self, params: dict[str, Any]) -> dict[str, Any]:
-        return merge(params)
+        return merge(params) if can_join(*(params[name] for name in "qkv")) else params
 
     def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1) -> kv_cache.KVState:
         shape = (batch, num_layers, config.num_kv_heads, capacity, config.head_dim)

@@ -20,7 +20,7 @@ from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.delta_rule import DeltaState, NewDelta
 from treeflash_jax.models.layer_protocol import LayerKind, LayerState, PassInputs
-from treeflash_jax.models.quantized import product
+from treeflash_jax.models.quantized import can_join, product
 
 _AXES = DeltaState(("batch", None, "heads"), ("batch", "heads", None, None))
 
@@ -89,7 +89,7 @@ class DeltaLayer(LayerKind):
         }
 
     def merge(self, params: dict[str, Any]) -> dict[str, Any]:
-        return merge(params)
+        return merge(params) if can_join(*params.values()) else params
 
     def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1) -> DeltaLayerState:
         now, at_prompt = (delta_rule.init(config.delta, batch, dtype) for _ in range(2))

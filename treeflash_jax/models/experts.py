@@ -68,7 +68,7 @@ def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> ja
     with jax.named_scope("experts"):
         if not sharding.free_axes(mesh):
             return _local_mixture(weights, x_btd, config)
-        all_specs = quantized.specs(specs(config), quantized.quantization_scheme(weights))
+        all_specs = quantized.specs_like(specs(config), weights)
         places = jax.tree.map(lambda spec: _partition(spec, mesh), all_specs, is_leaf=is_spec)
         experts, _, ffn = _partition(specs(config)["expert_gate"], mesh)
         tokens = sharding.partition(("batch", None, None), x_btd.shape, mesh)

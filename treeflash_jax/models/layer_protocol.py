@@ -103,7 +103,7 @@ class LayerKind(ABC):
         """
 
     def merge(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Returns maps of the same input as one array, given the weights in `merged`."""
+        """Returns maps of the same input as one array, given the weights in `merged`; as they are if that cannot be."""
         return params
 
     @abstractmethod

@@ -15,7 +15,7 @@ from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import experts
 from treeflash_jax.models.backend.rotation import rotate
 from treeflash_jax.models.config import ModelConfig, Rope
-from treeflash_jax.models.quantized import product
+from treeflash_jax.models.quantized import can_join, product
 
 Params = dict[str, Any]
 GATE_UP = ("gate", "up")  # weights that `merge_gate_up` joins
@@ -68,9 +68,13 @@ def norm_spec(config: ModelConfig, *shape: int) -> Spec:
     return Spec(shape, (None,) * len(shape), "zeros" if config.offset_norms else "ones")
 
 
-@programs.jit
 def merge_gate_up(params: Params) -> Params:
-    """Returns gate and up of one layer as one array."""
+    """Returns gate and up of one layer as one array; as they are if they cannot be joined."""
+    return _stack_gate_up(params) if can_join(*params.values()) else params
+
+
+@programs.jit
+def _stack_gate_up(params: Params) -> Params:
     return {"gate_up": jax.tree.map(lambda *maps_fd: jnp.stack(maps_fd), params["gate"], params["up"])}
 
 

@@ -1,11 +1,14 @@
-"""Weight-only quantisation: a verifier's matrices as int8 values and one scale per output channel.
+"""Weight-only quantisation: a verifier's matrices in 8 bits, with scales.
 
-w ~ values * scale, where scale = max |w| / 127 over the axes that a product sums over (`Spec.inputs`). Products run on the
-values in the activations' dtype and are scaled afterwards: no dequantised weight is stored. Norms stay as they are.
+w ~ values * scale. Scheme "int8" has a scale per output channel, max |w| / 127 over the axes that a product sums over
+(`Spec.inputs`); "fp8" has float8_e4m3fn values and a scale per block of 128 outputs and 128 inputs, max |w| / 448 or that
+of a file (`formats.fp8`), and leaves the vocabulary tables as they are, as published FP8 files do. No dequantised weight is
+stored: products scale what goes in or comes out. Norms stay as they are.
 
 The quantised verifier is a model of its own: drafted output equals ITS one-token output, not that of the wider weights.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -18,20 +21,24 @@ from jax import lax
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.parameters import Spec, is_spec
-from treeflash_jax.models.backend import indexing, products
+from treeflash_jax.models.backend import block_products, indexing, products
 
-SCHEMES = ("int8",)
-LARGEST = 127
+DTYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
+SCHEMES = tuple(DTYPES)
+NONE = "none"  # in settings: no scheme, also for FP8 files
+LARGEST = {"int8": 127, "fp8": 448}
+BLOCK = 128  # outputs and inputs of a block
 
 
 @struct.dataclass
 class Quantized:
-    """A weight in int8 that stands in for an array: `shape` is the weight's, `dtype` the one it computes in.
+    """A weight in 8 bits that stands in for an array: `shape` is the weight's, `dtype` the one it computes in.
 
     Attributes:
-      values: int8, of the weight's shape.
-      scale: of the output axes, in the compute dtype. Values are rounded against the scale as it is stored, so a narrow one
-        costs no accuracy, and the weights still determine the dtype of caches and activations.
+      values: int8 or float8_e4m3fn, of the weight's shape.
+      scale: of the output axes; or of blocks, with as many axes as the weight, each divided into equal parts. It has the
+        compute dtype: values are rounded against the scale as it is stored, so a narrow one costs no accuracy, and the
+        weights still determine the dtype of caches and activations.
     """
 
     values: Any
@@ -45,9 +52,17 @@ class Quantized:
     def dtype(self) -> Any:
         return self.scale.dtype
 
+    @property
+    def block(self) -> tuple[int, ...] | None:
+        """The size of a block along each axis; None for a scale per output channel."""
+        if len(self.scale.shape) < len(self.shape):
+            return None
+        return tuple(size // count for size, count in zip(self.shape, self.scale.shape, strict=True))
+
     def reshape(self, *shape: int) -> Self:
-        """Folds or splits input axes; output axes and scale stay."""
-        return self.replace(values=self.values.reshape(*shape))
+        """Folds or splits input axes, and folds those of blocks; output axes stay."""
+        scale = self.scale if self.block is None else self.scale.reshape(self.scale.shape[0], -1)
+        return Quantized(self.values.reshape(*shape), scale)
 
 
 def check_scheme(scheme: str | None) -> None:
@@ -58,32 +73,78 @@ def check_scheme(scheme: str | None) -> None:
 
 def quantization_scheme(weights: Any) -> str | None:
     """Returns the scheme of a tree of weights; None if nothing in it is quantised."""
-    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Quantized))
-    return SCHEMES[0] if any(isinstance(leaf, Quantized) for leaf in leaves) else None
+    for leaf in jax.tree.leaves(weights, is_leaf=_is_quantized):
+        if _is_quantized(leaf):
+            return next(scheme for scheme, dtype in DTYPES.items() if leaf.values.dtype == dtype)
+    return None
 
 
-def specs(tree: Any, scheme: str | None) -> Any:
-    """Returns specs of the quantised weights: a Quantized of two Specs for every matrix. Scheme None changes nothing."""
+def specs(tree: Any, scheme: str | None, mesh: Any = None) -> Any:
+    """Returns specs of the quantised weights: a Quantized of two Specs for every matrix. Scheme None changes nothing.
+
+    Args:
+      mesh: mesh whose shards have whole blocks; None: one device.
+    """
     check_scheme(scheme)
-    if scheme is None:
-        return tree
-    return jax.tree.map(lambda spec: _parts(spec) if spec.inputs and spec.can_quantize else spec, tree, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: _parts(spec, scheme, mesh) if applies(scheme, spec) else spec, tree, is_leaf=is_spec)
 
 
-def quantize(weight: jax.Array, inputs: tuple[int, ...]) -> Quantized:
-    """Rounds a weight to int8, half to even: |w - values * scale| <= scale / 2. Channels of zeros get scale 0.
+def specs_like(tree: Any, weights: Any) -> Any:
+    """Returns the specs of weights of which some may be quantised, given those of all of them as arrays."""
+
+    def like(spec: Spec, weight: Any) -> Any:
+        if not _is_quantized(weight):
+            return spec
+        made = _parts(spec, "int8" if weight.block is None else "fp8", None)
+        return made.replace(scale=replace(made.scale, shape=weight.scale.shape))
+
+    return jax.tree.map(like, tree, weights, is_leaf=is_spec)
+
+
+def applies(scheme: str | None, spec: Spec) -> bool:
+    """Returns True if a scheme quantises the weight."""
+    is_kept = scheme is None or (scheme == "fp8" and "vocab" in spec.axes)
+    return bool(spec.inputs) and spec.can_quantize and not is_kept
+
+
+def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = (BLOCK, BLOCK)) -> tuple[int, ...]:
+    """Returns the number of blocks along each axis of a weight; a shard of a mesh has a whole number of them.
+
+    Blocks of `sizes` outputs and inputs, as files have, divide the last output and the last input axis. If they do not
+    divide a shard of it, they are the largest parts of such blocks that do. Every index of other axes has blocks.
+    """
+    counts = list(spec.shape)
+    shard = spec.shape if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh).shard_shape(spec.shape)
+    for axis, size in zip((_outputs(spec)[-1], spec.inputs[-1]), sizes, strict=True):
+        counts[axis] //= math.gcd(shard[axis], size)
+    return tuple(counts)
+
+
+def quantize(weight: jax.Array, inputs: tuple[int, ...], counts: tuple[int, ...] | None = None) -> Quantized:
+    """Rounds a weight to int8 with a scale per channel: |w - values * scale| <= scale / 2. Channels of zeros get scale 0.
 
     The scale has the weight's dtype and its axes but for `inputs`, those that a product sums over.
+
+    Args:
+      counts: number of blocks along each axis; rounds to float8_e4m3fn instead, with a scale per block, [*counts].
+
+    Both round half to even.
     """
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    scheme = "int8" if counts is None else "fp8"
+    parts = counts or tuple(1 if axis in inputs else size for axis, size in enumerate(weight.shape))
+    split = [part for size, count in zip(weight.shape, parts, strict=True) for part in (count, size // count)]
+    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32)).reshape(split)
     kept = jnp.finfo(weight.dtype)
     # A factor, since XLA compiles a quotient by a constant in another way than it runs one. No pair of casts: XLA may drop
     # it, and values would be those of another scale than the stored one.
-    scale = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True) * (1 / LARGEST)
+    within = tuple(range(1, len(split), 2))
+    scale = jnp.max(jnp.abs(wide), axis=within, keepdims=True) * (1 / LARGEST[scheme])
     scale = lax.reduce_precision(scale, kept.nexp, kept.nmant)
-    steps = jnp.round(wide / jnp.where(scale > 0, scale, 1))
-    values = jnp.clip(steps, -LARGEST, LARGEST).astype(jnp.int8)
-    return Quantized(values=values, scale=jnp.squeeze(scale, inputs).astype(weight.dtype))
+    steps = wide / jnp.where(scale > 0, scale, 1)
+    steps = jnp.round(steps) if scheme == "int8" else steps
+    values = jnp.clip(steps, -LARGEST[scheme], LARGEST[scheme]).astype(DTYPES[scheme]).reshape(weight.shape)
+    scale = scale.reshape(parts).astype(weight.dtype)
+    return Quantized(values, jnp.squeeze(scale, inputs) if counts is None else scale)
 
 
 def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> Any:
@@ -91,24 +152,37 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
 
     Waits for the result, so that devices hold one wide weight at a time.
     """
-    if scheme is None or not (spec.inputs and spec.can_quantize):
+    if not applies(scheme, spec):
         return weight
-    return jax.block_until_ready(programs.call(_compress, weight, mesh=mesh, spec=spec))
+    return jax.block_until_ready(programs.call(_compress, weight, mesh=mesh, spec=spec, scheme=scheme))
 
 
-@partial(jax.jit, static_argnames="spec")
-def _compress(weight: jax.Array, spec: Spec) -> Quantized:
-    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), quantize(weight, spec.inputs), _parts(spec))
+@partial(jax.jit, static_argnames=("spec", "scheme"))
+def _compress(weight: jax.Array, spec: Spec, scheme: str) -> Quantized:
+    mesh = sharding.current()
+    counts = count_blocks(spec, mesh) if scheme == "fp8" else None
+    made = quantize(weight, spec.inputs, counts)
+    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), made, _parts(spec, scheme, mesh))
+
+
+def can_join(*weights: Any) -> bool:
+    """Returns True if weights can be concatenated: none is quantised, or all with a scale per channel or equal blocks."""
+    return len({(_is_quantized(weight), weight.block if _is_quantized(weight) else None) for weight in weights}) == 1
 
 
 def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: Any = None) -> jax.Array:
-    """Returns an einsum of activations with a weight whose output axes come last; see `products.product`."""
+    """Returns an einsum of activations with a weight whose output axes come last; see `products.product`.
+
+    Of a weight with blocks, the last axis is the one that is summed over.
+    """
     if not isinstance(weight, Quantized):
         return products.product(equation, x, weight, dtype)
     # Tied to x: XLA would convert the values of all layers ahead of a decoding loop and hold them, wide, to its end.
     x, values = lax.optimization_barrier((x, weight.values))
     dtype = dtype or x.dtype
-    wide = jnp.float32 if dtype == jnp.float16 else dtype  # sums of x with values up to 127 overflow float16
+    if weight.block is not None:
+        return block_products.product(x, values, weight.scale, dtype)
+    wide = jnp.float32 if dtype == jnp.float16 else dtype  # sums of x with values up to 127 or 448 overflow float16
     return (products.product(equation, x, values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(dtype)
 
 
@@ -121,7 +195,17 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     return values.astype(table.dtype) * table.scale[ids][..., None]
 
 
-def _parts(spec: Spec) -> Quantized:
-    outputs = [axis for axis in range(len(spec.shape)) if axis not in spec.inputs]
-    shape, axes = (tuple(values[axis] for axis in outputs) for values in (spec.shape, spec.axes))
-    return Quantized(values=replace(spec, inputs=(), dtype=jnp.int8), scale=Spec(shape, axes, "ones"))
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)
+
+
+def _outputs(spec: Spec) -> list[int]:
+    return [axis for axis in range(len(spec.shape)) if axis not in spec.inputs]
+
+
+def _parts(spec: Spec, scheme: str, mesh: Any) -> Quantized:
+    values = replace(spec, inputs=(), dtype=DTYPES[scheme])
+    if scheme == "fp8":
+        return Quantized(values, Spec(count_blocks(spec, mesh), spec.axes, "ones"))
+    shape, axes = (tuple(values[axis] for axis in _outputs(spec)) for values in (spec.shape, spec.axes))
+    return Quantized(values, Spec(shape, axes, "ones"))

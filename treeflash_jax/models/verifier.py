@@ -40,11 +40,12 @@ class Output:
     new: tuple[Any, ...]
 
 
-def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = False) -> dict[str, Any]:
+def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = False, mesh: Any = None) -> dict[str, Any]:
     """Returns the spec of every weight, matrices quantised by the scheme. Tied models have no `unembed`.
 
     Args:
       is_merged: whether the specs are those of the weights after `merge`.
+      mesh: mesh whose shards have whole blocks of quantised weights; None: one device.
     """
     table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
 
@@ -56,11 +57,14 @@ def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = Fa
         "groups": [[layer(kind, is_sparse) for _ in range(size)] for kind, is_sparse, size in config.runs],
         "norm": layers.norm_spec(config, config.hidden_size),
     }
-    return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize)
+    return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize, mesh)
 
 
 def merge(params: dict[str, Any], config: ModelConfig) -> None:
-    """Stores maps of the same input as one array, in place: devices hold those of one layer twice."""
+    """Stores maps of the same input as one array, in place, unless they are quantised in different ways.
+
+    Devices hold those of one layer twice.
+    """
 
     def join(weights: dict[str, Any], names: tuple[str, ...], run: Callable[[Any], Any]) -> None:
         if parts := {name: weights.pop(name) for name in names if name in weights}:

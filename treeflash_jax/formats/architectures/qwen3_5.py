@@ -16,6 +16,7 @@ import numpy as np
 
 from treeflash_jax.core.checks import warn
 from treeflash_jax.core.parameters import Entry
+from treeflash_jax.formats import fp8
 from treeflash_jax.formats.architectures import qwen3_moe
 from treeflash_jax.formats.architectures.architecture import Key
 from treeflash_jax.formats.architectures.dense import AS_ON_DISK, INERT, LINEAR, ONLY, QWEN3, size_keys
@@ -75,11 +76,12 @@ def text_keys(keys: Keys) -> Keys:
     if not isinstance(model_type, str) or model_type not in IMAGE_AND_TEXT:
         return keys
     text = keys.table("text_config", required=True)
-    keys.check_known(_OUTSIDE_TEXT | INERT | {"eos_token_id"})
+    keys.check_known(_OUTSIDE_TEXT | INERT | {"eos_token_id", fp8.KEY})
     text.check_only({"model_type": (IMAGE_AND_TEXT[model_type],)})
     raw = {**text.raw, "model_type": IMAGE_AND_TEXT[model_type]}
     raw["tie_word_embeddings"] = keys.truth("tie_word_embeddings", False)
-    return Keys({"eos_token_id": keys.raw.get("eos_token_id"), **raw}, text.where)
+    outside = {key: keys.raw[key] for key in ("eos_token_id", fp8.KEY) if key in keys}
+    return Keys({**outside, **raw}, text.where)
 
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax.models.backend import block_products
 from treeflash_jax.models.quantized import Quantized
 
 STEP_INPUTS = 8  # inputs of a matrix that a CPU adds up at a time
@@ -39,6 +40,8 @@ def sum_experts(
     reads_few = 2 * count * per_token <= held
     on_cpu = gather_in_steps if reads_few or SPARSE * per_token <= held else all_experts
     default = gather_and_reduce if reads_few else all_experts
+    if any(_has_blocks(weight) for weight in weights.values()):
+        on_cpu = default
     on_cpu, default = (partial(_by_blocks, partial(form, limit=limit)) for form in (on_cpu, default))
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, cpu=on_cpu, default=default)
 
@@ -114,6 +117,8 @@ def gather_and_reduce(
 
     def product(name: str, x_nkm: jax.Array, narrow: bool = True) -> jax.Array:
         values, scale = _parts(taken[name])
+        if scale is not None and scale.ndim == values.ndim:
+            values, scale = block_products.scaled(values, scale, wide), None
         y_nkm = jnp.sum(x_nkm.astype(wide)[..., None] * values.astype(wide), axis=2)
         return _scaled(y_nkm, scale, x_nd.dtype if narrow else wide)
 
@@ -140,12 +145,19 @@ def _gated(products: list[jax.Array], biases: list[jax.Array], limit: float) -> 
 
 def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow: bool = True) -> jax.Array:
     """An einsum summed in float32 at least; `narrow` rounds it to the dtype of x. A scale has the weight's outer axes."""
+    if _has_blocks(weight):
+        y = block_products.expert_product(x, weight.values, weight.scale)
+        return y.astype(x.dtype) if narrow else y
     values, scale = _parts(weight)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     y = jnp.einsum(equation, x, values.astype(x.dtype), preferred_element_type=wide)
     if scale is not None and y.ndim == 3:
         scale = scale[:, None]
     return _scaled(y, scale, x.dtype if narrow else y.dtype)
+
+
+def _has_blocks(weight: jax.Array | Quantized) -> bool:
+    return isinstance(weight, Quantized) and weight.block is not None
 
 
 def _parts(weight: jax.Array | Quantized) -> tuple[jax.Array, jax.Array | None]:

@@ -1,0 +1,204 @@
+"""Weights in FP8 with a scale per block: rounding by hand, products of few and many vectors, experts, meshes, programs."""
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from answers import PROMPTS, drafted_as_plain, draw, make_pair, random_weights, read_texts, with_recurrent_layers
+from conftest import FEW_TOKENS, RANDOM_MODEL, needs_8_devices
+from fp8_files import widened
+from model_files import assert_same
+
+from treeflash_jax import make_mesh
+from treeflash_jax.bench.memory import compile_programs
+from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core.devices import Device
+from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
+from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.engine import defaults
+from treeflash_jax.engine.device_memory import footprint
+from treeflash_jax.models import experts, layers, quantized, verifier
+from treeflash_jax.models.backend import block_products, expert_sums
+from treeflash_jax.models.quantized import Quantized
+
+WIDE = replace(RANDOM_MODEL, hidden_size=320, intermediate_size=1024, num_layers=1, head_dim=96)
+EXPERTS = replace(
+    RANDOM_MODEL, model_type="qwen3_moe", hidden_size=256, num_experts=4, experts_per_token=2, expert_size=384
+)  # fmt: skip
+LAYER = layers.layer_specs(WIDE)
+EQUATIONS = {"q": "btd,hed->bthe", "down": "btf,df->btd", "up": "btd,fd->btf"}
+
+
+def compress_all(specs, weights, scheme="fp8"):
+    return jax.tree.map(lambda spec, x: quantized.compress(x, spec, scheme), specs, weights, is_leaf=parameters.is_spec)
+
+
+def widen_all(specs, weights):
+    return jax.tree.map(lambda spec, x: jnp.asarray(widened(x, spec)), specs, weights, is_leaf=parameters.is_spec)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_values_and_scales_by_hand(dtype):
+    spec, weight = LAYER["q"], draw(*LAYER["q"].shape, dtype=dtype)
+    weight[0, :32, :64] = 0
+    weight[1, 32:64, 64:128] *= 1000  # a block of its own scale
+    counts = quantized.count_blocks(spec)
+    assert counts == (4, 3, 5), "of blocks of 32 elements of a head and 64 inputs"
+    got = jax.jit(lambda w: quantized.quantize(w, spec.inputs, counts))(weight)
+    with jax.debug_nans(True):
+        assert_same(quantized.quantize(weight, spec.inputs, counts), got)
+    blocks = weight.astype(np.float32).reshape(4, 3, 32, 5, 64)
+    scale = (np.abs(blocks).max((2, 4)) * np.float32(1 / 448)).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(got.scale), scale)
+    assert scale[1, 1, 1] > 100 * scale[1, 1, 0] and scale[0, 0, 0] == 0 and got.block == (1, 32, 64)
+    exact = np.clip(blocks / np.where(scale > 0, scale, 1).astype(np.float32)[:, :, None, :, None], -448, 448)
+    error = np.abs(exact - np.asarray(got.values, np.float32).reshape(blocks.shape))
+    assert (error <= np.maximum(np.abs(exact) * 2.0**-4, 2.0**-10) * 1.01).all(), "half of the last of three bits"
+    assert np.abs(got.values.astype(np.float32)).max() == 448
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("vectors", [1, 7, 200])
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_products_are_those_with_the_dense_weight(name, vectors):
+    spec = LAYER[name]
+    small = quantized.compress(jnp.asarray(draw(*spec.shape, dtype=np.float64)), spec, "fp8")
+    x = draw(1, vectors, spec.shape[-1], dtype=np.float64)
+    got = jax.jit(partial(quantized.product, EQUATIONS[name]))(x, small)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, np.einsum(EQUATIONS[name], x, widened(small, spec)), atol=1e-11)
+
+
+def test_the_output_of_attention_folds_heads_of_blocks():
+    spec = LAYER["o"]
+    small = quantized.compress(jnp.asarray(draw(*spec.shape)), spec, "fp8")
+    mixed = draw(1, 3, *spec.shape[1:])
+    assert small.block == (64, 1, 32)
+    expected = np.einsum("bthe,dhe->btd", mixed, widened(small, spec))
+    np.testing.assert_allclose(layers.merge_heads({"o": small}, mixed), expected, rtol=1e-4, atol=1e-3)
+
+
+def make_zeros(shape, blocks):
+    return Quantized(jnp.zeros(shape, jnp.float8_e4m3fn), jnp.ones(blocks, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("vectors, converts", [(1, True), (63, True), (129, False), (300, False)])
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_no_program_scales_a_whole_weight(name, vectors, converts):
+    """Nothing in bfloat16 or float32 has a weight's size but the values that few vectors are multiplied with."""
+    if name == "dense":
+        small, x = make_zeros((1280, 512), (10, 4)), jnp.ones((1, vectors, 512), jnp.bfloat16)
+        run = partial(quantized.product, "btd,fd->btf")
+    else:
+        small, x = make_zeros((8, 640, 128), (8, 5, 1)), jnp.ones((8, vectors, 640), jnp.bfloat16)
+        run = lambda x, small: block_products.expert_product(x, small.values, small.scale)  # noqa: E731
+    text = jax.jit(run).lower(x, small).as_text()
+    made = re.findall(r"stablehlo\.(\w+) .*-> tensor<([\dx]+)x(?:bf16|f32)>", text)
+    made += re.findall(r"stablehlo\.(\w+) .* : tensor<([\dx]+)x(?:bf16|f32)>$", text, re.MULTILINE)
+    whole = {op for op, shape in made if math.prod(map(int, shape.split("x"))) == 1280 * 512}
+    assert made and whole == ({"convert"} if converts else set())
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("tokens", [1, 9, 130])
+def test_experts_are_those_of_the_dense_weights(tokens):
+    specs = experts.specs(EXPERTS)
+    small = compress_all(specs, random_weights(specs, dtype=jnp.float64))
+    dense = widen_all(specs, small)
+    assert small["expert_up"].block == (1, 128, 128)
+    x_nd = jnp.asarray(draw(tokens, 256, dtype=np.float64))
+    weight_nk, ids_nk = experts.route(dense, EXPERTS, x_nd)
+    forms = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
+    for form in forms:
+        got, expected = (jax.jit(form)(weights, x_nd, weight_nk, ids_nk) for weights in (small, dense))
+        np.testing.assert_allclose(got, expected, rtol=1e-10, err_msg=form.__name__)
+
+
+@needs_8_devices
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("sizes", [{"data": 1, "model": 4, "experts": 2}, {"data": 2, "model": 4}])
+def test_experts_on_a_mesh_have_whole_blocks(sizes):
+    """384 outputs of an expert are three blocks, which four devices do not divide: each has blocks of 32."""
+    mesh, specs = make_mesh(**sizes), experts.specs(EXPERTS)
+    dense = random_weights(specs, dtype=jnp.float64)
+    placed = jax.device_put(dense, jax.tree.map(lambda x: x.sharding, parameters.abstract(specs, float, mesh)))
+    small = {name: quantized.compress(x, specs[name], "fp8", mesh) for name, x in placed.items()}
+    if "experts" in sizes:
+        assert small["expert_up"].block == (1, 128, 32) and small["expert_down"].block == (1, 32, 128)
+    x_btd = jnp.asarray(draw(2, 5, 256, dtype=np.float64))
+    run = jax.jit(lambda weights, x: experts.mixture(weights, EXPERTS, x))
+    expected = run(widen_all(specs, jax.device_get(small)), x_btd)
+    with sharding.ambient(mesh):
+        np.testing.assert_allclose(run(small, x_btd), expected, atol=1e-9)
+
+
+@needs_8_devices
+@pytest.mark.parametrize("vectors", [3, 200])
+def test_a_mesh_multiplies_its_shards(vectors):
+    """No values travel, for few vectors and for many."""
+    mesh, spec = make_mesh(2, 4), LAYER["up"]
+    weight = jax.device_put(jnp.asarray(draw(*spec.shape)), sharding.sharding(spec.axes, spec.shape, mesh))
+    small = quantized.compress(weight, spec, "fp8", mesh)
+    assert small.scale.sharding.spec[0] == small.values.sharding.spec[0] == "model" and small.block == (128, 64)
+    x = draw(2, vectors, spec.shape[1])
+    with sharding.ambient(mesh):
+        compiled = jax.jit(partial(quantized.product, "btd,fd->btf")).lower(x, small).compile()
+    np.testing.assert_allclose(compiled(x, small), np.einsum("btd,fd->btf", x, widened(small, spec)), rtol=1e-3, atol=1e-2)
+    moved = re.findall(r"= (\w+)\[([\d,]+)\][^=]* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
+    assert all(math.prod(map(int, shape.split(","))) < math.prod(spec.shape) / 8 for _, shape in moved)
+
+
+@pytest.mark.usefixtures("float64")
+def test_drafted_answers_are_those_of_one_token_decoding():
+    config = replace(FEW_TOKENS, num_layers=1)
+    pair, specs = make_pair(config, NgramConfig(), NgramConfig().specs(), dtype=jnp.float64), verifier.specs(config)
+    pair.weights = pair.weights.replace(verifier=compress_all(specs, pair.weights.verifier))
+    assert pair.quantize == "fp8" and pair.dtype == jnp.float64
+    results = drafted_as_plain(pair, PROMPTS, {"nodes": 8, "builder": "best-first"}, max_new_tokens=20)
+    assert any(max(result.accept_lengths) > 1 for result in results)
+    tokens = jnp.array([[3, 1, 4, 1, 5]])
+    dense = widen_all(specs, pair.weights.verifier)
+    got, expected = (read_texts(weights, config, tokens)[1] for weights in (pair.weights.verifier, dense))
+    np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+def test_maps_of_different_blocks_are_not_joined():
+    """Blocks of 8 outputs and of 4; a head's queries and gates in one block, its keys in a smaller one."""
+    config = with_recurrent_layers(replace(RANDOM_MODEL, num_layers=2))
+    specs = verifier.specs(config)
+    weights = compress_all(specs, random_weights(specs))
+    verifier.merge(weights, config)
+    delta, attention = weights["groups"][0][0], weights["groups"][1][0]
+    assert {"delta_qkv", "delta_b", "gate_up"} <= delta.keys() and {"q", "k", "v", "gate_up"} <= attention.keys()
+
+
+def test_tables_routers_and_norms_stay_as_they_are():
+    specs = verifier.specs(EXPERTS, "fp8")
+    layer = specs["groups"][0][0]
+    assert not isinstance(specs["embed"], Quantized) and not isinstance(layer["router"], Quantized)
+    assert {name for name, x in layer.items() if isinstance(x, Quantized)} == {
+        "q", "k", "v", "o", "expert_gate", "expert_up", "expert_down",
+    }  # fmt: skip
+
+
+def test_programs_compile_from_shapes():
+    plan = DecodePlan(prefill=PrefillPlan(verifier=RANDOM_MODEL, chunk=32))
+    _, decode = compile_programs(plan, make_mesh(1, 1), 1, 256, jnp.float32, "fp8")
+    needs = footprint(RANDOM_MODEL, dtype=jnp.float32, batch=1, capacity=256, quantize="fp8")
+    assert 0 <= decode.memory_analysis().argument_size_in_bytes - needs.total < 4096  # token buffers
+
+
+def test_parts_divide_an_axis_and_what_a_shard_has_of_it():
+    sizes = [(76, 1), (76, 4), (19, 1), (8, 4), (3, 1), (1, 8), (32, 8)]
+    assert [block_products._count_parts(size, ways) for size, ways in sizes] == [4, 19, 19, 2, 3, 1, 4]
+
+
+def test_fp8_files_are_kept_where_that_moves_fewer_bytes():
+    keeps, gpu = defaults.keeps_fp8, Device("gpu", "NVIDIA H200")
+    assert [keeps(gpu, jnp.bfloat16, tokens) for tokens in (1, 16, 31, 32, 64)] == [True, True, True, False, False]
+    assert keeps(gpu, jnp.float32, 40) and not keeps(Device("cpu"), jnp.bfloat16, 1)

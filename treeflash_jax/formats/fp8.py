@@ -1,0 +1,194 @@
+"""FP8 weights in safetensors files: float8_e4m3fn values beside scales, one per block, output channel or tensor.
+
+"X.weight" has its scales in "X.weight_scale_inv" or "X.weight_scale"; a weight is its values times its scales, rounded once
+from float32. Tensors without scales are read as they are. Activations and caches are not quantised, whatever a file says of
+them, which is nearer to the model before its quantisation; scales for those are not read.
+
+Source: transformers, quantization method "fp8", as published for DeepSeek-V3 and Qwen3; compressed-tensors,
+"float-quantized".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax.core.checks import quoted, read_json, warn
+from treeflash_jax.core.parameters import Entry, Spec, is_spec
+from treeflash_jax.formats import storage
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
+from treeflash_jax.models import quantized
+from treeflash_jax.models.quantized import Quantized
+
+KEY = "quantization_config"
+METHODS = ("fp8", "compressed-tensors")
+ENDINGS = ("_scale_inv", ".weight_scale")
+_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".activation_scale")
+_NUMBERS = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)  # by byte: faster than a conversion
+_ONLY = {
+    "fp8": {"fmt": ("e4m3", None), "activation_scheme": ("dynamic", "static", None)},
+    "compressed-tensors": {"sparsity_config": ({}, None), "transform_config": ({}, None)},
+}
+
+
+def check_config(keys: Keys) -> None:
+    """Raises ValueError for a config.json whose weights are quantised in a way that is not implemented."""
+    if KEY not in keys:
+        return
+    stated = keys.table(KEY)
+    method, form = stated.raw.get("quant_method"), stated.raw.get("format", "float-quantized")
+    if method not in METHODS or (method == "compressed-tensors" and form != "float-quantized"):
+        got = quoted(method) if method not in METHODS else f"{method} {quoted(form)}"
+        expected = "'fp8' or compressed-tensors 'float-quantized'"
+        raise ValueError(
+            f"{stated.where}: got weights quantised by {got}, expected {expected}: load the model's FP8 files, or its "
+            'bfloat16 files with quantize="int8"'
+        )
+    stated.check_only(_ONLY[method])
+    block = _block(stated.raw)
+    is_pair = isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    stated.expect(is_pair, "weight_block_size", block, "two whole numbers of at least 1")
+
+
+def _block(stated: Mapping[str, Any]) -> Any:
+    """Returns the stated numbers of outputs and inputs of a block, by default 128 and 128."""
+    groups = stated.get("config_groups")
+    weights = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    )
+    sizes = [group.get("block_structure") for group in weights if isinstance(group, dict)]
+    return next(filter(None, [stated.get("weight_block_size"), *sizes]), [quantized.BLOCK] * 2)
+
+
+@dataclass(frozen=True)
+class ScaledTensor:
+    """A matrix, or one per expert, that is multiplied with its scales, in float32, where it is read.
+
+    Attributes:
+      values: [..., outputs, inputs], float8_e4m3fn.
+      scales: one number per block, of any shape with as many.
+      counts: number of blocks along each axis.
+      block: size of a block along each axis; the last one may be smaller.
+    """
+
+    values: Tensor
+    scales: Tensor
+    counts: tuple[int, ...]
+    block: tuple[int, ...]
+    is_quantized = True
+
+    def get_shape(self) -> tuple[int, ...]:
+        return tuple(self.values.get_shape())
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        index += (slice(None),) * (len(self.block) - len(index))
+        values = _NUMBERS.take(np.asarray(self.values[index]).view(np.uint8))
+        values *= BlockScales(self, (1,) * len(self.block))[index]
+        return values
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """The scales of a tensor, each repeated for the smaller blocks of size `block` inside its own."""
+
+    tensor: ScaledTensor
+    block: tuple[int, ...]
+
+    def get_shape(self) -> tuple[int, ...]:
+        return tuple(size // part for size, part in zip(self.tensor.get_shape(), self.block, strict=True))
+
+    def get_dtype(self) -> str:
+        return self.tensor.scales.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        scales = np.asarray(self.tensor.scales[...]).astype(np.float32).reshape(self.tensor.counts)
+        for axis, (at, size) in enumerate(zip(index, self.get_shape(), strict=True)):
+            first, last, _ = at.indices(size)
+            blocks = np.arange(first, last) * self.block[axis] // self.tensor.block[axis]
+            scales = scales.take(blocks, axis=axis)
+        return scales
+
+
+def join(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a folder's tensors with each FP8 weight and its scales as one ScaledTensor, by the name of the weight.
+
+    Raises ValueError for scales without a weight, or of another shape.
+    """
+    raw = read_json(folder / "config.json")
+    text = raw.get("text_config")
+    stated = raw.get(KEY) or (text.get(KEY) if isinstance(text, dict) else None)
+    if not isinstance(stated, dict) or stated.get("quant_method") not in METHODS:
+        return tensors
+    unused = [name for name in tensors if name.endswith(_UNUSED)]
+    if unused:
+        warn(f"{folder}: scales of activations and caches, such as {unused[0]}, are not read: neither is quantised here")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith((*ENDINGS, *_UNUSED))}
+    for name in tensors:
+        if name.endswith(ENDINGS):
+            weight = name[: name.rindex("_scale")]
+            if weight not in kept or kept[weight].get_dtype() != "F8_E4M3":
+                got = "no tensor" if weight not in kept else f"type {kept[weight].get_dtype()}"
+                raise ValueError(f"got {got} {weight} for the scales {name}, expected a tensor of type F8_E4M3")
+            kept[weight] = _scaled(name, kept[weight], tensors[name], _block(stated))
+    return kept
+
+
+def _scaled(name: str, values: Tensor, scales: Tensor, block: tuple[int, int]) -> ScaledTensor:
+    shape, counts = tuple(values.get_shape()), tuple(scales.get_shape())
+    *experts, outputs, inputs = shape
+    stated = (*experts, *(-(-size // part) for size, part in zip((outputs, inputs), block, strict=True)))
+    forms = [stated, (*experts, outputs, 1), (*experts, 1, 1)]  # of blocks, channels and whole tensors
+    folded = [size for size in counts if size > 1]
+    form = next((form for form in forms if counts == form or folded == [size for size in form if size > 1]), None)
+    if form is None or scales.get_dtype() not in ("F32", "BF16", "F16"):
+        got = f"{list(counts)} of type {scales.get_dtype()}"
+        raise ValueError(
+            f"tensor {name} has shape {got}, expected {list(stated)}, one float per {block[0]} x {block[1]} block"
+        )
+    sizes = block if form == stated else (1 if form[-2] == outputs else outputs, inputs)
+    return ScaledTensor(values, scales, form, (*(1,) * len(experts), *sizes))
+
+
+def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Any) -> Any:
+    """Reads a tree of weights as `storage.load`, and keeps FP8 weights as they are stored, each as a Quantized.
+
+    Weights that scheme "fp8" does not quantise, or whose outputs are stored in another order, become arrays.
+    """
+    given = dict(tensors)
+
+    def parts(spec: Spec, entry: Entry) -> tuple[Any, Any]:
+        stored = [tensors.get(name) for name in entry.names(spec)]
+        blocks = {tensor.block if isinstance(tensor, ScaledTensor) else None for tensor in stored}
+        if not quantized.applies("fp8", spec) or None in blocks or len(blocks) > 1:
+            return spec, entry
+        *_, outputs, inputs = blocks.pop()
+        if inputs < stored[0].get_shape()[-1]:
+            counts = quantized.count_blocks(spec, mesh, (outputs, inputs))
+        else:  # a scale per channel, whose input axes `_drop_inputs` removes
+            counts = tuple(1 if axis in spec.inputs else size for axis, size in enumerate(spec.shape))
+        scale, located = Spec(counts, spec.axes, "ones"), replace(entry, name=f"{entry.name}.scale")
+        for name, tensor in zip(entry.names(spec), stored, strict=True):
+            shape = zip(tensor.get_shape(), located.disk_shape(scale), strict=True)
+            given[name] = tensor.values
+            given[f"{name}.scale"] = BlockScales(tensor, tuple(size // count for size, count in shape))
+        values = replace(spec, inputs=(), dtype=quantized.DTYPES["fp8"])
+        return Quantized(values, scale), Quantized(entry, located)
+
+    pairs = jax.tree.map(parts, specs, entries, is_leaf=is_spec)
+    stored = [jax.tree.map(lambda pair, at=at: pair[at], pairs, is_leaf=lambda x: isinstance(x, tuple)) for at in (0, 1)]
+    weights = storage.load(where, given, *stored, dtype, mesh)
+    return jax.tree.map(_drop_inputs, specs, weights, is_leaf=is_spec)
+
+
+def _drop_inputs(spec: Spec, weight: Any) -> Any:
+    is_per_channel = isinstance(weight, Quantized) and all(weight.scale.shape[axis] == 1 for axis in spec.inputs)
+    return weight.replace(scale=jnp.squeeze(weight.scale, spec.inputs)) if is_per_channel else weight
