@@ -12,7 +12,14 @@ class ServeOptions:
 
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 lets other machines in", unit="address")
     port: int = setting(8000, "port to listen at; 0 takes a free one", least=0, most=65535, unit="port")
-    slots: int = setting(8, "answers decoded together", least=1, most=MAX_SEQUENCES, unit="answers")
+    slots: int | None = setting(
+        None,
+        "answers decoded together",
+        unset="8; 1 on CPUs without matrix instructions",
+        least=1,
+        most=MAX_SEQUENCES,
+        unit="answers",
+    )
     context: int | None = setting(
         None,
         "largest number of tokens of a prompt and its answer together, for which memory is reserved in every slot",

@@ -15,6 +15,7 @@ from typing import Any
 
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.batching import refill_size
+from treeflash_jax.engine.defaults import choose_slots
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
@@ -84,7 +85,7 @@ class Worker(threading.Thread):
         self.model, self.metrics = model, metrics
         self.config = replace(config, sampling="model", log_probs=True, top_log_probs=TOP_LOG_PROBS)
         self.error: BaseException | None = None
-        slots = options.slots
+        slots = options.slots or choose_slots(model.device, model.dtype)
         self._limit = slots + options.queue
         can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
         self._schema_states = options.schema_states if can_follow else 0
