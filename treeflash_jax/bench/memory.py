@@ -33,11 +33,13 @@ from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.batching import make_batch, round_capacity
+from treeflash_jax.engine.constraints import allow_all
 from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.plan import resolve
+from treeflash_jax.engine.requests import FIXED_CLASSES, Request
 from treeflash_jax.models import verifier
 from treeflash_jax.models.quantized import NONE
 
@@ -76,6 +78,9 @@ class MemoryOptions(shapes.Shapes):
     topology: str | None = setting(
         None, "compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8", unit="name"
     )
+    schema_states: int = setting(
+        0, "states of the schemas that answers follow, as of `treeflash serve`; 0: no schemas", least=0, unit="states"
+    )
     no_compile: bool = setting(False, "count weights and caches only, for a mesh of any size")
     out: str | None = setting(None, "JSON file; results of other requests in it are kept", unit="file")
 
@@ -96,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 def report_step(arguments: argparse.Namespace) -> int:
     """Compiles a training step, and prints its memory and FLOPs."""
     usual = MemoryOptions()
-    for name in ("batch", "context", "dtype", "mesh", "no_compile", "drafter_shape"):
+    for name in ("batch", "context", "dtype", "mesh", "schema_states", "no_compile", "drafter_shape"):
         if getattr(arguments, name) != getattr(usual, name):
             raise ValueError(
                 f"got --{name.replace('_', '-')} with --train, expected settings such as loop.batch=16 mesh.fsdp=8"
@@ -147,9 +152,13 @@ def report_request(arguments: argparse.Namespace) -> int:
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
     result |= {"dtype": dtype.name, "quantize": quantize}
+    result |= {"schema_states": arguments.schema_states} if arguments.schema_states else {}
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize)
+        table = (
+            allow_all(model.vocab_size).padded(arguments.schema_states, FIXED_CLASSES) if arguments.schema_states else None
+        )
+        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, Request(ids=[0], automaton=table))
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}
         if not device.is_cpu:
             result["launches"] = count_launches(compiled[1].as_text())
@@ -166,12 +175,13 @@ def request_name(result: dict[str, Any]) -> str:
     """Returns the name of a result, under which a file keeps it: what was asked for, except for details of the tree."""
     words = [result["shape"], result["topology"], "x".join(map(str, result["mesh"].values())), f"batch {result['batch']}"]
     words += [f"drafted by {result['drafter']}"] if result.get("drafter") else []
+    words += [f"schemas of {result['schema_states']} states"] if result.get("schema_states") else []
     words += [word for word in (result["quantize"], result["builder"]) if word not in (None, "best-first")]
     return f"{' '.join(words)}: caches of {result['context']} positions, {result['nodes']} nodes, {result['dtype']}"
 
 
 def compile_programs(
-    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None
+    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, request: Request | None = None
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
@@ -187,7 +197,7 @@ def compile_programs(
     weights = Weights(parameters.abstract(specs, dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.prefill.drafter.specs(), dtype, mesh))
-    inputs = make_batch([], batch_size=batch, capacity=capacity, dtype=dtype)
+    inputs = make_batch([request] if request else [], batch_size=batch, capacity=capacity, dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         print_progress("compiling the prefill")
         lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.prefill)
