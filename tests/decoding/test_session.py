@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_pair
+from answers import make_pair, slow_unless, with_windows_and_sinks
 from conftest import RANDOM_MODEL
 from test_every_drafter import KINDS
 
@@ -21,17 +21,19 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
     return result.ids
 
 
-@pytest.mark.parametrize(
-    "kind", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("block", "ngram", "language_model"))]
-)
-def test_answers_with_kept_caches_are_those_without(kind):
+WINDOWS = with_windows_and_sinks(RANDOM_MODEL)
+KEPT = [(RANDOM_MODEL, None), (RANDOM_MODEL, "block"), (WINDOWS, "ngram"), (RANDOM_MODEL, "language_model")]
+
+
+@pytest.mark.parametrize(("verifier", "kind"), [slow_unless(kind is None, verifier, kind) for verifier, kind in KEPT])
+def test_answers_with_kept_caches_are_those_without(verifier, kind):
     """Four turns in float64: a prompt that goes on, one whose earlier message changed, one that outgrows the caches.
 
     Sampled answers have penalties: those of an earlier turn are part of the prompt.
     """
     settings = {"max_new_tokens": 20, **({"nodes": 8, "children": 4} if kind else {})}
     with jax.enable_x64(True):
-        model = make_pair(RANDOM_MODEL, KINDS.get(kind), dtype=jnp.float64)
+        model = make_pair(verifier, KINDS.get(kind), dtype=jnp.float64)
         for temperature in (0.0, 0.8):
             rng, session, counts = np.random.default_rng(0), tf.Session(), []
             settings |= {"repetition_penalty": 1.3, "presence_penalty": 0.5} if temperature else {}
