@@ -1,28 +1,30 @@
-"""Compiles a regular expression to an automaton over bytes, in a process of its own: a huge one ends that process only.
+"""Compiles a pattern or a JSON schema to an automaton over bytes, in a process of its own: a huge one ends no other.
 
-    python byte_automaton.py SECONDS BYTES < expression > edges
+    python byte_automaton.py pattern|schema SECONDS BYTES < text > edges
 
-SECONDS of a processor and BYTES of memory are what it may take. An edge is three int32: a state, a byte and the state after
-it; END_OF_TEXT in place of the byte says that a text may end in the state. Texts begin in state 0. Exit status 1: stderr
-says why the expression cannot be followed; above: it took too much.
+SECONDS of CPU time and BYTES of memory are the most that it takes. An edge is three int32: a state, a byte and the state
+after it; END_OF_TEXT in place of the byte says that a text may end in the state. Texts begin in state 0. If it ends with
+status 1, stderr says why the text cannot be followed; any other status but 0 means that it took too much.
 """
 
-import resource
 import sys
 from array import array
+from contextlib import suppress
 
 END_OF_TEXT = 256
 START, END = "\x01\x01", "\x00"  # around a text
 START_TOKEN, NO_TOKEN = 256, 257  # ids; those of bytes are their values
+DEEPEST = 1000  # references to definitions inside each other; beyond that, outlines-core leaves them out
+ANCHORS = "leave out ^ and $, a pattern matches the whole text"
 
 
 def read_edges(expression: str) -> array:
     """Returns the edges of the automaton, without those that nothing leads to.
 
-    What is compiled is START, the expression and END, or nothing. Automata of outlines-core look for matches that begin at
-    any byte: without the empty match, which ends that search, a text of up to n characters in quotes, and with quotes in
-    it, has some 2^n states. And up to 0.2.14 they lack the ways on from a match to a longer one: here none ends before END
-    but the empty one, which START, as a token of two bytes, jumps over.
+    They are read from the automaton of START, the expression and END, or nothing. outlines-core's automata look for matches
+    that begin at any byte, so those of a text of up to n characters in quotes, which may have quotes in it, have some 2^n
+    states; the empty match ends that search. Up to 0.2.14 they also lack ways on from a match to a longer one. Here nothing
+    but the empty text and what ends with END matches, and START, one token of two bytes, passes what follows the former.
     """
     from outlines_core import Index, Vocabulary
 
@@ -48,14 +50,23 @@ def read_edges(expression: str) -> array:
 
 
 def main() -> None:
-    for kind, most in zip((resource.RLIMIT_CPU, resource.RLIMIT_AS), map(int, sys.argv[1:]), strict=True):
-        resource.setrlimit(kind, (most, most))
+    kind, *limits = sys.argv[1:]
+    with suppress(ImportError, ValueError, OSError):  # not every system has such limits
+        import resource
+
+        for limit, most in zip((resource.RLIMIT_CPU, resource.RLIMIT_AS), map(int, limits), strict=True):
+            resource.setrlimit(limit, (most, most))
+    text = sys.stdin.buffer.read().decode()
     try:
-        edges = read_edges(sys.stdin.buffer.read().decode())
+        if kind == "schema":
+            from outlines_core.json_schema import build_regex_from_schema
+
+            text = build_regex_from_schema(text, max_recursion_depth=DEEPEST)
+        edges = read_edges(text)
     except MemoryError:
         sys.exit(2)
     except Exception as error:  # of Rust code: no common class
-        sys.exit(str(error))
+        sys.exit(ANCHORS if "start state" in str(error) else str(error))
     edges.tofile(sys.stdout.buffer)
 
 

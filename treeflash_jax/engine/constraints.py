@@ -4,7 +4,9 @@ The package outlines-core turns a schema into a regular expression, and that int
 """
 
 import functools
+import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -13,8 +15,6 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
 
 from treeflash_jax.core.checks import clipped, expect, parse_json, quoted
 from treeflash_jax.decoding.automaton import NOWHERE
@@ -24,12 +24,19 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 NAMES = "schema", "pattern", "choices"  # settings, of which a prompt has at most one
 MOST_BYTES, MOST_STATES = 64 * 2**20, 2**17  # of one table
 MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # that compiling an expression may take
-# Keywords of JSON schemas that outlines-core follows, by what is in them; it drops others silently.
-NAMED_SCHEMAS = "properties", "$defs", "definitions"
-LISTED_SCHEMAS = "anyOf", "oneOf", "prefixItems"
-SINGLE_SCHEMAS = "items", "additionalProperties"
-PLAIN = """type required minItems maxItems minLength maxLength pattern format enum const $ref minProperties maxProperties
-    title description default examples deprecated $schema $id $comment""".split()
+# outlines-core reads a JSON schema by the first of these keywords, or else by its type, and drops silently what does not
+# stand beside it here.
+BESIDE = {
+    "properties": "required additionalProperties", "anyOf": "", "oneOf": "", "prefixItems": "minItems maxItems items",
+    "enum": "", "const": "", "$ref": "",
+}  # fmt: skip
+BESIDE_TYPE = {
+    "string": "minLength maxLength pattern format", "array": "items minItems maxItems", "object": "additionalProperties",
+    "number": "", "integer": "", "boolean": "", "null": "",
+}  # fmt: skip
+ANNOTATIONS = """type title description default examples deprecated readOnly writeOnly discriminator $schema $id $comment
+    $defs definitions""".split()
+FORMATS = "date", "date-time", "uuid"  # others of outlines-core match texts that are no JSON
 
 
 class Table(NamedTuple):
@@ -91,9 +98,9 @@ def compile_constraint(
     if tokenizer is None or not stop_ids:
         missing = "tokenizer.json" if tokenizer is None else "token that ends an answer"
         raise ValueError(f"got {name} {quoted(value)}, but the verifier's folder has no {missing}")
-    expression = {"schema": _schema_pattern, "pattern": str, "choices": _any_of}[name](value)
+    text = _any_of(value) if name == "choices" else value
     try:
-        return _compile(expression, tokenizer, tuple(stop_ids), vocab_size)
+        return _compile("schema" if name == "schema" else "pattern", text, tokenizer, tuple(stop_ids), vocab_size)
     except _Unusable as error:
         raise ValueError(f"got {name} {quoted(value)}, {error}") from None
 
@@ -102,51 +109,88 @@ class _Unusable(Exception):
     """An expression without a table; the text says why."""
 
 
-def _schema_pattern(schema: str) -> str:
-    _check_keywords(parse_json(schema))
-    try:
-        from outlines_core.json_schema import build_regex_from_schema
+def _check_schema(schema: Any, root: Any, is_open: dict[str, bool]) -> None:
+    """Raises ValueError for what would not be followed in a schema and in those inside it.
 
-        return build_regex_from_schema(schema)
-    except ImportError:
-        raise _needs_package() from None
-    except Exception as error:  # of Rust code: no common class
-        raise ValueError(f"got schema {quoted(schema)}, which cannot be followed: {clipped(error, 160)}") from None
+    Args:
+      root: the schema that references are paths in.
+      is_open: the references met so far; True while the schema that they name is being checked.
+    """
+    if isinstance(schema, bool) or schema is None:
+        return
+    first = next((name for name in BESIDE if name in schema), "type")
+    kinds = schema.get("type")
+    kinds = [kind for kind in BESIDE_TYPE if kind in (kinds if isinstance(kinds, list) else [kinds])]
+    beside = [BESIDE[first]] if first in BESIDE else [BESIDE_TYPE[kind] for kind in kinds]
+    known = {*ANNOTATIONS, first, *" ".join(beside).split()}
+    for name in schema:
+        expect(name in known, "keyword of a schema", name, f"one that outlines-core follows beside {first!r}")
+    if first == "properties":
+        for name in schema[first]:
+            expect(json.dumps(name, ensure_ascii=False) == f'"{name}"', "property", name, "no quotes or backslashes")
+        missing = {*schema.get("required", [])} - {*schema[first]}
+        expect(not missing, "required", sorted(missing), "names of properties")
+    elif first == "prefixItems":
+        count, least, most = len(schema[first]), schema.get("minItems", 0), schema.get("maxItems", math.inf)
+        expect(least <= count <= most, "minItems and maxItems", [least, most], f"those of {count} prefixItems")
+    elif first == "type" and "string" in kinds:
+        _check_text(schema)
+    elif first == "$ref":
+        place = schema[first]
+        if is_open.get(place):
+            raise ValueError(f"got a schema that contains itself ({quoted(place)}), which cannot be followed")
+        if place not in is_open:
+            is_open[place] = True
+            named = functools.reduce(lambda part, key: part[key], filter(None, place.split("#")[-1].split("/")), root)
+            _check_schema(named, root, is_open)
+            is_open[place] = False
+    for part in _parts_of(schema):
+        _check_schema(part, root, is_open)
 
 
-def _check_keywords(schema: Any) -> None:
-    """Raises ValueError for a keyword of a schema, or of those in it, that would not be followed."""
-    known = {*PLAIN, *NAMED_SCHEMAS, *LISTED_SCHEMAS, *SINGLE_SCHEMAS}
-    for name, value in schema.items() if isinstance(schema, dict) else ():
-        expect(name in known, "keyword of a schema", name, "one that outlines-core follows")
-        if name in NAMED_SCHEMAS and isinstance(value, dict):
-            inside = [*value.values()]
-        elif name in LISTED_SCHEMAS and isinstance(value, list):
-            inside = value
-        else:
-            inside = [value] if name in SINGLE_SCHEMAS else []
-        for part in inside:
-            _check_keywords(part)
+def _parts_of(schema: dict[str, Any]) -> list[Any]:
+    """Returns the schemas inside a schema."""
+    lists = [schema.get("properties", {}).values(), *(schema.get(name, []) for name in ("anyOf", "oneOf", "prefixItems"))]
+    return [schema.get("items"), schema.get("additionalProperties"), *itertools.chain(*lists)]
+
+
+def _check_text(schema: dict[str, Any]) -> None:
+    """Raises ValueError for a text of which a limit would not be followed, or whose pattern matches what ends a text."""
+    given = [name for name in ("minLength", "maxLength", "pattern", "format") if name in schema]
+    expect(given in (["minLength", "maxLength"], given[:1]), "keywords of a text", given, "its lengths, pattern or format")
+    if "format" in schema:
+        expect(schema["format"] in FORMATS, "format of a text", schema["format"], f"one of {', '.join(FORMATS)}")
+    if "pattern" in schema:
+        pattern = schema["pattern"]
+        body = pattern[1:-1] if pattern.startswith("^") and pattern.endswith("$") else pattern
+        try:
+            next_qy, _ = _byte_automaton("pattern", body)
+        except _Unusable as error:
+            raise ValueError(f"got pattern {quoted(pattern)} in a schema, {error}") from None
+        is_safe = (next_qy[:, [*range(32), *b'"\\']] == NOWHERE).all()
+        expect(is_safe, "pattern in a schema", pattern, "one that matches no quotes, backslashes or control characters")
 
 
 def _any_of(choices: Sequence[str]) -> str:
     return "|".join(f"({re.escape(choice)})" for choice in choices)
 
 
-def _needs_package() -> ValueError:
-    return ValueError('schema, pattern and choices need outlines-core: pip install "treeflash-jax[schema]"')
-
-
-@functools.lru_cache(maxsize=64)
-def _compile(expression: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int) -> Table:
-    """Returns the automaton of a regular expression that matches whole answers; kept, since schemas come back."""
-    next_qy, is_final_q = _byte_automaton(expression)
+@functools.lru_cache(maxsize=16)
+def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int) -> Table:
+    """Returns the automaton of a pattern or a schema, of whole answers; kept, since they come back."""
+    if kind == "schema":
+        root = parse_json(text)
+        try:
+            _check_schema(root, root, {})
+        except (TypeError, LookupError, AttributeError, RecursionError):
+            raise _Unusable("which cannot be followed: it is no JSON schema") from None
+    next_qy, is_final_q = _byte_automaton(kind, text)
     columns, class_v = _token_classes(next_qy, _token_bytes(tokenizer), vocab_size)
     class_v[[*stop_ids]] = len(columns)
     columns.append(np.where(is_final_q, np.arange(is_final_q.size), NOWHERE))  # the end of an answer
     classes, class_v = np.unique(class_v, return_inverse=True)
     next_qc = np.stack([columns[number] for number in classes], axis=1)
-    is_useful_q = _on_a_way(next_qc, is_final_q)
+    is_useful_q = _is_useful(next_qc, is_final_q)
     if not is_useful_q[0]:
         raise _Unusable("which no answer in this model's tokens matches")
     number_q = np.where(is_useful_q, np.cumsum(is_useful_q) - 1, NOWHERE)
@@ -154,12 +198,16 @@ def _compile(expression: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], v
     return Table(next_qc.astype(np.int32), class_v.astype(np.int32))
 
 
-def _byte_automaton(expression: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the state after each byte, [q, 256], and whether a text may end in a state, [q]; texts begin in state 0."""
+def _byte_automaton(kind: str, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the state after each byte, [q, 256], and whether a text may end in a state, [q]; texts begin in state 0.
+
+    Args:
+      kind: what `text` is: "pattern" or "schema".
+    """
     if find_spec("outlines_core") is None:
-        raise _needs_package()
-    command = [sys.executable, byte_automaton.__file__, str(MOST_SECONDS), str(MOST_MEMORY)]
-    run = subprocess.run(command, input=expression.encode(), capture_output=True)
+        raise ValueError('schema, pattern and choices need outlines-core: pip install "treeflash-jax[schema]"')
+    command = [sys.executable, byte_automaton.__file__, kind, str(MOST_SECONDS), str(MOST_MEMORY)]
+    run = subprocess.run(command, input=text.encode(), capture_output=True)
     if run.returncode == 1:
         raise _Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 160)}")
     if run.returncode:
@@ -205,8 +253,11 @@ def _token_classes(next_qy: np.ndarray, texts: Mapping[int, bytes], vocab_size: 
     return columns, class_v
 
 
-def _on_a_way(next_qc: np.ndarray, is_final_q: np.ndarray) -> np.ndarray:
+def _is_useful(next_qc: np.ndarray, is_final_q: np.ndarray) -> np.ndarray:
     """Returns whether a state can be reached from the first one, and a final state from it, [q]."""
+    from scipy import sparse  # takes long to import
+    from scipy.sparse import csgraph
+
     source_e, class_e = np.nonzero(next_qc != NOWHERE)
     end, final = len(next_qc), np.flatnonzero(is_final_q)  # one more state, behind the final ones
     edges = np.append(source_e, final), np.append(next_qc[source_e, class_e], np.full(final.size, end))
