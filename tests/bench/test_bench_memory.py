@@ -42,7 +42,7 @@ IS_NEW = jax.__version_info__ >= (0, 12)
 LAUNCHES = {
     ("h200", ""): {1: 640, 64: 1040 if IS_NEW else 960},
     ("h200", "--quantize int8"): {1: 640, 64: 1040 if IS_NEW else 960},
-    ("h200", "--quantize fp8"): {1: 640},
+    ("h200", "--quantize fp8"): {1: 640} if IS_NEW else {1: 640, 16: 1070, 64: 1110},
     ("v5e:2x2", ""): {1: 1060, 64: 1750},
     ("v5e:2x2", "--quantize int8"): {1: 1180, 64: 2010},
 }

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.engine import loading
-from treeflash_jax.formats import model_files, storage
+from treeflash_jax.formats import fp8, model_files, storage
 from treeflash_jax.models import verifier
 
 SOURCE = FOLDERS["verifier"]
@@ -60,6 +61,14 @@ def test_weights_are_the_dense_ones_expanded_or_kept(form, tmp_path, monkeypatch
     np.testing.assert_array_equal(kept["groups"][0][0]["up"].values, values)
     assert (kept["groups"][0][0]["up"].block is None) == (block[1] == 0)
     assert narrow(folder, quantize="fp8")[1]["groups"][0][0]["up"].dtype == jnp.bfloat16
+
+
+def test_a_scale_per_channel_is_not_one_per_block():
+    """Regression: 32 channels of 4,096 inputs have as many scales as blocks of 128 x 128."""
+    values, scales = np.ones((32, 4096), jnp.float8_e4m3fn), np.arange(1, 33, dtype=np.float32)[:, None]
+    stored = [SimpleNamespace(get_shape=lambda x=x: x.shape, get_dtype=lambda kind=kind: kind)
+              for x, kind in ((values, "F8_E4M3"), (scales, "F32"))]  # fmt: skip
+    assert fp8._scaled("x.weight_scale", *stored, (128, 128)).block == (1, 4096)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -139,6 +148,8 @@ def test_other_methods_are_refused_by_name(config, words):
 def test_published_configs_are_read():
     published = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
     assert parse("verifier", QWEN3_4B | {"quantization_config": published}) == parse("verifier", QWEN3_4B)
+    dense = FLOAT | {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}
+    assert parse("verifier", QWEN3_4B | {"quantization_config": dense}) == parse("verifier", QWEN3_4B)
     assert parse("verifier", QWEN3_4B | {"quantization_config": FLOAT}) == parse("verifier", QWEN3_4B)
 
 

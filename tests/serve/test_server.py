@@ -197,7 +197,7 @@ def test_answers_follow_a_schema(server, client):
     ({"response_format": {"type": "json_schema"}}, 400, "got response_format.json_schema.schema None"),
     ({"response_format": {"type": "yaml"}}, 400, "response_format.type: "),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "lizard"}}}}, 400, "lizard"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}}, 400, "got states of a constraint"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}}, 400, "--schema-states"),
     ({"temperature": -1}, 400, "got temperature -1.0, expected at least 0"),
     ({"temperature": "warm"}, 400, "temperature: "),
     ({"top_logprobs": 6, "logprobs": True}, 400, "got number of log-probabilities 6, expected at most 5"),

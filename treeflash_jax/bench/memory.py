@@ -79,7 +79,7 @@ class MemoryOptions(shapes.Shapes):
         None, "compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8", unit="name"
     )
     schema_states: int = setting(
-        0, "states of the schemas that answers follow, as of `treeflash serve`; 0: no schemas", least=0, unit="states"
+        0, "room for schemas of this many states, as in `treeflash serve`; 0: no schemas", least=0, unit="states"
     )
     no_compile: bool = setting(False, "count weights and caches only, for a mesh of any size")
     out: str | None = setting(None, "JSON file; results of other requests in it are kept", unit="file")
@@ -152,7 +152,10 @@ def report_request(arguments: argparse.Namespace) -> int:
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
     result |= {"dtype": dtype.name, "quantize": quantize}
-    result |= {"schema_states": arguments.schema_states} if arguments.schema_states else {}
+    if arguments.schema_states:
+        if arguments.no_compile:
+            raise ValueError("got --schema-states with --no-compile, expected one: their tables are parts of programs")
+        result["schema_states"] = arguments.schema_states
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
         table = (

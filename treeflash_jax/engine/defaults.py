@@ -183,7 +183,7 @@ def merges_weights(device: Device, kv_heads: int, mesh: Any = None) -> bool:
 def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
     """Returns True if passes move fewer bytes with the weights of an FP8 file as they are than expanded to `dtype`.
 
-    A product with kept weights reads them once, and writes and reads its inputs once per block of outputs
+    A product with weights kept in blocks of 128 reads them once, and writes and reads its inputs once per block of outputs
     (`backend.block_products`). CPUs convert FP8 slowly.
 
     Args:

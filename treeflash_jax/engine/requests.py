@@ -182,6 +182,8 @@ def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int
         lists[name] = (*values, *[padding] * (size - len(values)))
     if states:
         automaton = request.automaton
+        needed = len(automaton.next_qc) if automaton else 0
+        expect(needed <= states, "states of a schema", needed, f"at most {states}: start the server with --schema-states")
         lists["automaton"] = (
             automaton.padded(states, FIXED_CLASSES) if automaton else _unconstrained_table(vocab_size, states)
         )

@@ -1,8 +1,9 @@
 """FP8 weights in safetensors files: float8_e4m3fn values beside scales, one per block, output channel or tensor.
 
 "X.weight" has its scales in "X.weight_scale_inv" or "X.weight_scale"; a weight is its values times its scales, rounded once
-from float32. Tensors without scales are read as they are. Activations and caches are not quantised, whatever a file says of
-them, which is nearer to the model before its quantisation; scales for those are not read.
+from float32 where it is expanded. Where it is kept, its scales are rounded to the model's dtype. Tensors without scales are
+read as they are. Activations and caches are not quantised, whatever a file says of them, and scales for those are not read:
+that is nearer to the model before its quantisation.
 
 Source: transformers, quantization method "fp8", as published for DeepSeek-V3 and Qwen3; compressed-tensors,
 "float-quantized".
@@ -28,11 +29,11 @@ from treeflash_jax.models.quantized import Quantized
 KEY = "quantization_config"
 METHODS = ("fp8", "compressed-tensors")
 ENDINGS = ("_scale_inv", ".weight_scale")
-_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".activation_scale")
+_UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".activation_scale")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)  # by byte: faster than a conversion
 _ONLY = {
     "fp8": {"fmt": ("e4m3", None), "activation_scheme": ("dynamic", "static", None)},
-    "compressed-tensors": {"sparsity_config": ({}, None), "transform_config": ({}, None)},
+    "compressed-tensors": {"transform_config": ({}, None)},
 }
 
 
@@ -50,6 +51,8 @@ def check_config(keys: Keys) -> None:
             'bfloat16 files with quantize="int8"'
         )
     stated.check_only(_ONLY[method])
+    sparsity = stated.raw.get("sparsity_config") or {}
+    stated.expect(sparsity.get("format", "dense") == "dense", "sparsity_config", sparsity, "the format 'dense'")
     block = _block(stated.raw)
     is_pair = isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     stated.expect(is_pair, "weight_block_size", block, "two whole numbers of at least 1")
@@ -147,8 +150,9 @@ def _scaled(name: str, values: Tensor, scales: Tensor, block: tuple[int, int]) -
     *experts, outputs, inputs = shape
     stated = (*experts, *(-(-size // part) for size, part in zip((outputs, inputs), block, strict=True)))
     forms = [stated, (*experts, outputs, 1), (*experts, 1, 1)]  # of blocks, channels and whole tensors
-    folded = [size for size in counts if size > 1]
-    form = next((form for form in forms if counts == form or folded == [size for size in form if size > 1]), None)
+    same = [form for form in forms if counts == form]
+    folded = [form for form in forms if [size for size in counts if size > 1] == [size for size in form if size > 1]]
+    form = next(iter(same + folded), None)
     if form is None or scales.get_dtype() not in ("F32", "BF16", "F16"):
         got = f"{list(counts)} of type {scales.get_dtype()}"
         raise ValueError(

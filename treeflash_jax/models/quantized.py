@@ -37,8 +37,8 @@ class Quantized:
     Attributes:
       values: int8 or float8_e4m3fn, of the weight's shape.
       scale: of the output axes; or of blocks, with as many axes as the weight, each divided into equal parts. It has the
-        compute dtype: values are rounded against the scale as it is stored, so a narrow one costs no accuracy, and the
-        weights still determine the dtype of caches and activations.
+        compute dtype, so that the weights still determine the dtype of caches and activations. Values made here are rounded
+        against the scale as it is stored, so a narrow one costs no accuracy; the scales of files are rounded to it.
     """
 
     values: Any

@@ -15,7 +15,7 @@ class ServeOptions:
     slots: int | None = setting(
         None,
         "answers decoded together",
-        unset="8; 1 on CPUs without matrix instructions",
+        unset="8; 1 on most CPUs",
         least=1,
         most=MAX_SEQUENCES,
         unit="answers",
@@ -28,7 +28,10 @@ class ServeOptions:
         unit="tokens",
     )
     schema_states: int = setting(
-        2048, "states of the largest schema that an answer may have to follow; 0 refuses all", least=0, unit="states"
+        8192,
+        "states of the largest schema that answers may follow, about 10 for a character of maxLength; 0 refuses all",
+        least=0,
+        unit="states",
     )
     queue: int = setting(256, "answers that may wait for a slot; more are refused with status 429", least=0, unit="answers")
     api_key_file: str | None = setting(None, "file of the key that clients must send", unset="no key", unit="file")

@@ -94,7 +94,7 @@ def _in_parts(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array
 
 
 def _count_parts(size: int, ways: int) -> int:
-    """Returns the smallest number of at least PARTS that divides an axis, or what a shard has of it; at most that."""
+    """Returns the smallest divisor of a shard's part of an axis that is at least PARTS; all of a shorter one."""
     local = size // math.gcd(size, ways)
     return next(parts for parts in range(min(PARTS, local), local + 1) if local % parts == 0)
 
