@@ -128,7 +128,7 @@ def in_turn(names: list[str]) -> SimpleNamespace:
 
 
 PAIRS = [("block", tree) for tree in ("one path", "paths", "delayed")] + [("mtp", "hybrid"), ("ngram", "hybrid")]
-PAIRS += [(kind, "without-replacement") for kind in ("ngram", "lowrank")]
+PAIRS += [("lowrank", "without-replacement")]
 PAIRS = [slow_unless(pair == ("ngram", "hybrid"), MODEL, *pair) for pair in PAIRS]
 PAIRS += [slow_unless(False, RECURRENT, "block", "hybrid")]
 

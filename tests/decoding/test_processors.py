@@ -2,10 +2,8 @@
 
 import dataclasses
 import itertools
-import json
 import operator
 import re
-import string
 from pathlib import Path
 
 import jax
@@ -18,7 +16,6 @@ from refusals import refused
 from test_every_drafter import TEXTS, accepted_pair
 
 from treeflash_jax import GenerateConfig, trees
-from treeflash_jax.bench.check import compare_decodings
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, processors
 from treeflash_jax.decoding.state import DecodeState
@@ -172,34 +169,6 @@ def test_a_function_sees_the_last_token_of_every_node(float64, tiny):
         def __call__(self, logits_bnv, history): ...
 
     refused(lambda: pair.generate(TEXTS, processor=Counter()), "expected a pytree (jax.tree_util.register_dataclass)")
-
-
-def json_table(tiny) -> np.ndarray:
-    """Next states of objects such as {"a": 12, "bc": 3}: a state is the number of characters before."""
-    letter, digit = string.ascii_lowercase, string.digits[1:]
-    grammar = [*'{"', letter, *'": ', digit, digit, *', "', letter, letter, *'": ', digit, "}"]
-    next_sv = np.full((len(grammar) + 1, tiny.verifier.vocab_size), -1, np.int32)
-    for token in range(tiny.verifier.vocab_size):
-        text = tiny.tokenizer.decode([token])
-        for state in range(len(grammar) - len(text) + 1) if text else ():
-            if all(map(operator.contains, grammar[state:], text)):
-                next_sv[state, token] = state + len(text)
-    next_sv[-1, list(tiny.stop_ids)] = len(grammar)
-    return next_sv
-
-
-def test_an_automaton_makes_json(tiny):
-    processor = run_example(1)["Automaton"](jnp.asarray(json_table(tiny)))
-    chats = ["Tom has 3 apples.", "Add 5 and 6."]
-    for settings in ({}, {"temperature": 1.2, "seed": 3}):
-        results = drafted_as_plain(tiny, chats, {"nodes": 8}, processor=processor, max_new_tokens=40, **settings)
-        for result in results:
-            parsed = json.loads(result.text)
-            assert result.finished == "stop" and parsed and all(isinstance(number, int) for number in parsed.values())
-        *_, streamed = tiny.stream(chats[0], processor=processor, max_new_tokens=40, nodes=8, **settings)
-        assert streamed.ids == results[0].ids
-    [case] = compare_decodings(tiny, chats[:1], processor=processor, max_new_tokens=40, nodes=8)
-    assert case.divergence is None
 
 
 def allow_few(logits_bnv, history):

@@ -22,7 +22,7 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
 
 
 WINDOWS = with_windows_and_sinks(RANDOM_MODEL)
-KEPT = [(RANDOM_MODEL, None), (RANDOM_MODEL, "block"), (WINDOWS, "ngram"), (RANDOM_MODEL, "language_model")]
+KEPT = [(RANDOM_MODEL, None), (WINDOWS, "block"), (RANDOM_MODEL, "language_model")]
 
 
 @pytest.mark.parametrize(("verifier", "kind"), [slow_unless(kind is None, verifier, kind) for verifier, kind in KEPT])
