@@ -188,6 +188,7 @@ MATCHED = {
     r"[0-9]+(\.[0-9]+)?": ["7", "12.5"],  # regression: a match could not go on to a longer one through what is none
     r"(ac|[^a])+": ["acac", "b\u00e9"],
     r'"([^"\\]|\\["n]){0,40}"': ['"\\"' + 'ab\\"' * 12 + '"'],  # regression: 2^40 states
+    r'[^"]{0,60}"': ['ab"'],  # a control: 2^30 states if a match may begin later
     "(\U0001f600|x?)y{2}": ["\U0001f600yy", "yy"],
     "(ab)*": ["", "abab"],
 }

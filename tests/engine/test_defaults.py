@@ -81,6 +81,11 @@ def test_small_trees_of_a_network_per_level_are_shallow_and_narrow_where_every_t
     assert sizes(ZEN5, nodes=16) == sizes(AMX) == (16, *whole) and sizes(AMX, nodes=8) == (8, *whole)
 
 
+def test_a_server_has_one_slot_where_every_token_costs():
+    slots = {device: defaults.choose_slots(device, jnp.bfloat16) for device in (Device("cpu"), ZEN5, AMX, H100)}
+    assert slots == {Device("cpu"): 1, ZEN5: 1, AMX: 8, H100: 8}
+
+
 @pytest.mark.parametrize("device, most, most_if_stated", [(Device("cpu"), 0, 2), (ZEN5, 1, 2), (AMX, 9, 9)])
 def test_the_default_drafts_if_that_pays(device, most, most_if_stated, tiny):
     """On a CPU without bfloat16 matrix instructions only a few sequences together, more if the drafter states its tau."""
