@@ -222,7 +222,7 @@ def test_a_layer_of_multi_token_prediction_needs_no_file():
 
 @pytest.mark.parametrize("shape, billions, num_layers", [("gpt-oss-20b", 20.9, 24), ("gpt-oss-120b", 116.8, 36)])
 def test_sizes_of_gpt_oss_and_of_their_config_files(shape, billions, num_layers, tmp_path):
-    """Layers with windows hold all positions, too."""
+    """Layers with windows hold 128 positions, for sessions all."""
     model = shapes.find_verifier(shape)
     mesh = AbstractMesh((1, 2, 4), ("data", "model", "experts"))
     alone, split = (
@@ -230,7 +230,9 @@ def test_sizes_of_gpt_oss_and_of_their_config_files(shape, billions, num_layers,
         for mesh in (AbstractMesh((1, 1), ("data", "model")), mesh)
     )
     assert round(alone.verifier / 2e9, 1) == billions
-    assert alone.verifier_cache == 1024 * num_layers * 2 * 8 * 64 * 2
+    assert alone.verifier_cache == (1024 + 128) * num_layers // 2 * 2 * 8 * 64 * 2
+    session = footprint(model, dtype=jnp.bfloat16, batch=1, capacity=1024, copies=True)
+    assert session.verifier_cache == 1024 * num_layers * 2 * 8 * 64 * 2
     assert alone.verifier / 8 < split.verifier < alone.verifier / 6, "experts are split eight ways"
     published = {
         "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,

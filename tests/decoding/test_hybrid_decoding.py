@@ -188,5 +188,12 @@ def test_caches_of_recurrent_layers_do_not_grow_with_the_context():
     small, large = (caches.allocate(HYBRID, 2, capacity, jnp.bfloat16) for capacity in (128, 256))
     for states in (small.states[:2], small.grow(256).states[:2]):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.shape, y.shape), states, large.states[:2])
-    assert len(jax.tree.leaves(small.without_copies())) == len(jax.tree.leaves(small)) - 4
+    alone = caches.allocate(HYBRID, 2, 128, jnp.bfloat16, can_cut=False)
+    assert len(jax.tree.leaves(alone)) == len(jax.tree.leaves(small)) - 4
     assert small.states[0].now.state_bgez.dtype == jnp.float32 and small.states[0].now.window_bjc.dtype == jnp.bfloat16
+
+
+def test_layers_with_windows_keep_all_positions_for_sessions_only():
+    whole, alone = (caches.allocate(WINDOWS, 2, 128, jnp.bfloat16, can_cut=can_cut) for can_cut in (True, False))
+    assert [state.keys_bnkse.shape[3] for state in whole.states] == [128, 128, 128]
+    assert [state.keys_bnkse.shape[3] for state in alone.states] == [WINDOWS.window, 128, WINDOWS.window]

@@ -54,10 +54,9 @@ def footprint(
       mesh: concrete or abstract mesh; None for one device.
       batch: number of sequences decoded together on all devices.
       drafts: whether the batch has caches of the drafter.
-      copies: whether recurrent layers keep what later answers go on from.
+      copies: whether caches keep what later answers go on from.
     """
-    cache = jax.eval_shape(lambda: caches.allocate(verifier, batch, capacity, dtype))
-    cache = cache if copies else cache.without_copies()
+    cache = jax.eval_shape(lambda: caches.allocate(verifier, batch, capacity, dtype, can_cut=copies))
     drafter_bytes = drafter_cache = 0
     if drafter is not None:
         drafter_bytes = device_bytes(parameters.abstract(drafter.specs(), dtype, mesh))

@@ -73,7 +73,8 @@ def tree_attention(
     arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h
     if first_bt is None or prefix is None:
         return IMPLEMENTATIONS[implementation](*arrays)
-    if window is None or window >= prefix.num_slots or IMPLEMENTATIONS[implementation] is _xla:
+    reads_all = window is None or window >= prefix.num_slots or prefix.is_ring
+    if reads_all or IMPLEMENTATIONS[implementation] is _xla:
         return _xla(*arrays, first_bt)
     return _on_each_device(partial(_windowed, window=window), *arrays, first_bt)
 
@@ -86,10 +87,10 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, first_bt=N
     peak_bkq1 = jnp.max(new_bkqu, axis=-1, keepdims=True)
     if prefix is not None:
         keys_bkse, values_bkse = prefix.read(size=end)
-        slots = jnp.arange(keys_bkse.shape[2])
-        seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, queries, slots.size))
+        at_bs = prefix.positions(length_b)[:, :end]
+        seen_bts = jnp.broadcast_to((at_bs < length_b[:, None])[:, None], (batch, queries, at_bs.shape[1]))
         if first_bt is not None:
-            seen_bts &= slots >= first_bt[..., None]
+            seen_bts &= at_bs[:, None] >= first_bt[..., None]
         past_bkqs = _logits(q_bkqe, keys_bkse, seen_bts)
         peak_bkq1 = jnp.maximum(peak_bkq1, products.largest(past_bkqs)[..., None])
 

@@ -29,10 +29,14 @@ class AttentionLayer(LayerKind):
       is_windowed: whether a position sees the last `ModelConfig.window` positions only.
     """
 
-    stacks: ClassVar[bool] = True
     merged: ClassVar[tuple[str, ...]] = ("q", "k", "v", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
 
     is_windowed: bool = False
+
+    @property
+    def stacks(self) -> bool:
+        """True without a window: a kernel reads whole caches, while XLA would copy each layer's window out of a stack."""
+        return not self.is_windowed
 
     def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
         specs = layers.attention_specs(config)
@@ -53,7 +57,8 @@ class AttentionLayer(LayerKind):
 
     def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1) -> kv_cache.KVState:
         shape = (batch, num_layers, config.num_kv_heads, capacity, config.head_dim)
-        return kv_cache.KVState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        window = config.window if self.is_windowed else None
+        return kv_cache.KVState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), window)
 
     def prepare(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
         """Returns the rotary table, the mask, and the first visible slot of each position, None for all."""
@@ -61,7 +66,7 @@ class AttentionLayer(LayerKind):
         if not self.is_windowed:
             return table, mask_btu, None
         mask_btu = mask_btu.dense() if isinstance(mask_btu, PackedMask) else mask_btu
-        first_bt = positions_bt - config.window + 1
+        first_bt = jnp.maximum(positions_bt - config.window + 1, 0)
         is_near_btu = positions_bt[:, None] >= first_bt[..., None]
         num_earlier = mask_btu.shape[2] - is_near_btu.shape[2]  # on the path above, and nearer than any window
         is_near_btu = jnp.pad(is_near_btu, ((0, 0), (0, 0), (num_earlier, 0)), constant_values=True)

@@ -46,10 +46,6 @@ class Cache:
         """Copies the cache into one with room for `capacity` positions."""
         return pin(self.replace(states=tuple(state.grow(capacity) for state in self.states)))
 
-    def without_copies(self) -> Self:
-        """Returns the same cache for sequences that no session goes on from: it cannot be cut."""
-        return self.replace(states=tuple(state.without_copies() for state in self.states))
-
     def longest_cut(self, kept_b: jax.Array) -> jax.Array:
         """Returns the largest number of positions, at most `kept_b`, that `cut` can keep."""
         for state in self.states:
@@ -61,18 +57,23 @@ class Cache:
         return self.replace(states=tuple(state.cut(kept_b) for state in self.states), length_b=kept_b)
 
 
-def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any, *, stacked: bool = False) -> Cache:
+def allocate(
+    config: ModelConfig, batch: int, capacity: int, dtype: Any, *, stacked: bool = False, can_cut: bool = True
+) -> Cache:
     """Returns an empty cache with room for `capacity` positions of `batch` sequences.
 
-    With `stacked`, a kind that stacks has one state for all of its layers.
+    Args:
+      stacked: whether a kind that stacks has one state for all of its layers.
+      can_cut: whether the cache has what is read only after a `cut`: for sequences that a session goes on from.
     """
     groups: dict[Any, list[int]] = {}
     for layer, name in enumerate(config.kinds):
         groups.setdefault(name if stacked and KINDS[name].stacks else layer, []).append(layer)
     kinds = [KINDS[config.kinds[group[0]]] for group in groups.values()]
     sizes = [len(group) for group in groups.values()]
-    states = (kind.init(config, batch, capacity, dtype, size) for kind, size in zip(kinds, sizes, strict=True))
-    return pin(Cache(tuple(states), jnp.zeros(batch, jnp.int32), groups=tuple(map(tuple, groups.values()))))
+    states = tuple(kind.init(config, batch, capacity, dtype, size) for kind, size in zip(kinds, sizes, strict=True))
+    states = states if can_cut else tuple(state.without_copies() for state in states)
+    return pin(Cache(states, jnp.zeros(batch, jnp.int32), groups=tuple(map(tuple, groups.values()))))
 
 
 def commit(cache: Cache, new: tuple[Any, ...], count_b: jax.Array, path_bp: jax.Array | None = None) -> Cache:

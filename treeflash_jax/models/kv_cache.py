@@ -4,6 +4,9 @@ They are in one array for each layer, or in one for all (stacked). Kernels read 
 (`attention.READS_STACKS`), and a commit to a stack is one store for keys and one for values. Other implementations copy
 the layer out of a stack first.
 
+A layer with a window reads no position before it. In a cache that nobody cuts, it keeps the last `window` positions in a
+ring (`KVRing`): position p is in slot p modulo the number of slots.
+
 Shape suffixes: b batch, n layers of an array, t new positions, p committed positions, k key/value heads, s slots, x slots
 that are read, e head dim.
 """
@@ -32,11 +35,13 @@ class LayerKV:
     Attributes:
       keys_bnkse, values_bnkse: keys and values of the n layers.
       layer: index of this layer among them, an int32 scalar.
+      is_ring: whether slots hold the last positions only; static.
     """
 
     keys_bnkse: jax.Array
     values_bnkse: jax.Array
     layer: jax.Array
+    is_ring: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def num_slots(self) -> int:
@@ -50,6 +55,14 @@ class LayerKV:
         sizes = batch, 1, heads, size or slots, head_dim
         keys, values = (lax.dynamic_slice(x_bnkse, first, sizes) for x_bnkse in (self.keys_bnkse, self.values_bnkse))
         return keys[:, 0], values[:, 0]
+
+    def positions(self, length_b: jax.Array) -> jax.Array:
+        """Returns the position in each slot after `length_b` positions, [b, s] or for all sequences [1, s].
+
+        Slots of a ring that hold none yet have a number below 0.
+        """
+        slots, last_b1 = jnp.arange(self.num_slots), length_b[:, None] - 1
+        return last_b1 - (last_b1 - slots) % self.num_slots if self.is_ring else slots[None]
 
     def copy(self, start_b: jax.Array, size: int) -> Self:
         """Returns a copy of `size` slots of each sequence from `start_b` on, as a layer of its own."""
@@ -65,25 +78,35 @@ class LayerKV:
 
 @struct.dataclass
 class KVState(LayerState):
-    """Keys and values of n layers; slots beyond the committed positions hold garbage."""
+    """Keys and values of n layers; slots beyond the committed positions hold garbage.
+
+    Attributes:
+      window: positions that the layers see, the query's included; None: all. Static.
+    """
 
     keys_bnkse: jax.Array
     values_bnkse: jax.Array
+    window: int | None = struct.field(pytree_node=False, default=None)
 
     def layer(self, index: int) -> LayerKV:
         return LayerKV(self.keys_bnkse, self.values_bnkse, np.int32(index))
 
     def axes(self) -> Self:
-        return KVState(AXES, AXES)
+        return self.replace(keys_bnkse=AXES, values_bnkse=AXES)
 
     def grow(self, capacity: int) -> Self:
         def pad(x_bnkse: jax.Array) -> jax.Array:
             return jnp.pad(x_bnkse, ((0, 0), (0, 0), (0, 0), (0, capacity - x_bnkse.shape[3]), (0, 0)))
 
-        return KVState(pad(self.keys_bnkse), pad(self.values_bnkse))
+        return self.replace(keys_bnkse=pad(self.keys_bnkse), values_bnkse=pad(self.values_bnkse))
+
+    def without_copies(self) -> "KVState":
+        if self.window is None:
+            return self
+        return KVRing(*(x_bnkse[:, :, :, : self.window] for x_bnkse in (self.keys_bnkse, self.values_bnkse)), self.window)
 
     def commit(self, new: NewKV, length_b: jax.Array, count_b: jax.Array, path_bp: jax.Array | None) -> Self:
-        """Writes all positions at `length_b` in one fixed-width store for keys and one for values."""
+        """Writes positions in one store of fixed width for keys and one for values."""
 
         def store(slots_bnkse: jax.Array, layers_btke: tuple[jax.Array, ...]) -> jax.Array:
             new_bntke = jnp.stack(layers_btke, axis=1)
@@ -91,7 +114,28 @@ class KVState(LayerState):
                 new_bntke = jnp.take_along_axis(new_bntke, path_bp[:, None, :, None, None], axis=2)
             new_bnkpe = sharding.constrain(jnp.swapaxes(new_bntke, 2, 3).astype(slots_bnkse.dtype), AXES)
             new_bnkpe = jnp.where((count_b > 0)[:, None, None, None, None], new_bnkpe, 0)  # waits for the count
-            return indexing.store(slots_bnkse, new_bnkpe, length_b)
+            return self._store(slots_bnkse, new_bnkpe, length_b, count_b)
 
         keys, values = zip(*new, strict=True)
-        return KVState(store(self.keys_bnkse, keys), store(self.values_bnkse, values))
+        return self.replace(keys_bnkse=store(self.keys_bnkse, keys), values_bnkse=store(self.values_bnkse, values))
+
+    def _store(self, slots_bnkse: jax.Array, new_bnkpe: jax.Array, length_b: jax.Array, count_b: jax.Array) -> jax.Array:
+        return indexing.store(slots_bnkse, new_bnkpe, length_b)  # also those past the count: no pass reads them
+
+
+@struct.dataclass
+class KVRing(KVState):
+    """Keys and values of the last `window` positions of n layers."""
+
+    def layer(self, index: int) -> LayerKV:
+        return LayerKV(self.keys_bnkse, self.values_bnkse, np.int32(index), is_ring=True)
+
+    def grow(self, capacity: int) -> Self:
+        return super().grow(min(capacity, self.window))  # a shorter ring is not full yet
+
+    def without_copies(self) -> Self:
+        return self
+
+    def _store(self, slots_bnkse: jax.Array, new_bnkpe: jax.Array, length_b: jax.Array, count_b: jax.Array) -> jax.Array:
+        after_bs = self.layer(0).positions(length_b + count_b)
+        return indexing.select(slots_bnkse, new_bnkpe, after_bs - length_b[:, None])

@@ -48,7 +48,7 @@ class LayerState(ABC):
         """Returns the same state with room for `capacity` positions."""
 
     def without_copies(self) -> Self:
-        """Returns the same state without what only `longest_cut` and `cut` read."""
+        """Returns the same empty state, which cannot be cut, without room for what is read only after a cut."""
         return self
 
     def longest_cut(self, length_b: jax.Array, kept_b: jax.Array) -> jax.Array:
@@ -91,7 +91,7 @@ class LayerKind(ABC):
       merged: names of the weights that `merge` joins.
     """
 
-    stacks: ClassVar[bool] = False
+    stacks: bool = False
     merged: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod

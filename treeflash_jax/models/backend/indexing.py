@@ -42,7 +42,7 @@ def store(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> j
         return lax.dynamic_update_slice_in_dim(slots_bnkse, new_bnkpe, start_b[0], axis=3)
     if slots_bnkse.dtype != jnp.bfloat16:
         return _scatter(slots_bnkse, new_bnkpe, start_b)
-    return lax.platform_dependent(slots_bnkse, new_bnkpe, start_b, cpu=_select, default=_scatter)
+    return lax.platform_dependent(slots_bnkse, new_bnkpe, start_b, cpu=_store_by_slot, default=_scatter)
 
 
 def _scatter(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
@@ -50,9 +50,13 @@ def _scatter(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -
     return write(slots_bnkse, new_bnkpe, start_b)
 
 
-def _select(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+def _store_by_slot(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
     """Chooses between the old and the new value of each slot: XLA:CPU would scatter into a float32 copy of the cache."""
-    width = new_bnkpe.shape[3]
-    index_b11s1 = (jnp.arange(slots_bnkse.shape[3]) - start_b[:, None])[:, None, None, :, None]
+    return select(slots_bnkse, new_bnkpe, jnp.arange(slots_bnkse.shape[3]) - start_b[:, None])
+
+
+def select(slots_bnkse: jax.Array, new_bnkpe: jax.Array, index_bs: jax.Array) -> jax.Array:
+    """Writes into each slot the new position of this index; slots whose index is that of none stay as they are."""
+    width, index_b11s1 = new_bnkpe.shape[3], index_bs[:, None, None, :, None]
     chosen_bnkse = jnp.take_along_axis(new_bnkpe, jnp.clip(index_b11s1, 0, width - 1), axis=3)
     return jnp.where((index_b11s1 >= 0) & (index_b11s1 < width), chosen_bnkse, slots_bnkse)
