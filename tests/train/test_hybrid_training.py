@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import toy_training
 from answers import random_weights, read_texts, slow_unless, with_windows_and_sinks
+from conftest import DATA
 from refusals import refused
 from toy_training import HYBRID, MODEL, read_log
 
@@ -27,11 +28,12 @@ from treeflash_jax import TreeFlash
 from treeflash_jax.models import verifier
 
 LENGTHS, SIZE = (50, 13, 1, 90, 2, 3, 20, 20, 150), 256  # they begin and end inside blocks of 64 positions
-STAGES = {  # settings of head.toml that they do not have, and others
+STAGES = {  # settings of head.toml that they do not have, and others; those of a drafter also over gpt-oss
     "head": ((), ()),
     "drafter": (("drafter",), ("num_layers=1", "block_size=4", "mask_token_id=3", "objective.loss=cross-entropy")),
     "eagle3": (("drafter", "objective"), ("draft_vocab_size=20", "objective={steps = 2, anchors = 16, chunk = 8}")),
 }
+OF_GPT_OSS = slow_unless(False, "drafter", DATA / "hybrid" / "gpt_oss")
 STEPS = ("loop.steps=5", "loop.batch=4", "loop.save_every=9", "loop.log_every=1", "loop.evaluate_every=0")
 
 
@@ -58,12 +60,14 @@ def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, mode
     assert count == len(LENGTHS)
 
 
-@pytest.mark.parametrize("name", [slow_unless(name == "head", name) for name in STAGES])
-def test_a_stopped_stage_goes_on_to_the_same_end(hybrid, tmp_path, monkeypatch, name):
+@pytest.mark.filterwarnings("ignore:.* is not read")
+@pytest.mark.parametrize("name, model", [slow_unless(name == "head", name, None) for name in STAGES] + [OF_GPT_OSS])
+def test_a_stopped_stage_goes_on_to_the_same_end(hybrid, tmp_path, monkeypatch, name, model):
     """Losses and weights are those of an uninterrupted run."""
     without, words = STAGES[name]
-    toml = toy_training.write_stage(hybrid, f'stage = "{name}"', without=without)
-    runs = {run: registry.read_stage(toml, [f"run={tmp_path}/{run}", *STEPS, *words]) for run in ("whole", "cut")}
+    toml, folder = toy_training.write_stage(hybrid, f'stage = "{name}"', without=without), model or hybrid / "verifier"
+    words = f"verifier={folder}", *STEPS, *words
+    runs = {run: registry.read_stage(toml, [f"run={tmp_path}/{run}", *words]) for run in ("whole", "cut")}
     drafting.train(runs["whole"])
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(loop, "Signals", loop.Signals)  # put back afterwards
@@ -75,7 +79,7 @@ def test_a_stopped_stage_goes_on_to_the_same_end(hybrid, tmp_path, monkeypatch, 
     made = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in runs]
     assert made[0] == made[1]
     if name != "head":  # quick
-        toy_training.exported(tmp_path / "whole", hybrid / "verifier")
+        toy_training.exported(tmp_path / "whole", folder)
 
 
 @pytest.mark.slow
