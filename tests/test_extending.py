@@ -121,8 +121,8 @@ class OneAtMost(SampleAndMatch):
     distributions = ("deterministic",)
     needs = "a tree of no random nodes"
 
-    def walk(self, tree, proposal, target, noise):
-        taken = super().walk(tree, proposal, target, noise)
+    def accept(self, tree, proposal, target, noise):
+        taken = super().accept(tree, proposal, target, noise)
         drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
         is_cut_b = taken.length_b > 2
         third_b = drafted_bp[:, 2] if drafted_bp.shape[1] > 2 else taken.bonus_b

@@ -184,7 +184,7 @@ def walked(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
     (batch, _, vocabulary), zeros = logits_bnv.shape, partial(jnp.zeros, dtype=coins_bx.dtype)
     noise = acceptance.Noise(zeros((batch, proposal.depths + 1, vocabulary)), coins_bx, zeros((batch, vocabulary)))
     with mock.patch.object(TargetDistribution, "residual", recorded):
-        taken = acceptance.RULES[rule].walk(tree, proposal, target, noise)
+        taken = acceptance.RULES[rule].accept(tree, proposal, target, noise)
     [residual_bv] = residuals
     last_b1 = jnp.take_along_axis(taken.path_bp, taken.length_b[:, None] - 1, axis=1)
     return last_b1[:, 0], jax.nn.softmax(residual_bv, axis=-1)

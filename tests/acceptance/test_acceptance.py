@@ -228,7 +228,7 @@ def small(name: str, q, logits_v):
 def taken_by(rule: str, drawn, proposal, logits, coins, gumbel, temperature, top_p):
     target = cases.target_distribution(logits, temperature, top_p)
     noise = acceptance.Noise(jnp.zeros((*gumbel.shape[:1], 3, gumbel.shape[1])), coins, gumbel)
-    taken = RULES[rule].walk(drawn, proposal, target, noise)
+    taken = RULES[rule].accept(drawn, proposal, target, noise)
     return RULES[rule].weights(drawn, proposal, target), taken.length_b, taken.bonus_b
 
 

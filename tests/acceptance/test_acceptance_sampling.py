@@ -119,12 +119,12 @@ def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
 def in_turn(names: list[str]) -> SimpleNamespace:
     """A rule that applies each of these to EACH sequences of the batch: one program serves all of them."""
 
-    def walk(*arguments):
+    def accept(*arguments):
         part = lambda i: jax.tree.map(lambda x: x[i * EACH : (i + 1) * EACH], arguments)  # noqa: E731
-        parts = [RULES[name].walk(*part(i)) for i, name in enumerate(names)]
+        parts = [RULES[name].accept(*part(i)) for i, name in enumerate(names)]
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
-    return SimpleNamespace(walk=walk)
+    return SimpleNamespace(accept=accept)
 
 
 PAIRS = [("block", tree) for tree in ("one path", "paths", "delayed")] + [("mtp", "hybrid"), ("ngram", "hybrid")]

@@ -38,5 +38,5 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def walk(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
+    def accept(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
         """Returns the accepted path and the token after it, given all noise as arrays."""

@@ -33,7 +33,7 @@ class SampleAndMatch(Rule):
             above_bn = pick(above_bn, above_bn)
         return jnp.where(tree.valid_bn, jnp.exp(log_p_bn), 0)
 
-    def walk(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
+    def accept(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
         """Accepts the deepest node whose path matches the samples; the sample there is the bonus.
 
         Args:

@@ -83,7 +83,7 @@ def _refusal(name: str, value: Any, expected: str, where: str) -> ValueError:
     return ValueError((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}")
 
 
-def fit(
+def coerce(
     kind: Any,
     value: Any,
     name: str,
@@ -142,7 +142,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 def whole(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
     """Converts an integer from `least` to `most` to Python's int. Raises ValueError for any other value."""
-    return fit(int, value, name, least=least, most=most, says=f"{least} to {most}" if most < INT32 else "")
+    return coerce(int, value, name, least=least, most=most, says=f"{least} to {most}" if most < INT32 else "")
 
 
 def parse_json(text: str | bytes) -> Any:

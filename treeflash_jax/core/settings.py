@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from treeflash_jax.core.checks import INT32, UnknownSetting, clipped, fit, hint, parse_json, quoted
+from treeflash_jax.core.checks import INT32, UnknownSetting, clipped, coerce, hint, parse_json, quoted
 
 T = TypeVar("T")
 kinds = functools.cache(get_type_hints)  # types of the fields of a dataclass, by name
@@ -63,7 +63,7 @@ def setting(
 def fit_field(cls: type, name: str, value: Any, *, label: str = "", from_text: bool = False) -> Any:
     """Converts a value to the type of a field. Raises ValueError for another type or a value outside its limits."""
     checks = cls.__dataclass_fields__[name].metadata.get("checks", {})
-    return fit(kinds(cls)[name], value, label or name, from_text=from_text, **checks)
+    return coerce(kinds(cls)[name], value, label or name, from_text=from_text, **checks)
 
 
 def validate(config: Any) -> None:

@@ -14,7 +14,7 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from treeflash_jax.core.checks import fit, quoted, whole
+from treeflash_jax.core.checks import coerce, quoted, whole
 from treeflash_jax.core.devices import Device, describe
 
 RULES: dict[str, tuple[str, ...]] = {
@@ -59,7 +59,7 @@ def make_mesh(
 
 def check_mesh(mesh: Mesh | None) -> None:
     """Raises ValueError for a mesh without the axes of `make_mesh`."""
-    fit(Mesh | None, mesh, "mesh")
+    coerce(Mesh | None, mesh, "mesh")
     if mesh is not None and not {"data", "model"} <= {*mesh.axis_names}:
         raise ValueError(f"got a mesh of axes {quoted(mesh.axis_names)}, expected 'data' and 'model' (make_mesh)")
 

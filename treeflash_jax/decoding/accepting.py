@@ -58,7 +58,7 @@ def accept_path(
             path_bni = trees.path_tokens(tree, plan.path_length - 1)
             processed_bnv = processors.process(logits_bnv, state, path_bni, processor)
         target = make_target(processed_bnv, state.sampling)
-        result = acceptance.RULES[plan.rule].walk(tree, proposal, target, noise)
+        result = acceptance.RULES[plan.rule].accept(tree, proposal, target, noise)
         drafted_bp = trees.pick(tree.tokens_bn, result.path_bp)
         is_bonus_bp = jnp.arange(plan.path_length) == result.length_b[:, None] - 1
         emitted_bp = jnp.where(is_bonus_bp, result.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))

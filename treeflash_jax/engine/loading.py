@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import programs, sharding
-from treeflash_jax.core.checks import clipping, expect, fit, refuse_unknown
+from treeflash_jax.core.checks import clipping, coerce, expect, refuse_unknown
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import field_names, option_values
 from treeflash_jax.decoding.state import Weights
@@ -77,7 +77,7 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
       RuntimeError: this process was forked from one that had loaded a model.
     """
     refuse_unknown(options, field_names(ModelOptions))
-    fit(str | Path, verifier, "verifier")
+    coerce(str | Path, verifier, "verifier")
     chosen = ModelOptions(verifier=verifier, **options)
     programs.check_process()
     mesh = sharding.make_mesh(**sharding.parse_sizes(chosen.mesh)) if isinstance(chosen.mesh, str) else chosen.mesh

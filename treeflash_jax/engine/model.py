@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.core.checks import fit, whole
+from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
@@ -195,7 +195,7 @@ class TreeFlash:
           TypeError, ValueError: see `generate`, or there is more than one prompt; raised when the first chunk is requested.
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
-        fit(Session | None, session, "session", says="a tf.Session")
+        coerce(Session | None, session, "session", says="a tf.Session")
         call = self.prepare(prompt, config, **settings | {"batch_size": 1})
         if len(call.requests) != 1:
             samples = 1 + call.requests[-1].sample
@@ -287,7 +287,7 @@ class TreeFlash:
         **settings: Unpack[GenerateSettings],
     ) -> tuple[GenerateConfig, list[Request]]:
         """Returns the checked settings of a call, and a request for every answer; the first part of `prepare`."""
-        fit(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
+        coerce(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
         config = with_settings(config, settings)
         if config.sampling == "model":
             config, note = take_recommended(config, self.recommended, settings)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from treeflash_jax.core.checks import QUOTED, clipped, expect, fit, hint, quoted
+from treeflash_jax.core.checks import QUOTED, clipped, coerce, expect, hint, quoted
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -56,7 +56,7 @@ Prompt = str | Chat | Sequence[int] | Sequence[Mapping[str, Any]]
 
 def parse_ids(text: str) -> list[int]:
     """Parses token ids such as "3 4 5", those of the option --prompt-ids."""
-    return fit(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)
+    return coerce(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from treeflash_jax.core.checks import clipped, expect, fit, quoted
+from treeflash_jax.core.checks import clipped, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import constraints
@@ -87,7 +87,7 @@ def make_requests(
         raise ValueError("got no prompts, expected at least one")
     if indices is None:
         indices = [0] * len(prompts) if isinstance(config.seed, Sequence) else range(len(prompts))
-    indices = fit(Sequence[int], indices, "indices", least=0, below=2**32)
+    indices = coerce(Sequence[int], indices, "indices", least=0, below=2**32)
     if len(indices) != len(prompts):
         raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
     requests: list[Request] = []

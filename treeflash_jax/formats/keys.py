@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from treeflash_jax.core.checks import INT32, expect, fit, quoted, warn
+from treeflash_jax.core.checks import INT32, coerce, expect, quoted, warn
 
 # Keys that change numbers: of models, rope settings, drafters, GGUF files. Keys that are neither here nor known to a reader
 # of configs are ignored with a warning: releases of transformers and llama.cpp add keys every month.
@@ -68,11 +68,11 @@ class Keys:
         if not required and value in (None, []):
             return ()
         value, says = value if isinstance(value, list | tuple) else [value], f"ids (whole numbers from 0 to {most})"
-        return fit(Sequence[int], value, f"{key} =", self.where, says=says, least=0, most=most, min_length=1)
+        return coerce(Sequence[int], value, f"{key} =", self.where, says=says, least=0, most=most, min_length=1)
 
     def value(self, kind: Any, key: str, default: Any, says: str, **limits: Any) -> Any:
         """Returns the value of a key as a type or type hint; `default` replaces a missing key, not null."""
-        return fit(kind, self.raw.get(key, default), f"{key} =", self.where, says=says, **limits)
+        return coerce(kind, self.raw.get(key, default), f"{key} =", self.where, says=says, **limits)
 
     def expect(self, is_met: bool, key: str, value: Any, expected: str) -> None:
         """Raises ValueError with the value and the expectation unless a condition is met."""

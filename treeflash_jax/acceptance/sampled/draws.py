@@ -220,7 +220,7 @@ class DrawsRule(Rule):
     def weights(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution) -> jax.Array:
         return self._over_draws(self.chances, tree, proposal, target)
 
-    def walk(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution, noise: Noise) -> Acceptance:
+    def accept(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution, noise: Noise) -> Acceptance:
         last_b, left_bc = self._over_draws(self.stop, tree, proposal, target, noise.coins_bx)
         residual_bv = target.residual(last_b, pick(proposal.support_bnc, last_b[:, None])[:, 0], left_bc)
         bonus_b = vocab.argmax(residual_bv + noise.bonus_bv)
