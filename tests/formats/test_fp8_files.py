@@ -175,6 +175,16 @@ def test_damaged_files(change, words, quantize, tmp_path):
     refused(lambda: model_files.load_verifier(folder, quantize=quantize), *words)
 
 
+def test_scales_rounded_to_a_narrow_dtype_change_weights_as_little_as_rounding_those(tmp_path):
+    folder, dense = make_folders(tmp_path, SOURCE, (24, 40), BLOCKS)
+    values, scales = read_float8(folder)[UP], np.random.default_rng(1).uniform(0.001, 0.004, (6, 2)).astype(np.float32)
+    save_file(load_file(dense / "model.safetensors") | {UP: values, SCALE: scales}, folder / "model.safetensors")
+    exact = values.astype(np.float32) * scales.repeat(24, 0)[:128].repeat(40, 1)[:, :64]
+    kept = model_files.load_verifier(folder, dtype=jnp.bfloat16, quantize="fp8")[1]["groups"][0][0]["up"]
+    error, rounding = np.abs(widened(kept, None) - exact), jnp.finfo(jnp.bfloat16).eps / 2
+    assert 0 < error.max() and (error <= float(rounding) * np.abs(exact)).all()
+
+
 def test_fp8_weights_without_a_configuration_are_refused(tmp_path):
     folder, _ = make_folders(tmp_path, SOURCE, (24, 40), BLOCKS)
     change_json(folder / "config.json", quantization_config=None)

@@ -18,8 +18,9 @@ from refusals import refused
 
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.models import attention as attention_module
-from treeflash_jax.models import caches, verifier
+from treeflash_jax.models import caches, quantized, verifier
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.kv_cache import AXES, LayerKV
 from treeflash_jax.trees import ancestor_mask
@@ -258,11 +259,13 @@ def test_the_kernels_refuse_what_products_do_not_take():
 
 
 @needs_mosaic
-@pytest.mark.parametrize("qk_norm, tokens", [(True, 7), (False, 1)])
-def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens):
+@pytest.mark.parametrize("qk_norm, tokens, scheme", [(True, 7, None), (False, 1, None), (True, 7, "fp8")])
+def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens, scheme):
     """Merged weights, a prefix of two lengths and a tree: hidden states, keys and values are those of "xla"."""
     config = replace(RANDOM_MODEL, hidden_size=512, head_dim=64, qk_norm=qk_norm)
-    params = random_weights(verifier.specs(config), scale=0.1, dtype=jnp.bfloat16)
+    specs = verifier.specs(config)
+    params = random_weights(specs, scale=0.1, dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda spec, x: quantized.compress(x, spec, scheme), specs, params, is_leaf=is_spec)
     verifier.merge(params, config)
     forward = jax.jit(verifier.forward, static_argnames=("config", "attention"))
     ids_bt = jax.random.randint(jax.random.key(1), (2, 70 + tokens), 0, config.vocab_size)
@@ -274,7 +277,7 @@ def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens):
     inputs = ids_bt[:, 70:], cache.length_b[:, None] + jnp.arange(tokens), mask_btt, cache
     expected, got = (forward(params, config, *inputs, attention=name) for name in ("xla", "mosaic-gpu"))
     traced = str(forward.trace(params, config, *inputs, attention="mosaic-gpu").jaxpr)
-    assert "name=tree_attention" in traced and "name=add_and_norm" in traced
+    assert "name=tree_attention" in traced and ("name=fp8_product" if scheme else "name=add_and_norm") in traced
     same(got.hidden_btd, expected.hidden_btd, atol=0.05)
     for new, others in zip(jax.tree.leaves(got.new), jax.tree.leaves(expected.new), strict=True):
         same(new, others, atol=0.05)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import PROMPTS, drafted_as_plain, draw, make_pair, random_weights, read_texts, with_recurrent_layers
-from conftest import FEW_TOKENS, RANDOM_MODEL, needs_8_devices
+from compiled import ONE_H100
+from conftest import FEW_TOKENS, RANDOM_MODEL, needs_8_devices, needs_mosaic
 from fp8_files import widened
+from jax.sharding import AbstractMesh
 from model_files import assert_same
 
 from treeflash_jax import make_mesh
@@ -74,6 +76,39 @@ def test_products_are_those_with_the_dense_weight(name, vectors):
     np.testing.assert_allclose(got, np.einsum(EQUATIONS[name], x, widened(small, spec)), atol=1e-11)
 
 
+def in_kernel(x, values, scale):
+    return block_products.product(x, values, scale, jnp.float32, in_kernel=True)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "vectors, dtype, blocks", [(2, "float16", (2, 2)), (70, "bfloat16", (2, 2)), (128, "bfloat16", (2, 4))]
+)
+def test_one_kernel_multiplies_blocks(vectors, dtype, blocks):
+    """Blocks of 64 and 128 outputs, and vectors that are no multiple of eight."""
+    x, scale = jnp.asarray(draw(1, vectors, 384), dtype), jnp.asarray(np.abs(draw(*blocks, 3)), jnp.bfloat16)
+    small = Quantized(jnp.asarray(draw(2, 256, 384), jnp.float8_e4m3fn), scale)
+    got = jax.jit(in_kernel)(x, small.values, scale)
+    np.testing.assert_allclose(got, np.einsum("bni,joi->bnjo", x.astype(jnp.float32), widened(small, None)), atol=1e-3)
+    with jax.sharding.use_abstract_mesh(ONE_H100):
+        traced = jax.jit(in_kernel).trace(x, small.values, scale)
+        assert "mosaic" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_mosaic
+def test_the_kernel_leaves_other_products_to_xla():
+    """One vector, many, float32, other blocks, and more than one device."""
+
+    def has_kernel(vectors=16, dtype=jnp.bfloat16, blocks=(2, 2)) -> bool:
+        shapes = ((vectors, 256), dtype), ((256, 256), jnp.float8_e4m3fn), (blocks, jnp.bfloat16)
+        return "name=fp8_product" in str(jax.make_jaxpr(in_kernel)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)))
+
+    assert has_kernel() and not has_kernel(vectors=1) and not has_kernel(vectors=129)
+    assert not has_kernel(dtype=jnp.float32) and not has_kernel(blocks=(8, 2)) and not has_kernel(blocks=(2, 4))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 2), ("data", "model"))):
+        assert not has_kernel()
+
+
 def test_the_output_of_attention_folds_heads_of_blocks():
     spec = LAYER["o"]
     small = quantized.compress(jnp.asarray(draw(*spec.shape)), spec, "fp8")
@@ -102,6 +137,14 @@ def test_no_program_scales_a_whole_weight(name, vectors, converts):
     made += re.findall(r"stablehlo\.(\w+) .* : tensor<([\dx]+)x(?:bf16|f32)>$", text, re.MULTILINE)
     whole = {op for op, shape in made if math.prod(map(int, shape.split("x"))) == 1280 * 512}
     assert made and whole == ({"convert"} if converts else set())
+
+
+def test_tpus_multiply_experts_in_one_piece():
+    """Compiled for a TPU v5e, parts of 128 experts of 768 x 2,048 write a copy of all of them, 403 MB."""
+    shapes = ((8, 300, 640), jnp.bfloat16), ((8, 640, 128), jnp.float8_e4m3fn), ((8, 5, 1), jnp.bfloat16)
+    traced = jax.jit(block_products.expert_product).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
+    assert [name for name, text in texts.items() if "stablehlo.while" in text] == ["cpu", "cuda"]
 
 
 @pytest.mark.usefixtures("float64")

@@ -12,9 +12,9 @@ from conftest import DATA, needs_mosaic
 from jax.sharding import AbstractMesh
 from published_configs import QWEN3_4B, parse, without
 
-from treeflash_jax.models import layers
+from treeflash_jax.models import layers, mosaic_layers
 from treeflash_jax.models.config import Rope
-from treeflash_jax.models.quantized import quantize
+from treeflash_jax.models.quantized import product, quantize
 
 LLAMA3 = Rope(
     theta=500_000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
@@ -37,13 +37,12 @@ def operands(batch: int, positions: int, width: int, inner: int, dtype) -> list:
 
 
 def fused(*arrays):
-    return layers.add_product(*arrays, eps=1e-6, fuses=True)
+    return mosaic_layers._add_product(*arrays, 1e-6)
 
 
 @jax.jit
 def plain(residual_btd, x_btz, weight_dz, scale_d):
-    sum_btd, normed_btd = layers.add_product(residual_btd, x_btz, weight_dz, scale_d, eps=1e-6, fuses=False)
-    assert normed_btd is None
+    sum_btd = residual_btd + product("btz,dz->btd", x_btz, weight_dz)
     return sum_btd, layers.rms_norm(sum_btd, scale_d, 1e-6)
 
 

@@ -157,7 +157,7 @@ def describe_reference(quantize: str | None) -> str:
     """Returns one line that names the verifier whose outputs are reproduced exactly."""
     if quantize is None:
         return "exact with respect to the verifier as loaded"
-    return f"exact with respect to the {quantize} verifier, not to the one in the files: its own answers may differ"
+    return f"exact with respect to the {quantize} verifier, whose own answers may differ from those of wider weights"
 
 
 def explain(divergence: Divergence, dtype: Any) -> str:

@@ -1,9 +1,10 @@
 """FP8 weights in safetensors files: float8_e4m3fn values beside scales, one per block, output channel or tensor.
 
 "X.weight" has its scales in "X.weight_scale_inv" or "X.weight_scale"; a weight is its values times its scales, rounded once
-from float32 where it is expanded. Where it is kept, its scales are rounded to the model's dtype. Tensors without scales are
-read as they are. Activations and caches are not quantised, whatever a file says of them, and scales for those are not read:
-that is nearer to the model before its quantisation.
+from float32 where it is expanded. Where it is kept, its scales are rounded to the model's dtype instead: in both cases, a
+weight changes by at most half a unit in the last place of that dtype. Tensors without scales are read as they are.
+Activations and caches are not quantised, whatever a file says of them, and scales for those are not read: that is nearer
+to the model before its quantisation.
 
 Source: transformers, quantization method "fp8", as published for DeepSeek-V3 and Qwen3; compressed-tensors,
 "float-quantized".

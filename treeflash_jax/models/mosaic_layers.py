@@ -1,8 +1,9 @@
 """Decoder layers whose norms, rotation, attention and residual additions run in Pallas kernels for Hopper GPUs (Mosaic).
 
 Another form of the layers of `verifier.forward` for attention "mosaic-gpu", in about half as many launches. A kernel that
-adds to the residual stream also norms it for what follows, so each layer takes and returns both. The kernels were
-interpreted on CPUs and compiled for an H200, but never ran on one; no device has them as default.
+adds to the residual stream also norms it for what follows, so each layer takes and returns both. FP8 weights with a scale
+per block are multiplied in a kernel, too. The kernels were interpreted on CPUs and compiled for an H200, but never ran on
+one; no device has them as default.
 
 Shape suffixes: b batch, t new positions, k key/value heads, g query heads of one key/value head, its key and its value,
 e head dim, d model, z inner axis of a product.
@@ -21,7 +22,7 @@ from treeflash_jax.models.backend import rotation
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import LayerKV
 from treeflash_jax.models.layer_protocol import PassInputs
-from treeflash_jax.models.quantized import product
+from treeflash_jax.models.quantized import product, use_kernels
 
 Normed = tuple[jax.Array, jax.Array | None]  # the residual stream, and its norm if a kernel made it
 
@@ -52,6 +53,7 @@ def run_layers(
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
     def layer(weights, x_btd, normed_btd, next_scale_d, prefix):
+        weights = use_kernels(weights)
         if normed_btd is None:
             normed_btd = layers.rms_norm(x_btd, weights["attention_norm"], eps)
         mixed_bthe, new = _attend(weights, config, normed_btd, inputs, prefix)

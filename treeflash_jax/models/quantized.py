@@ -38,11 +38,14 @@ class Quantized:
       values: int8 or float8_e4m3fn, of the weight's shape.
       scale: of the output axes; or of blocks, with as many axes as the weight, each divided into equal parts. It has the
         compute dtype, so that the weights still determine the dtype of caches and activations. Values made here are rounded
-        against the scale as it is stored, so a narrow one costs no accuracy; the scales of files are rounded to it.
+        against the scale as it is stored, so a narrow one costs no accuracy; the scales of files are rounded to it, which
+        changes a weight by no more than rounding the weight to that dtype would.
+      in_kernel: multiply by blocks in a kernel if one applies (`block_products_mosaic`).
     """
 
     values: Any
     scale: Any
+    in_kernel: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +65,7 @@ class Quantized:
     def reshape(self, *shape: int) -> Self:
         """Folds or splits input axes, and folds those of blocks; output axes stay."""
         scale = self.scale if self.block is None else self.scale.reshape(self.scale.shape[0], -1)
-        return Quantized(self.values.reshape(*shape), scale)
+        return self.replace(values=self.values.reshape(*shape), scale=scale)
 
 
 def check_scheme(scheme: str | None) -> None:
@@ -181,9 +184,14 @@ def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: A
     x, values = lax.optimization_barrier((x, weight.values))
     dtype = dtype or x.dtype
     if weight.block is not None:
-        return block_products.product(x, values, weight.scale, dtype)
+        return block_products.product(x, values, weight.scale, dtype, weight.in_kernel)
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # sums of x with values up to 127 or 448 overflow float16
     return (products.product(equation, x, values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(dtype)
+
+
+def use_kernels(weights: Any) -> Any:
+    """Returns a tree of weights whose products run in kernels where these apply."""
+    return jax.tree.map(lambda x: x.replace(in_kernel=True) if _is_quantized(x) else x, weights, is_leaf=_is_quantized)
 
 
 def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:

@@ -109,6 +109,7 @@ def attend_raw(
 def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     (batch, queries, kv_heads, _, head_dim), keys = new.q_btkje.shape, new.k_bukje.shape[1]
     dtype, slots = prefix.keys_bnkse.dtype, prefix.num_slots
+    interpret = interpreter()
     _check(dtype, head_dim, slots)
     arrays = [_copyable(x.astype(dtype)) for x in new[:3]]
     heads = min(HEADS, pl.next_power_of_2(new.group))
@@ -134,7 +135,7 @@ def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
             plgpu.SMEM((TILE, TILE), dtype),
             plgpu.Barrier(num_arrivals=heads),
         ],
-        interpret=interpreter(),
+        interpret=interpret,
         kernel_name="tree_attention",
     )
     stacks = prefix.keys_bnkse, prefix.values_bnkse
@@ -145,8 +146,6 @@ def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
 
 
 def _check(dtype: Any, head_dim: int, slots: int) -> None:
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise ValueError(f"got jax {jax.__version__}, expected 0.12 or newer for attention 'mosaic-gpu'")
     if dtype not in (jnp.bfloat16, jnp.float16) or head_dim not in (64, 128) or slots % 8:
         raise ValueError(
             f"got {dtype}, heads of {head_dim} and a cache of {slots} slots, expected bfloat16 or float16, "
@@ -155,7 +154,12 @@ def _check(dtype: Any, head_dim: int, slots: int) -> None:
 
 
 def interpreter() -> Any:
-    """Returns parameters of the interpreter if the program is for a CPU: the ambient mesh's devices, or the default one."""
+    """Returns parameters of the interpreter if the program is for a CPU: the ambient mesh's devices, or the default one.
+
+    Raises ValueError for versions of JAX without it.
+    """
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise ValueError(f"got jax {jax.__version__}, expected 0.12 or newer for attention 'mosaic-gpu'")
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return plgpu.InterpretGPUParams() if platform == "cpu" else None
@@ -232,7 +236,7 @@ def _kernel(
                 plgpu.copy_smem_to_gmem(k_smem, new_keys_ref.at[b, block, k])
                 plgpu.wait_smem_to_gmem(0)
 
-            hidden_rx = _load(hidden_ref.at[b, i, :, block], plgpu.Layout.WGMMA)
+            hidden_rx = load_wide(hidden_ref.at[b, i, :, block], plgpu.Layout.WGMMA)
             return _add_block(sums, _logits(q_smem, k_smem) + hidden_rx, v_smem, weights_smem)
 
         attend(step, k_ref.at[b, :, k, key], v_ref.at[b, :, k, value], 0, k_turns_ref.shape[1])
@@ -242,15 +246,15 @@ def _norm_and_rotate(x_smem, turns_ref, scales_ref, eps: float | None) -> None:
     """Norms the heads of a tile, unless eps is None, and rotates their halves against each other, in place."""
     dtype, head_dim = x_smem.dtype, x_smem.shape[1]
     halves = pl.ds(0, head_dim // 2), pl.ds(head_dim // 2, head_dim // 2)
-    parts = [_load(x_smem.at[:, half], plgpu.Layout.WGMMA) for half in halves]
+    parts = [load_wide(x_smem.at[:, half], plgpu.Layout.WGMMA) for half in halves]
     if eps is not None:
         square_r = sum(jnp.sum(part * part, axis=1) for part in parts) / head_dim
         inverse = lax.broadcast_in_dim(lax.rsqrt(square_r + eps), parts[0].shape, [0])
         for n, half in enumerate(halves):
-            scale_e = _load(scales_ref.at[half], plgpu.Layout.WGMMA.reduce(0))
+            scale_e = load_wide(scales_ref.at[half], plgpu.Layout.WGMMA.reduce(0))
             normed = (parts[n] * inverse).astype(dtype).astype(jnp.float32)  # rounded where `layers.rms_norm` does
             parts[n] = (normed * lax.broadcast_in_dim(scale_e, normed.shape, [1])).astype(dtype).astype(jnp.float32)
-    cos, sin = (_load(turns_ref.at[:, half], plgpu.Layout.WGMMA) for half in halves)
+    cos, sin = (load_wide(turns_ref.at[:, half], plgpu.Layout.WGMMA) for half in halves)
     first, second = parts
     x_smem[:, halves[0]] = (first * cos - second * sin).astype(dtype)
     x_smem[:, halves[1]] = (second * cos + first * sin).astype(dtype)
@@ -258,7 +262,7 @@ def _norm_and_rotate(x_smem, turns_ref, scales_ref, eps: float | None) -> None:
 
 
 def _logits(q_smem, k_smem) -> jax.Array:
-    return _product(q_smem, k_smem.transpose((1, 0))) * q_smem.shape[1] ** -0.5
+    return multiply_tiles(q_smem, k_smem.transpose((1, 0))) * q_smem.shape[1] ** -0.5
 
 
 def _nothing(rows: int, head_dim: int) -> Sums:
@@ -275,11 +279,13 @@ def _add_block(sums: Sums, logits_rx: jax.Array, v_smem, weights_smem) -> Sums:
     kept_r = jnp.exp(before_r - peak_r)
     weights_smem[...] = weights_rx.astype(weights_smem.dtype)
     plgpu.commit_smem()
-    mixed_re = mixed_re * lax.broadcast_in_dim(kept_r, mixed_re.shape, [0]) + _product(weights_smem, v_smem)
+    mixed_re = mixed_re * lax.broadcast_in_dim(kept_r, mixed_re.shape, [0]) + multiply_tiles(weights_smem, v_smem)
     return mixed_re, total_r * kept_r + jnp.sum(weights_rx, axis=1), peak_r
 
 
-def _product(left_smem, right_smem) -> jax.Array:
+def multiply_tiles(left_smem, right_smem) -> jax.Array:
+    """Returns the matrix product in float32."""
+
     def run(sums_ref):
         plgpu.wgmma(sums_ref, left_smem, right_smem)
         return sums_ref[...]
@@ -287,5 +293,6 @@ def _product(left_smem, right_smem) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC((left_smem.shape[0], right_smem.shape[1]), jnp.float32))
 
 
-def _load(ref, layout: Any) -> jax.Array:
+def load_wide(ref, layout: Any) -> jax.Array:
+    """Returns an array in registers, in float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)

@@ -20,7 +20,7 @@ from treeflash_jax.core import sharding
 PARTS = 4  # at least; of a weight that are scaled one after the other
 
 
-def product(x: jax.Array, values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def product(x: jax.Array, values: jax.Array, scale: jax.Array, dtype: Any, in_kernel: bool = False) -> jax.Array:
     """Returns activations times a weight, [vectors..., outputs...].
 
     Args:
@@ -28,10 +28,16 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, dtype: Any) -> ja
       values: [outputs..., i].
       scale: [blocks of each output axis..., blocks of inputs].
       dtype: of the result; sums are float32 at least.
+      in_kernel: use the kernel of `block_products_mosaic` if it applies.
     """
     x_ni, outputs = x.reshape(-1, x.shape[-1]), values.shape[:-1]
     values = values.reshape(*scale.shape[:-1], -1, values.shape[-1])  # [..., b, i]
     form = _single if x_ni.shape[0] == 1 else _scaled_inputs if x_ni.shape[0] < values.shape[-2] else _in_parts
+    if in_kernel:
+        from treeflash_jax.models.backend import block_products_mosaic  # slow to import
+
+        if block_products_mosaic.supports(x_ni, values, scale):
+            form = block_products_mosaic.product
     y = form(x_ni, values, scale).astype(dtype)  # [..., n, b]
     return jnp.moveaxis(y, -2, 0).reshape(*x.shape[:-1], *outputs)
 
@@ -40,19 +46,29 @@ def expert_product(x_xni: jax.Array, values_xif: jax.Array, scale_xkg: jax.Array
     """Returns the vectors of each expert times its matrix, [x, n, f], in float32 at least.
 
     Sums over blocks of inputs are scaled, since a batch over blocks of outputs would need another layout of the matrices.
+    TPUs do not store these sums. Other devices do, so for many vectors they scale parts of the matrices instead, which a
+    TPU would copy whole first.
     """
-    (experts, count, inputs), blocks = x_xni.shape, scale_xkg.shape[1]
-    wide = _wide(x_xni)
-    if count * wide.itemsize >= inputs // blocks * x_xni.dtype.itemsize:
-        parts = _count_parts(experts, 1)
-        arrays = [a.reshape(parts, -1, *a.shape[1:]) for a in (x_xni, values_xif, scale_xkg)]
-        y = lax.map(lambda part: _einsum("xni,xif->xnf", part[0], scaled(*part[1:], x_xni.dtype)), arrays)
-        return y.reshape(experts, count, -1)
+    arrays = x_xni, values_xif, scale_xkg
+    sums_are_smaller = x_xni.shape[1] * _wide(x_xni).itemsize < x_xni.shape[2] // scale_xkg.shape[1] * x_xni.dtype.itemsize
+    default = _scaled_sums if sums_are_smaller else _experts_in_parts
+    return lax.platform_dependent(*arrays, tpu=_scaled_sums, default=default)
+
+
+def _scaled_sums(x_xni: jax.Array, values_xif: jax.Array, scale_xkg: jax.Array) -> jax.Array:
+    (experts, count, _), blocks = x_xni.shape, scale_xkg.shape[1]
     x_xnkz = x_xni.reshape(experts, count, blocks, -1)
     values_xkzf = values_xif.reshape(experts, blocks, -1, values_xif.shape[-1])
     y_xknf = _einsum("xnkz,xkzf->xknf", x_xnkz, values_xkzf.astype(x_xni.dtype))
     y_xkngb = y_xknf.reshape(*y_xknf.shape[:3], scale_xkg.shape[2], -1)
-    return jnp.sum(y_xkngb * scale_xkg[:, :, None, :, None].astype(wide), axis=1).reshape(experts, count, -1)
+    return jnp.sum(y_xkngb * scale_xkg[:, :, None, :, None].astype(y_xkngb.dtype), axis=1).reshape(experts, count, -1)
+
+
+def _experts_in_parts(x_xni: jax.Array, values_xif: jax.Array, scale_xkg: jax.Array) -> jax.Array:
+    experts, count, _ = x_xni.shape
+    arrays = [a.reshape(_count_parts(experts, 1), -1, *a.shape[1:]) for a in (x_xni, values_xif, scale_xkg)]
+    y = lax.map(lambda part: _einsum("xni,xif->xnf", part[0], scaled(*part[1:], x_xni.dtype)), arrays)
+    return y.reshape(experts, count, -1)
 
 
 def scaled(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
