@@ -144,9 +144,14 @@ def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
     return mixed_btkje[:, :queries, :, : new.group], keys_buke[:, :keys, :, None]
 
 
-def _check(dtype: Any, head_dim: int, slots: int) -> None:
+def check_version() -> None:
+    """Raises ValueError for versions of JAX without what the kernels need."""
     if not hasattr(plgpu, "InterpretGPUParams"):
         raise ValueError(f"got jax {jax.__version__}, expected 0.12 or newer for attention 'mosaic-gpu'")
+
+
+def _check(dtype: Any, head_dim: int, slots: int) -> None:
+    check_version()
     if dtype not in (jnp.bfloat16, jnp.float16) or head_dim not in (64, 128) or slots % 8:
         raise ValueError(
             f"got {dtype}, heads of {head_dim} and a cache of {slots} slots, expected bfloat16 or float16, "
