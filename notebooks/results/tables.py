@@ -241,16 +241,15 @@ def compiled(name: str) -> str:
 
 
 def hybrid_rounds() -> str:
-    """Formats weights, caches and rounds of verifiers with recurrent layers; rounds that were not compiled stay empty."""
+    """Formats weights, caches and rounds of verifiers with recurrent layers."""
     rows = []
     for _, result in sorted(read("hybrid_rounds.json").items()):
         size = {name: f"{count / GIB:.2f}" for name, count in result["bytes_per_device"].items()}
         mesh = "x".join(map(str, result["mesh"].values()))
         parts = [size[part] for part in ("verifier", "drafter", "verifier_cache", "drafter_cache")]
         total = f"{size['total']} of {result['bytes_limit'] / GIB:.0f}"
-        launches = f"{result['launches']:,}" if "launches" in result else ""
         where = result["shape"], result["topology"], mesh, result["nodes"]
-        rows.append([*where, *parts, size.get("round", ""), total, launches])
+        rows.append([*where, *parts, size["round"], total, f"{result['launches']:,}"])
     sizes = "verifier | drafter | verifier's cache | drafter's cache | round | total"
     return table(f"model | topology | mesh | nodes | {sizes} | launches", rows)
 

@@ -246,6 +246,16 @@ def test_the_kernels_lower_for_a_gpu(name, word, queries, head_dim, slots):
         assert word in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_heads_of_256_have_one_kernel():
+    """As the attention layers of Qwen3.5 have them."""
+    new = [jax.ShapeDtypeStruct((1, 7, count, 256), jnp.bfloat16) for count in (16, 4, 4)]
+    stack = jax.ShapeDtypeStruct((1, 8, 4, 704, 256), jnp.bfloat16)
+    prefix = LayerKV(stack, stack, jax.ShapeDtypeStruct((), jnp.int32))
+    arrays = *new, jax.ShapeDtypeStruct((1, 7, 7), bool), prefix, jax.ShapeDtypeStruct((1,), jnp.int32)
+    traced = [jax.make_jaxpr(partial(tree_attention, implementation=name))(*arrays) for name in KERNELS]
+    assert "pallas_call" in str(traced[0]) and str(traced[0]) == str(traced[1])
+
+
 def test_the_kernels_refuse_what_products_do_not_take():
     arrays = list(arguments(LENGTHS["full"]))
     prefix = arrays[4]

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import ONE_H100
+from conftest import needs_mosaic
 from jax.experimental import topologies
 
 from treeflash_jax.models import delta_rule
-from treeflash_jax.models.backend import delta_rule_tpu
+from treeflash_jax.models.backend import delta_rule_mosaic, delta_rule_tpu
 from treeflash_jax.models.delta_rule import BLOCK, DeltaState, NewDelta
 
 G, H, E, F, C, J, LENGTH = 2, 4, 6, 5, 7, 4, 9
@@ -36,18 +38,20 @@ def unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def draw_inputs(size: int, seed: int = 0, *, alike: float = 0.0, batch: int = 2) -> dict[str, np.ndarray]:
+def draw_inputs(
+    size: int, seed: int = 0, *, alike: float = 0.0, batch: int = 2, key_dim: int = E, value_dim: int = F
+) -> dict[str, np.ndarray]:
     """Inputs of the rule and the state before them; with `alike` near 1, the hard case: equal keys, hardly any decay."""
     rng = np.random.default_rng([seed, size])
-    spread = (1 - alike) * unit(rng.normal(size=(batch, size, G, E)))
+    spread = (1 - alike) * unit(rng.normal(size=(batch, size, G, key_dim)))
     beta = 1 / (1 + np.exp(-rng.normal(size=(batch, size, H))))
     return {
-        "q": unit(rng.normal(size=(batch, size, G, E))) * E**-0.5,
-        "k": unit(alike * np.ones(E) / E**0.5 + spread),
-        "v": rng.normal(size=(batch, size, H, F)),
+        "q": unit(rng.normal(size=(batch, size, G, key_dim))) * key_dim**-0.5,
+        "k": unit(alike * np.ones(key_dim) / key_dim**0.5 + spread),
+        "v": rng.normal(size=(batch, size, H, value_dim)),
         "decay": -np.exp(rng.normal(size=(batch, size, H)) - 1) * (1 - alike) ** 3,
         "beta": beta if alike == 0 else np.full_like(beta, 0.99),
-        "state": rng.normal(size=(batch, H, E, F)),
+        "state": rng.normal(size=(batch, H, key_dim, value_dim)),
     }
 
 
@@ -66,7 +70,8 @@ def recur(inputs: dict[str, np.ndarray], path: list[int], b: int) -> tuple[np.nd
 
 def packed(state: np.ndarray) -> np.ndarray:
     """States by key head, as caches hold them."""
-    return state.reshape(-1, G, H // G, E, F).swapaxes(2, 3).reshape(-1, G, E, H // G * F)
+    key_dim, value_dim = state.shape[-2:]
+    return state.reshape(-1, G, H // G, key_dim, value_dim).swapaxes(2, 3).reshape(-1, G, key_dim, H // G * value_dim)
 
 
 def as_arrays(inputs: dict[str, np.ndarray], dtype=np.float64) -> list[jax.Array]:
@@ -203,6 +208,20 @@ def test_the_kernel_for_tpus_computes_the_rule(size, reach, alike):
     if size > 1:
         short = jax.jit(partial(delta_rule_tpu.attend, depth=1))(*arrays, masks)
         assert np.abs(short[1] - want[1]).max() > 1e-4
+
+
+@needs_mosaic
+@pytest.mark.parametrize("size, reach, alike", [(14, 4, 0.0), (BLOCK, 9, 0.95)])
+def test_the_kernel_for_hopper_computes_the_rule(size, reach, alike):
+    """Interpreted, and lowered for a GPU; its products are as exact as those of float32."""
+    paths, inputs = draw_tree(size, reach, reach), draw_inputs(size, alike=alike, batch=1, key_dim=128, value_dim=64)
+    mask, kernel = draw_mask(paths), jax.jit(delta_rule_mosaic.attend)
+    arrays = *as_arrays(inputs, jnp.float32), mask[None]
+    out, updates = kernel(*arrays)
+    np.testing.assert_allclose(out[0], np.stack([recur(inputs, path, 0)[0] for path in paths]), atol=1e-6)
+    np.testing.assert_allclose(updates, run(inputs, mask, np.float32)[1], atol=2e-5)
+    with jax.sharding.use_abstract_mesh(ONE_H100):
+        assert "mosaic" in kernel.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.slow

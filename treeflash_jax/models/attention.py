@@ -7,11 +7,13 @@ exists.
 "xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
 prefix; "blocked" the blocks that hold it one after the other, so that it keeps the logits of one block only. The Pallas
 kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the new positions in its
-kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "pallas-tpu" is "xla" with a kernel for
-recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
+kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "pallas-tpu" is "xla". Both of these have a
+kernel for recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are for packed sequences without a prefix, in
+training.
 
-Sinks join the sums of every implementation but two kinds: "mosaic-gpu" takes "pallas-gpu" for them, kernels for packed
-sequences "chunked". Layers with a window read the slots in it alone, but "xla" and "pallas-tpu", which hide the others.
+Sinks join the sums of every implementation but two kinds: "mosaic-gpu" takes "pallas-gpu" for them, and for heads of 256;
+kernels for packed sequences take "chunked". Layers with a window read the slots in it alone, but "xla" and "pallas-tpu",
+which hide the others.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
 either kind, h query heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix,
@@ -199,7 +201,7 @@ def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
 
 
 def _mosaic_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
-    if prefix is None or sinks_h is not None:
+    if prefix is None or sinks_h is not None or q_bthe.shape[-1] == 256:
         return _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
     from treeflash_jax.models.backend import attention_mosaic  # slow to import
 

@@ -17,7 +17,7 @@ from treeflash_jax.core import programs
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import delta_rule, layers
 from treeflash_jax.models.backend.packed_attention import PackedMask
-from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.config import DeltaSizes, ModelConfig
 from treeflash_jax.models.delta_rule import DeltaState, NewDelta
 from treeflash_jax.models.layer_protocol import LayerKind, LayerState, PassInputs
 from treeflash_jax.models.quantized import can_join, product
@@ -112,7 +112,7 @@ class DeltaLayer(LayerKind):
         )
         q_btge, k_btge, v_bthf = _heads(config, jax.nn.silu(convolved_btc))
         arrays = q_btge * config.delta.key_dim**-0.5, k_btge, v_bthf, decay_bth, beta_bth
-        out_bthf, updates_bthf = _rule(inputs, before)(*arrays, before.state_bgez, mask_btu)
+        out_bthf, updates_bthf = _rule(config.delta, inputs, before)(*arrays, before.state_bgez, mask_btu)
         wide = out_bthf.dtype
         normed_bthf = layers.rms_norm(out_bthf, params["gated_norm"].astype(wide), config.rms_norm_eps)
         gated_bthf = (normed_bthf * jax.nn.silu(z_bthf.astype(wide))).astype(x_btd.dtype)
@@ -120,13 +120,20 @@ class DeltaLayer(LayerKind):
         return y_btd, NewDelta(qkv_btc, k_btge, updates_bthf, decay_bth)
 
 
-def _rule(inputs: PassInputs, before: DeltaState) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns the form of the rule: the kernel for TPUs if it was asked for and takes these sizes and this dtype."""
-    is_short = inputs.positions_bt.shape[1] <= delta_rule.BLOCK
-    if inputs.attention == "pallas-tpu" and is_short and before.state_bgez.dtype == jnp.float32:
+def _rule(sizes: DeltaSizes, inputs: PassInputs, before: DeltaState) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns the form of the rule: a kernel if it was asked for and takes these sizes and this dtype."""
+    num_new = inputs.positions_bt.shape[1]
+    if num_new > delta_rule.BLOCK or before.state_bgez.dtype != jnp.float32:
+        return delta_rule.attend
+    if inputs.attention == "pallas-tpu":
         from treeflash_jax.models.backend import delta_rule_tpu  # slow to import
 
         return delta_rule_tpu.attend
+    # For one token XLA launches no more operations.
+    if inputs.attention == "mosaic-gpu" and num_new > 1 and not (sizes.key_dim | sizes.value_dim) % delta_rule.BLOCK:
+        from treeflash_jax.models.backend import delta_rule_mosaic  # slow to import
+
+        return delta_rule_mosaic.attend
     return delta_rule.attend
 
 

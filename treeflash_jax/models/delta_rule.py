@@ -19,6 +19,7 @@ j inputs of the convolution, c its channels, h value heads, g key heads, r value
 dim, z = r f.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from treeflash_jax.core import sharding
 from treeflash_jax.models.config import DeltaSizes
 
 BLOCK = 64  # positions that are solved together; a longer chunk carries the state from block to block
@@ -146,6 +148,15 @@ def attend(
     _, results = lax.scan(run, state_bgez, (jnp.arange(blocks), *map(by_block, arrays)))
     joined = (jnp.moveaxis(x, 0, 1).reshape(batch, blocks * BLOCK, *x.shape[3:])[:, :size] for x in results)
     return tuple(joined)
+
+
+def on_each_device(run: Callable[..., Any], q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu) -> Any:
+    """Runs a kernel with the arguments of `attend` on every device of a mesh, for its own sequences and key heads."""
+    sizes = batch, _, groups, _ = k_btge.shape
+    heads, per_head = (("batch", None, "heads", None), sizes), (("batch", None, "heads"), sizes[:3])
+    state = ("batch", "heads", None, None), (batch, groups, 1, 1)
+    layouts = heads, heads, heads, per_head, per_head, state, (("batch", None, None), mask_btu.shape)
+    return sharding.over_mesh(run, (q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu), layouts)
 
 
 def _attend_block(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu, sees_bt):

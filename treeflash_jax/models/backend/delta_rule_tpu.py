@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from treeflash_jax.core import sharding
+from treeflash_jax.models.delta_rule import on_each_device
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -38,13 +38,9 @@ def attend(
     Args:
       depth: number of positions of the longest path, which is the number of sweeps; None: all positions.
     """
-    arrays = q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu
     forms = {"cpu": partial(_attend, depth=depth, interpret=True), "tpu": partial(_attend, depth=depth)}
-    sizes = batch, _, key_heads, _ = k_btge.shape
-    heads, per_head = (("batch", None, "heads", None), sizes), (("batch", None, "heads"), sizes[:3])
-    state = ("batch", "heads", None, None), (batch, key_heads, 1, 1)
-    layouts = heads, heads, heads, per_head, per_head, state, (("batch", None, None), mask_btu.shape)
-    return sharding.over_mesh(partial(lax.platform_dependent, **forms), arrays, layouts)
+    run = partial(lax.platform_dependent, **forms)
+    return on_each_device(run, q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu)
 
 
 def _attend(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu, *, depth, interpret=False):
