@@ -154,3 +154,13 @@ def test_a_mesh_gives_what_one_device_gives_and_moves_no_weight(sizes, axes, seq
         got = compiled(weights, x_btd)
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-12), got, expected)
     assert "all-gather" not in compiled.as_text()
+
+
+def test_tpus_read_matrices_in_the_layout_that_they_have():
+    """Compiled for a v5p, a loop over chunks of 128 tokens had a copy of all experts of gpt-oss in another layout."""
+    shapes = {"expert_gate": (4, 320, 64), "expert_up": (4, 320, 64), "expert_down": (4, 64, 320)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    routed = (jax.ShapeDtypeStruct((9, 2), dtype) for dtype in (jnp.float32, jnp.int32))
+    traced = jax.jit(expert_sums.sum_experts).trace(weights, jax.ShapeDtypeStruct((9, 320), jnp.bfloat16), *routed)
+    texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
+    assert {name: text.count("LayoutConstraint") for name, text in texts.items()} == {"cpu": 0, "cuda": 0, "tpu": 3}

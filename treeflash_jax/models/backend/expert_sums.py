@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from treeflash_jax.models.backend import block_products
 from treeflash_jax.models.quantized import Quantized
@@ -42,8 +43,19 @@ def sum_experts(
     default = gather_and_reduce if reads_few else all_experts
     if any(_has_blocks(weight) for weight in weights.values()):
         on_cpu = default
-    on_cpu, default = (partial(_by_blocks, partial(form, limit=limit)) for form in (on_cpu, default))
-    return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, cpu=on_cpu, default=default)
+    forms = {"cpu": on_cpu, "tpu": partial(_where_they_lie, default), "default": default}
+    forms = {platform: partial(_by_blocks, partial(form, limit=limit)) for platform, form in forms.items()}
+    return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **forms)
+
+
+def _where_they_lie(form: Form, weights: Weights, x_nd: jax.Array, *assigned: jax.Array, limit: float) -> jax.Array:
+    """Runs a form on weights in the layout that they have.
+
+    XLA for TPUs would copy those whose sizes are no multiples of 128 into another one, of all layers ahead of a loop.
+    """
+    x_nd, weights = lax.optimization_barrier((x_nd, weights))
+    weights = jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weights)
+    return form(weights, x_nd, *assigned, limit=limit)
 
 
 def _by_blocks(form: Form, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
