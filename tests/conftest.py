@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # `as_users_compile`.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 HAS_EMITTERS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11)  # that can be turned off
+HAS_EMITTERS &= find_spec("libtpu") is None  # which ends a process with a flag that it does not know
 if HAS_EMITTERS:
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 # Pairs load in float32 on every CPU: without instructions for bfloat16 that is the default.

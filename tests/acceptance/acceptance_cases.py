@@ -173,8 +173,8 @@ def padded(tree, proposal, nodes: int):
 
 
 @partial(jax.jit, static_argnames="rule")
-def walked(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
-    """The library's walk under given coins: the last accepted nodes, and the distributions of the token after them."""
+def accepted(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
+    """What is accepted under given coins: the last accepted nodes, and the distributions of the token after them."""
     target, residuals, residual = target_distribution(logits_bnv, top_p=top_p), [], TargetDistribution.residual
 
     def recorded(*arguments):
@@ -230,7 +230,7 @@ def library_distribution(world: World, case: Case, rule: str, edge: float = 1e-9
         b_here, chances_here = places[at : at + BATCH], chances[at : at + BATCH]
         full = np.resize(np.arange(at, at + len(b_here)), BATCH)
         inputs = jax.tree.map(lambda x, b=places[full]: x[b], (tree, proposal, jnp.asarray(logits)))
-        last_b, following_bv = walked(rule, *inputs, jnp.asarray(np.stack(coins)[full]), world.top_p)
+        last_b, following_bv = accepted(rule, *inputs, jnp.asarray(np.stack(coins)[full]), world.top_p)
         walks = b_here, chances_here, np.asarray(last_b), np.asarray(following_bv)
         for b, chance, last, following in zip(*walks, strict=False):
             prefix = prefixes_of[b][last]

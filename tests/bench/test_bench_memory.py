@@ -164,17 +164,27 @@ def compiled_ahead(tmp_path, topology: str, nodes: int, *words: str) -> tuple[di
 def written_weights(text: str, nodes: int) -> list[str]:
     """Returns the operations in loops of a compiled program that write an array of a weight's size to memory.
 
-    TPUs also copy weights inside of their on-chip memory, S(1). Arrays with a position for each node are activations.
+    The drafter's weights have other sizes. TPUs also copy weights inside of their on-chip memory, S(1). Arrays with an axis
+    as long as the tree are taken for activations.
     """
     sizes, written = {math.prod(shape) for shape in QWEN3_4B}, []
     computations = dict(re.findall(r"^(ENTRY|%?[\w.-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
     bodies = set(re.findall(r" while\(.* body=(%?[\w.-]+)", text))
-    operation = re.compile(r"= \w+\[([\d,]+)\](?!\S*S\(1\))\S* (?:copy|convert|fusion|transpose)\(")
+    operation = re.compile(r"= (.*?) (?:copy|convert|multiply|fusion|transpose|custom-call)\(")
     for line in "".join(computations[body] for body in bodies).splitlines():
-        shape = [int(size) for found in operation.findall(line) for size in found.split(",")]
-        is_activation = nodes > 1 and nodes in shape
-        written += [line] if math.prod(shape) in sizes and not is_activation else []
+        for results in operation.findall(line):
+            shapes = [[*map(int, axes.split(","))] for axes in re.findall(r"\w\[([\d,]+)\](?!\S*S\(1\))", results)]
+            is_weight = [math.prod(shape) in sizes and (nodes == 1 or nodes not in shape) for shape in shapes]
+            written += [line] if any(is_weight) else []
     return written
+
+
+def test_a_written_weight_is_seen():
+    body = "%body (p: s32[]) -> s32[] {\n  %x = OUT fusion(%p)\n}\n"
+    body += "ENTRY %main (p: s32[]) -> s32[] {\n  %y = s32[] while(%p), body=%body\n}\n"
+    seen = {"bf16[76,64,2560]{2,1,0}": 0, "bf16[2,9728,2560]{2,1,0}": 1, "(f32[8], bf16[2560,9728]{0,1:T(8,128)})": 1}
+    seen |= {"bf16[2560,9728]{1,0:T(8,128)(4,1)S(1)}": 0, "bf16[16,1556480]{1,0}": 0}
+    assert {out: len(written_weights(body.replace("OUT", out), 16)) for out in seen} == seen
 
 
 @pytest.mark.slow
@@ -271,7 +281,7 @@ def test_sizes_of_gpt_oss_and_of_their_config_files(shape, billions, num_layers,
     )
     assert round(alone.verifier / 2e9, 1) == billions
     assert alone.verifier_cache == (1024 + 128) * num_layers // 2 * 2 * 8 * 64 * 2
-    session = footprint(model, dtype=jnp.bfloat16, batch=1, capacity=1024, copies=True)
+    session = footprint(model, dtype=jnp.bfloat16, batch=1, capacity=1024, can_cut=True)
     assert session.verifier_cache == 1024 * num_layers * 2 * 8 * 64 * 2
     assert alone.verifier / 8 < split.verifier < alone.verifier / 6, "experts are split eight ways"
     published = {

@@ -147,10 +147,11 @@ def test_a_session_goes_on_from_its_answer_or_the_end_of_its_prompt_or_reads_ane
 
 
 @pytest.mark.slow
-def test_settings_of_each_prompt_log_probs_streams_and_larger_caches(float64, monkeypatch):
-    """Three prompts in two slots, an answer of which outgrows the first caches."""
+@pytest.mark.parametrize("config", [HYBRID, replace(WINDOWS, window=150)], ids=["states", "rings"])
+def test_settings_of_each_prompt_log_probs_streams_and_larger_caches(float64, monkeypatch, config):
+    """Three prompts in two slots, an answer of which outgrows the first caches, and the rings in them their window."""
     monkeypatch.setattr(batching, "ROOM", 8)
-    pair, prompts = hybrid_pair(), [TEXTS[2], TEXTS[1], TEXTS[0]]
+    pair, prompts = hybrid_pair(config=config), [TEXTS[2], TEXTS[1], TEXTS[0]]
     settings = {
         "max_new_tokens": [190, 12, 40], "temperature": [0.9, 0.0, 1.2], "top_k": [0, 0, 9], "seed": [1, 2, 3],
         "stop_ids": [[], [], [4]], "presence_penalty": [0.0, 0.5, 0.2],
@@ -197,3 +198,14 @@ def test_layers_with_windows_keep_all_positions_for_sessions_only():
     whole, alone = (caches.allocate(WINDOWS, 2, 128, jnp.bfloat16, can_cut=can_cut) for can_cut in (True, False))
     assert [state.keys_bnkse.shape[3] for state in whole.states] == [128, 128, 128]
     assert [state.keys_bnkse.shape[3] for state in alone.states] == [WINDOWS.window, 128, WINDOWS.window]
+    assert alone.replace(length_b=jnp.array([40, 40])).longest_cut(jnp.array([40, 20])).tolist() == [40, 0]
+
+
+def test_memory_of_a_session_is_that_of_whole_caches(monkeypatch):
+    pair, caches = hybrid_pair(None, config=WINDOWS), []
+    monkeypatch.setattr("treeflash_jax.engine.model.check_memory", lambda needs, *_: caches.append(needs.verifier_cache))
+    for session in (None, tf.Session()):
+        assert list(pair.stream([3] * 300, session=session, builder="none", max_new_tokens=1))
+    alone, whole = caches
+    slots = whole / 3 / (2 * WINDOWS.num_kv_heads * WINDOWS.head_dim * 8)  # of keys and values of a layer
+    assert slots > 300 and alone * 3 == whole * (1 + 2 * WINDOWS.window / slots)

@@ -104,8 +104,8 @@ NETWORKS = (  # of backbones
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "programs"), [(0, 3)])  # per verifier: 3 meet all kinds, heads and networks
 def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
-    """Two of the verifiers, with layers and experts of several kinds, are in int8."""
-    draw, results, met, rounded = random.Random(seed), [], set(), ("qwen3_5_moe", "gpt_oss")
+    """Three of the verifiers, with layers and experts of several kinds and without, are in int8."""
+    draw, results, met, rounded = random.Random(seed), [], set(), ("qwen3", "qwen3_5_moe", "gpt_oss")
     kinds, heads = draw.sample(KINDS, len(KINDS)), draw.sample([*HEADS], len(HEADS))
     turns = zip(itertools.cycle(kinds), itertools.cycle(heads), itertools.cycle(NETWORKS), strict=True)
     for name, config in VERIFIERS.items():

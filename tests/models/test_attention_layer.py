@@ -80,8 +80,7 @@ def test_a_text_and_a_tree_after_it(name, is_merged, float64):
         weights = {key: x for key, x in weights.items() if key not in kind.merged} | kind.merge(weights)
         shapes = {key: spec.shape for key, spec in kind.specs(config, is_merged=True).items()}
         assert {key: x.shape for key, x in weights.items()} == shapes
-    state, length_b, got = kind.init(config, 1, 16, jnp.float64), jnp.zeros(1, jnp.int32), []
-    state = state.without_copies() if name == "ring" else state
+    state, length_b, got = kind.init(config, 1, 16, jnp.float64, can_cut=name != "ring"), jnp.zeros(1, jnp.int32), []
     for part in (slice(0, 4), slice(4, 9)):
         positions_bt, mask_btu = jnp.asarray([positions[part]]), jnp.asarray(sees[None, part, part])
         inputs = PassInputs(positions_bt, mask_btu, length_b, kind.prepare(config, positions_bt, mask_btu), "blocked")

@@ -56,14 +56,14 @@ class Conversation:
 
     def validate(self, settings: dict[str, Any], system: str | None) -> None:
         """Raises ValueError for settings and a system message that the model cannot answer with; computes nothing."""
-        self.model.prepare(add_system([HELLO], system), **{"max_new_tokens": 1} | settings)
+        self.model.prepare(add_system([HELLO], system), for_session=True, **{"max_new_tokens": 1} | settings)
 
     def room(self) -> int:
         """Returns the number of tokens up to the context's end; less if memory has no room for the caches of so many."""
         room = max(1, self.model.verifier.max_positions - len(self.model.encode(self.prompt)))
         while room > LEAST_ROOM:
             with suppress(ValueError):
-                self.model.prepare(self.prompt, **self.settings | {"max_new_tokens": room})
+                self.model.prepare(self.prompt, for_session=True, **self.settings | {"max_new_tokens": room})
                 break
             room //= 2
         return room

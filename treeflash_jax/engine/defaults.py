@@ -184,7 +184,7 @@ def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
     """Returns True if passes move fewer bytes with the weights of an FP8 file as they are than expanded to `dtype`.
 
     A product with weights kept in blocks of 128 reads them once, and writes and reads its inputs once per block of outputs
-    (`backend.block_products`). CPUs convert FP8 slowly.
+    (`backend.block_products`; the kernel of attention "mosaic-gpu" does not). CPUs convert FP8 slowly.
 
     Args:
       tokens: number of tokens of a pass over one sequence: the nodes of a tree.

@@ -44,7 +44,7 @@ def footprint(
     batch: int = 0,
     capacity: int = 0,
     drafts: bool = True,
-    copies: bool = False,
+    can_cut: bool = False,
     quantize: str | None = None,
 ) -> Footprint:
     """Counts the bytes of a pair and of the caches of a batch on each device.
@@ -54,9 +54,9 @@ def footprint(
       mesh: concrete or abstract mesh; None for one device.
       batch: number of sequences decoded together on all devices.
       drafts: whether the batch has caches of the drafter.
-      copies: whether caches keep what later answers go on from.
+      can_cut: whether caches keep what a session goes on from.
     """
-    cache = jax.eval_shape(lambda: caches.allocate(verifier, batch, capacity, dtype, can_cut=copies))
+    cache = jax.eval_shape(lambda: caches.allocate(verifier, batch, capacity, dtype, can_cut=can_cut))
     drafter_bytes = drafter_cache = 0
     if drafter is not None:
         drafter_bytes = device_bytes(parameters.abstract(drafter.specs(), dtype, mesh))

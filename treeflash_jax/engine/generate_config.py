@@ -248,8 +248,8 @@ class GenerateConfig:
         None,
         "implementation of attention: xla reads whole caches; streamed, blocked, pallas-gpu and mosaic-gpu only their "
         "filled part. pallas-gpu is the default on H100 and H200 in bfloat16; mosaic-gpu launches fewer operations there, "
-        "multiplies FP8 weights in a kernel, needs jax 0.12 and was never timed; pallas-tpu is xla with a kernel for "
-        "recurrent layers, never timed either",
+        "has kernels for FP8 weights of dense models and for recurrent layers, needs jax 0.12 and was never timed; "
+        "pallas-tpu is xla with a kernel for recurrent layers, never timed either",
         unset="chosen by device and dtype",
         choices=lambda: CHOICES,
     )

@@ -121,10 +121,11 @@ class GenerateSettings(TypedDict, total=False):
       attention: implementation of attention: xla reads whole caches; streamed,
         blocked, pallas-gpu and mosaic-gpu only their filled part. pallas-gpu is
         the default on H100 and H200 in bfloat16; mosaic-gpu launches fewer
-        operations there, multiplies FP8 weights in a kernel, needs jax 0.12 and
-        was never timed; pallas-tpu is xla with a kernel for recurrent layers,
-        never timed either (one of xla, streamed, blocked, pallas-gpu, mosaic-
-        gpu, pallas-tpu; default: chosen by device and dtype).
+        operations there, has kernels for FP8 weights of dense models and for
+        recurrent layers, needs jax 0.12 and was never timed; pallas-tpu is xla
+        with a kernel for recurrent layers, never timed either (one of xla,
+        streamed, blocked, pallas-gpu, mosaic-gpu, pallas-tpu; default: chosen
+        by device and dtype).
       log_probs: also return the verifier's log-probability of every token.
       top_log_probs: also return this many of the likeliest tokens in the place
         of every token (default: 0).

@@ -196,7 +196,7 @@ class TreeFlash:
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         coerce(Session | None, session, "session", says="a tf.Session")
-        call = self.prepare(prompt, config, **settings | {"batch_size": 1})
+        call = self.prepare(prompt, config, for_session=session is not None, **settings | {"batch_size": 1})
         if len(call.requests) != 1:
             samples = 1 + call.requests[-1].sample
             got = f"samples {samples} and {len(call.requests) // samples} prompts"
@@ -222,6 +222,7 @@ class TreeFlash:
     ) -> float:
         """Compiles the programs that `generate` or `stream` would run with the same settings, without decoding.
 
+        Streams of a session have other caches, and so other programs, if the verifier has layers with windows or states.
         Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus room
         for new tokens, rounded up) and on the drafting settings, but not on prompts, `max_new_tokens`, temperatures,
         filters or seeds. An answer that outgrows its caches needs programs for larger ones, which compile then.
@@ -260,11 +261,13 @@ class TreeFlash:
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
+        for_session: bool = False,
         **settings: Unpack[GenerateSettings],
     ) -> Call:
         """Checks a call against the pair and the memory of its device; computes nothing.
 
-        Arguments and exceptions are those of `generate`. Logs once why nothing is drafted, and what the model recommends.
+        Arguments and exceptions are those of `generate`; with `for_session`, caches are those of a session. Logs once why
+        nothing is drafted, and what the model recommends.
         """
         config, requests = self.make_requests(prompts, config, indices=indices, **settings)
         batch_size = config.batch_size or choose_batch_size(len(requests))
@@ -272,7 +275,7 @@ class TreeFlash:
         if plan.why_plain is not None:
             self._note(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
-        sizes = {"batch": batch, "capacity": capacity, "drafts": plan.drafts}
+        sizes = {"batch": batch, "capacity": capacity, "drafts": plan.drafts, "can_cut": for_session}
         place = {"dtype": self.dtype, "mesh": self.mesh, "quantize": self.quantize}
         check_memory(footprint(self.verifier, self.drafter, **sizes, **place), usable_memory(self.mesh), self.mesh)
         processor = None if config.processor is None else processors.as_pytree(config.processor)

@@ -7,13 +7,13 @@ exists.
 "xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
 prefix; "blocked" the blocks that hold it one after the other, so that it keeps the logits of one block only. The Pallas
 kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the new positions in its
-kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "pallas-tpu" is "xla". Both of these have a
-kernel for recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are for packed sequences without a prefix, in
-training.
+kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "pallas-tpu" is "xla" for attention; it and
+"mosaic-gpu" have a kernel for recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are for packed sequences
+without a prefix, in training.
 
 Sinks join the sums of every implementation but two kinds: "mosaic-gpu" takes "pallas-gpu" for them, and for heads of 256;
-kernels for packed sequences take "chunked". Layers with a window read the slots in it alone, but "xla" and "pallas-tpu",
-which hide the others.
+kernels for packed sequences take "chunked". Layers with a window read its positions alone: all slots of a ring, or a part
+of a whole cache, of which "xla" and "pallas-tpu" read all slots and hide the others.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
 either kind, h query heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix,
@@ -53,7 +53,7 @@ def tree_attention(
     sinks_h: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Computes softmax(q [K_prefix; K_new]^T / sqrt(e)) [V_prefix; V_new] over the first `length_b` slots of the prefix.
+    """Computes softmax(q [K_prefix; K_new]^T / sqrt(e)) [V_prefix; V_new] over `length_b` positions of the prefix.
 
     Returns [b, t, h, e] in the dtype of the queries; the softmax is in float32 at least. Raises ValueError for sizes that
     the implementation does not support.
@@ -61,10 +61,10 @@ def tree_attention(
     Args:
       q_bthe, k_buke, v_buke: queries, keys and values of the new positions.
       mask_btu: True if new position t sees new position u. Every position must see itself.
-      prefix: committed keys and values; cache slot s holds absolute position s. None: no prefix.
+      prefix: committed keys and values, in slots as `LayerKV.positions` has them. None: no prefix.
       length_b: number of committed positions per sequence.
-      first_bt: first slot of the prefix that each new position sees (sliding windows); None: all.
-      window: number of slots before `length_b` of which no new position sees more; None: not known, so all are read.
+      first_bt: first position of the prefix that each new one sees (sliding windows); None: all. Rings need it.
+      window: number of positions before `length_b` of which no new one sees more; None: not known, so all are read.
       sinks_h: logits that join the softmax of each head, and whose weights are dropped; None: none.
       implementation: a name in IMPLEMENTATIONS.
     """
@@ -75,8 +75,7 @@ def tree_attention(
     arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h
     if first_bt is None or prefix is None:
         return IMPLEMENTATIONS[implementation](*arrays)
-    reads_all = window is None or window >= prefix.num_slots or prefix.is_ring
-    if reads_all or IMPLEMENTATIONS[implementation] is _xla:
+    if window is None or window >= prefix.num_slots or IMPLEMENTATIONS[implementation] is _xla:
         return _xla(*arrays, first_bt)
     return _on_each_device(partial(_windowed, window=window), *arrays, first_bt)
 

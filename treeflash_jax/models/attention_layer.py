@@ -35,7 +35,7 @@ class AttentionLayer(LayerKind):
 
     @property
     def stacks(self) -> bool:
-        """True without a window: a kernel reads whole caches, while XLA would copy each layer's window out of a stack."""
+        """Whether a kernel may read the layer in a stack; XLA, which reads windows, would copy it out of one."""
         return not self.is_windowed
 
     def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
@@ -55,13 +55,17 @@ class AttentionLayer(LayerKind):
     def merge(self, params: dict[str, Any]) -> dict[str, Any]:
         return merge(params) if can_join(*(params[name] for name in "qkv")) else params
 
-    def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1) -> kv_cache.KVState:
-        shape = (batch, num_layers, config.num_kv_heads, capacity, config.head_dim)
-        window = config.window if self.is_windowed else None
-        return kv_cache.KVState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), window)
+    def init(
+        self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1, *, can_cut: bool = True
+    ) -> kv_cache.KVState:
+        is_ring = self.is_windowed and not can_cut
+        slots = min(capacity, config.window) if is_ring else capacity
+        shape = (batch, num_layers, config.num_kv_heads, slots, config.head_dim)
+        arrays = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return kv_cache.KVRing(*arrays, window=config.window) if is_ring else kv_cache.KVState(*arrays)
 
     def prepare(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
-        """Returns the rotary table, the mask, and the first visible slot of each position, None for all."""
+        """Returns the rotary table, the mask, and the first position that each one sees, None for all."""
         table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
         if not self.is_windowed:
             return table, mask_btu, None

@@ -64,16 +64,17 @@ def allocate(
 
     Args:
       stacked: whether a kind that stacks has one state for all of its layers.
-      can_cut: whether the cache has what is read only after a `cut`: for sequences that a session goes on from.
+      can_cut: whether the cache keeps what is read only after a `cut`: for sequences that a session goes on from.
     """
     groups: dict[Any, list[int]] = {}
     for layer, name in enumerate(config.kinds):
         groups.setdefault(name if stacked and KINDS[name].stacks else layer, []).append(layer)
     kinds = [KINDS[config.kinds[group[0]]] for group in groups.values()]
     sizes = [len(group) for group in groups.values()]
-    states = tuple(kind.init(config, batch, capacity, dtype, size) for kind, size in zip(kinds, sizes, strict=True))
-    states = states if can_cut else tuple(state.without_copies() for state in states)
-    return pin(Cache(states, jnp.zeros(batch, jnp.int32), groups=tuple(map(tuple, groups.values()))))
+    states = (
+        kind.init(config, batch, capacity, dtype, size, can_cut=can_cut) for kind, size in zip(kinds, sizes, strict=True)
+    )
+    return pin(Cache(tuple(states), jnp.zeros(batch, jnp.int32), groups=tuple(map(tuple, groups.values()))))
 
 
 def commit(cache: Cache, new: tuple[Any, ...], count_b: jax.Array, path_bp: jax.Array | None = None) -> Cache:

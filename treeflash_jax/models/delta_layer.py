@@ -32,7 +32,7 @@ class DeltaLayerState(LayerState):
     A recurrent state cannot be cut back to any length, so that a session goes on from one of the two.
 
     Attributes:
-      at_prompt: the copy; None after `without_copies`.
+      at_prompt: the copy; None if the state cannot be cut.
       prompt_b: number of positions behind the copy.
     """
 
@@ -51,9 +51,6 @@ class DeltaLayerState(LayerState):
 
     def grow(self, capacity: int) -> Self:
         return self
-
-    def without_copies(self) -> Self:
-        return self.replace(at_prompt=None)
 
     def longest_cut(self, length_b: jax.Array, kept_b: jax.Array) -> jax.Array:
         return jnp.where(kept_b >= length_b, length_b, jnp.where(kept_b >= self.prompt_b, self.prompt_b, 0))
@@ -91,9 +88,11 @@ class DeltaLayer(LayerKind):
     def merge(self, params: dict[str, Any]) -> dict[str, Any]:
         return merge(params) if can_join(*params.values()) else params
 
-    def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1) -> DeltaLayerState:
+    def init(
+        self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1, *, can_cut: bool = True
+    ) -> DeltaLayerState:
         now, at_prompt = (delta_rule.init(config.delta, batch, dtype) for _ in range(2))
-        return DeltaLayerState(now, at_prompt, jnp.zeros(batch, jnp.int32))
+        return DeltaLayerState(now, at_prompt if can_cut else None, jnp.zeros(batch, jnp.int32))
 
     def mix(self, params: Any, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any) -> Any:
         """Raises ValueError for `earlier`: positions in no state have none that later ones could go on from."""
@@ -129,8 +128,8 @@ def _rule(sizes: DeltaSizes, inputs: PassInputs, before: DeltaState) -> Callable
         from treeflash_jax.models.backend import delta_rule_tpu  # slow to import
 
         return delta_rule_tpu.attend
-    # For one token XLA launches no more operations.
-    if inputs.attention == "mosaic-gpu" and num_new > 1 and not (sizes.key_dim | sizes.value_dim) % delta_rule.BLOCK:
+    # For one token XLA launches fewer operations than with the kernel.
+    if inputs.attention == "mosaic-gpu" and num_new > 1 and {sizes.key_dim, sizes.value_dim} <= {64, 128}:
         from treeflash_jax.models.backend import delta_rule_mosaic  # slow to import
 
         return delta_rule_mosaic.attend

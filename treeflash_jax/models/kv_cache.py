@@ -1,11 +1,11 @@
-"""Keys and values of committed positions, the state of attention: slot s holds absolute position s.
+"""Keys and values of committed positions, the state of attention: slot s holds absolute position s, but in a ring.
 
 They are in one array for each layer, or in one for all (stacked). Kernels read one layer of a stack where it lies
 (`attention.READS_STACKS`), and a commit to a stack is one store for keys and one for values. Other implementations copy
 the layer out of a stack first.
 
-A layer with a window reads no position before it. In a cache that nobody cuts, it keeps the last `window` positions in a
-ring (`KVRing`): position p is in slot p modulo the number of slots.
+A layer with a window keeps its last `window` positions in a ring (`KVRing`), except in caches that are cut: there a window
+may begin at any position.
 
 Shape suffixes: b batch, n layers of an array, t new positions, p committed positions, k key/value heads, s slots, x slots
 that are read, e head dim.
@@ -78,15 +78,10 @@ class LayerKV:
 
 @struct.dataclass
 class KVState(LayerState):
-    """Keys and values of n layers; slots beyond the committed positions hold garbage.
-
-    Attributes:
-      window: positions that the layers see, the query's included; None: all. Static.
-    """
+    """Keys and values of n layers; slots beyond the committed positions hold garbage."""
 
     keys_bnkse: jax.Array
     values_bnkse: jax.Array
-    window: int | None = struct.field(pytree_node=False, default=None)
 
     def layer(self, index: int) -> LayerKV:
         return LayerKV(self.keys_bnkse, self.values_bnkse, np.int32(index))
@@ -99,11 +94,6 @@ class KVState(LayerState):
             return jnp.pad(x_bnkse, ((0, 0), (0, 0), (0, 0), (0, capacity - x_bnkse.shape[3]), (0, 0)))
 
         return self.replace(keys_bnkse=pad(self.keys_bnkse), values_bnkse=pad(self.values_bnkse))
-
-    def without_copies(self) -> "KVState":
-        if self.window is None:
-            return self
-        return KVRing(*(x_bnkse[:, :, :, : self.window] for x_bnkse in (self.keys_bnkse, self.values_bnkse)), self.window)
 
     def commit(self, new: NewKV, length_b: jax.Array, count_b: jax.Array, path_bp: jax.Array | None) -> Self:
         """Writes positions in one store of fixed width for keys and one for values."""
@@ -125,7 +115,15 @@ class KVState(LayerState):
 
 @struct.dataclass
 class KVRing(KVState):
-    """Keys and values of the last `window` positions of n layers."""
+    """Keys and values of the last positions of n layers: position p is in slot p modulo the number of slots.
+
+    Drafted positions never enter it before they are accepted, so that it holds a window and no more.
+
+    Attributes:
+      window: positions that the layers see, the query's included, and the number of slots unless the cache is shorter.
+    """
+
+    window: int = struct.field(pytree_node=False, kw_only=True)
 
     def layer(self, index: int) -> LayerKV:
         return LayerKV(self.keys_bnkse, self.values_bnkse, np.int32(index), is_ring=True)
@@ -133,8 +131,8 @@ class KVRing(KVState):
     def grow(self, capacity: int) -> Self:
         return super().grow(min(capacity, self.window))  # a shorter ring is not full yet
 
-    def without_copies(self) -> Self:
-        return self
+    def longest_cut(self, length_b: jax.Array, kept_b: jax.Array) -> jax.Array:
+        return jnp.where(kept_b >= length_b, length_b, 0)
 
     def _store(self, slots_bnkse: jax.Array, new_bnkpe: jax.Array, length_b: jax.Array, count_b: jax.Array) -> jax.Array:
         after_bs = self.layer(0).positions(length_b + count_b)

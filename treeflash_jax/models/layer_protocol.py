@@ -47,10 +47,6 @@ class LayerState(ABC):
     def grow(self, capacity: int) -> Self:
         """Returns the same state with room for `capacity` positions."""
 
-    def without_copies(self) -> Self:
-        """Returns the same empty state, which cannot be cut, without room for what is read only after a cut."""
-        return self
-
     def longest_cut(self, length_b: jax.Array, kept_b: jax.Array) -> jax.Array:
         """Returns the largest number of positions, at most `kept_b` of `length_b`, that `cut` can keep."""
         return kept_b
@@ -107,12 +103,15 @@ class LayerKind(ABC):
         return params
 
     @abstractmethod
-    def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1) -> LayerState:
+    def init(
+        self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1, *, can_cut: bool = True
+    ) -> LayerState:
         """Returns the empty state, with room for `capacity` positions.
 
         Args:
           dtype: dtype of the activations.
           num_layers: number of layers that it holds; 1 unless the kind `stacks`.
+          can_cut: whether it keeps what is read only after a `cut`.
         """
 
     def prepare(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:

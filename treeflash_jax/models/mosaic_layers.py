@@ -30,7 +30,7 @@ Normed = tuple[jax.Array, jax.Array | None]  # the residual stream, and its norm
 def supports(params: list[dict[str, Any]], config: ModelConfig, prefixes: Any, earlier: Any, attention: str) -> bool:
     """Returns whether a pass runs in kernels: plain attention layers of merged weights, over caches alone."""
     has_more = config.offset_norms or config.gates_attention or config.attention_sinks or config.rope.fraction < 1
-    is_plain = {*config.kinds} == {"full_attention"} and not has_more
+    is_plain = {*config.kinds} == {"full_attention"} and not has_more and config.head_dim in (64, 128)
     is_merged = all("qkv" in weights for weights in params)
     return attention == "mosaic-gpu" and is_plain and is_merged and prefixes is not None and earlier is None
 

@@ -101,7 +101,7 @@ class Worker(threading.Thread):
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
         room = 1 + max(plan.path_length, plan.prefill.chunk)
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
-        sizes = {"batch": slots + refill_size(slots), "capacity": capacity, "drafts": plan.drafts, "copies": True}
+        sizes = {"batch": slots + refill_size(slots), "capacity": capacity, "drafts": plan.drafts, "can_cut": True}
         place = {"dtype": model.dtype, "mesh": model.mesh, "quantize": model.quantize}
         check_memory(footprint(model.verifier, model.drafter, **sizes, **place), usable_memory(model.mesh), model.mesh)
         place = {"mesh": model.mesh, "batch_size": slots, "capacity": capacity}

@@ -1,6 +1,6 @@
 """The gated delta rule as one Pallas kernel for Hopper GPUs (Mosaic), a program for each value head of each sequence.
 
-Another form of `delta_rule.attend` for up to its BLOCK positions, and heads of multiples of BLOCK. Hopper's matrix units
+Another form of `delta_rule.attend` for up to its BLOCK positions, and heads of 64 or 128. Hopper's matrix units
 take no float32: an operand is the sum of three bfloat16 numbers, and a product the sum of six of theirs. The system is
 solved by its inverse, which grows from the inverses of blocks on its diagonal and is as stable as a substitution. The
 kernel was interpreted on CPUs and compiled for an H200, but never ran on one; no device has it as default.

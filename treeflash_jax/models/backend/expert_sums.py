@@ -44,8 +44,8 @@ def sum_experts(
     if any(_has_blocks(weight) for weight in weights.values()):
         on_cpu = default
     forms = {"cpu": on_cpu, "tpu": partial(_where_they_lie, default), "default": default}
-    forms = {platform: partial(_by_blocks, partial(form, limit=limit)) for platform, form in forms.items()}
-    return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **forms)
+    by_blocks = {platform: partial(_by_blocks, partial(form, limit=limit)) for platform, form in forms.items()}
+    return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
 
 def _where_they_lie(form: Form, weights: Weights, x_nd: jax.Array, *assigned: jax.Array, limit: float) -> jax.Array:
