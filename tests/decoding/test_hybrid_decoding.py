@@ -201,7 +201,7 @@ def test_layers_with_windows_keep_all_positions_for_sessions_only():
     assert alone.replace(length_b=jnp.array([40, 40])).longest_cut(jnp.array([40, 20])).tolist() == [40, 0]
 
 
-def test_memory_of_a_session_is_that_of_whole_caches(monkeypatch):
+def test_memory_of_a_session_is_that_of_whole_caches(float64, monkeypatch):
     pair, caches = hybrid_pair(None, config=WINDOWS), []
     monkeypatch.setattr("treeflash_jax.engine.model.check_memory", lambda needs, *_: caches.append(needs.verifier_cache))
     for session in (None, tf.Session()):
