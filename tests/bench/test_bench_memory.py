@@ -147,13 +147,13 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def compiled_ahead(tmp_path, topology: str, nodes: int, *words: str) -> tuple[dict, str]:
+def compiled_ahead(tmp_path, topology: str, nodes: int, *words: str, shape: str = "qwen3-4b") -> tuple[dict, str]:
     """Returns the result of `bench memory` for one device that is not here, and the text of its program of rounds."""
     pytest.importorskip(COMPILERS[topology], reason='needs pip install "jax[cuda12]" or "jax[tpu]"')
     out, text = tmp_path / f"{nodes}.json", tmp_path / f"{nodes}.txt"
-    words = ["bench", "memory", "--shape", "qwen3-4b", "--topology", topology, "--mesh", "1x1", "--out", str(out), *words]
+    words = ["bench", "memory", "--shape", shape, "--topology", topology, "--mesh", "1x1", "--out", str(out), *words]
     words += ["--nodes", str(nodes)] if nodes > 1 else ["--builder", "none"]
-    run = subprocess.run([sys.executable, "-c", KEEP_TEXT, str(text), *words], capture_output=True, text=True, timeout=600)
+    run = subprocess.run([sys.executable, "-c", KEEP_TEXT, str(text), *words], capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr
     [result] = json.loads(out.read_text()).values()
     assert result["topology"] == topology and result["fits"]
@@ -197,6 +197,13 @@ def test_a_device_that_is_not_here_compiles_step_and_round_in_few_launches(topol
         largest = TEMPORARIES.get((topology, options), {}).get(nodes, 2**26 if nodes == 1 else 2**29)
         assert 0 < result["bytes_per_device"]["round"] < largest, "copies a weight"
         assert "fp8" not in options or written_weights(text, nodes) == []
+
+
+@pytest.mark.slow
+def test_a_round_over_recurrent_layers_keeps_no_state_per_node(tmp_path):
+    """In Qwen3.6-27B, 64 states would take 9 GiB."""
+    result, _ = compiled_ahead(tmp_path, "h200", 64, shape="qwen3.6-27b")
+    assert 0 < result["bytes_per_device"]["round"] < 2**29 and 2000 < result["launches"] <= 2400
 
 
 @pytest.mark.slow
