@@ -23,7 +23,7 @@ from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.prompt_sets import BUNDLED, BenchPrompt, choose_prompts, make_chat
 from treeflash_jax.core import files
-from treeflash_jax.core.settings import add_options, field_names, fit_field, option_values, setting
+from treeflash_jax.core.settings import add_options, coerce_field, field_names, option_values, setting
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.loading import choose_verifier, load_model
@@ -101,7 +101,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         for key, value in given.items():
             if key not in known:
                 raise ValueError(f"got setting {key!r} of a system, expected one of {', '.join(known)}")
-            system[key] = fit_field(GenerateConfig, key, value, from_text=True)
+            system[key] = coerce_field(GenerateConfig, key, value, from_text=True)
         if not is_tree:
             systems[name] = system
             continue

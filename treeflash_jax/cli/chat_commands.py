@@ -13,7 +13,7 @@ from rich.console import Console
 from treeflash_jax.cli.prompt_options import CHATS, add_system
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, hint, parse_json
-from treeflash_jax.core.settings import field_names, fit_field
+from treeflash_jax.core.settings import coerce_field, field_names
 from treeflash_jax.engine.generate_config import REFUSED, GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.results import Result
@@ -137,7 +137,7 @@ def parse_value(name: str, text: str) -> Any:
         value = [text]
     elif name == "stop_ids":
         value = text.replace(",", " ").split()
-    return fit_field(GenerateConfig, name, value, from_text=True)
+    return coerce_field(GenerateConfig, name, value, from_text=True)
 
 
 def obey(conversation: Conversation, turn: str) -> bool:

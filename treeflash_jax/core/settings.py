@@ -60,7 +60,7 @@ def setting(
     return dataclasses.field(default=default, default_factory=default_factory, metadata=shown | {"checks": checks})
 
 
-def fit_field(cls: type, name: str, value: Any, *, label: str = "", from_text: bool = False) -> Any:
+def coerce_field(cls: type, name: str, value: Any, *, label: str = "", from_text: bool = False) -> Any:
     """Converts a value to the type of a field. Raises ValueError for another type or a value outside its limits."""
     checks = cls.__dataclass_fields__[name].metadata.get("checks", {})
     return coerce(kinds(cls)[name], value, label or name, from_text=from_text, **checks)
@@ -71,7 +71,7 @@ def validate(config: Any) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         if value is not field.default:
-            object.__setattr__(config, field.name, fit_field(type(config), field.name, value))
+            object.__setattr__(config, field.name, coerce_field(type(config), field.name, value))
 
 
 def changed(config: Any) -> dict[str, Any]:
@@ -162,9 +162,9 @@ def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
     def read(text: str) -> Any:
         try:
             if get_origin(parts[0]) is Mapping:
-                return fit_field(cls, field.name, parse_json(text), from_text=True)
+                return coerce_field(cls, field.name, parse_json(text), from_text=True)
             value = text.replace(",", " ").split() if parts == [Sequence[int]] else text
-            return fit_field(cls, field.name, value, from_text=True)
+            return coerce_field(cls, field.name, value, from_text=True)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -222,7 +222,7 @@ def _build(cls: type, raw: Any, prefix: str, known: list[str]) -> Any:
             ending = ending or f"; expected one of {clipped(', '.join(known), 160)}"
             raise UnknownSetting(f"got unknown setting {clipped(key, 60)}{ending}")
         if table is None:
-            values[name] = fit_field(cls, name, value, label=f"{key} =", from_text=True)
+            values[name] = coerce_field(cls, name, value, label=f"{key} =", from_text=True)
         elif table is kind:
             values[name] = _build(table, value, f"{key}.", known)
         elif isinstance(value, list) and len(value) >= field.metadata.get("checks", {}).get("min_length", 0):

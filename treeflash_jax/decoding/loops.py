@@ -81,8 +81,8 @@ def init_state(
     if kept is not None:
         cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafter else None
     else:
-        how = {"stacked": plan.stacks_cache, "can_cut": for_session}
-        cache = caches.allocate(plan.verifier, batch, capacity, dtype, **how)
+        stacked = plan.stacks_cache
+        cache = caches.allocate(plan.verifier, batch, capacity, dtype, stacked=stacked, can_cut=for_session)
         drafter = plan.drafter.init(batch, capacity, dtype) if plan.drafter else None
     log_probs = None
     if plan.log_probs:

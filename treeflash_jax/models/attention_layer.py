@@ -35,7 +35,7 @@ class AttentionLayer(LayerKind):
 
     @property
     def stacks(self) -> bool:
-        """Whether a kernel may read the layer in a stack; XLA, which reads windows, would copy it out of one."""
+        """True without a window: kernels read a layer in its stack, and XLA, which reads windows, would copy it out."""
         return not self.is_windowed
 
     def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:

@@ -1,11 +1,11 @@
-"""Keys and values of committed positions, the state of attention: slot s holds absolute position s, but in a ring.
+"""Keys and values of committed positions, the state of attention: slot s holds absolute position s, except in rings.
 
 They are in one array for each layer, or in one for all (stacked). Kernels read one layer of a stack where it lies
 (`attention.READS_STACKS`), and a commit to a stack is one store for keys and one for values. Other implementations copy
 the layer out of a stack first.
 
-A layer with a window keeps its last `window` positions in a ring (`KVRing`), except in caches that are cut: there a window
-may begin at any position.
+A layer with a window keeps its last `window` positions in a ring (`KVRing`). In a cache that can be cut it keeps all: after
+a cut, the window begins earlier.
 
 Shape suffixes: b batch, n layers of an array, t new positions, p committed positions, k key/value heads, s slots, x slots
 that are read, e head dim.
