@@ -38,7 +38,7 @@ def make_folders(
     kept: Sequence[str] = (),
     extra: dict | None = None,
 ) -> tuple[Path, Path]:
-    """Returns an FP8 folder and a dense one; "proj" of names without `kept` are FP8."""  # fmt: skip
+    """Returns an FP8 folder and a dense one; "proj" of names without `kept` are FP8."""
     tensors, rng = load_file(source / "model.safetensors"), np.random.default_rng(0)
     small, dense = dict(tensors) | (extra or {}), dict(tensors)
     for name, tensor in tensors.items():

@@ -19,14 +19,14 @@ def refused(call, *words: str) -> str:
     return message
 
 
-def mistake(capsys, main, words, *said: str, statuses: tuple[int, ...] = (2,)) -> str:
-    """Returns the line on stderr with which a command ends; it contains what is said, and nothing else is printed."""
+def mistake(capsys, main, words, *texts: str, statuses: tuple[int, ...] = (2,)) -> str:
+    """Returns the line on stderr with which a command ends; it contains the texts, and nothing else is printed."""
     try:
         status = main(words)
     except SystemExit as stopped:  # mistakes that the parser finds
         status = stopped.code
     out, error = capsys.readouterr()
-    assert status in statuses and out == "" and error.count("\n") == 1 and all(text in error for text in said), out + error
+    assert status in statuses and out == "" and error.count("\n") == 1 and all(text in error for text in texts), out + error
     return error
 
 

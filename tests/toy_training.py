@@ -107,7 +107,7 @@ def settings(toml: Path, *overrides: str) -> head.HeadStage:
 def exported(run: Path, verifier: Path) -> tf.TreeFlash:
     """Exports a run to the folder "out" beside it; returns the pair, which drafts what one-token decoding gives."""
     out = run.parent / "out"
-    export.main(export.ExportStage(run=str(run), out=str(out), dtype="float32"))
+    export.main(export.ExportConfig(run=str(run), out=str(out), dtype="float32"))
     model = tf.load(verifier=verifier, drafter=out, dtype="float32")
     drafted_as_plain(model, [[5, 6, 7]], {"nodes": 4}, max_new_tokens=6)
     return model

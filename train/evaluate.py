@@ -24,7 +24,7 @@ class EvaluateConfig:
     """Tree decoding of held-out prompts during training."""
 
     prompts: int = setting(16, "number of held-out prompts; 0 measures no tau", least=0)
-    new_tokens: int = setting(64, "tokens generated per prompt", least=1)
+    new_tokens: int = setting(64, "tokens generated per prompt", least=2)
     nodes: tuple[int, ...] = setting(
         (16, 64), "numbers of tree nodes that tau is measured for, root included", least=1, most=MAX_NODES
     )
@@ -43,13 +43,14 @@ def make_tau_measure(
       frozen: the drafter's other weights, by name.
     """
     config = settings.evaluate
-    prompts, known = held_out_prompts(corpus, config.prompts), dict[str, float]()
+    prompts = held_out_prompts(corpus, config.prompts)
     cast = programs.jit(lambda params: gather(params, task.specs, task.compute_dtype))
     sizes = {"candidates": CANDIDATES} if "candidates" in pair.drafter.settings else {}
 
     def measure(params: Any, report: Report) -> dict[str, float]:
+        metrics = dict[str, float]()
         if not prompts:
-            return {}
+            return metrics
         pair.weights = Weights(pair.weights.verifier, assemble(pair.drafter, {**frozen, **cast(params)}))
         for (name, system), nodes in product(settings.systems.items(), config.nodes):
             metric = f"held_out/{name}_{nodes}"
@@ -61,8 +62,9 @@ def make_tau_measure(
             for done, (_, result) in enumerate(answers, start=1):
                 lengths += result.accept_lengths
                 report(f"evaluating {done} {what}")
-            known[metric] = statistics.fmean(lengths)
-        return dict(known)
+            if lengths:  # none if every answer ends at its first token
+                metrics[metric] = statistics.fmean(lengths)
+        return metrics
 
     return measure
 

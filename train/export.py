@@ -39,7 +39,7 @@ TAU_NODES, TAU_NGRAMS = 8, 8  # as in a CPU's default tree, whose depths, lanes 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportStage:
+class ExportConfig:
     """Settings of this stage."""
 
     run: str = setting(help="folder of a run of any stage that trains a drafter, local or gs://")
@@ -66,7 +66,7 @@ class ExportStage:
     overwrite: bool = setting(False, "replace the files of an earlier export in `out`; any other files are an error")
 
 
-def main(settings: ExportStage) -> None:
+def main(settings: ExportConfig) -> None:
     files.check_folder(settings.out, overwrite=settings.overwrite)
     old = files.absolute(settings.out)
     if old.exists() and not files.is_empty(old) and not storage.is_own(old / "model.safetensors"):
@@ -103,7 +103,7 @@ def main(settings: ExportStage) -> None:
     terminal.show(f"wrote {settings.out} from step {step}\n{line}")
 
 
-def read_params(settings: ExportStage, loop: LoopConfig, specs: Any) -> tuple[int, Any]:
+def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any) -> tuple[int, Any]:
     """Returns the chosen step and its trained weights, whole, on one device."""
     abstract = parameters.abstract(specs, jnp.float32, sharding.make_mesh(devices=jax.devices()[:1]))
     with closing(Checkpoints(settings.run, loop)) as checkpoints:
@@ -149,7 +149,7 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
 
 
 def card(
-    settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int, lines: list[watch.Metrics]
+    settings: ExportConfig, trained: DraftingStage, drafter: Any, dialect: str, step: int, lines: list[watch.Metrics]
 ) -> str:
     """Returns a model card: the drafter, the settings of its run, and the last held-out metrics of its log's lines."""
     last: dict[str, Any] = {}
@@ -204,4 +204,4 @@ included).
 
 
 if __name__ == "__main__":
-    run_config.run_command(main, ExportStage, __doc__)
+    run_config.run_command(main, ExportConfig, __doc__)

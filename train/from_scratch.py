@@ -34,7 +34,7 @@ from treeflash_jax.models.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromScratchStage:
+class FromScratchConfig:
     """Settings of this example."""
 
     run: str = setting(help="folder of checkpoints, log and result, local or gs://")
@@ -63,7 +63,7 @@ def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
             yield from [content] if isinstance(content, str) else [message["content"] for message in content]
 
 
-def train_tokenizer(settings: FromScratchStage) -> None:
+def train_tokenizer(settings: FromScratchConfig) -> None:
     """Trains a tokenizer like that of the `tiny` pair: byte-level BPE, single digits and a ChatML-like chat template."""
     texts = training_texts(settings.tokenizer_sources, settings.loop.seed)
     alike = Tokenizer.load(locate("tiny", "verifier")).inner
@@ -83,7 +83,7 @@ def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any,
     return {"loss": (jnp.sum(weights_bt * loss_bt), jnp.sum(weights_bt))}
 
 
-def main(settings: FromScratchStage) -> None:
+def main(settings: FromScratchConfig) -> None:
     hosts.connect(notes_sigterm=True)
     if not Path(settings.tokenizer).exists():
         train_tokenizer(settings)
@@ -113,4 +113,4 @@ def main(settings: FromScratchStage) -> None:
 
 
 if __name__ == "__main__":
-    run_config.run_command(main, FromScratchStage, __doc__)
+    run_config.run_command(main, FromScratchConfig, __doc__)

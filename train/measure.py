@@ -32,7 +32,7 @@ NGRAMS = "n-grams alone"  # name of a system
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureStage:
+class MeasureConfig:
     """Settings of this stage."""
 
     verifier: str = setting(help="name of a pair, folder, GGUF file or Hub id")
@@ -52,7 +52,7 @@ class MeasureStage:
     devices: int = setting(1, "devices that split the pair, if one does not hold it", least=1)
 
 
-def main(settings: MeasureStage) -> None:
+def main(settings: MeasureConfig) -> None:
     read_kept(settings.out, "settings", "systems")  # refuses to replace another file
     measured = measure(settings)
     files.write(settings.out, json.dumps(measured, indent=1) + "\n")
@@ -60,7 +60,7 @@ def main(settings: MeasureStage) -> None:
         report.show(measured)
 
 
-def measure(settings: MeasureStage) -> dict[str, Any]:
+def measure(settings: MeasureConfig) -> dict[str, Any]:
     """Returns the summary of `report.summarise`, with the number of nodes of the trees among its settings.
 
     Entries of systems also have "over_ngrams", the ratio of their speed to that of n-grams alone.
@@ -107,7 +107,7 @@ def _answers(records: list[dict[str, Any]], system: str, temperature: float) -> 
     return {(x["prompt_id"], x["settings"]["seed"]): x for x in chosen}
 
 
-def make_systems(model: tf.TreeFlash, settings: MeasureStage) -> list[System]:
+def make_systems(model: tf.TreeFlash, settings: MeasureConfig) -> list[System]:
     """Returns the drafted system, n-grams alone, and one-token decoding with the device's default attention and another."""
     limits = {"max_new_tokens": settings.new_tokens, "batch_size": 1}
     nodes = settings.nodes or model.plan(tf.GenerateConfig(builder="best-first")).num_nodes
@@ -127,4 +127,4 @@ def make_systems(model: tf.TreeFlash, settings: MeasureStage) -> list[System]:
 
 
 if __name__ == "__main__":
-    run_config.run_command(main, MeasureStage, __doc__)
+    run_config.run_command(main, MeasureConfig, __doc__)

@@ -21,7 +21,7 @@ import jax
 
 from train import measure, respond
 from train.pairing.compose import MEASURE_SECONDS, Composer, PairConfig
-from train.pairing.stages import STAGES, Records
+from train.pairing.stages import STAGES, StageInputs
 from train.runtime import hosts, run_config, watch
 from treeflash_jax.bench.report import format_interval
 from treeflash_jax.core import files
@@ -34,14 +34,14 @@ def main(settings: PairConfig) -> None:
     if jax.process_count() > 1:
         raise ValueError("train.pair runs in one process; on several hosts run its stages one by one")
     composer = Composer(settings)
-    records = Records(settings)
+    begun = StageInputs(settings)
     composer.check_settings()
     with hosts.held(files.absolute(settings.path("pair.lock")), f"out={settings.out}"):
-        run_stages(composer, records)
+        run_stages(composer, begun)
         conclude(settings, composer.stages["respond"], read_json(composer.stages["measure"].out))
 
 
-def run_stages(composer: Composer, records: Records) -> None:
+def run_stages(composer: Composer, begun: StageInputs) -> None:
     """Runs the stages that have not finished with these inputs."""
     began, settings = time.perf_counter(), composer.settings
     for number, stage in enumerate(STAGES, start=1):
@@ -51,19 +51,19 @@ def run_stages(composer: Composer, records: Records) -> None:
             composer.read_answers()
         made = stage.compose(composer)
         inputs = stage.inputs(composer, made)
-        action = records.action(stage, inputs)
+        action = begun.action(stage, inputs)
         if action != "begin":
             made = stage.continued(made, settings)
         composer.stages[stage.name] = made
         if action == "skip":
             hosts.say("  finished before")
             continue
-        if action == "begin" and stage.name in records.by_name:
-            changed = records.changed(stage, inputs) or f"{stage.reads or 'prompts'} changed"
+        if action == "begin" and stage.name in begun.by_name:
+            changed = begun.changed(stage, inputs) or f"{stage.reads or 'prompts'} changed"
             hosts.say(f"  begins again, as {changed}; earlier results are kept in {settings.path('before')}")
             stage.set_aside(settings)
         run_config.save(made, toml)
-        records.save(stage, inputs, finished=False)
+        begun.save(stage, inputs, finished=False)
         run_config.save(settings, settings.path("pair.toml"))
         values = dotted(run_config.to_dict(made), into_lists=True)
         for key in stage.shown:
@@ -72,7 +72,7 @@ def run_stages(composer: Composer, records: Records) -> None:
             stage.main(made, on_timed=partial(announce, began, made.loop.steps))
         else:
             stage.main(made)
-        records.save(stage, inputs, finished=True)
+        begun.save(stage, inputs, finished=True)
 
 
 def announce(began: float, steps: int, step: int, seconds: float) -> None:

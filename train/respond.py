@@ -26,7 +26,7 @@ import jax
 from etils import epath
 
 from train.data import answers
-from train.data.records import Source, read_records
+from train.data.records import Record, Source, read_records
 from train.runtime import hosts, run_config, watch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.bench.prompt_sets import read_prompts
@@ -36,8 +36,9 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import NO_DRAFTER, locate
-from treeflash_jax.engine.prompts import Text
+from treeflash_jax.engine.prompts import Text, encode
 from treeflash_jax.engine.results import Result
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
 OVERLAP = 8  # consecutive words
@@ -131,12 +132,8 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
             if source.holds_out(record.number) != held_out:
                 left_out["to be answered" if held_out else "held out"] += 1
                 continue
-            try:
-                ids = model.encode(question(record.content))
-            except ValueError as error:
-                if skipped is None:
-                    raise ValueError(f"{record.where}: {error}") from None
-                skipped["malformed"] += 1
+            ids = encode_question(record, model.tokenizer, skipped)
+            if ids is None:
                 continue
             if len(ids) > settings.max_prompt_tokens:
                 left_out["too long"] += 1
@@ -164,8 +161,21 @@ def word_sequences(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[start : start + OVERLAP]) for start in range(len(words) - OVERLAP + 1)}
 
 
-def question(content: Any) -> Any:
-    """Returns the prompt of a record: a chat up to its first assistant turn, a text, or ids."""
+def encode_question(record: Record, tokenizer: Tokenizer | None, skipped: Counter[str] | None) -> list[int] | None:
+    """Returns the ids of a record's prompt: a chat up to its first assistant turn, a text, or ids.
+
+    For a record without a prompt it returns None and counts it in `skipped`; if that is None, it raises ValueError.
+    """
+    try:
+        return encode(_question(record.content), tokenizer)
+    except ValueError as error:
+        if skipped is None:
+            raise ValueError(f"{record.where}: {error}") from None
+        skipped["malformed"] += 1
+        return None
+
+
+def _question(content: Any) -> Any:
     if isinstance(content, str):
         return Text(content)
     if not isinstance(content, list):

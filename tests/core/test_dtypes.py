@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
 COMMANDS = ("generate x", "check x", "demo", "convert x y", "bench latency", "bench memory", "bench run --out x")
 STAGES = {  # name of the setting, and a file or words that give what is required
     head.HeadStage: ("compute_dtype", CONFIGS / "head.toml", []),
-    export.ExportStage: ("dtype", None, ["run=x", "out=y"]),
+    export.ExportConfig: ("dtype", None, ["run=x", "out=y"]),
 }
 
 

@@ -50,7 +50,7 @@ OUTPUTS = {
     "bench latency": lambda out: cli(["bench", "latency", "--out", out]),
     "bench memory": lambda out: cli(["bench", "memory", "--shape", "tiny", "--no-compile", "--out", out]),
     "bench memory --train": lambda out: cli(["bench", "memory", "--shape", "tiny", "--train", "x.toml", "--out", out]),
-    "train.measure": lambda out: measure.main(measure.MeasureStage(verifier="x", drafter="x", respond="x", out=out)),
+    "train.measure": lambda out: measure.main(measure.MeasureConfig(verifier="x", drafter="x", respond="x", out=out)),
 }
 
 

@@ -138,7 +138,7 @@ def test_dense_files_are_written_as_they_were_read(tmp_path):
     refused(lambda: model_files.save_verifier(tmp_path / "x", sparse, params), "qwen3_5_moe_text", "only read")
     words = [f"run={tmp_path}/run", f"tokenizer={locate('tiny')}"]
     words += [f"model.{key}={value}" for key, value in SIZES.items()]
-    stage = run_config.load(from_scratch.FromScratchStage, FROM_SCRATCH, [*words, "model.model_type=qwen3_next"])
+    stage = run_config.load(from_scratch.FromScratchConfig, FROM_SCRATCH, [*words, "model.model_type=qwen3_next"])
     refused(lambda: from_scratch.main(stage), "qwen3_next", "only read")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
 

@@ -45,7 +45,7 @@ def main(toy: Path, terminate_after: int) -> None:
     drafter.main(run_config.load(drafter.DrafterStage, None, [*TRAINING, *sizes, f"run={BUCKET}/drafter"]))
     backbone = (f"drafter={BUCKET}/drafter/model", OBJECTIVE.format("forward-kl"))
     head.main(run_config.load(head.HeadStage, None, [*TRAINING, *backbone, f"run={BUCKET}/head"]))
-    export.main(export.ExportStage(run=f"{BUCKET}/head", out=f"{BUCKET}/published", step="best"))
+    export.main(export.ExportConfig(run=f"{BUCKET}/head", out=f"{BUCKET}/published", step="best"))
     model = tf.load(verifier=f"{BUCKET}/verifier", drafter=f"{BUCKET}/published")
     drafted, plain = (model.generate([[5, 6]], max_new_tokens=6, builder=name)[0] for name in ("best-first", "none"))
     assert model.drafter.head == "mlp" and drafted.ids == plain.ids

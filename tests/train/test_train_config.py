@@ -16,7 +16,7 @@ from treeflash_jax.models.backend.packed_attention import MAX_BLOCKS, MAX_CONTEX
 CONFIGS = Path(__file__).parents[2] / "configs"
 STAGES = {
     **registry.STAGES,
-    "from_scratch": from_scratch.FromScratchStage,
+    "from_scratch": from_scratch.FromScratchConfig,
     "ask": ask.AskConfig,
     "respond": respond.RespondConfig,
 }

@@ -300,7 +300,7 @@ def test_a_tokenizer_and_a_model_are_trained_and_read(tmp_path):
     words += ["loop.steps=6", "loop.batch=8", "loop.log_every=1", "mesh.data=1", "optimizer.learning_rate=1e-2"]
     shipped = Path(__file__).parents[2] / "configs" / "shipped" / "from_scratch.toml"
     words += [f"model.{name}={size}" for name, size in sizes.items()]
-    stage = run_config.load(from_scratch.FromScratchStage, shipped, [*words, "init_scale=0.02"])
+    stage = run_config.load(from_scratch.FromScratchConfig, shipped, [*words, "init_scale=0.02"])
     stage = replace(stage, sources=(source,), tokenizer_sources=(source, source))
     from_scratch.main(stage)
     trained = Tokenizer.load(tmp_path / "run" / "model")

@@ -62,7 +62,7 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untra
         for step, tau in ((2, 3.5), (4, 4.5)):
             log.write(step, {"held_out/tau_64": tau})
     trained = model_files.load_drafter(fetched("gs://bucket/run/model", tmp_path / "model"))[1]
-    export.main(export.ExportStage(run=settings.run, out="gs://bucket/out"))
+    export.main(export.ExportConfig(run=settings.run, out="gs://bucket/out"))
     exported = fetched("gs://bucket/out", tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, model_files.load_drafter(exported)[1], trained)
     card = (exported / "README.md").read_text()
@@ -83,7 +83,7 @@ def trained(toy, tmp_path, untrained):
 
 
 def test_exports_replace_exports_alone(trained, tmp_path):
-    exported = lambda out, **more: export.main(export.ExportStage(run=trained.run, out=str(out), **more))  # noqa: E731
+    exported = lambda out, **more: export.main(export.ExportConfig(run=trained.run, out=str(out), **more))  # noqa: E731
     (tmp_path / "project").mkdir()
     for name in ("README.md", "config.json", "model.safetensors"):
         (tmp_path / "project" / name).write_text("mine")
@@ -107,7 +107,7 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     listed.write_text(json.dumps({"ids": [*range(20)]}))
     chosen, read, parsed = dict(drafter_temperature=0.7, tau=2.5), documents.read_records, []
     monkeypatch.setattr(documents, "read_records", lambda *how: (parsed.append(record) or record for record in read(*how)))
-    export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
+    export.main(export.ExportConfig(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
     stored = model_files.read_drafter_config(tmp_path / "out")
     assert {name: getattr(stored, name) for name in chosen} == chosen
     assert stored.verifier == (settings.verifier, "Qwen3ForCausalLM")
@@ -120,10 +120,10 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     tau = statistics.mean(length for result in results for length in result.accept_lengths)
     assert f"\ntau {tau:.2f} of the folder loaded again: {len(prompts)} held-out prompts" in capsys.readouterr().out
     del chosen["tau"]
-    export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "measured"), dtype="float32", **chosen))
+    export.main(export.ExportConfig(run=settings.run, out=str(tmp_path / "measured"), dtype="float32", **chosen))
     assert model_files.read_drafter_config(tmp_path / "measured") == replace(stored, tau=round(tau, 2))
     assert f"tau of 8 nodes | {tau:.2f}".rstrip("0") in (tmp_path / "measured" / "README.md").read_text()
-    other = export.ExportStage(run=str(tmp_path), out=str(tmp_path / "new"))
+    other = export.ExportConfig(run=str(tmp_path), out=str(tmp_path / "new"))
     refused(lambda: export.main(other), "got no settings.toml, expected the run= of a stage")
     without_data = toy_training.settings(toy, "sources.0.hold_out=0")
     no_prompt = None, "tau was not measured: the sources hold out no prompt"
@@ -145,7 +145,7 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypa
     monkeypatch.setattr(export, "measure_tau", lambda *_: (None, ""))
     head.main(toy_training.settings(toml, *given))
     beside.unlink(missing_ok=True)
-    export.main(export.ExportStage(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    export.main(export.ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
     for folder in ("run/model", "out"):
         assert model_files.read_drafter_config(tmp_path / folder).thinking is expected
     *_, tokenizer = drafting.read_verifier(toy_training.settings(toml, "verifier=tiny", *given))

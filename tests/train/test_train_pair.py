@@ -131,12 +131,15 @@ def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, word, message)
 
 
 def test_answers_are_made_by_all_devices_and_without_prompts_that_may_be_skipped(prompts, tmp_path):
-    """Answers have no fsdp axis; and a prompt that cannot be read is skipped before they are made, too."""
-    lines = write_lines(tmp_path / "some.jsonl", [*read_lines(prompts), {"no": "turns"}])
+    """Answers have no fsdp axis; and prompts that cannot be read or asked are skipped before they are made, too."""
+    unasked = {"conversations": [{"from": "gpt", "value": "Welcome."}, {"from": "human", "value": "Hello."}]}
+    lines = write_lines(tmp_path / "some.jsonl", [*read_lines(prompts), unasked, {"no": "turns"}])
     composer = compose.Composer(settings_of(lines, tmp_path, "mesh.data=2", "mesh.fsdp=4", "respond.malformed=skip"))
     mesh = composer.respond().mesh
     assert (mesh.data, mesh.fsdp, mesh.model) == (8, 1, 1)
     refused(lambda: compose.Composer(settings_of(lines, tmp_path)).respond(), "some.jsonl")
+    lines = write_lines(tmp_path / "other.jsonl", [*read_lines(prompts), unasked])
+    refused(lambda: compose.Composer(settings_of(lines, tmp_path)).respond(), "other.jsonl", "that the assistant opens")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +286,7 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, count):
     asked = [SimpleNamespace(ids=[i]) for i in range(20)]
     monkeypatch.setattr(measure.respond, "collect_prompts", lambda *_, **named: asked)
     named = {"verifier": "x", "drafter": "x", "respond": "x", "out": f"{tmp_path}/out.json"}
-    stage = measure.MeasureStage(**named, seconds=seconds, devices=2)
+    stage = measure.MeasureConfig(**named, seconds=seconds, devices=2)
     measured = measure.measure(stage)
     assert measured["prompts"] == count and len(measured["records"]) == 6 * count and measured["settings"]["nodes"] == 8
     names = {record["system"] for record in measured["records"]}

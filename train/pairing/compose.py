@@ -19,11 +19,11 @@ from train.data.packing import Corpus
 from train.data.records import Record, Source, read_records
 from train.drafter import DrafterStage
 from train.evaluate import EvaluateConfig
-from train.export import ExportStage
+from train.export import ExportConfig
 from train.head import HeadStage
-from train.measure import MeasureStage
+from train.measure import MeasureConfig
 from train.pairing import choices
-from train.respond import RespondConfig, question
+from train.respond import RespondConfig, encode_question
 from train.runtime import run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
@@ -31,7 +31,6 @@ from treeflash_jax.core import files, sharding
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.defaults import choose_dtype, choose_training_lengths, choose_training_vocabulary
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.engine.prompts import encode
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
@@ -102,15 +101,15 @@ class Composer:
 
     def __init__(self, settings: PairConfig):
         self.settings = settings
+        self.skipped = Counter() if settings.respond.get("malformed") == "skip" else None
         self.stages: dict[str, Any] = {}
         self.answers = Corpus({}, {}, {}, {})
 
     @cached_property
     def prompts(self) -> list[Record]:
         """Prompts of the command, without those that cannot be read if they may be skipped."""
-        skipped = Counter() if self.settings.respond.get("malformed") == "skip" else None
         source = Source(path=self.settings.prompts, limit=self.settings.num_prompts, hold_out=0)
-        return [*read_records(source, self.settings.seed, skipped)]
+        return [*read_records(source, self.settings.seed, self.skipped)]
 
     def prompts_digest(self) -> str:
         return hashlib.sha256(repr([prompt.content for prompt in self.prompts]).encode()).hexdigest()
@@ -143,7 +142,8 @@ class Composer:
         if len(prompts) < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {len(prompts)} prompts, expected at least {LEAST_PROMPTS}")
         sample = packing.pick_spread(prompts, MEASURED_LENGTHS)
-        lengths = {prompt.number: len(encode(question(prompt.content), self.tokenizer)) for prompt in sample}
+        questions = {prompt.number: encode_question(prompt, self.tokenizer, self.skipped) for prompt in sample}
+        lengths = {number: len(ids) for number, ids in questions.items() if ids is not None}
         longest = min(context // 2, math.ceil(np.percentile([*lengths.values()], 95) / 32) * 32)
         usable = [number for number, length in lengths.items() if length <= longest]
         made = RespondConfig(
@@ -231,13 +231,13 @@ class Composer:
             mesh=settings.mesh,
         )
 
-    def export(self) -> ExportStage:
+    def export(self) -> ExportConfig:
         run, out = (str(self.settings.path(name)) for name in ("head", "model"))
-        return run_config.replaced(ExportStage(run=run, out=out, overwrite=True), self.settings.export)
+        return run_config.replaced(ExportConfig(run=run, out=out, overwrite=True), self.settings.export)
 
-    def measure(self) -> MeasureStage:
+    def measure(self) -> MeasureConfig:
         settings = self.settings
-        made = MeasureStage(
+        made = MeasureConfig(
             verifier=settings.verifier,
             drafter=str(settings.path("model")),
             respond=str(settings.path("respond.toml")),

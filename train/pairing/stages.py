@@ -115,7 +115,7 @@ STAGES = (
 )
 
 
-class Records:
+class StageInputs:
     """The inputs of every stage that was begun, in OUT/stages.json."""
 
     def __init__(self, settings: PairConfig):

@@ -77,8 +77,8 @@ class Checkpoints:
         # A run that is extended may have more documents.
         if self.documents not in (None, documents) and steps == self.loop.steps:
             raise ValueError(
-                f"{self.folder}: the training documents changed after step {step}; restore those of then to continue, or "
-                "give more loop.steps or another run= to train on these"
+                f"{self.folder}: the training documents changed after step {step}; restore the earlier ones to continue, "
+                "or give more loop.steps or another run= to train on these"
             )
         return state
 

@@ -11,10 +11,11 @@ from treeflash_jax.core import parameters, sharding
 
 
 def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: Batch) -> float:
-    """Counts the products of a step without recomputation: a gradient has as many as the derivative along one direction.
+    """Counts the products of a step without recomputation.
 
-    What the mask of attention discards counts, too. `sums` is the objective of a `TrainTask`. It is traced in float32,
-    without kernels, for a batch of these shapes.
+    The gradient is counted as the derivative along one direction, which has the same number. What the mask of
+    attention discards counts, too. `sums` is the objective of a `TrainTask`. It is traced in float32, without kernels, for
+    a batch of these shapes.
     """
     params, frozen = (parameters.abstract(tree, jnp.float32) for tree in (specs, frozen_specs))
     keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))

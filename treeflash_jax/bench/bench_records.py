@@ -1,6 +1,5 @@
 """Files of results: records of answers, one a line and all of one run; and JSON files to which commands add."""
 
-import json
 import os
 import platform
 import sys
@@ -115,10 +114,6 @@ def is_comparable(record: Record, other: Record) -> bool:
     rules = {ours["acceptance"], theirs["acceptance"]} - {None, "sample-and-match"}
     is_exact = not (rules and ours["temperature"] > 0) and ours["dtype"] == theirs["dtype"]
     return is_exact and "none" in builders and len(builders - {"none", PEER}) == 1
-
-
-def write_records(path: str | Path, records: Sequence[Record]) -> None:
-    files.write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_kept(path: str | Path | None, *keys: str, inside: bool = False) -> dict[str, Any]:

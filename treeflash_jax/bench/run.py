@@ -132,7 +132,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
             config = replace(base.config, builder="none")
             measured.append(Peer(name=name, model=base.model, config=config, command=command, program=program))
         refuse_mismatches(measured, prompts, records, arguments.out)
-        bench_records.write_records(arguments.out, records)  # without a last one that was cut off
+        files.write(arguments.out, "".join(json.dumps(record) + "\n" for record in records))  # without a cut one
         output = stack.enter_context(open(arguments.out, "a", encoding="utf-8"))
         known = tuple(records)
         for record in harness.measure(measured, prompts, temperatures=temperatures, seeds=seeds, known=known):

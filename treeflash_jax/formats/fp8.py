@@ -75,7 +75,7 @@ class ScaledTensor:
 
     Attributes:
       values: [..., outputs, inputs], float8_e4m3fn.
-      scales: one number per block, of any shape with as many.
+      scales: one number per block, in any shape with that number of elements.
       counts: number of blocks along each axis.
       block: size of a block along each axis; the last one may be smaller.
     """

@@ -22,7 +22,7 @@ _PRE = {  # tokenizer.ggml.pre, and the pre-tokenizer it stands for
 }  # fmt: skip
 
 
-def arguments(file: File) -> dict[str, Any]:
+def tokenizer_arguments(file: File) -> dict[str, Any]:
     """Returns the arguments of `PreTrainedTokenizerFast` for a file's tokenizer; {} if it has none.
 
     Raises ValueError for a kind of tokenizer that is not implemented, or a damaged vocabulary.
@@ -38,9 +38,9 @@ def arguments(file: File) -> dict[str, Any]:
     return settings | {"clean_up_tokenization_spaces": False}
 
 
-def files(file: File) -> dict[str, str]:
-    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} for none. Raises as `arguments`."""
-    settings = arguments(file)
+def tokenizer_files(file: File) -> dict[str, str]:
+    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} for none. Raises as for its arguments."""
+    settings = tokenizer_arguments(file)
     if not settings:
         return {}
     tokenizer_json = settings.pop("tokenizer_object").to_str()

@@ -6,9 +6,10 @@ from typing import Any, Self
 
 from treeflash_jax.core.checks import INT32, coerce, expect, quoted, warn
 
-# Keys that change numbers: of models, rope settings, drafters, GGUF files. Keys that are neither here nor known to a reader
-# of configs are ignored with a warning: releases of transformers and llama.cpp add keys every month.
-CHANGES = frozenset(
+# Keys that change outputs, and are refused unless a reader implements them: of models, rope settings, drafters, GGUF files.
+# Keys that are neither here nor known to a reader of configs are ignored with a warning: releases of transformers and
+# llama.cpp add keys every month.
+NUMERIC_KEYS = frozenset(
     """quantization_config quantization compression_config auto_map text_config v_head_dim q_lora_rank kv_lora_rank
     scale_depth scale_emb dim_model_base residual_multiplier embedding_multiplier attention_multiplier logits_scaling
     logit_scale final_logit_softcapping attn_logit_softcapping query_pre_attn_scalar clip_qkv attention_sink_bias
@@ -79,9 +80,9 @@ class Keys:
         expect(is_met, key, value, expected, self.where)
 
     def check_known(self, known: Collection[str]) -> None:
-        """Warns of keys that are not in `known`. Raises ValueError if one of them is in CHANGES."""
+        """Warns of keys that are not in `known`. Raises ValueError if one of them is in NUMERIC_KEYS."""
         unknown = sorted(set(self.raw) - set(known))
-        if changing := CHANGES.intersection(unknown):
+        if changing := NUMERIC_KEYS.intersection(unknown):
             raise ValueError(f"{self.where}: got key {quoted(min(changing))}, which changes numbers and is not implemented")
         if unknown:
             warn(f"{self.where}: unknown keys {quoted(unknown, 160)} are ignored")

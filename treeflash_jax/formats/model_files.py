@@ -191,7 +191,7 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float3
     """
     files.check_folder(target)
     file = gguf_reader.read(source)
-    texts = gguf_tokenizer.files(file)
+    texts = gguf_tokenizer.tokenizer_files(file)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         config, params = load_verifier(source, dtype=dtype)
     roles = {"bos": "bos_token_id", "padding": "pad_token_id"}

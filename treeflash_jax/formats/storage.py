@@ -25,7 +25,7 @@ CHECKED_AT_ONCE = 2**17
 READ_AT_ONCE = 2**20  # numbers, before they are converted: fresh memory costs more time than reading
 FLOAT8 = "F8_E4M3"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
 WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
 
 
@@ -206,7 +206,7 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
     for name in names:
         shape, begin = tensors[name][0].entry.disk_shape(tensors[name][0].spec), end
         end += math.prod(shape) * kinds[name].itemsize
-        header[name] = {"dtype": _DTYPES[kinds[name].name], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPES[kinds[name].name], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
 

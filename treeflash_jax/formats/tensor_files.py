@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,23 +27,13 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
     names anything but files of this folder.
     """
     listed = _listed(folder)
-    with open_files(folder, sorted({*listed.values()}) or ["model.safetensors"], listed) as tensors:
-        yield tensors
-
-
-@contextmanager
-def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """Opens the tensors of some files of a folder by name; the files close at the end.
-
-    Raises ValueError for files that are missing, damaged or lack a tensor which the index, `listed`, says they hold.
-    """
     with ExitStack() as stack:
-        handles = {name: _open(folder / name, stack) for name in names}
+        handles = {name: _open(folder / name, stack) for name in sorted({*listed.values()}) or ["model.safetensors"]}
         held = {name: {*handle.keys()} for name, handle in handles.items()}
-        for tensor, name in (listed or {}).items():
+        for tensor, name in listed.items():
             if tensor not in held[name]:
                 raise ValueError(f"{folder / name}: no tensor {clipped(tensor, QUOTED)}, which the index says it holds")
-        listed = listed or {tensor: name for name in names for tensor in held[name]}
+        listed = listed or {tensor: name for name in held for tensor in held[name]}
         tensors = {tensor: handles[name].get_slice(tensor) for tensor, name in listed.items()}
         mapped = {name for tensor, name in listed.items() if tensors[tensor].get_dtype() == FLOAT8}
         for name in sorted(mapped):

@@ -39,7 +39,7 @@ class Tokenizer:
     def load(cls, path: str | Path, template: Mapping[str, Any] | None = None) -> Self | None:
         """Returns the tokenizer of a model folder or GGUF file; None if it has none. Raises ValueError if it is damaged."""
         path, is_gguf = Path(path), gguf_reader.is_gguf(path)
-        arguments = gguf_tokenizer.arguments(gguf_reader.read(path)) if is_gguf else {}
+        arguments = gguf_tokenizer.tokenizer_arguments(gguf_reader.read(path)) if is_gguf else {}
         if not (arguments if is_gguf else (path / "tokenizer.json").exists()):
             return None
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it

@@ -44,7 +44,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model family. A key of its config.json is used, known to be inert, in `keys.CHANGES` and refused, or warned of.
+    """One model family. A key of its config.json is used, inert, in `keys.NUMERIC_KEYS` and refused, or warned of.
 
     Attributes:
       model_type: `model_type` in config.json and in ModelConfig.

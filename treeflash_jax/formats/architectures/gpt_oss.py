@@ -133,10 +133,9 @@ GPT_OSS = replace(
         Key(name="num_experts_per_tok", field="experts_per_token", default=4),
         Key(name="swiglu_limit", field="swiglu_limit", kind=float, default=7.0),
     ),
-    constants={
-        **{"qk_norm": False, "qkv_bias": True, "o_bias": True, "attention_sinks": True},
-        **{"normalize_experts": True, "expert_biases": True},
-    },
+    constants=dict(
+        qk_norm=False, qkv_bias=True, o_bias=True, attention_sinks=True, normalize_experts=True, expert_biases=True
+    ),
     only=ONLY | {"attention_bias": (True,), "swiglu_alpha": (1.702,)},
     layer_types=("sliding_attention", "full_attention"),
     inert=INERT | {"router_aux_loss_coef", "output_router_logits", "experts_per_token", "initial_context_length"},

@@ -38,7 +38,7 @@ OUTSIDE = {
 }
 OPTIONS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 INERT = ("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init")
-_OUR_FIELDS = (*OUR_FIELDS, "thinking")
+_STATED_FIELDS = (*OUR_FIELDS, "thinking")
 _MODEL_TYPES = ("llama", "qwen3")  # of the layer
 
 
@@ -88,7 +88,7 @@ class Eagle3(Dialect):
             own_embedding=target != layers.hidden_size or "embed_tokens.weight" in tensor_files.names(folder),
             verifier=speculators.read_verifier(keys),
             **options,
-            **read_our_fields(keys, _OUR_FIELDS),
+            **read_our_fields(keys, _STATED_FIELDS),
         )
 
     def _layers(self, keys: Keys) -> ModelConfig:
@@ -143,7 +143,7 @@ class Speculators(Eagle3):
             **{name: getattr(config, name) for name in OPTIONS},
             "tie_word_embeddings": False,
             **({} if config.taps is None else {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps]}),
-            **write_our_fields(config, _OUR_FIELDS),
+            **write_our_fields(config, _STATED_FIELDS),
         }
 
 

@@ -22,7 +22,7 @@ from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
 from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder
 from treeflash_jax.formats.keys import Keys, find_key
-from treeflash_jax.formats.storage import Tensor
+from treeflash_jax.formats.storage import DTYPES, Tensor
 
 PATH_CANDIDATES = 64  # per depth, as the published trees over heads that follow the path use
 
@@ -156,7 +156,7 @@ class Squeezed:
         return self.values.shape
 
     def get_dtype(self) -> str:
-        return {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}.get(self.values.dtype.name, self.values.dtype.name)
+        return DTYPES.get(self.values.dtype.name, self.values.dtype.name)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.values[index]
