@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from answers import drafted_as_plain, with_recurrent_layers
 import treeflash_jax as tf
 from train import export, head
 from train.data import packing
-from train.runtime import loop, run_config
+from train.runtime import run_config
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.formats import model_files
@@ -149,18 +148,17 @@ def read_log(run: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in TIMES} for line in read_lines(Path(run) / "log.jsonl")]
 
 
-def terminate_after(steps: int) -> None:
-    """Has this process send itself SIGTERM after that many steps of training, and notice it in that step."""
+def terminate_after(last: int) -> None:
+    """Has this process send itself SIGTERM before that step of training; it notices that after the step."""
+    batches = packing.batches
 
-    class Terminated(loop.Signals):
-        def requested(self, step: int) -> bool:
-            if step == steps:
+    def terminated(corpus: packing.Corpus, *, start: int, **named) -> Iterator[packing.Batch]:
+        for step, batch in enumerate(batches(corpus, start=start, **named), start + 1):
+            if step == last:
                 os.kill(os.getpid(), signal.SIGTERM)
-                if not self.alone:
-                    time.sleep(2)  # JAX looks for signals once a second
-            return super().requested(step)
+            yield batch
 
-    loop.Signals = Terminated
+    packing.batches = terminated
 
 
 def record_batches(path: Path) -> None:

@@ -84,7 +84,7 @@ def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any,
 
 
 def main(settings: FromScratchConfig) -> None:
-    hosts.connect(notes_sigterm=True)
+    hosts.connect()
     if not Path(settings.tokenizer).exists():
         train_tokenizer(settings)
     tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})

@@ -19,8 +19,8 @@ from refusals import refused
 from toy_training import HYBRID, MODEL, read_log
 
 from train import respond
+from train.data import packing
 from train.data.records import Source
-from train.runtime import loop
 from train.runtime.run_config import MeshConfig
 from train.stages import drafting, registry
 from train.stages.teacher import teach
@@ -70,7 +70,7 @@ def test_a_stopped_stage_goes_on_to_the_same_end(hybrid, tmp_path, monkeypatch, 
     runs = {run: registry.read_stage(toml, [f"run={tmp_path}/{run}", *words]) for run in ("whole", "cut")}
     drafting.train(runs["whole"])
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(loop, "Signals", loop.Signals)  # put back afterwards
+        patch.setattr(packing, "batches", packing.batches)  # put back afterwards
         toy_training.terminate_after(2)
         drafting.train(runs["cut"])
     assert len(read_log(tmp_path / "cut")) < 5

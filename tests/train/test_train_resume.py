@@ -159,7 +159,7 @@ def test_a_run_moves_from_four_processes_to_two_to_one(tmp_path, monkeypatch):
     for count, step, mesh in ((4, 2, ()), (4, 5, ()), (2, 8, ("mesh.data=1", "mesh.model=2"))):
         output = several_processes(toy, run, count, *overrides, *mesh, terminated_after=step)
         saved.append(int(re.search(r"terminated: saved step (\d+) of 15", output)[1]))
-    assert saved[-1] < 15
+    assert saved == [3, 6, 9], "all processes end a step after the one that got the signal noted it"
     monkeypatch.setattr(packing, "batches", packing.batches)
     toy_training.record_batches(Path(f"{run}.1-0"))
     here(toy, run, *overrides)
@@ -197,13 +197,6 @@ def test_best_checkpoint_is_kept_beside_the_newest(tmp_path, mode):
         assert list(saved.metrics()) == [2, 4, 5]
         abstract = {"x": jax.ShapeDtypeStruct((3,), np.float32, sharding=state["x"].sharding)}
         np.testing.assert_array_equal(saved.restore(abstract)["x"], state["x"])
-
-
-def test_checkpoints_do_not_ask_whether_a_host_was_terminated(tmp_path, monkeypatch):
-    """JAX expects the numbers of steps in order, on all hosts alike; Orbax would ask about an earlier one from a thread."""
-    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", None)
-    with closing(Checkpoints(f"{tmp_path}/run", LoopConfig(batch=1), "")) as saved:
-        saved.save(1, {"x": jax.numpy.arange(3.0)}, wait=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs resource limits")

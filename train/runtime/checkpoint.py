@@ -44,8 +44,6 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=documents is not None,
         )
-        # Orbax's thread asks JAX about an earlier step, after which hosts may agree on a step that one of them has passed.
-        self.inner._manager.reached_preemption = lambda step: False
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Metrics of every checkpoint by its step, oldest first; those without an evaluation have none."""

@@ -21,15 +21,13 @@ from treeflash_jax.core.checks import clipped
 ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")
 
 
-def connect(*, notes_sigterm: bool = False) -> None:
+def connect() -> None:
     """Joins the other processes of this job, if there are any.
 
     JAX detects Cloud TPU pods (through their metadata server), GKE, Slurm, Open MPI and Kubernetes. Elsewhere set
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process; JAX_NUM_PROCESSES=1 detects nothing.
 
-    Args:
-      notes_sigterm: leave SIGTERM to JAX, which informs all hosts of it, so that training stops at one step on all of them.
-        Otherwise the signal ends this process.
+    SIGTERM goes on to end this process: JAX's handler, which only notes it, is taken away.
 
     Raises ValueError if the other processes cannot be joined.
     """
@@ -46,8 +44,7 @@ def connect(*, notes_sigterm: bool = False) -> None:
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process, or JAX_NUM_PROCESSES=1 to use this one alone"
             ) from error
         return
-    if not (notes_sigterm and jax.process_count() > 1):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if jax.process_count() > 1 and sharding.device().is_cpu:  # XLA:CPU programs from a cache wait for each other forever
         jax.config.update("jax_enable_compilation_cache", False)
 

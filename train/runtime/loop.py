@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from train.data import packing
 from train.runtime import flops, hosts, training_state, watch
@@ -95,7 +96,7 @@ class _Run:
     ):
         loop: LoopConfig = config.loop
         self.task, self.config, self.loop, self.steps, self.mesh = task, config, loop, steps, mesh
-        self.checkpoints, self.signals, self.profile = checkpoints, stack.enter_context(Signals()), ExitStack()
+        self.checkpoints, self.signals, self.profile = checkpoints, stack.enter_context(Signals(mesh)), ExitStack()
         self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
         transform = training_state.make_optimizer(config.optimizer, steps, task.specs)
         example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
@@ -141,7 +142,7 @@ class _Run:
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
-            ends = step == steps or self.signals.requested(step)
+            ends = step == steps or self.signals.requested()
             logs, evaluates = self.is_due(step, loop.log_every), self.is_due(step, loop.evaluate_every)
             pauses = ends or evaluates or self.is_due(step, loop.save_every)
             line: dict[str, Any] = {}
@@ -239,14 +240,17 @@ def _add(sums: list[Sums]) -> Sums:
 class Signals:
     """Notes SIGTERM and Ctrl-C, so that a run saves a checkpoint before it ends; a second Ctrl-C ends the process at once.
 
-    JAX handles SIGTERM of several processes, and makes them agree on a step.
+    Hosts tell each other beside the next step, which no device waits for, and end after the same one.
     """
 
-    def __enter__(self) -> Self:
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
         self.received: int | None = None
-        self.alone = jax.process_count() == 1
-        noted = (signal.SIGTERM, signal.SIGINT) if self.alone else (signal.SIGINT,)
-        self.before = {number: signal.signal(number, self._note) for number in noted}
+        self.any_host = programs.jit(jnp.any, out_shardings=NamedSharding(mesh, P()))
+        self.told: jax.Array | None = None  # whether any host had noted one a step ago
+
+    def __enter__(self) -> Self:
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -259,9 +263,12 @@ class Signals:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             # Unlike print, it may interrupt a print.
             os.write(2, b"interrupted: saving after this step; Ctrl-C again ends at once\n")
-            if not self.alone:
-                os.kill(os.getpid(), signal.SIGTERM)
 
-    def requested(self, step: int) -> bool:
-        """Returns whether the run ends after this step; all hosts agree."""
-        return self.received is not None if self.alone else multihost_utils.reached_preemption_sync_point(step)
+    def requested(self) -> bool:
+        """Returns whether the run ends after this step; called once a step by all hosts, which agree."""
+        if jax.process_count() == 1:
+            return self.received is not None
+        noted, layout = np.array([self.received is not None]), NamedSharding(self.mesh, P(self.mesh.axis_names))
+        flags = jax.make_array_from_callback((self.mesh.size,), layout, lambda _: noted)
+        told, self.told = self.told, self.any_host(flags)
+        return told is not None and bool(told)

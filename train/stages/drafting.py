@@ -205,7 +205,7 @@ def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: A
 
 def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | None = None) -> None:
     """Loads verifier and data, trains, and writes RUN/model; `on_timed` as in `loop.fit`."""
-    hosts.connect(notes_sigterm=True)
+    hosts.connect()
     settings, mesh = with_thinking(settings), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
