@@ -147,11 +147,14 @@ def batches_smollm2() -> str:
     return section(f"sequences | dtype | nodes | {' | '.join(names.values())}", rows, f"{runs['note']}:", [runs["command"]])
 
 
+def _train_steps() -> list[dict[str, Any]]:
+    """Returns the compiled steps but those of chunked attention, which kernels replace."""
+    return [step for step in read("train_steps.json").values() if step["attention"] != "chunked"]
+
+
 def train_steps() -> str:
     rows = []
-    for step in read("train_steps.json").values():
-        if step["attention"] == "chunked":
-            continue
+    for step in _train_steps():
         memory = step["bytes_per_device"]
         cells = [step["shape"], step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]]
         cells += [f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")]
@@ -164,9 +167,7 @@ def train_batches() -> str:
     from treeflash_jax.core.devices import GPU_MEMORY, TPU_MEMORY
 
     rows, compiled = [], {}
-    for step in read("train_steps.json").values():
-        if step["attention"] == "chunked":
-            continue
+    for step in _train_steps():
         kind = step["topology"], " and ".join(step["trains"]), step["attention"]
         chips = step["mesh"]["data"] * step["mesh"]["fsdp"]
         compiled.setdefault((*kind, chips), []).append((step["batch"] // chips, step["bytes_per_device"]["total"]))
@@ -372,8 +373,8 @@ def drafters_smollm2() -> str:
     results, rows = read("drafters_smollm2.json"), []
 
     def total(drafter: str, top: str, bottom: str, prompts: str | None = None) -> float:
-        found = [x for x in results["greedy"] if x["drafter"] == drafter and prompts in (None, x["set"])]
-        return sum(x[top] for x in found) / sum(x[bottom] for x in found)
+        rows = [x for x in results["greedy"] if x["drafter"] == drafter and prompts in (None, x["set"])]
+        return sum(x[top] for x in rows) / sum(x[bottom] for x in rows)
 
     for drafter, times in results["phases_ms"].items():
         pace = partial(total, top="tokens", bottom="seconds")

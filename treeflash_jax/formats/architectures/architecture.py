@@ -62,8 +62,8 @@ class Architecture:
         prefix "model.layers.0.".
       outside: location on disk of the other weights.
       rotated: share of a head that is rotated if a file does not state it; families with 1 rotate whole heads only.
-      present: function of a config and a file's tensors by name; returns those that `layer` and `outside` name. It renames
-        tensors, splits them or leaves some out.
+      adapt_tensors: function of a config and a file's tensors by name; renames, splits or leaves out tensors, and returns
+        those that `layer` and `outside` name.
       mtp: location on disk of the weights of a layer of multi-token prediction, without those of its decoder layer; {}:
         files of the family have no such layer.
       is_written: whether files of the family can be written.
@@ -87,7 +87,7 @@ class Architecture:
     outside: Mapping[str, Entry]
     layouts: tuple[Mapping[str, Entry], ...] = ()
     rotated: float = 1.0
-    present: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, tensors: tensors
+    adapt_tensors: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, tensors: tensors
     mtp: Mapping[str, Entry] = field(default_factory=dict)
     is_written: bool = True
     gguf: str | None = None

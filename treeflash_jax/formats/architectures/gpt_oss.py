@@ -103,7 +103,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_types": tuple(types), "window": window} | qwen3_moe.derive(keys, fields)
 
 
-def _present(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Splits gate and up, and joins blocks with their scales. Raises ValueError if their shapes differ."""
     kept: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -143,7 +143,7 @@ GPT_OSS = replace(
     derived=("num_experts", "num_local_experts", "quantization_config"),
     layer=_LAYER | _DENSE,
     layouts=(_LAYER | _MXFP4,),
-    present=_present,
+    adapt_tensors=_adapt_tensors,
     is_written=False,
     gguf=None,
 )

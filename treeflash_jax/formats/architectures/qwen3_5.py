@@ -126,7 +126,7 @@ class Rows:
         return np.concatenate([self.tensor[(slice(int(run[0]), int(run[-1]) + 1), *others)] for run in runs])
 
 
-def _present(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
+def _adapt_tensors(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
     """Returns the text model's tensors by the names of text-only files."""
     if any(name.startswith(_VISION) for name in tensors):
         warn(f"{_VISION}* of a {config.model_type} file is not read")
@@ -137,9 +137,9 @@ def _present(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _present_by_key_head(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
+def _adapt_by_key_head(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
     """Splits the maps of Qwen3-Next, which have for each key head its query, key, values and gates, and b and a."""
-    kept, delta = _present(config, tensors), config.delta
+    kept, delta = _adapt_tensors(config, tensors), config.delta
     each = delta.value_heads // delta.key_heads
     for joined, names, sizes in (
         ("qkvz", ("qkv", "z"), [delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim]),
@@ -171,7 +171,7 @@ QWEN3_5 = replace(
     write=_write,
     layer=QWEN3.layer | _DELTA,
     rotated=0.25,
-    present=_present,
+    adapt_tensors=_adapt_tensors,
     mtp=_MTP,
     gguf=None,
 )
@@ -206,5 +206,5 @@ QWEN3_NEXT = replace(
     class_name="Qwen3NextForCausalLM",
     keys=(*_SPARSE.keys, Key(name="norm_topk_prob", field="normalize_experts", kind=bool, default=True)),
     derive=partial(_derive_sparse, experts=512),
-    present=_present_by_key_head,
+    adapt_tensors=_adapt_by_key_head,
 )

@@ -25,12 +25,12 @@ class HuggingFace(Dialect):
     def select(self, path: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Joins FP8 weights with their scales, and leaves out the copy of a tied table.
 
-        Raises ValueError if the copy has other weights, or as `fp8.join` and `present`.
+        Raises ValueError if the copy has other weights, or as `fp8.join` and `adapt_tensors`.
         """
         architecture = ARCHITECTURES[config.model_type]
         outside = architecture.outside
         try:
-            tensors = architecture.present(config, fp8.join(path, tensors))
+            tensors = architecture.adapt_tensors(config, fp8.join(path, tensors))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         embed, unembed = (outside[part].name for part in ("embed", "unembed"))
