@@ -157,7 +157,7 @@ class CompletionBody(Body):
 
 def _renderer_arguments() -> set[str]:
     """Returns the arguments of transformers' function that renders chats, without `documents`, which templates read."""
-    from transformers import PreTrainedTokenizerBase  # after the tokenizer, which sets its log level
+    from transformers import PreTrainedTokenizerBase  # late: loading a tokenizer sets the log level first
 
     return {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
