@@ -20,7 +20,7 @@ from treeflash_jax.bench import check as bench_check
 from treeflash_jax.bench.bench_records import read_jsonl
 from treeflash_jax.bench.check import compare_decodings, find_divergence
 from treeflash_jax.cli import chat, commands
-from treeflash_jax.cli.chat_commands import COMMANDS
+from treeflash_jax.cli.chat_commands import COMMANDS, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
@@ -260,6 +260,16 @@ def test_chat_sets_settings_and_the_system_message(heard, converse):
     assert with_system[0]["content"] == "Be short." and without[0] == {"role": "user", "content": "Hi"} == chat[0]
 
 
+@pytest.mark.parametrize("name, text, value", [
+    ("pattern", "[0-9]{3}-[a-z]+", "[0-9]{3}-[a-z]+"),
+    ("choices", "yes", ("yes",)),
+    ("choices", '["yes", "no"]', ("yes", "no")),
+    ("stop_ids", "3, 4", (3, 4)),
+])  # fmt: skip
+def test_values_of_settings_are_typed_as_they_are(name, text, value):
+    assert parse_value(name, text) == value
+
+
 def test_chat_saves_messages_that_a_prompt_file_reads(heard, converse, tmp_path, monkeypatch, capsys):
     path = tmp_path / "talk.jsonl"
     taken = tmp_path / "taken.jsonl"
@@ -290,7 +300,7 @@ def test_chat_prints_text_as_it_is(monkeypatch, capsys):
 
 
 def test_chat_remembers_the_conversation(heard, converse):
-    printed = converse("Sam has 2 cats.", "How many?", "/reset", "/usr/bin or // is text", "/quit", "not read")
+    printed = converse("Sam has 2 cats.", "How many?", "/reset", "/usr/bin or // is text", "/quit now", "not read")
     chats = [chat for chat, _ in heard]
     assert [[message["role"] for message in chat] for chat in chats] == [["user"], ["user", "assistant", "user"], ["user"]]
     assert chats[1][1]["content"] == "Yes." and printed.count("Yes.") == 3

@@ -8,11 +8,27 @@ from treeflash_jax.serve.message_blocks import BlockParser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "ü"}}\n</tool_call>'
 PARSED = ("add", {"x": 1, "y": "ü"})
+PARAMETERS = {"properties": {"x": {"type": "integer"}, "y": {"type": "string"}, "z": {"type": "array"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
+CODER = """<tool_call>
+<function=add>
+<parameter=x>
+1
+</parameter>
+<parameter=y>
+2
+</parameter>
+<parameter=z>
+a [
+b
+</parameter>
+</function>
+</tool_call>"""
 
 
 def parse(text: str, size: int, **how) -> tuple[str, str, list]:
     """Returns content, reasoning and calls of a text that comes in pieces of `size` characters."""
-    parser = BlockParser(**{"reads_thoughts": True, "reads_calls": True} | how)
+    parser = BlockParser(**{"reads_thoughts": True, "tools": TOOLS} | how)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.feed("", is_last=True)
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
@@ -29,9 +45,11 @@ def parse(text: str, size: int, **how) -> tuple[str, str, list]:
     (f"<think>\nHm.</think>\n\nSo: {CALL}", {}, ("So: ", "Hm.", [PARSED])),
     ("Hm.\n</think>\n\nYes", {"begins_in_thought": True}, ("Yes", "Hm.\n", [])),
     ("<think>Hm", {}, ("", "Hm", [])),
+    (f"So: {CODER}\n{CALL}", {}, ("So: ", "", [("add", {"x": 1, "y": "2", "z": "a [\nb"}), PARSED])),
+    (CODER.replace("add", "less"), {}, ("", "", [("less", {"x": "1", "y": "2", "z": "a [\nb"})])),
     ("<tool_call>add</tool_call> no", {}, ("<tool_call>add</tool_call> no", "", [])),
     ('<tool_call>{"name": "add"', {}, ('<tool_call>{"name": "add"', "", [])),
-    (f"<think>x</think>{CALL}", {"reads_thoughts": False, "reads_calls": False}, (f"<think>x</think>{CALL}", "", [])),
+    (f"<think>x</think>{CALL}", {"reads_thoughts": False, "tools": []}, (f"<think>x</think>{CALL}", "", [])),
 ])  # fmt: skip
 def test_blocks_are_fields_of_the_message(text, how, expected, size):
     assert parse(text, size, **how) == expected

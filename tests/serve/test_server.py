@@ -27,13 +27,14 @@ import uvicorn
 from hypothesis import HealthCheck, strategies
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.core import programs
-from treeflash_jax.serve.app import MOST_BYTES, make_app
+from treeflash_jax.serve.app import MOST_BYTES, bind, make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
-from treeflash_jax.serve.worker import QueueFull, Worker
+from treeflash_jax.serve.worker import QueueFull, Submission, Worker
 
 BOUNDED = hypothesis.settings(derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
 CONTEXT, LIMIT = 384, 34
@@ -200,7 +201,11 @@ def test_answers_follow_a_schema(server, client):
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}}, 400, "--schema-states"),
     ({"temperature": -1}, 400, "got temperature -1.0, expected at least 0"),
     ({"temperature": "warm"}, 400, "temperature: "),
-    ({"top_logprobs": 6, "logprobs": True}, 400, "got number of log-probabilities 6, expected at most 5"),
+    ({"top_logprobs": 6, "logprobs": True}, 400, "got number of log-probabilities 6, expected 0 to 5"),
+    ({"top_logprobs": -1, "logprobs": True}, 400, "got number of log-probabilities -1, expected 0 to 5"),
+    ({"chat_template_kwargs": {"chat_template": "x", "my": 1}}, 400, "got chat_template_kwargs ['chat_template']"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "got chat_template_kwargs ['messages']"),
+    ({"chat_template_kwargs": {"self": 1, "tokenize": True}}, 400, "got chat_template_kwargs ['self', 'tokenize']"),
     ({"n": 129}, 400, "got n 129, expected at most 128"),
     ({"messages": []}, 400, "got an empty prompt"),
     ({"messages": [{"role": "robot", "content": "Hi"}]}, 400, "message 0: got role 'robot'"),
@@ -210,7 +215,7 @@ def test_answers_follow_a_schema(server, client):
     ({"logit_bias": {"999999": 1}}, 400, "got logit_bias of id 999999"),
     ({"tool_choice": "required"}, 400, "got tool_choice 'required'"),
     ({"model": "gpt"}, 404, "got model 'gpt', expected 'tiny'"),
-    ({"n": LIMIT + 1}, 429, f"expected at most {LIMIT} together; try again later"),
+    ({"n": LIMIT + 1}, 400, f"got number of answers {LIMIT + 1}, expected at most {LIMIT}, "),
     ({"user": "x" * MOST_BYTES}, 413, "got a body of over 4,194,304 bytes"),
 ])  # fmt: skip
 def test_wrong_requests_are_errors_of_one_line(server, change, status, words):
@@ -230,6 +235,47 @@ def test_paths_models_and_health(server, client):
     assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="got model 'other', expected 'tiny'"):
         client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="got echo True, expected false"):
+        client.completions.create(model="tiny", prompt="x", echo=True)
+
+
+def test_a_full_queue_is_an_error_for_now(server, tiny):
+    bias = {token: -100 for token in tiny.stop_ids}
+    requests = server.worker.make_requests([[5, 6, 7]], samples=LIMIT, logit_bias=bias)
+
+    async def fill() -> None:
+        submission = Submission(requests)
+        server.worker.submit(submission)
+        try:
+            with pytest.raises(QueueFull, match=f"got 1 answers .* at most {LIMIT} together; try again later"):
+                server.worker.submit(Submission(requests[:1]))
+        finally:
+            server.worker.cancel(submission)
+            assert await submission.pieces.get() is None
+
+    asyncio.run(fill())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_is_taken_before_it_listens(host):
+    try:
+        listener = bind(host, 0)
+    except ValueError:
+        pytest.skip("needs IPv6")
+    with listener, socket.socket(listener.family) as other:
+        address = listener.getsockname()
+        assert other.connect_ex(address) != 0, "nobody listens"
+        listener.listen()
+        refused(lambda: bind(host, address[1]), f"--port {address[1]}", "in use", "expected")
+        assert other.connect_ex(address) == 0
+
+
+def test_the_shortest_context_has_room_for_the_warm_up(tiny):
+    refused(lambda: ServeOptions(context=2), "got context 2, expected at least 3")
+    assert (
+        Worker(tiny, tf.GenerateConfig(nodes=4), Metrics(), ServeOptions(slots=2, context=3, schema_states=256)).context
+        == 3
+    )
 
 
 def test_clients_that_leave_free_their_slots(tiny, server, client):
@@ -310,6 +356,11 @@ def test_the_page_streams_an_answer_and_shows_a_tree(server):
         browser.find_element("css selector", ".note button").click()
         wait_for(lambda: browser.find_elements("css selector", ".tree"))
         assert "\u2514\u2500" in browser.find_element("css selector", ".tree").text
+        browser.find_element("id", "text").send_keys("And birds?\n")
+        wait_for(lambda: browser.execute_script("return get('chat').lastChild.textContent"))
+        browser.find_element("id", "clear").click()  # while the answer grows
+        wait_for(browser.find_element("id", "send").is_enabled)
+        assert browser.execute_script("return messages.length") == 0 and not browser.find_element("id", "chat").text
     finally:
         browser.quit()
     assert httpx.get(f"{server.url}/ui/trees/none").status_code == 404

@@ -46,7 +46,7 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
             turn = editor.read()
         except (EOFError, KeyboardInterrupt):
             return console.print()
-        if turn in ("/quit", "/exit"):
+        if turn and turn.split()[0] in ("/quit", "/exit"):
             return
         try:
             if turn and not obey(conversation, turn):

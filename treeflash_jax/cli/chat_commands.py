@@ -24,8 +24,8 @@ SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value
 HELLO = {"role": "user", "content": "Hello"}
 LEAST_ROOM = 128  # tokens of an answer for which memory must have room
 # A conversation has one answer at a time, and shows text.
-WITHOUT = ("samples", "batch_size", "log_probs", "top_log_probs", "expected_lengths")
-SETTINGS = [name for name in field_names(GenerateConfig) if name not in (*WITHOUT, "processor")]
+NOT_IN_CHAT = ("samples", "batch_size", "log_probs", "top_log_probs", "expected_lengths")
+SETTINGS = [name for name in field_names(GenerateConfig) if name not in (*NOT_IN_CHAT, "processor")]
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Conversation:
         self.model.prepare(add_system([HELLO], system), for_session=True, **{"max_new_tokens": 1} | settings)
 
     def room(self) -> int:
-        """Returns the number of tokens up to the context's end; less if memory has no room for the caches of so many."""
+        """Returns the number of tokens up to the context's end; less if memory has no room for caches of that length."""
         room = max(1, self.model.verifier.max_positions - len(self.model.encode(self.prompt)))
         while room > LEAST_ROOM:
             with suppress(ValueError):
@@ -112,8 +112,8 @@ class Conversation:
         self.messages, self.last = [], None
 
     def show_help(self, _: str) -> None:
-        for name, (argument, about, _) in COMMANDS.items():
-            self.console.print(f"{f'{name} {argument}':<18}{about}", markup=False)
+        for name, (argument, description, _) in COMMANDS.items():
+            self.console.print(f"{f'{name} {argument}':<18}{description}", markup=False)
 
 
 # By name: the argument, a line of help, and the function.
@@ -129,11 +129,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parses the value of a setting, as its option does; a list or an object may also be JSON."""
+    """Parses the value of a setting, as its option does; a list or an object, other than of a pattern, may also be JSON."""
     value: Any = text
-    if text[0] in "[{":
+    if text[0] in "[{" and name != "pattern":
         value = parse_json(text)
-    elif name == "stop":
+    elif name in ("stop", "choices"):
         value = [text]
     elif name == "stop_ids":
         value = text.replace(",", " ").split()

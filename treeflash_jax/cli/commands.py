@@ -26,7 +26,7 @@ from treeflash_jax.bench.check import (
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_settings
 from treeflash_jax.cli.chat import ChatOptions, converse, ending
-from treeflash_jax.cli.chat_commands import WITHOUT
+from treeflash_jax.cli.chat_commands import NOT_IN_CHAT
 from treeflash_jax.cli.prompt_options import add_prompts, describe_prompt, parse_prompts
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import LONGEST_PATH, clipped
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run_command(argv: list[str] | None) -> int:
     arguments = parser().parse_args(argv)
-    if "float64" in (getattr(arguments, "dtype", None) or ()):  # a name, or the names that `bench run` compares
+    if getattr(arguments, "dtype", None) == "float64":
         jax.config.update("jax_enable_x64", True)
     programs.keep_programs()
     logging.getLogger("treeflash_jax").setLevel(logging.INFO)  # with the line about compiling
@@ -95,7 +95,7 @@ def _generate_options(parser: Parser) -> None:
 
 def _chat_options(parser: Parser) -> None:
     """Starts a conversation; answers are printed as they are decoded, up to the context's end."""
-    output = add_settings(parser, without=(*WITHOUT, *field_names(ChatOptions)))
+    output = add_settings(parser, without=(*NOT_IN_CHAT, *field_names(ChatOptions)))
     add_options(output, ChatOptions)
 
 

@@ -3,6 +3,7 @@
 Fields of the bodies that are not listed are ignored. None is the default of every field, as clients send it.
 """
 
+import inspect
 import json
 import secrets
 import time
@@ -84,6 +85,8 @@ class Body(BaseModel):
         settings = {ours: getattr(self, name) for name, ours in SETTINGS.items()}
         settings |= {"seed": None if self.seed is None else self.seed % 2**32, "max_new_tokens": self.max_new_tokens()}
         settings["schema"] = self.response_format and self.response_format.schema_text()
+        if self.top_k == -1:  # off, as vLLM's clients say it
+            settings["top_k"] = 0
         return {name: value for name, value in settings.items() if value is not None}
 
     def max_new_tokens(self) -> int | None:
@@ -102,12 +105,23 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
 
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
     def prompts(self) -> list[Prompt]:
-        """Returns the chat. Raises ValueError for `tool_choice` that demands a call."""
+        """Returns the chat.
+
+        Raises ValueError for a `tool_choice` that demands a call, and for `chat_template_kwargs` with arguments of the
+        function that renders: a template from the request could run for ever.
+        """
         expect(self.tool_choice in (None, "none", "auto"), "tool_choice", self.tool_choice, "'auto' or 'none'")
-        tools = (self.tools or []) if self.tool_choice != "none" else []
+        template = self.chat_template_kwargs or {}
+        reserved = sorted(template.keys() & _renderer_arguments())
+        expect(not reserved, "chat_template_kwargs", reserved, "variables of the model's chat template only")
         messages = [_with_parsed_arguments(message) for message in self.messages]
-        return [Chat(messages, tools, bool(self.continue_final_message), self.chat_template_kwargs or {})]
+        return [Chat(messages, self.offered_tools, bool(self.continue_final_message), template)]
 
     def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -123,8 +137,11 @@ class CompletionBody(Body):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
 
     def prompts(self) -> list[Prompt]:
+        """Returns the prompts. Raises ValueError for `echo`."""
+        expect(not self.echo, "echo", self.echo, "false: answers contain new tokens only")
         if isinstance(self.prompt, str):
             return [Text(self.prompt)]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -136,6 +153,13 @@ class CompletionBody(Body):
 
     def num_log_probs(self) -> int | None:
         return self.logprobs
+
+
+def _renderer_arguments() -> set[str]:
+    """Returns the arguments of transformers' function that renders chats, without `documents`, which templates read."""
+    from transformers import PreTrainedTokenizerBase  # late: loading a tokenizer sets the log level first
+
+    return {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -165,17 +189,17 @@ class Form:
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, body: "ChatBody | CompletionBody"):
         top = body.num_log_probs()
-        expect((top or 0) <= TOP_LOG_PROBS, "number of log-probabilities", top, f"at most {TOP_LOG_PROBS}")
+        expect(0 <= (top or 0) <= TOP_LOG_PROBS, "number of log-probabilities", top, f"0 to {TOP_LOG_PROBS}")
         self.model, self.tokenizer, self.top = model, tokenizer, top
         self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
 
-    def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def make_object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
     def whole(self, results: list[Result], prompts: int) -> dict[str, Any]:
         """Returns the answer that is not streamed."""
         choices = [self.choice(index, result) for index, result in enumerate(results)]
-        return self.object(self.kind, choices, usage=usage(results, prompts))
+        return self.make_object(self.kind, choices, usage=count_usage(results, prompts))
 
     def begin(self, index: int) -> list[dict[str, Any]]:
         """Returns the chunks before the first piece of an answer."""
@@ -186,7 +210,7 @@ class Form:
         choice = self.delta(piece) | {"index": piece.index, "finish_reason": None}
         if piece.is_last:
             choice["finish_reason"] = self.finish_reason(piece.index, piece.result)
-        return self.object(self.chunk_kind, [choice])
+        return self.make_object(self.chunk_kind, [choice])
 
     def finish_reason(self, index: int, result: Result) -> str:
         return "length" if result.finished == "length" else "stop"
@@ -209,7 +233,8 @@ class Form:
 
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
         text = self.token_text(token)
-        return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": list(text.encode())}
+        has_bytes = "\ufffd" not in text  # which stands for a part of a character
+        return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": list(text.encode()) if has_bytes else None}
 
     def token_text(self, token: int) -> str:
         return str(token) if self.tokenizer is None else self.tokenizer.inner.decode([token])
@@ -220,8 +245,9 @@ class ChatForm(Form):
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, body: ChatBody):
         super().__init__(model, tokenizer, body)
-        template = str(tokenizer.inner.chat_template) if tokenizer else ""
-        self._reads_calls = bool(body.tools) and CALL[0] in template
+        is_free = body.response_format is None or body.response_format.type == "text"
+        template = str(tokenizer.inner.chat_template) if tokenizer and is_free else ""  # JSON has no blocks
+        self._tools = body.offered_tools if CALL[0] in template else []
         self._reads_thoughts = THINK[0] in template or THINK[1] in template
         self._parsers: dict[int, BlockParser] = {}  # by index of the answer
 
@@ -243,7 +269,7 @@ class ChatForm(Form):
     def begin(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return [self.object(self.chunk_kind, [choice])]
+        return [self.make_object(self.chunk_kind, [choice])]
 
     def delta(self, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -258,7 +284,7 @@ class ChatForm(Form):
 
     def _parser(self, index: int, result: Result) -> BlockParser:
         if index not in self._parsers:
-            kinds = {"reads_thoughts": self._reads_thoughts, "reads_calls": self._reads_calls}
+            kinds = {"reads_thoughts": self._reads_thoughts, "tools": self._tools}
             if self._reads_thoughts:  # a template may begin the block of the answer
                 end = self.tokenizer.inner.decode(result.prompt_ids[-8:]).rstrip()
                 kinds["begins_in_thought"] = end.endswith(THINK[0])
@@ -294,7 +320,7 @@ class CompletionForm(Form):
         return {"text": piece.chunk.text, "logprobs": self.log_probs(piece.result, first)}
 
 
-def usage(results: list[Result], num_prompts: int) -> dict[str, Any]:
+def count_usage(results: list[Result], num_prompts: int) -> dict[str, Any]:
     """Returns the numbers of tokens of a call; a prompt of several answers counts once."""
     samples = len(results) // num_prompts
     prompt = sum(len(result.prompt_ids) for result in results[::samples])
@@ -304,5 +330,5 @@ def usage(results: list[Result], num_prompts: int) -> dict[str, Any]:
     return numbers | {"prompt_tokens_details": {"cached_tokens": reused}}
 
 
-def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+def make_error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

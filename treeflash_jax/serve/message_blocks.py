@@ -1,10 +1,15 @@
 """Blocks in the text of an answer, in the form of Qwen's templates: <think> becomes reasoning, <tool_call> a call."""
 
 import json
+import re
 import secrets
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
+FUNCTION = re.compile(r"\s*<function=(.+?)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
+PARAMETER = re.compile(r"<parameter=(.+?)>\n?(.*?)\n?</parameter>", flags=re.DOTALL)
 
 
 class BlockParser:
@@ -12,13 +17,17 @@ class BlockParser:
 
     A call is sent when its block ends; a block that does not parse, or does not end, stays text.
 
+    Args:
+      tools: tools that the answer may call, as in OpenAI's API; without any, blocks of calls stay text.
+
     Attributes:
       num_calls: number of calls so far.
     """
 
-    def __init__(self, *, reads_thoughts: bool, reads_calls: bool, begins_in_thought: bool = False):
+    def __init__(self, *, reads_thoughts: bool, tools: Sequence[dict[str, Any]], begins_in_thought: bool = False):
         self.num_calls = 0
-        self._blocks = [THINK] * reads_thoughts + [CALL] * reads_calls
+        self._tools = tools
+        self._blocks = [THINK] * reads_thoughts + [CALL] * bool(tools)
         self._block = THINK if begins_in_thought else None
         self._buffer = ""
         self._is_start = begins_in_thought  # of a part after a marker, whose white space is dropped
@@ -70,7 +79,8 @@ class BlockParser:
 
     def _call(self, text: str) -> list[dict[str, Any]]:
         try:
-            call = json.loads(text)
+            match = FUNCTION.fullmatch(text)
+            call = json.loads(text) if match is None else self._read_function(*match.groups())
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return [{"content": CALL[0] + text + CALL[1]}]
@@ -82,3 +92,15 @@ class BlockParser:
             "function": function,
         }
         return [{"tool_calls": [entry]}]
+
+    def _read_function(self, name: str, text: str) -> dict[str, Any]:
+        """Returns a call; values are texts for parameters of type string and unknown ones, otherwise JSON if they parse."""
+        functions = [tool["function"] for tool in self._tools if tool["function"]["name"] == name]
+        schemas = functions[0].get("parameters", {}).get("properties", {}) if functions else {}
+        arguments: dict[str, Any] = {}
+        for key, value in PARAMETER.findall(text):
+            arguments[key] = value
+            if schemas.get(key, {"type": "string"}).get("type") != "string":
+                with suppress(ValueError):
+                    arguments[key] = json.loads(value)
+        return {"name": name, "arguments": arguments}

@@ -22,7 +22,7 @@ class Metrics:
         self.reused_tokens = Counter("reused_tokens", "prompt tokens that were not read again", **place)
         self.tokens = Counter("tokens", "tokens of finished answers", **place)
         self.rounds = Counter("rounds", "rounds of finished answers", **place)
-        self.accepted = Counter("accepted_tokens", "tokens that rounds added, by depth", ["depth"], **place)
+        self.accepted = Counter("accepted_tokens", "accepted drafted tokens, by depth in the tree", ["depth"], **place)
         self.tau = Gauge("tau", "mean number of tokens that a round added", **place)
         self.running = Gauge("running", "answers in slots", **place)
         self.waiting = Gauge("waiting", "answers that wait for a slot", **place)
@@ -46,9 +46,9 @@ class Metrics:
         self.reused_tokens.inc(result.reused)
         self.tokens.inc(len(result.ids))
         self.rounds.inc(len(result.accept_lengths))
-        for length in result.accept_lengths:
-            for depth in range(length):
-                self.accepted.labels(depth + 1).inc()
+        for length in result.accepted_before_cut:
+            for depth in range(1, length):  # without the bonus token
+                self.accepted.labels(depth).inc()
         self._num_rounds += len(result.accept_lengths)
         self._num_added += sum(result.accept_lengths)
         self.tau.set(self._num_added / max(1, self._num_rounds))

@@ -24,7 +24,7 @@ class ServeOptions:
         None,
         "largest number of tokens of a prompt and its answer together, for which memory is reserved in every slot",
         unset="the verifier's, but at most 8192",
-        least=2,
+        least=3,
         unit="tokens",
     )
     schema_states: int = setting(

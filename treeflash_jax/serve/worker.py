@@ -25,7 +25,7 @@ from treeflash_jax.engine.scheduler import Scheduler
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
-ROUNDS = 4  # per dispatch; new requests and cancelled ones wait for its end
+ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
 TOP_LOG_PROBS = 5
 DEFAULT_CONTEXT = 8192
 CAPACITY_STEP = 256
@@ -38,7 +38,7 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of the answer with this index in its call; the last one has the Result."""
+    """A piece of the answer with this index in its submission; the last one has the Result."""
 
     index: int
     chunk: Chunk
@@ -47,11 +47,11 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Call:
+class Submission:
     """Answers to one HTTP request.
 
     Attributes:
-      streams: whether pieces are wanted before an answer is finished.
+      streams: True sends pieces while the answer grows; False sends only the finished answer.
       pieces: Pieces; an exception if decoding failed; None after `Worker.cancel`.
     """
 
@@ -68,7 +68,7 @@ class Call:
 
 
 class Worker(threading.Thread):
-    """Decodes the requests of all calls in the slots of one scheduler.
+    """Decodes the requests of all submissions in the slots of one scheduler.
 
     Every program is compiled by the constructor: settings of requests are data.
 
@@ -90,9 +90,10 @@ class Worker(threading.Thread):
         can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
         self._schema_states = options.schema_states if can_follow else 0
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._running: dict[int, tuple[Call, int]] = {}  # call and index of the answer, by number of the request
-        self._first: dict[int, float] = {}  # time of the first token
-        self._open, self._lock = 0, threading.Lock()  # number of unfinished answers
+        self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request
+        self._first_token_times: dict[int, float] = {}
+        self._num_unfinished = 0  # also those that the thread has not admitted yet
+        self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._stops = False
         plan = model.plan(self.config, slots)
@@ -101,23 +102,35 @@ class Worker(threading.Thread):
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
         room = 1 + max(plan.path_length, plan.prefill.chunk)
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
-        sizes = {"batch": slots + refill_size(slots), "capacity": capacity, "drafts": plan.drafts, "can_cut": True}
-        place = {"dtype": model.dtype, "mesh": model.mesh, "quantize": model.quantize}
-        check_memory(footprint(model.verifier, model.drafter, **sizes, **place), usable_memory(model.mesh), model.mesh)
-        place = {"mesh": model.mesh, "batch_size": slots, "capacity": capacity}
-        self._scheduler = Scheduler(plan, model.weights, **place, for_server=True)
+        needed = footprint(
+            model.verifier,
+            model.drafter,
+            batch=slots + refill_size(slots),
+            capacity=capacity,
+            drafts=plan.drafts,
+            can_cut=True,
+            dtype=model.dtype,
+            mesh=model.mesh,
+            quantize=model.quantize,
+        )
+        check_memory(needed, usable_memory(model.mesh), model.mesh)
+        self._scheduler = Scheduler(
+            plan, model.weights, mesh=model.mesh, batch_size=slots, capacity=capacity, for_server=True
+        )
         self._reader = Reader(self._scheduler, model)
-        metrics.watch(lambda: len(self._scheduler.slots.held), lambda: self._open - len(self._scheduler.slots.held))
+        metrics.watch(
+            lambda: len(self._scheduler.slots.held), lambda: self._num_unfinished - len(self._scheduler.slots.held)
+        )
         self._warm_up(slots)
 
     def _warm_up(self, slots: int) -> None:
         requests = self.make_requests([[0]] * (slots + 1), max_new_tokens=2)
         self._scheduler.submit(requests)
-        for _ in self._scheduler.decode_all(ROUNDS, lambda slots: []):
+        for _ in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
             pass
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
-        """Returns the requests of a call, as `TreeFlash.generate` would make them; without a seed, a random one.
+        """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.
 
         Raises ValueError for wrong settings, and for more tokens than the context.
         """
@@ -131,18 +144,20 @@ class Worker(threading.Thread):
         sizes = self._schema_states, self.model.verifier.vocab_size
         return [with_fixed_sizes(request, next(self._numbers), *sizes) for request in requests]
 
-    def submit(self, call: Call) -> None:
-        """Queues the requests of a call. Raises QueueFull."""
+    def submit(self, submission: Submission) -> None:
+        """Queues the requests of a submission. Raises QueueFull, and ValueError for more than slots and queue hold."""
+        most = f"at most {self._limit}, those in slots and in the queue (--slots, --queue)"
+        expect(len(submission.requests) <= self._limit, "number of answers", len(submission.requests), most)
         with self._lock:
-            if self._open + len(call.requests) > self._limit:
-                got = f"{len(call.requests)} answers to make besides {self._open}"
+            if self._num_unfinished + len(submission.requests) > self._limit:
+                got = f"{len(submission.requests)} answers to make besides {self._num_unfinished}"
                 raise QueueFull(f"got {got}, expected at most {self._limit} together; try again later")
-            self._open += len(call.requests)
-        self._actions.put(partial(self._admit, call))
+            self._num_unfinished += len(submission.requests)
+        self._actions.put(partial(self._admit, submission))
 
-    def cancel(self, call: Call) -> None:
-        """Drops what is left of a call; its slots are free after the dispatch that is running."""
-        self._actions.put(partial(self._drop, call, None))
+    def cancel(self, submission: Submission) -> None:
+        """Drops what is left of a submission; its slots are free after the dispatch that is running."""
+        self._actions.put(partial(self._drop, submission, None))
 
     def stop(self) -> None:
         """Ends the thread after the dispatch that is running."""
@@ -153,7 +168,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             while not self._stops:
-                self._act()
+                self._run_actions()
                 if self._scheduler.slots.held or self._scheduler.slots.waiting:
                     self._step()
         except BaseException as error:
@@ -161,9 +176,9 @@ class Worker(threading.Thread):
             logger.exception("decoding ended")
             self._fail(error)
 
-    def _act(self) -> None:
+    def _run_actions(self) -> None:
         """Runs the actions that wait; without a request, waits for one."""
-        is_idle = not self._running
+        is_idle = not self._unfinished
         while not self._stops:
             try:
                 self._actions.get(block=is_idle)()
@@ -171,58 +186,58 @@ class Worker(threading.Thread):
                 return
             is_idle = False
 
-    def _admit(self, call: Call) -> None:
-        for index, request in enumerate(call.requests):
-            self._running[request.number] = call, index
-        self._scheduler.submit(call.requests)
+    def _admit(self, submission: Submission) -> None:
+        for index, request in enumerate(submission.requests):
+            self._unfinished[request.number] = submission, index
+        self._scheduler.submit(submission.requests)
 
     def _step(self) -> None:
         scheduler, held = self._scheduler, self._scheduler.slots.held
         try:
-            ready = scheduler.step(ROUNDS, self._reader.find_stopped)
+            ready = scheduler.step(ROUNDS_PER_DISPATCH, self._reader.find_stopped)
         except Exception as error:  # of the device: the state is lost
             logger.exception("a dispatch failed")
             return self._fail(error)
         now = time.perf_counter()
         for request in held.values():
-            if request.number not in self._first:
-                self._first[request.number] = now
-                self.metrics.first_token.observe(now - self._running[request.number][0].since)
-        slots = [slot for slot in sorted(held) if slot in ready or self._running[held[slot].number][0].streams]
+            if request.number not in self._first_token_times:
+                self._first_token_times[request.number] = now
+                self.metrics.first_token.observe(now - self._unfinished[request.number][0].since)
+        slots = [slot for slot in sorted(held) if slot in ready or self._unfinished[held[slot].number][0].streams]
         for slot in slots:
             request = held.get(slot)
             if request is None:  # an answer to the same request failed
                 continue
-            call, index = self._running[request.number]
+            submission, index = self._unfinished[request.number]
             try:
                 [(chunk, result)] = self._reader.read_chunks([slot], ready)
             except ValueError as error:  # NaN
-                self._drop(call, RuntimeError(clipped(error)))
+                self._drop(submission, RuntimeError(clipped(error)))
                 continue
             if slot in ready:
-                self.metrics.observe(result, now - self._first[request.number])
+                self.metrics.observe(result, now - self._first_token_times[request.number])
                 self._close(request)
-            call.send(Piece(index, chunk, result, slot in ready))
+            submission.send(Piece(index, chunk, result, slot in ready))
         scheduler.slots.release([slot for slot in ready if slot in held])
 
     def _close(self, request: Request) -> None:
-        del self._running[request.number]
-        self._first.pop(request.number, None)
+        del self._unfinished[request.number]
+        self._first_token_times.pop(request.number, None)
         self._reader.forget(request)
         with self._lock:
-            self._open -= 1
+            self._num_unfinished -= 1
 
-    def _drop(self, call: Call, reason: Exception | None) -> None:
-        for request in call.requests:
-            if request.number in self._running:
+    def _drop(self, submission: Submission, reason: Exception | None) -> None:
+        for request in submission.requests:
+            if request.number in self._unfinished:
                 self._scheduler.cancel(request)
                 self._close(request)
-        call.send(reason)
+        submission.send(reason)
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all calls, and begins with empty slots."""
+        """Ends all submissions, and begins with empty slots."""
         self._scheduler.state = None
         self._scheduler.slots.release([*self._scheduler.slots.held])
         self._scheduler.slots.waiting.clear()
-        for call in {call for call, _ in self._running.values()}:
-            self._drop(call, RuntimeError(clipped(error)))
+        for submission in {submission for submission, _ in self._unfinished.values()}:
+            self._drop(submission, RuntimeError(clipped(error)))
