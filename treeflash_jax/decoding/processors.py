@@ -95,6 +95,8 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
     with jax.named_scope("process"):
         logits_bnv = logits_bnv.astype(jnp.promote_types(logits_bnv.dtype, jnp.float32))
         zero_bv = jnp.zeros((logits_bnv.shape[0], logits_bnv.shape[2]), logits_bnv.dtype)
+        automaton = sampling.automaton
+        automaton_bn = None if automaton is None else _advance_nodes(automaton, state.automaton_b, path_bni)
         if sampling.bias is not None:
             logits_bnv += vocab.put(zero_bv, *sampling.bias)[:, None]
         if state.counts is not None:
@@ -104,15 +106,17 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
             stop_bv = vocab.put(
                 zero_bv, sampling.stop_ids_bx, jnp.full(sampling.stop_ids_bx.shape, -jnp.inf, zero_bv.dtype)
             )
-            logits_bnv = jnp.where(is_short_bn[..., None], logits_bnv + stop_bv[:, None], logits_bnv)
+            endless_bnv = logits_bnv + stop_bv[:, None]
+            if automaton is not None:  # which allows nothing but the end of some answers
+                is_short_bn &= jnp.any(automaton.constrain(endless_bnv, automaton_bn) > -jnp.inf, axis=-1)
+            logits_bnv = jnp.where(is_short_bn[..., None], endless_bnv, logits_bnv)
         if processor is not None:
             history = History(state.tokens_bs, state.end_b, path_bni)
             if has_state(processor):
                 history = history.replace(state=_advance_nodes(processor, state.processor_state, path_bni))
             logits_bnv = _check_logits(processor(logits_bnv, history), logits_bnv.shape, processor)
-        if sampling.automaton is not None:
-            state_bn = _advance_nodes(sampling.automaton, state.automaton_b, path_bni)
-            logits_bnv = sampling.automaton.constrain(logits_bnv, state_bn)
+        if automaton is not None:
+            logits_bnv = automaton.constrain(logits_bnv, automaton_bn)
         return logits_bnv
 
 

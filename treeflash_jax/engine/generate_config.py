@@ -99,7 +99,8 @@ class GenerateConfig:
     )
     min_new_tokens: int | Sequence[int] = sampling(
         0,
-        "smallest number of tokens in an answer: stop ids are impossible before, stop strings are not",
+        "smallest number of tokens in an answer: before, stop strings end it, but stop ids only if a schema, a pattern or "
+        "choices allow nothing else",
         least=0,
         unit="tokens",
     )
@@ -107,7 +108,11 @@ class GenerateConfig:
         (), "text that ends an answer and is not part of it", unit="text", basic=True
     )
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling(
-        None, "ids of the tokens that end an answer", least=0, unset="the model's own", unit="ids"
+        None,
+        "ids of the tokens that end an answer; the model's own also end one with a schema, a pattern or choices",
+        least=0,
+        unset="the model's own",
+        unit="ids",
     )
 
     schema: str | Sequence[str | None] | None = sampling(
