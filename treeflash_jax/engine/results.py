@@ -195,6 +195,8 @@ class Reader:
 
         Raises ValueError for NaN logits. Warns of an answer that the processor of the call ends.
         """
+        if not slots:  # reading the state copies it to the host
+            return []
         scheduler, state, clock = self._scheduler, self._scheduler.state, self._scheduler.clock
         plan, vocab_size = scheduler.plan, scheduler.plan.prefill.verifier.vocab_size
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
