@@ -12,8 +12,8 @@ import numpy as np
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodePlan, Sampling
+from treeflash_jax.engine import constraints
 from treeflash_jax.engine.requests import PENALTIES, Request
 
 # Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
@@ -112,7 +112,7 @@ def make_batch(
     if "min_new_tokens" in first.given:
         least_b = length_b + column("min_new_tokens", np.int32)
     if first.automaton is not None:
-        automaton = Automaton(*(np.stack(x) for x in zip(*(request.automaton for request in slots), strict=True)))
+        automaton = constraints.stack([request.automaton for request in slots], *first.automaton_sizes)
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
         key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
         temperature_b=column("temperature", dtype),

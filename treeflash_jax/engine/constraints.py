@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeflash_jax.core.checks import clipped, expect, parse_json, quoted
-from treeflash_jax.decoding.automaton import NOWHERE
+from treeflash_jax.decoding.automaton import NOWHERE, Automaton
 from treeflash_jax.engine import byte_automaton
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -50,19 +50,24 @@ class Table(NamedTuple):
     next_qc: np.ndarray
     class_v: np.ndarray
 
-    def padded(self, states: int, classes: int) -> "Table":
-        """Returns the automaton with states and classes that nothing leads to. Raises ValueError if it is larger."""
-        has_states, has_classes = self.next_qc.shape
-        expect(has_states <= states, "states of a constraint", has_states, f"at most {states}")
-        expect(has_classes <= classes, "kinds of tokens of a constraint", has_classes, f"at most {classes}")
-        more = states - has_states, classes - has_classes
-        next_qc = np.pad(self.next_qc, ((0, more[0]), (0, more[1])), constant_values=NOWHERE)
-        return Table(next_qc, self.class_v)
+    def follow(self, ids: Sequence[int]) -> int:
+        """Returns the state after allowed tokens."""
+        return functools.reduce(lambda state, token: int(self.next_qc[state, self.class_v[token]]), ids, 0)
 
 
+@functools.lru_cache(maxsize=4)
 def allow_all(vocab_size: int) -> Table:
-    """Returns the automaton that allows every token."""
+    """Returns the automaton that allows every token; kept, since requests without a constraint share it."""
     return Table(np.zeros((1, 1), np.int32), np.zeros(vocab_size, np.int32))
+
+
+def stack(tables: Sequence[Table], states: int, classes: int) -> Automaton:
+    """Returns the automata of a batch, padded to these sizes with states and classes that nothing leads to."""
+    next_bqc = np.full((len(tables), states, classes), NOWHERE, np.int32)
+    for next_qc, table in zip(next_bqc, tables, strict=True):
+        used_states, used_classes = table.next_qc.shape
+        next_qc[:used_states, :used_classes] = table.next_qc
+    return Automaton(next_bqc, np.stack([table.class_v for table in tables]))
 
 
 def as_json(schema: Any) -> Any:

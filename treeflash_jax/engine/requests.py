@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from treeflash_jax.core.checks import clipped, coerce, expect, quoted
@@ -37,7 +37,8 @@ class Request:
       settings: settings of the call with one value each, and the stop strings and temperatures that apply.
       stop_ids: ids of the tokens that end the answer; -1 pads.
       bias: ids of tokens with what is added to their logits; `NO_TOKEN` pads.
-      automaton: tokens that may follow each other, of one size in a call; None if no prompt has a constraint.
+      automaton: tokens that may follow each other; None if no prompt of the call has a constraint.
+      automaton_sizes: numbers of states and classes to which a batch pads its automata.
       given: names of the settings that any prompt of the call changes.
       index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
       sample: index of the answer among those to the same prompt.
@@ -49,6 +50,7 @@ class Request:
     stop_ids: tuple[int, ...] = (-1,) * LIST_SLOTS
     bias: tuple[tuple[int, float], ...] = ()
     automaton: constraints.Table | None = None
+    automaton_sizes: tuple[int, int] = (1, 1)
     given: frozenset[str] = frozenset()
     index: int = 0
     sample: int = 0
@@ -154,19 +156,15 @@ def _padded(requests: list[Request]) -> list[Request]:
 
 
 def _with_automata(requests: list[Request]) -> list[Request]:
-    """Returns the requests with automata of one size, of states and classes a power of two, if any has one."""
+    """Returns the requests with an automaton each, whose sizes in a batch are powers of two, if any has one."""
     tables = [request.automaton for request in requests if request.automaton is not None]
     if not tables:
         return requests
-    sizes = [1 << (max(table.next_qc.shape[axis] for table in tables) - 1).bit_length() for axis in (0, 1)]
+    states, classes = (1 << (max(table.next_qc.shape[axis] for table in tables) - 1).bit_length() for axis in (0, 1))
     usual = constraints.allow_all(tables[0].class_v.size)
-    return [replace(request, automaton=(request.automaton or usual).padded(*sizes)) for request in requests]
-
-
-@lru_cache
-def _unconstrained_table(vocab_size: int, states: int) -> constraints.Table:
-    """Returns the automaton of requests without a constraint; made once, since it takes megabytes."""
-    return constraints.allow_all(vocab_size).padded(states, FIXED_CLASSES)
+    return [
+        replace(request, automaton=request.automaton or usual, automaton_sizes=(states, classes)) for request in requests
+    ]
 
 
 def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int) -> Request:
@@ -183,12 +181,11 @@ def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int
         expect(len(values) <= size, f"number of {name}", len(values), f"at most {size}")
         lists[name] = (*values, *[padding] * (size - len(values)))
     if states:
-        automaton = request.automaton
-        needed = len(automaton.next_qc) if automaton else 0
+        automaton = request.automaton or constraints.allow_all(vocab_size)
+        needed, classes = automaton.next_qc.shape
         expect(needed <= states, "states of a schema", needed, f"at most {states}: start the server with --schema-states")
-        lists["automaton"] = (
-            automaton.padded(states, FIXED_CLASSES) if automaton else _unconstrained_table(vocab_size, states)
-        )
+        expect(classes <= FIXED_CLASSES, "kinds of tokens of a constraint", classes, f"at most {FIXED_CLASSES}")
+        lists |= {"automaton": automaton, "automaton_sizes": (states, FIXED_CLASSES)}
     elif request.is_constrained:
         raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
     return replace(request, **lists, given=PROCESSED, number=number)
