@@ -51,7 +51,7 @@ def accept_path(
 ) -> Accepted:
     """Returns the path that the plan's rule keeps, and the tokens that it emits; `processor` is the user's, if any."""
     with jax.named_scope("accept"):
-        coins_bx, bonus_bv = coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
+        coins_bx, bonus_bv = draw_coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = acceptance.Noise(target_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
         processed_bnv = logits_bnv
         if processor is not None or state.sampling.is_processed:
@@ -70,7 +70,7 @@ def accept_path(
         return Accepted(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
 
 
-def first_token(
+def emit_first_token(
     weights: Weights,
     state: DecodeState,
     last_bd: jax.Array,
@@ -118,7 +118,7 @@ def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.
         )
 
 
-def coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+def draw_coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns uniforms [b, draws] for the tests of a round, and Gumbel noise [b, v] for the bonus token."""
     dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
     with jax.named_scope("noise"):
