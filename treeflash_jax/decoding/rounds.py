@@ -18,7 +18,7 @@ from jax import lax
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path, emit, round_keys
-from treeflash_jax.decoding.automaton import Allowed
+from treeflash_jax.decoding.automaton import ConstrainedExpander
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.models import caches, verifier
@@ -112,7 +112,7 @@ def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> tr
     with jax.named_scope("draft"):
         expander = plan.drafter.draft(inputs)
         automaton = state.sampling.automaton
-        return expander if automaton is None else Allowed(expander, automaton, state.automaton_b)
+        return expander if automaton is None else ConstrainedExpander(expander, automaton, state.automaton_b)
 
 
 def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -> Draft:
