@@ -155,10 +155,10 @@ def projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax
 
 def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
     """Returns rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
-    return turned_queries(params, config, projected("btd,hed->bthe", x_btd, params, "q"), table)
+    return rotated_queries(params, config, projected("btd,hed->bthe", x_btd, params, "q"), table)
 
 
-def turned_queries(params: Params, config: ModelConfig, q_bthe: jax.Array, table: Any) -> jax.Array:
+def rotated_queries(params: Params, config: ModelConfig, q_bthe: jax.Array, table: Any) -> jax.Array:
     """Returns queries after QK-norm and rotation."""
     if config.qk_norm:
         q_bthe = norm(config, q_bthe, params["q_norm"])
