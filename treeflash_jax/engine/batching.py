@@ -56,7 +56,7 @@ def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: in
     capacity, before = first_capacity(plan, requests), 0
     while capacity < longest:
         capacity, before = 2 * capacity, capacity
-    return sum(sharding.padded(size, mesh) for size in sizes), capacity + before
+    return sum(sharding.pad_batch_size(size, mesh) for size in sizes), capacity + before
 
 
 def choose_batch_size(requests: int) -> int:
@@ -90,7 +90,7 @@ def make_batch(
       clock: counts the compilation of keys.
     """
     programs.check_process()
-    batch_size = sharding.padded(batch_size, mesh)
+    batch_size = sharding.pad_batch_size(batch_size, mesh)
     first = requests[0] if requests else Request(ids=[0])
     unused = replace(first, ids=[0], settings=replace(first.settings, max_new_tokens=1))
     slots = [*requests, *[unused] * (batch_size - len(requests))]

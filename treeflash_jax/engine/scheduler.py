@@ -99,7 +99,7 @@ class Scheduler:
         for_server: bool = False,
     ):
         self.plan, self.weights, self.mesh, self.clock = plan, weights, mesh, Clock()
-        self.slots = Slots(*(sharding.padded(size, mesh) for size in (batch_size, refill_size(batch_size))))
+        self.slots = Slots(*(sharding.pad_batch_size(size, mesh) for size in (batch_size, refill_size(batch_size))))
         self.state: DecodeState | None = None
         self.is_interrupted = False
         self.reused = np.zeros(self.slots.size, int)
