@@ -31,27 +31,32 @@ LEAST_REUSED = 64  # tokens; a shorter beginning is read again
 
 
 class Slots:
-    """Slots of a batch: the requests that they hold, and those that wait for one. `group` slots are refilled together."""
+    """Slots of a batch: the requests that they hold, and those that wait for one.
 
-    def __init__(self, size: int, group: int, requests: Iterable[Request] = ()):
-        self.size, self.group = size, group
+    Args:
+      size: number of slots.
+      refill_size: number of slots that are refilled together.
+    """
+
+    def __init__(self, size: int, refill_size: int, requests: Iterable[Request] = ()):
+        self.size, self.refill_size = size, refill_size
         self.waiting = deque(requests)
         self.held: dict[int, Request] = {}
         self.free = [*range(size)]  # the longest free first
 
     @property
-    def next_group(self) -> int:
+    def next_refill(self) -> int:
         """Number of requests admitted next."""
-        return min(self.group, len(self.waiting))
+        return min(self.refill_size, len(self.waiting))
 
     @property
     def is_refill_due(self) -> bool:
-        return bool(self.waiting) and len(self.free) >= self.next_group
+        return bool(self.waiting) and len(self.free) >= self.next_refill
 
     @property
     def enough_done(self) -> int:
         """Number of done sequences, free slots included, at which decoding stops."""
-        return self.next_group if self.waiting else self.size
+        return self.next_refill if self.waiting else self.size
 
     def fill(self, limit: int, wanted: Sequence[int] = ()) -> list[int]:
         """Assigns up to `limit` free slots to waiting requests and returns these slots: those wanted, if they are free."""
@@ -181,7 +186,7 @@ class Scheduler:
         self._prefill_batch()
         self._run_rounds(0)
         if self.slots.waiting:
-            self.slots.release(sorted(self.slots.held)[: self.slots.group])
+            self.slots.release(sorted(self.slots.held)[: self.slots.refill_size])
             self._refill()
 
     def prefill(
@@ -258,15 +263,15 @@ class Scheduler:
         """Prefills waiting requests and moves them into free slots."""
         self._grow(self._capacity)
         wanted, kept = self._find_caches() if self._for_server else ((), None)
-        slots = self.slots.fill(self.slots.group, wanted)
+        slots = self.slots.fill(self.slots.refill_size, wanted)
         self.reused[slots] = 0 if kept is None else kept[1][: len(slots)]
-        batch = self._pad(slots, self.slots.group, self.state.capacity)
+        batch = self._pad(slots, self.slots.refill_size, self.state.capacity)
         try:
             fresh = self.prefill(batch, kept)
         except KeyboardInterrupt:
             self.slots.release(slots)  # the state still has the earlier sequences
             raise
-        slots_a = jnp.asarray(np.array(slots + [-1] * (self.slots.group - len(slots)), np.int32))
+        slots_a = jnp.asarray(np.array(slots + [-1] * (self.slots.refill_size - len(slots)), np.int32))
         self.state = self.call(loops.admit, self.state, fresh, sharding.place(slots_a, self.mesh, over_batch=False))
 
     def _find_caches(self) -> tuple[list[int], Kept]:
@@ -275,9 +280,9 @@ class Scheduler:
         A slot is wanted by the request that has at least half of its text in common with it.
         """
         known_b = sharding.to_host(self.state.cache.length_b)
-        source_a, count_a = np.zeros((2, self.slots.group), np.int32)
+        source_a, count_a = np.zeros((2, self.slots.refill_size), np.int32)
         wanted = []
-        for number, request in enumerate(islice(self.slots.waiting, self.slots.group)):
+        for number, request in enumerate(islice(self.slots.waiting, self.slots.refill_size)):
             count_b = count_reusable(self.state, request.ids, self.plan.prefill.verifier.vocab_size)
             source = int(np.argmax(count_b))
             if count_b[source] >= LEAST_REUSED:
