@@ -36,7 +36,7 @@ logger = logging.getLogger("treeflash_jax")
 
 
 @dataclass(frozen=True)
-class Call:
+class PreparedCall:
     """A validated call of a model.
 
     Attributes:
@@ -263,7 +263,7 @@ class TreeFlash:
         indices: Sequence[int] | None = None,
         for_session: bool = False,
         **settings: Unpack[GenerateSettings],
-    ) -> Call:
+    ) -> PreparedCall:
         """Checks a call against the pair and the memory of its device; computes nothing.
 
         Arguments and exceptions are those of `generate`; with `for_session`, caches are those of a session. Logs once why
@@ -279,7 +279,7 @@ class TreeFlash:
         place = {"dtype": self.dtype, "mesh": self.mesh, "quantize": self.quantize}
         check_memory(footprint(self.verifier, self.drafter, **sizes, **place), usable_memory(self.mesh), self.mesh)
         processor = None if config.processor is None else processors.as_pytree(config.processor)
-        return Call(requests, plan, batch_size, processor)
+        return PreparedCall(requests, plan, batch_size, processor)
 
     def make_requests(
         self,
@@ -299,7 +299,7 @@ class TreeFlash:
         ends = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
         return config, make_requests(ids, config, self.verifier, self.drafter, **ends, indices=indices)
 
-    def schedule(self, call: Call, session: Session | None = None) -> Scheduler:
+    def schedule(self, call: PreparedCall, session: Session | None = None) -> Scheduler:
         """Returns a scheduler with the requests of a call; with a session, of the only one."""
         processor = sharding.place(call.processor, self.mesh, over_batch=False)
         weights = self.weights.replace(processor=processor)
@@ -312,7 +312,7 @@ class TreeFlash:
             self.noted.add(note)
             logger.warning(note)
 
-    def _serve(self, call: Call) -> Iterator[tuple[int, Result]]:
+    def _serve(self, call: PreparedCall) -> Iterator[tuple[int, Result]]:
         """Decodes a call; yields each answer with its number."""
         unanswered = {request.number: request for request in call.requests}
         rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in call.requests) else ROUNDS_PER_DISPATCH
