@@ -104,12 +104,12 @@ def make_batch(
     length_b, dtype = np.array([request.length for request in slots], np.int32), jnp.promote_types(dtype, jnp.float32)
     numbers = np.array([(request.settings.seed, request.index, request.sample) for request in slots], np.uint32)
     penalties_b3 = bias = least_b = automaton = None  # of those that no request of the call has, programs contain nothing
-    if first.given & {*PENALTIES}:
+    if first.changed_settings & {*PENALTIES}:
         penalties_b3 = np.stack([column(name, dtype) for name in PENALTIES], axis=1)
-    if "logit_bias" in first.given:
+    if "logit_bias" in first.changed_settings:
         ids, values = np.moveaxis(np.array([request.bias for request in slots]), 2, 0)
         bias = ids.astype(np.int32), values.astype(dtype)
-    if "min_new_tokens" in first.given:
+    if "min_new_tokens" in first.changed_settings:
         least_b = length_b + column("min_new_tokens", np.int32)
     if first.automaton is not None:
         automaton = constraints.stack([request.automaton for request in slots], *first.automaton_sizes)

@@ -22,8 +22,8 @@ GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code
 LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
 # Keys of generation_config.json: settings that `sampling="model"` takes, and keys without an effect on the distribution of
 # a token. Lengths and stop ids have settings of their own.
-TAKEN = "temperature top_k top_p min_p repetition_penalty".split()
-INERT = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
+RECOMMENDED_SETTINGS = "temperature top_k top_p min_p repetition_penalty".split()
+IGNORED_KEYS = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
     transformers_version use_cache cache_implementation num_return_sequences output_scores output_logits
     output_attentions output_hidden_states return_dict_in_generate trust_remote_code""".split()
 
@@ -39,7 +39,7 @@ class Request:
       bias: ids of tokens with what is added to their logits; `NO_TOKEN` pads.
       automaton: tokens that may follow each other; None if no prompt of the call has a constraint.
       automaton_sizes: numbers of states and classes to which a batch pads its automata.
-      given: names of the settings that any prompt of the call changes.
+      changed_settings: names of the settings that any prompt of the call changes.
       index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
       sample: index of the answer among those to the same prompt.
       number: index of the answer in its call.
@@ -51,7 +51,7 @@ class Request:
     bias: tuple[tuple[int, float], ...] = ()
     automaton: constraints.Table | None = None
     automaton_sizes: tuple[int, int] = (1, 1)
-    given: frozenset[str] = frozenset()
+    changed_settings: frozenset[str] = frozenset()
     index: int = 0
     sample: int = 0
     number: int = 0
@@ -93,7 +93,7 @@ def make_requests(
     if len(indices) != len(prompts):
         raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
     requests: list[Request] = []
-    given = frozenset(changed(config))
+    changed_settings = frozenset(changed(config))
     for number, (ids, index, settings) in enumerate(zip(prompts, indices, _split(config, len(prompts)), strict=True)):
         _check_prompt(number, ids, settings, verifier)
         temperature = 0.0 if settings.temperature < GREEDY_BELOW else settings.temperature
@@ -109,7 +109,7 @@ def make_requests(
         settings = replace(settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
         bias = tuple((settings.logit_bias or {}).items())
         lists = {"stop_ids": end_ids, "bias": bias, "automaton": automaton}
-        request = Request(ids=ids, settings=settings, **lists, given=given, index=index)
+        request = Request(ids=ids, settings=settings, **lists, changed_settings=changed_settings, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return _padded(requests)
 
@@ -188,7 +188,7 @@ def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int
         lists |= {"automaton": automaton, "automaton_sizes": (states, FIXED_CLASSES)}
     elif request.is_constrained:
         raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
-    return replace(request, **lists, given=PROCESSED, number=number)
+    return replace(request, **lists, changed_settings=PROCESSED, number=number)
 
 
 def find_stops(
@@ -223,7 +223,7 @@ def take_recommended(
 
     Raises ValueError for values outside the limits of the settings.
     """
-    values = {name: recommended[name] for name in TAKEN if recommended.get(name) is not None}
+    values = {name: recommended[name] for name in RECOMMENDED_SETTINGS if recommended.get(name) is not None}
     if recommended.get("do_sample"):
         values.setdefault("temperature", 1.0)
     else:
@@ -234,7 +234,9 @@ def take_recommended(
     except ValueError as error:
         raise ValueError(f"generation_config.json: {error}") from None
     note = ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing"
-    others = [name for name in recommended if not name.startswith("_") and name not in (*TAKEN, *INERT)]
+    others = [
+        name for name in recommended if not name.startswith("_") and name not in (*RECOMMENDED_SETTINGS, *IGNORED_KEYS)
+    ]
     # 0, 1 and empty values turn every setting of transformers off.
     others = [name for name in others if recommended[name] not in (None, False, 0, 1, "", [], {})]
     ignored = f"; not implemented and ignored: {', '.join(others)}" if others else ""
