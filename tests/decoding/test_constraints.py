@@ -17,7 +17,7 @@ from test_every_drafter import accepted_pair
 
 import treeflash_jax as tf
 from treeflash_jax.engine import constraints
-from treeflash_jax.engine.constraints import Table
+from treeflash_jax.engine.constraints import AutomatonTable
 from treeflash_jax.engine.requests import with_fixed_sizes
 from treeflash_jax.formats import tokenizer as tokenizers
 
@@ -128,7 +128,7 @@ CLASS = np.array([0, 1, 1, 1, 2, 2, 2, 3, 3, 1, 2, 3], np.int32)
 @pytest.fixture
 def small_automaton(monkeypatch):
     """A pattern that has this automaton over FEW_TOKENS, which have no tokenizer."""
-    table = Table(NEXT, CLASS)
+    table = AutomatonTable(NEXT, CLASS)
     monkeypatch.setattr(constraints, "compile_constraint", lambda schema, pattern, *_: pattern and table)
 
 

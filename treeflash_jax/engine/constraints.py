@@ -39,7 +39,7 @@ ANNOTATIONS = """type title description default examples deprecated readOnly wri
 FORMATS = "date", "date-time", "uuid"  # others of outlines-core match texts that are no JSON
 
 
-class Table(NamedTuple):
+class AutomatonTable(NamedTuple):
     """The automaton of a sequence; see `decoding.automaton.Automaton`.
 
     Attributes:
@@ -56,12 +56,12 @@ class Table(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def allow_all(vocab_size: int) -> Table:
+def allow_all(vocab_size: int) -> AutomatonTable:
     """Returns the automaton that allows every token; kept, since requests without a constraint share it."""
-    return Table(np.zeros((1, 1), np.int32), np.zeros(vocab_size, np.int32))
+    return AutomatonTable(np.zeros((1, 1), np.int32), np.zeros(vocab_size, np.int32))
 
 
-def stack(tables: Sequence[Table], states: int, classes: int) -> Automaton:
+def stack(tables: Sequence[AutomatonTable], states: int, classes: int) -> Automaton:
     """Returns the automata of a batch, padded to these sizes with states and classes that nothing leads to."""
     next_bqc = np.full((len(tables), states, classes), NOWHERE, np.int32)
     for next_qc, table in zip(next_bqc, tables, strict=True):
@@ -86,7 +86,7 @@ def compile_constraint(
     tokenizer: Tokenizer | None,
     stop_ids: Sequence[int],
     vocab_size: int,
-) -> Table | None:
+) -> AutomatonTable | None:
     """Returns the automaton of a prompt's constraint; None if it has none.
 
     Args:
@@ -181,7 +181,7 @@ def _any_of(choices: Sequence[str]) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int) -> Table:
+def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int) -> AutomatonTable:
     """Returns the automaton of a pattern or a schema, of whole answers; kept, since they come back."""
     if kind == "schema":
         root = parse_json(text)
@@ -200,7 +200,7 @@ def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ..
         raise _Unusable("which no answer in this model's tokens matches")
     number_q = np.where(is_useful_q, np.cumsum(is_useful_q) - 1, NOWHERE)
     next_qc = np.append(number_q, NOWHERE)[next_qc[is_useful_q]]
-    return Table(next_qc.astype(np.int32), class_v.astype(np.int32))
+    return AutomatonTable(next_qc.astype(np.int32), class_v.astype(np.int32))
 
 
 def _byte_automaton(kind: str, text: str) -> tuple[np.ndarray, np.ndarray]:

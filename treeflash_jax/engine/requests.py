@@ -49,7 +49,7 @@ class Request:
     settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
     stop_ids: tuple[int, ...] = (-1,) * LIST_SLOTS
     bias: tuple[tuple[int, float], ...] = ()
-    automaton: constraints.Table | None = None
+    automaton: constraints.AutomatonTable | None = None
     automaton_sizes: tuple[int, int] = (1, 1)
     changed_settings: frozenset[str] = frozenset()
     index: int = 0
