@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from treeflash_jax.trees.best_first import best_first
-from treeflash_jax.trees.chains import likeliest_chain, rank_0_chain
+from treeflash_jax.trees.chains import chain, walk
 from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, pick, root_only
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.sampled.draw_tokens import draw_noise
@@ -68,11 +68,11 @@ def _best_first(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftT
 
 
 def _walk(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return likeliest_chain(expander, anchor_b, num_nodes), None
+    return walk(expander, anchor_b, num_nodes), None
 
 
 def _chain(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return rank_0_chain(expander, anchor_b, num_nodes), None
+    return chain(expander, anchor_b, num_nodes), None
 
 
 def _chain_size(depths: int, nodes: int, shape: TreeShape) -> int:
@@ -98,6 +98,6 @@ BUILDERS: dict[str, Builder] = {
 
 __all__ = [
     "BUILDERS", "NO_TOKEN", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape",
-    "ancestor_mask", "best_first", "draw_noise", "first", "likeliest_chain", "path_tokens", "pick", "rank_0_chain",
+    "ancestor_mask", "best_first", "draw_noise", "first", "walk", "path_tokens", "pick", "chain",
     "root_only",
 ]  # fmt: skip
