@@ -18,7 +18,7 @@ class TargetDistribution:
     """The verifier's distribution after every node: softmax(logits / temperature), cut by top-k, top-p and min-p.
 
     Attributes:
-      logits_bnv: compute dtype, possibly sharded over the vocabulary.
+      logits_bnv: the processed logits, in their dtype, possibly sharded over the vocabulary.
       temperature_b: 0 is greedy.
       threshold_bn: tokens with a logit below it have probability zero.
       peak_bn: the largest logit.

@@ -31,7 +31,8 @@ class Verified:
     """Outputs of one verifier pass over a tree.
 
     Attributes:
-      logits_bnv: logits of all nodes, in the compute dtype, possibly sharded over the vocabulary; None after `keep_path`.
+      logits_bnv: logits of all nodes, in the residual stream's dtype, possibly sharded over the vocabulary; None after
+        `keep_path`.
       features_btj: tapped features of all nodes.
       new: results of the layers for all nodes, for `caches.commit`.
     """

@@ -19,7 +19,7 @@ from treeflash_jax.trees import DraftTree
 
 
 class DraftAgain:
-    """Drafts trees of an answer again with the model that it does not keep alive; copies and pickles of it are None."""
+    """Drafts trees of an answer again. Holds the model weakly; copies and pickles become None."""
 
     def __init__(self, model: Any, plan: DecodePlan, request: Request):
         self._model, self._plan, self._request = weakref.ref(model), plan, request

@@ -41,7 +41,7 @@ class GenerateConfig:
     """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`, described by `help(tf.GenerateSettings)`.
 
     Settings of drafting affect the speed, never the distribution of the output. A list has one value per prompt; of
-    `stop` and `stop_ids`, a list of lists has.
+    `stop`, `stop_ids` and `choices`, a list of lists has.
 
     Example:
       >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)

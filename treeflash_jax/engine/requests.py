@@ -35,8 +35,8 @@ class Request:
     Attributes:
       ids: token ids of the prompt.
       settings: settings of the call with one value each, and the stop strings and temperatures that apply.
-      stop_ids: ids of the tokens that end the answer; -1 pads.
-      bias: ids of tokens with what is added to their logits; `NO_TOKEN` pads.
+      stop_ids: ids of the tokens that end the answer, padded with -1.
+      bias: ids of tokens with what is added to their logits, padded with `NO_TOKEN`.
       automaton: tokens that may follow each other; None if no prompt of the call has a constraint.
       automaton_sizes: numbers of states and classes to which a batch pads its automata.
       changed_settings: names of the settings that any prompt of the call changes.
@@ -78,12 +78,12 @@ def make_requests(
     """Makes one request per prompt and sample, prompt by prompt.
 
     Args:
-      tokenizer: tokenizer of the verifier; needed for stop strings only.
+      tokenizer: tokenizer of the verifier; needed for stop strings and constraints only.
       stop_ids: ids that end an answer unless the settings have `stop_ids`.
       indices: one index per prompt for its random key; None counts from 0, or is 0 with a list of seeds.
 
     Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length,
-    `min_new_tokens` above `max_new_tokens`, and stops as `find_stops` does.
+    `min_new_tokens` above `max_new_tokens`, stops as `find_stops` does, and constraints as `compile_constraint` does.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")

@@ -33,7 +33,8 @@ class Result:
         `1 + sum(accept_lengths) == len(ids)`.
       cut: number of tokens that the last round accepted beyond the end of the answer (a stop or `max_new_tokens`).
         Published acceptance counts include them; `accept_lengths` and `tau` do not.
-      finished: "stop" (a stop id or string), "length", "blocked" (a processor allowed no token), or "interrupted" (Ctrl-C).
+      finished: "stop" (a stop id or string), "length" (the limit; also of an unfinished answer in pieces of a stream),
+        "blocked" (a processor allowed no token), or "interrupted" (Ctrl-C).
       seconds: decoding time of the call, prefill included, `compile_seconds` excluded; from `generate_each`, until this
         answer.
       compile_seconds: time spent compiling, and running new programs once on nothing, until this answer.

@@ -81,9 +81,10 @@ class Scheduler:
     that have a slot; the caller reads the answers of slots that are done from `state`, and releases the slots.
 
     Args:
-      capacity: capacity of the caches if all requests are known to fit; None: chosen for the first, and doubled if need be.
-      for_server: whether requests keep coming: a prompt goes on from the caches of any slot whose text begins like it, and
-        rounds in which no answer has a constraint have a program without it.
+      capacity: capacity of the caches, large enough for every request; None: large enough for the prompts, and doubled when
+        an answer outgrows it.
+      for_server: whether requests keep coming: prefill then copies the caches of the slot that shares the longest prefix
+        with a prompt, and rounds in which no answer has a constraint run a program without automata.
 
     Attributes:
       mesh: mesh of weights and states; None for one device.

@@ -11,8 +11,8 @@ kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "
 "mosaic-gpu" have a kernel for recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are for packed sequences
 without a prefix, in training.
 
-Sinks join the sums of every implementation but two kinds: "mosaic-gpu" takes "pallas-gpu" for them, and for heads of 256;
-kernels for packed sequences take "chunked". Layers with a window read its positions alone: all slots of a ring, or a part
+With sinks, "mosaic-gpu" runs as "pallas-gpu" and kernels for packed sequences as "chunked"; "mosaic-gpu" also runs heads of
+256 as "pallas-gpu". Layers with a window read its positions alone: all slots of a ring, or a part
 of a whole cache, of which "xla" and "pallas-tpu" read all slots and hide the others.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of

@@ -33,7 +33,7 @@ class DeltaLayerState(LayerState):
 
     Attributes:
       at_prompt: the copy; None if the state cannot be cut.
-      prompt_b: number of positions behind the copy.
+      prompt_b: number of positions that the copy has read.
     """
 
     now: DeltaState
@@ -120,7 +120,7 @@ class DeltaLayer(LayerKind):
 
 
 def _rule(sizes: DeltaSizes, inputs: PassInputs, before: DeltaState) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns the form of the rule: a kernel if it was asked for and takes these sizes and this dtype."""
+    """Returns `delta_rule.attend`, or the requested attention's kernel if it supports these sizes and this dtype."""
     num_new = inputs.positions_bt.shape[1]
     if num_new > delta_rule.BLOCK or before.state_bgez.dtype != jnp.float32:
         return delta_rule.attend

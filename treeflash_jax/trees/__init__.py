@@ -10,10 +10,10 @@ A builder reads a drafter only through an `Expander`. It is one function, and on
     shape      `TreeShape`, static
     noise_bnc  Gumbel noise from `draw_noise`; None for deterministic builders
 
-Deterministic builders (`best_first`, the default, and `chains`) return no proposal: rules that compare tokens are exact for
-them. Builders that draw nodes (`sampled`) return the distribution they draw from (`Proposal`) and declare its name for the
-acceptance rules. At temperature above 0 a deterministic tree accepts at most the verifier's mass on it, while acceptance of
-sampled trees is limited only by the total variation distance between drafter and verifier.
+Deterministic builders (`best_first`, the default, `walk` and `chain`) return no proposal: rules that compare tokens are
+exact for them. Builders that draw nodes (`sampled`) return the distribution they draw from (`Proposal`) and declare its
+name for the acceptance rules. At temperature above 0 a deterministic tree accepts at most the verifier's mass on it, while
+acceptance of sampled trees is limited only by the total variation distance between drafter and verifier.
 
 A tree's shape may depend on everything that is known before its tokens are drawn. Sampled tokens must not be dropped or
 ranked by their own value: that would change their distribution.
@@ -98,6 +98,5 @@ BUILDERS: dict[str, Builder] = {
 
 __all__ = [
     "BUILDERS", "NO_TOKEN", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape",
-    "ancestor_mask", "best_first", "draw_noise", "first", "walk", "path_tokens", "pick", "chain",
-    "root_only",
+    "ancestor_mask", "best_first", "chain", "draw_noise", "first", "path_tokens", "pick", "root_only", "walk",
 ]  # fmt: skip
