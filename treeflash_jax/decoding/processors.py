@@ -90,8 +90,13 @@ def count_tokens(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, pr
 
 
 def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, processor: Any = None) -> jax.Array:
-    """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least."""
+    """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least.
+
+    Returns the logits as they are if no sequence has anything to process.
+    """
     sampling, is_path_bni = state.sampling, path_bni != NO_TOKEN
+    if processor is None and not sampling.is_processed:
+        return logits_bnv
     with jax.named_scope("process"):
         logits_bnv = logits_bnv.astype(jnp.promote_types(logits_bnv.dtype, jnp.float32))
         zero_bv = jnp.zeros((logits_bnv.shape[0], logits_bnv.shape[2]), logits_bnv.dtype)

@@ -44,8 +44,7 @@ class Verified:
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Drafts, verifies, accepts and commits: at least one token for every sequence that is not done."""
-    is_often_empty = plan.drafts and plan.drafter.may_offer_nothing
-    verify = _verify_if_drafted if is_often_empty else verify_and_accept
+    verify = _verify_if_drafted if plan.drafts and plan.drafter.may_offer_nothing else verify_and_accept
     verified, accepted = verify(weights, state, *draft_tree(weights, state, plan), plan)
     return commit_path(weights, state, verified, accepted, plan)
 
