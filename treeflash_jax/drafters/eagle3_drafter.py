@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, at_last, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_sizes
+from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, extended
+from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, require_sizes
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
