@@ -210,13 +210,21 @@ class Scheduler:
             if state.capacity < capacity:
                 state = self.call(loops.grow_caches, state, capacity=capacity)
             earlier = state, sharding.place(jax.device_put(kept_b.astype(np.int32)), self.mesh)
-        how = {"plan": plan, "dtype": self.weights.dtype, "for_session": self._for_session}
-        start = partial(self.call, loops.init_state, *batch, **how)
-        state = start(*earlier, self.weights.processor)
+        start = partial(
+            self.call,
+            loops.init_state,
+            *batch,
+            *earlier,
+            self.weights.processor,
+            plan=plan,
+            dtype=self.weights.dtype,
+            for_session=self._for_session,
+        )
+        state = start()
         passes = jax.device_put(np.int32(plan.passes))
         if self._compile_ahead(state, length_b, first_b, will_decode) and kept is None:
             self._run_once(state, length_b, first_b, will_decode)
-            state = start(*earlier, self.weights.processor)
+            state = start()
         first = longest - int(np.max(unread_b))
         for _ in self.clock.reading(range(first, longest, plan.passes * plan.chunk_size(capacity)), longest):
             state = self.call(loops.prefill_chunks, self.weights, state, length_b, passes, first_b, plan=plan)
@@ -225,12 +233,11 @@ class Scheduler:
 
     def _compile_ahead(self, state: DecodeState, length_b: jax.Array, first_b: jax.Array | None, will_decode: bool) -> bool:
         """Compiles the programs of a prefill; returns True if one of them has never run."""
-        one, where = jax.device_put(np.int32(1)), {"mesh": self.mesh, "clock": self.clock}
-        arguments = self.weights, state, length_b, one, first_b
+        prepare, one = partial(programs.prepare, mesh=self.mesh, clock=self.clock), jax.device_put(np.int32(1))
         # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.
-        compiled = [programs.prepare(loops.prefill_chunks, *arguments, plan=self.plan.prefill, **where)]
+        compiled = [prepare(loops.prefill_chunks, self.weights, state, length_b, one, first_b, plan=self.plan.prefill)]
         if will_decode:
-            compiled.append(programs.prepare(loops.decode, self.weights, state, one, one, plan=self.plan, **where))
+            compiled.append(prepare(loops.decode, self.weights, state, one, one, plan=self.plan))
         programs.wait(*compiled, clock=self.clock)
         return not all(program.has_run for program in compiled)
 
@@ -308,8 +315,14 @@ class Scheduler:
             self.state = self.call(loops.grow_caches, self.state, capacity=capacity)
 
     def _pad(self, slots: Sequence[int], batch_size: int, capacity: int) -> Batch:
-        requests, place = [self.slots.held[slot] for slot in slots], {"mesh": self.mesh, "clock": self.clock}
-        return make_batch(requests, batch_size=batch_size, capacity=capacity, dtype=self.weights.dtype, **place)
+        return make_batch(
+            [self.slots.held[slot] for slot in slots],
+            batch_size=batch_size,
+            capacity=capacity,
+            dtype=self.weights.dtype,
+            mesh=self.mesh,
+            clock=self.clock,
+        )
 
 
 class Session:

@@ -82,9 +82,17 @@ class AttentionLayer(LayerKind):
         new = seen = tuple(new)
         if earlier is not None:
             seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier, new, strict=True)]
-        how = {"first_bt": first_bt, "window": config.window, "sinks_h": params.get("sinks")}
-        how["implementation"] = inputs.attention
-        mixed_bthe = tree_attention(q_bthe, *seen, mask_btu, state, inputs.length_b, **how)
+        mixed_bthe = tree_attention(
+            q_bthe,
+            *seen,
+            mask_btu,
+            state,
+            inputs.length_b,
+            first_bt=first_bt,
+            window=config.window,
+            sinks_h=params.get("sinks"),
+            implementation=inputs.attention,
+        )
         if gate_bthe is not None:
             mixed_bthe *= jax.nn.sigmoid(gate_bthe)
         return layers.merge_heads(params, mixed_bthe), new
