@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import DraftTree, ancestor_mask, pick
 
@@ -153,6 +154,6 @@ def _scaled(logits_bnx: jax.Array, peak_bn: jax.Array, temperature_b: jax.Array)
 
     At low temperature logits / temperature is so large that rounding changes its exponential.
     """
-    dtype = jnp.promote_types(logits_bnx.dtype, jnp.float32)
+    dtype = at_least_float32(logits_bnx.dtype)
     divisor_b = jnp.where(temperature_b > 0, temperature_b, 1.0).astype(dtype)
     return (logits_bnx.astype(dtype) - peak_bn[..., None].astype(dtype)) / divisor_b[:, None, None]

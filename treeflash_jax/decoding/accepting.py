@@ -13,6 +13,7 @@ from jax import lax
 
 from treeflash_jax import acceptance, trees
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, PrefillPlan, Sampling, Weights
 from treeflash_jax.models import verifier, vocab
@@ -101,7 +102,7 @@ def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetD
 
 def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
     """Returns Gumbel noise [b, depths, v] of the next positions; zeros if all sequences are greedy."""
-    size, dtype = logits_bnv.shape[-1], jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    size, dtype = logits_bnv.shape[-1], at_least_float32(logits_bnv.dtype)
     with jax.named_scope("noise"):
         stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
         positions_bp = state.end_b[:, None] + jnp.arange(depths)
@@ -115,7 +116,7 @@ def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.
 
 def draw_coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns uniforms [b, draws] for the tests of a round, and Gumbel noise [b, v] for the bonus token."""
-    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    dtype = at_least_float32(logits_bnv.dtype)
     with jax.named_scope("noise"):
         key_b2 = jax.vmap(jax.random.split)(round_keys(state, COINS_STREAM))
         coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])

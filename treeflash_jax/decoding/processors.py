@@ -27,6 +27,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding.state import Counts, DecodeState
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import NO_TOKEN, pick
@@ -98,7 +99,7 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
     if processor is None and not sampling.is_processed:
         return logits_bnv
     with jax.named_scope("process"):
-        logits_bnv = logits_bnv.astype(jnp.promote_types(logits_bnv.dtype, jnp.float32))
+        logits_bnv = logits_bnv.astype(at_least_float32(logits_bnv.dtype))
         zero_bv = jnp.zeros((logits_bnv.shape[0], logits_bnv.shape[2]), logits_bnv.dtype)
         automaton = sampling.automaton
         automaton_bn = None if automaton is None else _advance_nodes(automaton, state.automaton_b, path_bni)

@@ -6,11 +6,11 @@ from itertools import count
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.engine import constraints
@@ -101,7 +101,7 @@ def make_batch(
     def column(name: str, dtype: Any) -> np.ndarray:
         return np.array([getattr(request.settings, name) for request in slots], dtype)
 
-    length_b, dtype = np.array([request.length for request in slots], np.int32), jnp.promote_types(dtype, jnp.float32)
+    length_b, dtype = np.array([request.length for request in slots], np.int32), at_least_float32(dtype)
     numbers = np.array([(request.settings.seed, request.index, request.sample) for request in slots], np.uint32)
     penalties_b3 = bias = least_b = automaton = None  # of those that no request of the call has, programs contain nothing
     if first.changed_settings & {*PENALTIES}:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.backend import packed_attention, products
 from treeflash_jax.models.backend.packed_attention import PackedMask
@@ -170,7 +171,7 @@ def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
             seen_b1x = ((slots_x >= first) & (slots_x < length_b[:, None]))[:, None]
             return add(sums, *prefix.read(start, BLOCK), seen_b1x)
 
-        wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
+        wide = at_least_float32(q_bkqe.dtype)
         zero_bkq1 = jnp.zeros((*q_bkqe.shape[:3], 1), wide)
         nothing = jnp.zeros(q_bkqe.shape, wide), zero_bkq1, zero_bkq1 - jnp.inf
         sums = add(nothing, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu)

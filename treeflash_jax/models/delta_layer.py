@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax.core import programs
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import delta_rule, layers
 from treeflash_jax.models.backend.packed_attention import PackedMask
@@ -153,7 +154,7 @@ def _project(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> t
     else:
         parts = [product("btd,cd->btc", x_btd, params[name]) for name in DeltaLayer.merged]
     qkv_btc, z_btz, b_bth, a_bth = parts
-    wide = jnp.promote_types(x_btd.dtype, jnp.float32)
+    wide = at_least_float32(x_btd.dtype)
     rate_h, bias_h = (params[name].astype(wide) for name in ("log_rate", "time_bias"))
     decay_bth = -jnp.exp(rate_h) * jax.nn.softplus(a_bth.astype(wide) + bias_h)
     z_bthf = z_btz.reshape(*z_btz.shape[:2], sizes.value_heads, sizes.value_dim)

@@ -20,6 +20,7 @@ from jax import lax
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models.backend import block_products, indexing, products
 
@@ -138,7 +139,7 @@ def quantize(weight: jax.Array, inputs: tuple[int, ...], counts: tuple[int, ...]
     scheme = "int8" if counts is None else "fp8"
     parts = counts or tuple(1 if axis in inputs else size for axis, size in enumerate(weight.shape))
     split = [part for size, count in zip(weight.shape, parts, strict=True) for part in (count, size // count)]
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32)).reshape(split)
+    wide = weight.astype(at_least_float32(weight.dtype)).reshape(split)
     kept = jnp.finfo(weight.dtype)
     # A factor, since XLA compiles a quotient by a constant in another way than it runs one. No pair of casts: XLA may drop
     # it, and values would be those of another scale than the stored one.

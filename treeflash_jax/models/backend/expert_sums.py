@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend import block_products
 from treeflash_jax.models.quantized import Quantized
 
@@ -161,7 +162,7 @@ def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow:
         y = block_products.expert_product(x, weight.values, weight.scale)
         return y.astype(x.dtype) if narrow else y
     values, scale = _parts(weight)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = at_least_float32(x.dtype)
     y = jnp.einsum(equation, x, values.astype(x.dtype), preferred_element_type=wide)
     if scale is not None and y.ndim == 3:
         scale = scale[:, None]
