@@ -16,7 +16,8 @@ from treeflash_jax.trees import NO_TOKEN
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PROCESSED = frozenset({*PENALTIES, "logit_bias", "min_new_tokens"})  # settings that add something to the programs
-FIXED_SIZES = {"stop_ids": (-1, 32), "bias": ((NO_TOKEN, 0.0), 304)}  # padding and size of lists in a server's programs
+PADDING = {"stop_ids": -1, "bias": (NO_TOKEN, 0.0)}
+FIXED_SIZES = {"stop_ids": 32, "bias": 304}  # of lists in a server's programs
 FIXED_CLASSES = 512  # kinds of tokens of a server's automata; SmolLM2's schemas have some 150
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
@@ -146,7 +147,7 @@ def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifie
 
 def _padded(requests: list[Request]) -> list[Request]:
     """Returns the requests with lists of one length each, a multiple of LIST_SLOTS."""
-    for name, padding in {"stop_ids": -1, "bias": (NO_TOKEN, 0.0)}.items():
+    for name, padding in PADDING.items():
         longest = max(len(getattr(request, name)) for request in requests)
         size = max(1, -(-longest // LIST_SLOTS)) * LIST_SLOTS
         for number, request in enumerate(requests):
@@ -176,10 +177,10 @@ def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int
     Raises ValueError for more stop ids or biases than the programs take, and for a larger automaton.
     """
     lists = {}
-    for name, (padding, size) in FIXED_SIZES.items():
-        values = [value for value in getattr(request, name) if value != padding]
+    for name, size in FIXED_SIZES.items():
+        values = [value for value in getattr(request, name) if value != PADDING[name]]
         expect(len(values) <= size, f"number of {name}", len(values), f"at most {size}")
-        lists[name] = (*values, *[padding] * (size - len(values)))
+        lists[name] = (*values, *[PADDING[name]] * (size - len(values)))
     if states:
         automaton = request.automaton or constraints.allow_all(vocab_size)
         needed, classes = automaton.next_qc.shape
