@@ -160,14 +160,14 @@ class Eagle3Network:
         return eagle3_drafter.layer_input(weights, tables, self.drafter, token_bn, carried_bnd)
 
     def keys_values(self, weights: Any, input_bn: jax.Array, position_bn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        table = eagle3_drafter.rotations(self.drafter, position_bn)
+        table = eagle3_drafter.rotary_table(self.drafter, position_bn)
         return layers.keys_values(weights["layer"], self.drafter.layers, input_bn, table)
 
     def output(
         self, weights: Any, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
     ) -> jax.Array:
         """Returns the layer's output, [b, n, d]; `attend` maps queries [b, n, h, e] to mixed values."""
-        table = eagle3_drafter.rotations(self.drafter, position_bn)
+        table = eagle3_drafter.rotary_table(self.drafter, position_bn)
         return eagle3_drafter.layer_output(weights, self.drafter, input_bn, carried_bnd, table, attend)
 
     def feed_back(self, weights: Any, hidden_bnd: jax.Array) -> jax.Array:

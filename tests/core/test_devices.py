@@ -25,7 +25,7 @@ def test_what_xla_may_not_use_does_not_count():
     both, vectors = {"amx_bf16", "avx512_bf16"}, {"avx512_bf16"}
     flags = {"": both, "--xla_cpu_max_isa=AMX": both, "--xla_cpu_max_isa=AVX512_BF16": vectors}
     for text, left in (flags | {"--a=1 --xla_cpu_max_isa=avx512": set()}).items():
-        assert devices.usable(frozenset({"avx2", *both}), text) == left | {"avx2"}
+        assert devices.usable_features(frozenset({"avx2", *both}), text) == left | {"avx2"}
 
 
 def test_rates_are_those_of_the_chip_that_is_named():

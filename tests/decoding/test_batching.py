@@ -99,7 +99,7 @@ def test_a_batch_keeps_its_slots_busy():
     slots, rounds, ends, finished = Slots(16, 2, range(len(lengths))), 0, {}, []
     while slots.waiting or slots.held:
         if slots.is_refill_due:
-            ends |= {slot: rounds + lengths[slots.held[slot]] for slot in slots.fill(slots.group)}
+            ends |= {slot: rounds + lengths[slots.held[slot]] for slot in slots.fill(slots.refill_size)}
             continue
         free = slots.size - len(slots.held)
         rounds = sorted(ends.values())[slots.enough_done - free - 1]

@@ -17,7 +17,8 @@ from test_every_drafter import accepted_pair
 
 import treeflash_jax as tf
 from treeflash_jax.engine import constraints
-from treeflash_jax.engine.constraints import Table
+from treeflash_jax.engine.constraints import AutomatonTable
+from treeflash_jax.engine.requests import with_fixed_sizes
 from treeflash_jax.formats import tokenizer as tokenizers
 
 NAME = {"type": "string", "maxLength": 8}
@@ -86,6 +87,31 @@ def test_tables_are_data(tiny):
     assert "jit(decode)" not in compiled
 
 
+def test_a_constraint_ends_an_answer_that_it_completes(tiny):
+    """Regression: `min_new_tokens` left no token after a complete choice, and other `stop_ids` did not end it."""
+    constraints = {"choices": [["yes."], None, None], "pattern": [None, "[ab]+", None]}
+    short, long, free = tiny.generate(CHATS[:3], **constraints, min_new_tokens=9, max_new_tokens=12, nodes=8)
+    assert (short.text, short.finished) == ("yes.", "stop")
+    assert len(long.ids) >= 9 and re.fullmatch("[ab]+", long.text) and len(free.ids) >= 9
+    [result] = tiny.generate(CHATS[0], choices=["yes."], stop_ids=[5], max_new_tokens=12, nodes=8)
+    assert (result.text, result.finished) == ("yes.", "stop")
+
+
+def test_a_drawn_tree_follows_the_constraint(tiny):
+    """Regression: trees after the first were drawn as if the answer began there."""
+    [answer] = tiny.generate(CHATS[0], schema=PERSON, nodes=8, max_new_tokens=48)
+    for index, length in enumerate(answer.accept_lengths[:-1]):
+        assert sum(answer.tree(index).accepted) == length
+    assert max(answer.accept_lengths[1:-1]) > 1
+
+
+def test_answers_share_the_table_of_their_constraint(tiny):
+    """Regression: every sample had its own copy, padded to the size of the programs."""
+    _, requests = tiny.make_requests(["x"], schema=FLAGS, samples=3)
+    fixed = [with_fixed_sizes(request, 0, 256, tiny.verifier.vocab_size) for request in requests]
+    assert len({id(request.automaton.next_qc) for request in (*requests, *fixed)}) == 1
+
+
 @pytest.mark.slow
 def test_every_draw_is_valid(tiny, smollm2):
     for model, draws, draft in ((tiny, 500, {"nodes": 8, "batch_size": 64}), (smollm2, 50, {"builder": "none"})):
@@ -102,7 +128,7 @@ CLASS = np.array([0, 1, 1, 1, 2, 2, 2, 3, 3, 1, 2, 3], np.int32)
 @pytest.fixture
 def small_automaton(monkeypatch):
     """A pattern that has this automaton over FEW_TOKENS, which have no tokenizer."""
-    table = Table(NEXT, CLASS)
+    table = AutomatonTable(NEXT, CLASS)
     monkeypatch.setattr(constraints, "compile_constraint", lambda schema, pattern, *_: pattern and table)
 
 

@@ -14,7 +14,7 @@ from answers import TREE
 from refusals import refused
 
 import treeflash_jax as tf
-from treeflash_jax.core import programs
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import model as engine
@@ -94,6 +94,19 @@ def test_a_drawn_tree_holds_the_accepted_path(answer):
     assert len(drawn.splitlines()) == len(tree.labels) <= 8
     assert drawn.count("●") == sum(tree.accepted)  # the legend's mark stands for the anchor's
     refused(lambda: answer.tree(len(answer.accept_lengths)), "expected 0 to")
+
+
+def test_dispatches_that_finish_no_answer_copy_no_tokens(tiny, monkeypatch):
+    monkeypatch.setattr(engine, "ROUNDS_PER_DISPATCH", 2)
+    copied, to_host = [], sharding.to_host
+
+    def watched(tree):
+        copied.append(sum(x.size for x in jax.tree.leaves(tree)))
+        return to_host(tree)
+
+    monkeypatch.setattr(sharding, "to_host", watched)
+    tiny.generate([CHAT], max_new_tokens=40, **TREE)
+    assert len(copied) > 9 and sum(size > 1 for size in copied) == 1
 
 
 def interrupt_if(monkeypatch, holds) -> None:

@@ -51,7 +51,7 @@ def run_stages(weights, prompt_bt, config, drafter, nodes):
         "table": table,
         "tree": grown,
         "mask": trees.ancestor_mask(grown.parent_bn, drafter.num_depths),
-        "chain": trees.rank_0_chain(table, anchor_b, drafter.block_size),
+        "chain": trees.chain(table, anchor_b, drafter.block_size),
     }
 
 

@@ -126,7 +126,7 @@ def test_the_network_runs_below_tokens_of_n_grams(shared):
     """Below a token that it cannot draft itself, its next tokens are those of a rollout, and the n-gram still agrees."""
     foreign = next(token for token in range(VOCAB) if token not in shared["ids"])
     match = jnp.full((BATCH, 1, DEPTHS), foreign), jnp.full((BATCH, 1), 3), jnp.zeros((BATCH, 1)), jnp.zeros(BATCH)
-    joined, first = ngram.Joined(expander(shared), ngram.Continuations(*match)), jnp.int32(0)
+    joined, first = ngram.JoinedExpander(expander(shared), ngram.Continuations(*match)), jnp.int32(0)
     state = joined.start(1)
     child_bw = jnp.argmax(joined.children(first, state)[0] == foreign, axis=-1)
     lanes, agrees_bwm = joined.follow(first, state, child_bw)

@@ -69,7 +69,7 @@ def compiled(case: SimpleNamespace, function: Any = lambda expander: expander, *
 def walk(case: SimpleNamespace, **changes) -> np.ndarray:
     """Tokens of the greedy path."""
     num_nodes = case.drafter.num_depths + 1
-    tree = compiled(case, lambda expander: trees.likeliest_chain(expander, case.inputs.anchor_b, num_nodes), **changes)
+    tree = compiled(case, lambda expander: trees.walk(expander, case.inputs.anchor_b, num_nodes), **changes)
     return np.asarray(tree.tokens_bn)[:, 1:]
 
 

@@ -53,9 +53,9 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     streams = accepting.VERIFY_STREAM, accepting.DRAFT_STREAM, accepting.COINS_STREAM
     keys = [str(jax.random.key_data(accepting.round_keys(at, stream))) for at in (state, later) for stream in streams]
     assert len({*keys}) == 6
-    coins, bonus = accepting.coins(state, 3, jnp.zeros((1, 4, 9)))
+    coins, bonus = accepting.draw_coins(state, 3, jnp.zeros((1, 4, 9)))
     assert coins.shape == (1, 3) and bonus.shape == (1, 9)
-    assert (coins != accepting.coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
+    assert (coins != accepting.draw_coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
 
 
 def test_a_check_of_a_rule_that_draws_other_tokens_is_refused(model):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import DraftTree, ancestor_mask, pick
 
@@ -18,7 +19,7 @@ class TargetDistribution:
     """The verifier's distribution after every node: softmax(logits / temperature), cut by top-k, top-p and min-p.
 
     Attributes:
-      logits_bnv: compute dtype, possibly sharded over the vocabulary.
+      logits_bnv: the processed logits, in their dtype, possibly sharded over the vocabulary.
       temperature_b: 0 is greedy.
       threshold_bn: tokens with a logit below it have probability zero.
       peak_bn: the largest logit.
@@ -153,6 +154,6 @@ def _scaled(logits_bnx: jax.Array, peak_bn: jax.Array, temperature_b: jax.Array)
 
     At low temperature logits / temperature is so large that rounding changes its exponential.
     """
-    dtype = jnp.promote_types(logits_bnx.dtype, jnp.float32)
+    dtype = at_least_float32(logits_bnx.dtype)
     divisor_b = jnp.where(temperature_b > 0, temperature_b, 1.0).astype(dtype)
     return (logits_bnx.astype(dtype) - peak_bn[..., None].astype(dtype)) / divisor_b[:, None, None]

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = draw_pair(arguments) if is_random else load_model(arguments)
     plans = make_plans(model, arguments)
     for batch in arguments.batch:
-        expect(batch == sharding.padded(batch, model.mesh), "--batch", batch, "a multiple of the mesh's data axis")
+        expect(batch == sharding.pad_batch_size(batch, model.mesh), "--batch", batch, "a multiple of the mesh's data axis")
     settings = {
         "shape": " + ".join(shapes.short_name(name) for name in model.names if name),
         "weights": "random" if is_random else "real",

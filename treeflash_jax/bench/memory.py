@@ -158,10 +158,11 @@ def report_request(arguments: argparse.Namespace) -> int:
         result["schema_states"] = arguments.schema_states
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        table = (
-            allow_all(model.vocab_size).padded(arguments.schema_states, FIXED_CLASSES) if arguments.schema_states else None
-        )
-        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, Request(ids=[0], automaton=table))
+        request = Request(ids=[0])
+        if arguments.schema_states:
+            sizes = arguments.schema_states, FIXED_CLASSES
+            request = Request(ids=[0], automaton=allow_all(model.vocab_size), automaton_sizes=sizes)
+        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, request)
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}
         if not device.is_cpu:
             result["launches"] = count_launches(compiled[1].as_text())

@@ -88,11 +88,11 @@ class Device:
 def describe(device: Any) -> Device:
     """Returns the `Device` of a JAX device, which may be an abstract one for compiling ahead of time."""
     is_cpu = device.platform == "cpu"
-    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if is_cpu else frozenset()
+    features = usable_features(cpu_features(), os.environ.get("XLA_FLAGS", "")) if is_cpu else frozenset()
     return Device(device.platform, device.device_kind, features)
 
 
-def usable(features: frozenset[str], flags: str) -> frozenset[str]:
+def usable_features(features: frozenset[str], flags: str) -> frozenset[str]:
     """Returns the features that XLA_FLAGS allow: for example, AVX512_VNNI as --xla_cpu_max_isa excludes bfloat16."""
     limits = re.findall(r"--xla_cpu_max_isa=(\w+)", flags)
     if not limits:

@@ -1,4 +1,4 @@
-"""Names of float dtypes, the same for `tf.load`, command lines and the settings of training."""
+"""Float dtypes: their names, the same for `tf.load`, command lines and the settings of training, and that of sums."""
 
 from contextlib import suppress
 from typing import Any
@@ -25,6 +25,11 @@ def dtype_name(dtype: Any) -> Any:
     with suppress(TypeError, ValueError):
         return jnp.dtype(dtype).name
     return dtype
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """Returns float32, or float64 for float64: the dtype of sums over numbers of this dtype."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def dtype_setting(default: str | None, help: str, *names: str, **keywords: Any) -> Any:

@@ -1,8 +1,8 @@
 """Compiled programs of this process, shared by models of equal shape and calls of equal size.
 
-A program is compiled at its first call and kept until `clear`, or until there are too many: then those that were not used
-for longest go. Its key is the function, its static arguments, the structure
-of its other arguments with the shapes, dtypes and shardings of their arrays, the mesh, and JAX's precision; never values.
+A program is compiled at its first call and kept until `clear`, or until there are too many: then the least recently used
+are freed. Its key is the function, its static arguments, the structure of its other arguments with the shapes, dtypes and
+shardings of their arrays, the mesh, and JAX's precision; never values.
 """
 
 import functools

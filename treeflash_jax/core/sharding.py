@@ -128,7 +128,7 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
-def padded(size: int, mesh: Mesh | None) -> int:
+def pad_batch_size(size: int, mesh: Mesh | None) -> int:
     """Rounds a batch size up to a multiple of the mesh's parts of a batch, data x fsdp."""
     return per_shard(size, mesh) * _data_ways(mesh)
 

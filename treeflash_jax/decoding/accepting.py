@@ -13,6 +13,7 @@ from jax import lax
 
 from treeflash_jax import acceptance, trees
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, PrefillPlan, Sampling, Weights
 from treeflash_jax.models import verifier, vocab
@@ -51,13 +52,10 @@ def accept_path(
 ) -> Accepted:
     """Returns the path that the plan's rule keeps, and the tokens that it emits; `processor` is the user's, if any."""
     with jax.named_scope("accept"):
-        coins_bx, bonus_bv = coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
+        coins_bx, bonus_bv = draw_coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = acceptance.Noise(target_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
-        processed_bnv = logits_bnv
-        if processor is not None or state.sampling.is_processed:
-            path_bni = trees.path_tokens(tree, plan.path_length - 1)
-            processed_bnv = processors.process(logits_bnv, state, path_bni, processor)
-        target = make_target(processed_bnv, state.sampling)
+        path_bni = trees.path_tokens(tree, plan.path_length - 1)
+        target = make_target(processors.process(logits_bnv, state, path_bni, processor), state.sampling)
         result = acceptance.RULES[plan.rule].accept(tree, proposal, target, noise)
         drafted_bp = trees.pick(tree.tokens_bn, result.path_bp)
         is_bonus_bp = jnp.arange(plan.path_length) == result.length_b[:, None] - 1
@@ -70,7 +68,7 @@ def accept_path(
         return Accepted(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
 
 
-def first_token(
+def emit_first_token(
     weights: Weights,
     state: DecodeState,
     last_bd: jax.Array,
@@ -86,10 +84,8 @@ def first_token(
       given_b: first tokens if they are known; None: sampled from `last_bd`.
     """
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
-    processed_bnv = logits_bnv
-    if weights.processor is not None or state.sampling.is_processed:
-        no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)
-        processed_bnv = processors.process(logits_bnv, state, no_path_bni, weights.processor)
+    no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)
+    processed_bnv = processors.process(logits_bnv, state, no_path_bni, weights.processor)
     picks_bp = make_target(processed_bnv, state.sampling).sample(target_noise(state, 1, logits_bnv))
     picks_bp = picks_bp if given_b is None else given_b[:, None]
     log_probs = _log_probs(logits_bnv, picks_bp, plan.top_log_probs) if plan.log_probs else None
@@ -106,7 +102,7 @@ def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetD
 
 def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
     """Returns Gumbel noise [b, depths, v] of the next positions; zeros if all sequences are greedy."""
-    size, dtype = logits_bnv.shape[-1], jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    size, dtype = logits_bnv.shape[-1], at_least_float32(logits_bnv.dtype)
     with jax.named_scope("noise"):
         stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
         positions_bp = state.end_b[:, None] + jnp.arange(depths)
@@ -118,9 +114,9 @@ def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.
         )
 
 
-def coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+def draw_coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns uniforms [b, draws] for the tests of a round, and Gumbel noise [b, v] for the bonus token."""
-    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    dtype = at_least_float32(logits_bnv.dtype)
     with jax.named_scope("noise"):
         key_b2 = jax.vmap(jax.random.split)(round_keys(state, COINS_STREAM))
         coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])

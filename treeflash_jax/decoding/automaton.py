@@ -52,7 +52,7 @@ class Automaton:
 
 
 @struct.dataclass
-class Allowed(Expander):
+class ConstrainedExpander(Expander):
     """A drafter's expander without the children that the automaton does not allow; the others share their probability.
 
     The state is that of the drafter and that of the automaton.

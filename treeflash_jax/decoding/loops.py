@@ -123,7 +123,7 @@ def prefill_chunks(
     """
     cache, drafter, (hidden_bd, features_bj) = _run_chunks(weights, pin(state), length_b, max_chunks, plan)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
-    state = accepting.first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
+    state = accepting.emit_first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
     if plan.drafter and plan.drafter.reads_tokens:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
         drafter = _extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)

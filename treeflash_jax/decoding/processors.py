@@ -27,6 +27,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding.state import Counts, DecodeState
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import NO_TOKEN, pick
@@ -90,11 +91,18 @@ def count_tokens(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, pr
 
 
 def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, processor: Any = None) -> jax.Array:
-    """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least."""
+    """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least.
+
+    Returns the logits as they are if no sequence has anything to process.
+    """
     sampling, is_path_bni = state.sampling, path_bni != NO_TOKEN
+    if processor is None and not sampling.is_processed:
+        return logits_bnv
     with jax.named_scope("process"):
-        logits_bnv = logits_bnv.astype(jnp.promote_types(logits_bnv.dtype, jnp.float32))
+        logits_bnv = logits_bnv.astype(at_least_float32(logits_bnv.dtype))
         zero_bv = jnp.zeros((logits_bnv.shape[0], logits_bnv.shape[2]), logits_bnv.dtype)
+        automaton = sampling.automaton
+        automaton_bn = None if automaton is None else _advance_nodes(automaton, state.automaton_b, path_bni)
         if sampling.bias is not None:
             logits_bnv += vocab.put(zero_bv, *sampling.bias)[:, None]
         if state.counts is not None:
@@ -104,15 +112,17 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
             stop_bv = vocab.put(
                 zero_bv, sampling.stop_ids_bx, jnp.full(sampling.stop_ids_bx.shape, -jnp.inf, zero_bv.dtype)
             )
-            logits_bnv = jnp.where(is_short_bn[..., None], logits_bnv + stop_bv[:, None], logits_bnv)
+            endless_bnv = logits_bnv + stop_bv[:, None]
+            if automaton is not None:  # which allows nothing but the end of some answers
+                is_short_bn &= jnp.any(automaton.constrain(endless_bnv, automaton_bn) > -jnp.inf, axis=-1)
+            logits_bnv = jnp.where(is_short_bn[..., None], endless_bnv, logits_bnv)
         if processor is not None:
             history = History(state.tokens_bs, state.end_b, path_bni)
             if has_state(processor):
                 history = history.replace(state=_advance_nodes(processor, state.processor_state, path_bni))
             logits_bnv = _check_logits(processor(logits_bnv, history), logits_bnv.shape, processor)
-        if sampling.automaton is not None:
-            state_bn = _advance_nodes(sampling.automaton, state.automaton_b, path_bni)
-            logits_bnv = sampling.automaton.constrain(logits_bnv, state_bn)
+        if automaton is not None:
+            logits_bnv = automaton.constrain(logits_bnv, automaton_bn)
         return logits_bnv
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path, emit, round_keys
-from treeflash_jax.decoding.automaton import Allowed
+from treeflash_jax.decoding.automaton import ConstrainedExpander
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.models import caches, verifier
@@ -31,7 +31,8 @@ class Verified:
     """Outputs of one verifier pass over a tree.
 
     Attributes:
-      logits_bnv: logits of all nodes, in the compute dtype, possibly sharded over the vocabulary; None after `keep_path`.
+      logits_bnv: logits of all nodes, in the residual stream's dtype, possibly sharded over the vocabulary; None after
+        `keep_path`.
       features_btj: tapped features of all nodes.
       new: results of the layers for all nodes, for `caches.commit`.
     """
@@ -43,8 +44,7 @@ class Verified:
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Drafts, verifies, accepts and commits: at least one token for every sequence that is not done."""
-    is_often_empty = plan.drafts and plan.drafter.may_offer_nothing
-    verify = _verify_if_drafted if is_often_empty else verify_and_accept
+    verify = _verify_if_drafted if plan.drafts and plan.drafter.may_offer_nothing else verify_and_accept
     verified, accepted = verify(weights, state, *draft_tree(weights, state, plan), plan)
     return commit_path(weights, state, verified, accepted, plan)
 
@@ -112,7 +112,7 @@ def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> tr
     with jax.named_scope("draft"):
         expander = plan.drafter.draft(inputs)
         automaton = state.sampling.automaton
-        return expander if automaton is None else Allowed(expander, automaton, state.automaton_b)
+        return expander if automaton is None else ConstrainedExpander(expander, automaton, state.automaton_b)
 
 
 def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -> Draft:

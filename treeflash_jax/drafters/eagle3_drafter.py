@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, at_last, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_sizes
+from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, extended
+from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, require_sizes
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
@@ -113,12 +113,12 @@ class Eagle3Config(LaneDrafterConfig):
         carried_btd = fuse(params, self, features_btj)
         read_bt = layer_input(params, tables, self, tokens_bt, carried_btd)
         positions_bt = length_b[:, None] + jnp.arange(length)
-        k_btke, v_btke = layers.keys_values(params["layer"], self.layers, read_bt, rotations(self, positions_bt))
+        k_btke, v_btke = layers.keys_values(params["layer"], self.layers, read_bt, rotary_table(self, positions_bt))
 
         last_b1 = jnp.maximum(count_b - 1, 0)[:, None]
         read_b1, carried_b1d = at_last(read_bt, count_b), at_last(carried_btd, count_b)
         seen_b1t = jnp.arange(length) <= last_b1[..., None]
-        table = rotations(self, length_b[:, None] + last_b1)
+        table = rotary_table(self, length_b[:, None] + last_b1)
 
         def attend(q_b1he: jax.Array) -> jax.Array:
             return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
@@ -173,7 +173,7 @@ def layer_input(
     return sharding.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
 
 
-def rotations(config: Eagle3Config, positions_bt: jax.Array) -> Any:
+def rotary_table(config: Eagle3Config, positions_bt: jax.Array) -> Any:
     return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
 
 
@@ -212,7 +212,7 @@ class LayerStep:
         (params, tables, context, _), config = shared, self.config
         carried_bwd = feed_back(params, config, level.carry)
         read_bw = layer_input(params, tables, config, level.token_bw, carried_bwd)
-        table = rotations(config, level.position_bw)
+        table = rotary_table(config, level.position_bw)
         k_bwke, v_bwke = layers.keys_values(params["layer"], config.layers, read_bw, table)
         [[earlier_k, earlier_v]] = level.earlier
         keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)

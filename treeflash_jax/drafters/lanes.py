@@ -164,11 +164,6 @@ def scratch_specs(context: Cache) -> tuple[tuple[Spec, Spec], ...]:
     return tuple((spec(layer.keys_bnkse), spec(layer.values_bnkse)) for layer in context.layers)
 
 
-def at_last(x_bt: jax.Array, count_b: jax.Array) -> jax.Array:
-    """Returns the entries at the last of the first `count_b` positions, [b, 1, ...]; at the first one if there is none."""
-    return jnp.take_along_axis(x_bt, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
-
-
 def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, count_b: jax.Array) -> ContextState:
     """Returns the state after the first `count_b` of the new positions.
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, at_last, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs, require_fit
+from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, extended
+from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, listed_specs, require_fit
 from treeflash_jax.models import verifier as model
 from treeflash_jax.models import vocab
 from treeflash_jax.models.config import ModelConfig

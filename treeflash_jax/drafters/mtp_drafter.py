@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, at_last, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs, require_sizes
+from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, extended
+from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, listed_specs, require_sizes
 from treeflash_jax.models import layers, quantized, verifier, vocab
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander

@@ -151,7 +151,7 @@ class Continuations(Expander):
 
 
 @struct.dataclass
-class Joined(Expander):
+class JoinedExpander(Expander):
     """Another drafter's expander joined with n-grams. The state is that of both.
 
     A token's probability is (1 - s) p + s q, with p from the drafter and q from the n-grams. The share
@@ -208,7 +208,7 @@ def join(drafter: Expander, inputs: Inputs, matches: int) -> Expander:
     if not matches:
         return drafter
     ngrams = NgramConfig(shortest=1, matches=matches)
-    return Joined(drafter, ngrams.draft(replace(inputs, depths=drafter.num_depths)))
+    return JoinedExpander(drafter, ngrams.draft(replace(inputs, depths=drafter.num_depths)))
 
 
 def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> jax.Array:

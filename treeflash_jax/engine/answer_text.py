@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-HALF = "\ufffd"  # stands for the bytes of an unfinished character
+REPLACEMENT_CHARACTER = "\ufffd"  # stands for the bytes of an unfinished character
 
 
 class AnswerText:
@@ -51,7 +51,7 @@ class AnswerText:
         return self._tokenizer.decode(self.ids[self._start :])[len(before) :]
 
     def _add_piece(self, piece: str) -> None:
-        if not piece or piece.endswith(HALF):
+        if not piece or piece.endswith(REPLACEMENT_CHARACTER):
             return
         searched = max(0, len(self._text) + 1 - max(map(len, self._stop), default=0))
         self._text += piece

@@ -6,14 +6,14 @@ from itertools import count
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodePlan, Sampling
+from treeflash_jax.engine import constraints
 from treeflash_jax.engine.requests import PENALTIES, Request
 
 # Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
@@ -56,7 +56,7 @@ def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: in
     capacity, before = first_capacity(plan, requests), 0
     while capacity < longest:
         capacity, before = 2 * capacity, capacity
-    return sum(sharding.padded(size, mesh) for size in sizes), capacity + before
+    return sum(sharding.pad_batch_size(size, mesh) for size in sizes), capacity + before
 
 
 def choose_batch_size(requests: int) -> int:
@@ -90,7 +90,7 @@ def make_batch(
       clock: counts the compilation of keys.
     """
     programs.check_process()
-    batch_size = sharding.padded(batch_size, mesh)
+    batch_size = sharding.pad_batch_size(batch_size, mesh)
     first = requests[0] if requests else Request(ids=[0])
     unused = replace(first, ids=[0], settings=replace(first.settings, max_new_tokens=1))
     slots = [*requests, *[unused] * (batch_size - len(requests))]
@@ -101,18 +101,18 @@ def make_batch(
     def column(name: str, dtype: Any) -> np.ndarray:
         return np.array([getattr(request.settings, name) for request in slots], dtype)
 
-    length_b, dtype = np.array([request.length for request in slots], np.int32), jnp.promote_types(dtype, jnp.float32)
+    length_b, dtype = np.array([request.length for request in slots], np.int32), at_least_float32(dtype)
     numbers = np.array([(request.settings.seed, request.index, request.sample) for request in slots], np.uint32)
     penalties_b3 = bias = least_b = automaton = None  # of those that no request of the call has, programs contain nothing
-    if first.given & {*PENALTIES}:
+    if first.changed_settings & {*PENALTIES}:
         penalties_b3 = np.stack([column(name, dtype) for name in PENALTIES], axis=1)
-    if "logit_bias" in first.given:
+    if "logit_bias" in first.changed_settings:
         ids, values = np.moveaxis(np.array([request.bias for request in slots]), 2, 0)
         bias = ids.astype(np.int32), values.astype(dtype)
-    if "min_new_tokens" in first.given:
+    if "min_new_tokens" in first.changed_settings:
         least_b = length_b + column("min_new_tokens", np.int32)
     if first.automaton is not None:
-        automaton = Automaton(*(np.stack(x) for x in zip(*(request.automaton for request in slots), strict=True)))
+        automaton = constraints.stack([request.automaton for request in slots], *first.automaton_sizes)
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
         key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
         temperature_b=column("temperature", dtype),

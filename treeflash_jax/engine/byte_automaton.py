@@ -13,7 +13,7 @@ from contextlib import suppress
 
 END_OF_TEXT = 256
 START, END = "\x01\x01", "\x00"  # around a text
-START_TOKEN, NO_TOKEN = 256, 257  # ids; those of bytes are their values
+START_TOKEN, EOS_TOKEN = 256, 257  # ids; those of bytes are their values
 DEEPEST = 1000  # references to definitions inside each other; beyond that, outlines-core leaves them out
 ANCHORS = "leave out ^ and $, a pattern matches the whole text"
 
@@ -29,8 +29,8 @@ def read_edges(expression: str) -> array:
     from outlines_core import Index, Vocabulary
 
     tokens = {bytes([byte]): [byte] for byte in range(256)} | {START.encode(): [START_TOKEN]}
-    Index(f"{expression}|", Vocabulary(NO_TOKEN, {}))  # refuses what parentheses around it would make an expression
-    index = Index(f"(?:{START}(?:{expression}){END})|", Vocabulary(NO_TOKEN, tokens))
+    Index(f"{expression}|", Vocabulary(EOS_TOKEN, {}))  # refuses what parentheses around it would make an expression
+    index = Index(f"(?:{START}(?:{expression}){END})|", Vocabulary(EOS_TOKEN, tokens))
     rows, ends = index.get_transitions(), index.get_final_states()
     if START_TOKEN not in rows[index.get_initial_state()]:
         raise ValueError("nothing matches it")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeflash_jax.core.checks import clipped, expect, parse_json, quoted
-from treeflash_jax.decoding.automaton import NOWHERE
+from treeflash_jax.decoding.automaton import NOWHERE, Automaton
 from treeflash_jax.engine import byte_automaton
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ ANNOTATIONS = """type title description default examples deprecated readOnly wri
 FORMATS = "date", "date-time", "uuid"  # others of outlines-core match texts that are no JSON
 
 
-class Table(NamedTuple):
+class AutomatonTable(NamedTuple):
     """The automaton of a sequence; see `decoding.automaton.Automaton`.
 
     Attributes:
@@ -50,19 +50,24 @@ class Table(NamedTuple):
     next_qc: np.ndarray
     class_v: np.ndarray
 
-    def padded(self, states: int, classes: int) -> "Table":
-        """Returns the automaton with states and classes that nothing leads to. Raises ValueError if it is larger."""
-        has_states, has_classes = self.next_qc.shape
-        expect(has_states <= states, "states of a constraint", has_states, f"at most {states}")
-        expect(has_classes <= classes, "kinds of tokens of a constraint", has_classes, f"at most {classes}")
-        more = states - has_states, classes - has_classes
-        next_qc = np.pad(self.next_qc, ((0, more[0]), (0, more[1])), constant_values=NOWHERE)
-        return Table(next_qc, self.class_v)
+    def follow(self, ids: Sequence[int]) -> int:
+        """Returns the state after allowed tokens."""
+        return functools.reduce(lambda state, token: int(self.next_qc[state, self.class_v[token]]), ids, 0)
 
 
-def allow_all(vocab_size: int) -> Table:
-    """Returns the automaton that allows every token."""
-    return Table(np.zeros((1, 1), np.int32), np.zeros(vocab_size, np.int32))
+@functools.lru_cache(maxsize=4)
+def allow_all(vocab_size: int) -> AutomatonTable:
+    """Returns the automaton that allows every token; kept, since requests without a constraint share it."""
+    return AutomatonTable(np.zeros((1, 1), np.int32), np.zeros(vocab_size, np.int32))
+
+
+def stack(tables: Sequence[AutomatonTable], states: int, classes: int) -> Automaton:
+    """Returns the automata of a batch, padded to these sizes with states and classes that nothing leads to."""
+    next_bqc = np.full((len(tables), states, classes), NOWHERE, np.int32)
+    for next_qc, table in zip(next_bqc, tables, strict=True):
+        used_states, used_classes = table.next_qc.shape
+        next_qc[:used_states, :used_classes] = table.next_qc
+    return Automaton(next_bqc, np.stack([table.class_v for table in tables]))
 
 
 def as_json(schema: Any) -> Any:
@@ -81,7 +86,7 @@ def compile_constraint(
     tokenizer: Tokenizer | None,
     stop_ids: Sequence[int],
     vocab_size: int,
-) -> Table | None:
+) -> AutomatonTable | None:
     """Returns the automaton of a prompt's constraint; None if it has none.
 
     Args:
@@ -176,7 +181,7 @@ def _any_of(choices: Sequence[str]) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int) -> Table:
+def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int) -> AutomatonTable:
     """Returns the automaton of a pattern or a schema, of whole answers; kept, since they come back."""
     if kind == "schema":
         root = parse_json(text)
@@ -195,7 +200,7 @@ def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ..
         raise _Unusable("which no answer in this model's tokens matches")
     number_q = np.where(is_useful_q, np.cumsum(is_useful_q) - 1, NOWHERE)
     next_qc = np.append(number_q, NOWHERE)[next_qc[is_useful_q]]
-    return Table(next_qc.astype(np.int32), class_v.astype(np.int32))
+    return AutomatonTable(next_qc.astype(np.int32), class_v.astype(np.int32))
 
 
 def _byte_automaton(kind: str, text: str) -> tuple[np.ndarray, np.ndarray]:

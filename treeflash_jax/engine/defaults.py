@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core.devices import BFLOAT16_INSTRUCTIONS, MATRIX_INSTRUCTIONS, Device
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.models.quantized import BLOCK
+from treeflash_jax.models.quantized import SCALE_BLOCK
 from treeflash_jax.trees import Builder
 
 # Above this tau, SmolLM2 is faster with trees of 8 nodes than one token at a time, whatever the prompts: the largest ratio
@@ -190,7 +190,7 @@ def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
       tokens: number of tokens of a pass over one sequence: the nodes of a tree.
     """
     size = jnp.dtype(dtype).itemsize
-    return not device.is_cpu and 1 + 2 * tokens * size / BLOCK < size
+    return not device.is_cpu and 1 + 2 * tokens * size / SCALE_BLOCK < size
 
 
 def choose_training_attention(device: Device, requested: str = "auto") -> str:

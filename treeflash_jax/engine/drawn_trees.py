@@ -19,7 +19,7 @@ from treeflash_jax.trees import DraftTree
 
 
 class DraftAgain:
-    """Drafts trees of an answer again with the model that it does not keep alive; copies and pickles of it are None."""
+    """Drafts trees of an answer again. Holds the model weakly; copies and pickles become None."""
 
     def __init__(self, model: Any, plan: DecodePlan, request: Request):
         self._model, self._plan, self._request = weakref.ref(model), plan, request
@@ -40,7 +40,9 @@ class DraftAgain:
             raise ValueError("the model that drafted this answer is gone; keep it in a variable to draw trees")
         start = 1 + sum(accepted[:round_index])
         *before, anchor = self._request.ids + ids[:start]
-        tree = _draft(Scheduler(self._plan, model.weights, mesh=model.mesh), replace(self._request, ids=before), anchor)
+        request = replace(self._request, ids=before)
+        automaton = 0 if request.automaton is None else request.automaton.follow(ids[:start])
+        tree = _draft(Scheduler(self._plan, model.weights, mesh=model.mesh), request, anchor, automaton)
         tokens, parents, log_probs, valid = (
             np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
         )
@@ -61,8 +63,8 @@ class DraftAgain:
         )
 
 
-def _draft(scheduler: Scheduler, request: Request, anchor: int) -> DraftTree:
-    """Returns the tree below `anchor`, the token that follows a prompt."""
+def _draft(scheduler: Scheduler, request: Request, anchor: int, automaton: int) -> DraftTree:
+    """Returns the tree below `anchor`, the token that follows a prompt; `automaton` is the state after it, if any."""
     plan, mesh, weights = scheduler.plan, scheduler.mesh, scheduler.weights
     capacity = round_capacity(request.length + plan.path_length + 1)
     batch = make_batch([request], batch_size=1, capacity=capacity, dtype=weights.dtype, mesh=mesh)
@@ -72,6 +74,8 @@ def _draft(scheduler: Scheduler, request: Request, anchor: int) -> DraftTree:
     else:  # by the program that reads any prompt
         state = scheduler.prefill(batch)
         state = state.replace(tokens_bs=state.tokens_bs.at[0, request.length].set(anchor))
+    if request.automaton is not None:  # prefill begins with the state of an empty answer
+        state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))
     return scheduler.call(loops.draft, weights, state, plan=plan)
 
 

@@ -41,7 +41,7 @@ class GenerateConfig:
     """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`, described by `help(tf.GenerateSettings)`.
 
     Settings of drafting affect the speed, never the distribution of the output. A list has one value per prompt; of
-    `stop` and `stop_ids`, a list of lists has.
+    `stop`, `stop_ids` and `choices`, a list of lists has.
 
     Example:
       >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)
@@ -99,7 +99,8 @@ class GenerateConfig:
     )
     min_new_tokens: int | Sequence[int] = sampling(
         0,
-        "smallest number of tokens in an answer: stop ids are impossible before, stop strings are not",
+        "smallest number of tokens in an answer: before, stop strings end it, but stop ids only if a schema, a pattern or "
+        "choices allow nothing else",
         least=0,
         unit="tokens",
     )
@@ -107,7 +108,11 @@ class GenerateConfig:
         (), "text that ends an answer and is not part of it", unit="text", basic=True
     )
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling(
-        None, "ids of the tokens that end an answer", least=0, unset="the model's own", unit="ids"
+        None,
+        "ids of the tokens that end an answer; the model's own also end one with a schema, a pattern or choices",
+        least=0,
+        unset="the model's own",
+        unit="ids",
     )
 
     schema: str | Sequence[str | None] | None = sampling(

@@ -36,7 +36,7 @@ logger = logging.getLogger("treeflash_jax")
 
 
 @dataclass(frozen=True)
-class Call:
+class PreparedCall:
     """A validated call of a model.
 
     Attributes:
@@ -252,8 +252,7 @@ class TreeFlash:
     def plan(self, config: GenerateConfig, batch_size: int = 1) -> DecodePlan:
         """Returns the plan of the programs for these settings and a batch of this size; see `plan.resolve`."""
         sequences = sharding.per_shard(batch_size, self.mesh)
-        place = {"dtype": self.dtype, "device": self.device, "sequences": sequences}
-        return resolve(config, self.verifier, self.drafter, **place)
+        return resolve(config, self.verifier, self.drafter, dtype=self.dtype, device=self.device, sequences=sequences)
 
     def prepare(
         self,
@@ -263,7 +262,7 @@ class TreeFlash:
         indices: Sequence[int] | None = None,
         for_session: bool = False,
         **settings: Unpack[GenerateSettings],
-    ) -> Call:
+    ) -> PreparedCall:
         """Checks a call against the pair and the memory of its device; computes nothing.
 
         Arguments and exceptions are those of `generate`; with `for_session`, caches are those of a session. Logs once why
@@ -275,11 +274,20 @@ class TreeFlash:
         if plan.why_plain is not None:
             self._note(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
-        sizes = {"batch": batch, "capacity": capacity, "drafts": plan.drafts, "can_cut": for_session}
-        place = {"dtype": self.dtype, "mesh": self.mesh, "quantize": self.quantize}
-        check_memory(footprint(self.verifier, self.drafter, **sizes, **place), usable_memory(self.mesh), self.mesh)
+        needed = footprint(
+            self.verifier,
+            self.drafter,
+            batch=batch,
+            capacity=capacity,
+            drafts=plan.drafts,
+            can_cut=for_session,
+            dtype=self.dtype,
+            mesh=self.mesh,
+            quantize=self.quantize,
+        )
+        check_memory(needed, usable_memory(self.mesh), self.mesh)
         processor = None if config.processor is None else processors.as_pytree(config.processor)
-        return Call(requests, plan, batch_size, processor)
+        return PreparedCall(requests, plan, batch_size, processor)
 
     def make_requests(
         self,
@@ -296,10 +304,18 @@ class TreeFlash:
             config, note = take_recommended(config, self.recommended, settings)
             self._note(note)
         ids = encode_each(as_list(prompts), self.encode)
-        ends = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
-        return config, make_requests(ids, config, self.verifier, self.drafter, **ends, indices=indices)
+        requests = make_requests(
+            ids,
+            config,
+            self.verifier,
+            self.drafter,
+            tokenizer=self.tokenizer,
+            stop_ids=self.stop_ids,
+            indices=indices,
+        )
+        return config, requests
 
-    def schedule(self, call: Call, session: Session | None = None) -> Scheduler:
+    def schedule(self, call: PreparedCall, session: Session | None = None) -> Scheduler:
         """Returns a scheduler with the requests of a call; with a session, of the only one."""
         processor = sharding.place(call.processor, self.mesh, over_batch=False)
         weights = self.weights.replace(processor=processor)
@@ -312,7 +328,7 @@ class TreeFlash:
             self.noted.add(note)
             logger.warning(note)
 
-    def _serve(self, call: Call) -> Iterator[tuple[int, Result]]:
+    def _serve(self, call: PreparedCall) -> Iterator[tuple[int, Result]]:
         """Decodes a call; yields each answer with its number."""
         unanswered = {request.number: request for request in call.requests}
         rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in call.requests) else ROUNDS_PER_DISPATCH

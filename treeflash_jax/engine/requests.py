@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from treeflash_jax.core.checks import clipped, coerce, expect, quoted
@@ -16,14 +16,15 @@ from treeflash_jax.trees import NO_TOKEN
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PROCESSED = frozenset({*PENALTIES, "logit_bias", "min_new_tokens"})  # settings that add something to the programs
-FIXED_SIZES = {"stop_ids": (-1, 32), "bias": ((NO_TOKEN, 0.0), 304)}  # padding and size of lists in a server's programs
+PADDING = {"stop_ids": -1, "bias": (NO_TOKEN, 0.0)}
+FIXED_SIZES = {"stop_ids": 32, "bias": 304}  # of lists in a server's programs
 FIXED_CLASSES = 512  # kinds of tokens of a server's automata; SmolLM2's schemas have some 150
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
 # Keys of generation_config.json: settings that `sampling="model"` takes, and keys without an effect on the distribution of
 # a token. Lengths and stop ids have settings of their own.
-TAKEN = "temperature top_k top_p min_p repetition_penalty".split()
-INERT = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
+RECOMMENDED_SETTINGS = "temperature top_k top_p min_p repetition_penalty".split()
+IGNORED_KEYS = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
     transformers_version use_cache cache_implementation num_return_sequences output_scores output_logits
     output_attentions output_hidden_states return_dict_in_generate trust_remote_code""".split()
 
@@ -35,10 +36,11 @@ class Request:
     Attributes:
       ids: token ids of the prompt.
       settings: settings of the call with one value each, and the stop strings and temperatures that apply.
-      stop_ids: ids of the tokens that end the answer; -1 pads.
-      bias: ids of tokens with what is added to their logits; `NO_TOKEN` pads.
-      automaton: tokens that may follow each other, of one size in a call; None if no prompt has a constraint.
-      given: names of the settings that any prompt of the call changes.
+      stop_ids: ids of the tokens that end the answer, padded with -1.
+      bias: ids of tokens with what is added to their logits, padded with `NO_TOKEN`.
+      automaton: tokens that may follow each other; None if no prompt of the call has a constraint.
+      automaton_sizes: numbers of states and classes to which a batch pads its automata.
+      changed_settings: names of the settings that any prompt of the call changes.
       index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
       sample: index of the answer among those to the same prompt.
       number: index of the answer in its call.
@@ -48,8 +50,9 @@ class Request:
     settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
     stop_ids: tuple[int, ...] = (-1,) * LIST_SLOTS
     bias: tuple[tuple[int, float], ...] = ()
-    automaton: constraints.Table | None = None
-    given: frozenset[str] = frozenset()
+    automaton: constraints.AutomatonTable | None = None
+    automaton_sizes: tuple[int, int] = (1, 1)
+    changed_settings: frozenset[str] = frozenset()
     index: int = 0
     sample: int = 0
     number: int = 0
@@ -76,12 +79,12 @@ def make_requests(
     """Makes one request per prompt and sample, prompt by prompt.
 
     Args:
-      tokenizer: tokenizer of the verifier; needed for stop strings only.
+      tokenizer: tokenizer of the verifier; needed for stop strings and constraints only.
       stop_ids: ids that end an answer unless the settings have `stop_ids`.
       indices: one index per prompt for its random key; None counts from 0, or is 0 with a list of seeds.
 
     Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length,
-    `min_new_tokens` above `max_new_tokens`, and stops as `find_stops` does.
+    `min_new_tokens` above `max_new_tokens`, stops as `find_stops` does, and constraints as `compile_constraint` does.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")
@@ -91,21 +94,23 @@ def make_requests(
     if len(indices) != len(prompts):
         raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
     requests: list[Request] = []
-    given = frozenset(changed(config))
+    changed_settings = frozenset(changed(config))
     for number, (ids, index, settings) in enumerate(zip(prompts, indices, _split(config, len(prompts)), strict=True)):
         _check_prompt(number, ids, settings, verifier)
         temperature = 0.0 if settings.temperature < GREEDY_BELOW else settings.temperature
         end_ids = stop_ids if settings.stop_ids is None else settings.stop_ids
+        wanted = [getattr(settings, name) for name in constraints.NAMES]
+        automaton = constraints.compile_constraint(*wanted, tokenizer, stop_ids, verifier.vocab_size)
+        if automaton is not None:  # which allows these after a complete answer
+            end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
         settings = replace(settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
         bias = tuple((settings.logit_bias or {}).items())
-        wanted = (getattr(settings, name) for name in constraints.NAMES)
-        automaton = constraints.compile_constraint(*wanted, tokenizer, stop_ids, verifier.vocab_size)
         lists = {"stop_ids": end_ids, "bias": bias, "automaton": automaton}
-        request = Request(ids=ids, settings=settings, **lists, given=given, index=index)
+        request = Request(ids=ids, settings=settings, **lists, changed_settings=changed_settings, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return _padded(requests)
 
@@ -142,7 +147,7 @@ def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifie
 
 def _padded(requests: list[Request]) -> list[Request]:
     """Returns the requests with lists of one length each, a multiple of LIST_SLOTS."""
-    for name, padding in {"stop_ids": -1, "bias": (NO_TOKEN, 0.0)}.items():
+    for name, padding in PADDING.items():
         longest = max(len(getattr(request, name)) for request in requests)
         size = max(1, -(-longest // LIST_SLOTS)) * LIST_SLOTS
         for number, request in enumerate(requests):
@@ -152,19 +157,15 @@ def _padded(requests: list[Request]) -> list[Request]:
 
 
 def _with_automata(requests: list[Request]) -> list[Request]:
-    """Returns the requests with automata of one size, of states and classes a power of two, if any has one."""
+    """Returns the requests with an automaton each, whose sizes in a batch are powers of two, if any has one."""
     tables = [request.automaton for request in requests if request.automaton is not None]
     if not tables:
         return requests
-    sizes = [1 << (max(table.next_qc.shape[axis] for table in tables) - 1).bit_length() for axis in (0, 1)]
+    states, classes = (1 << (max(table.next_qc.shape[axis] for table in tables) - 1).bit_length() for axis in (0, 1))
     usual = constraints.allow_all(tables[0].class_v.size)
-    return [replace(request, automaton=(request.automaton or usual).padded(*sizes)) for request in requests]
-
-
-@lru_cache
-def _unconstrained_table(vocab_size: int, states: int) -> constraints.Table:
-    """Returns the automaton of requests without a constraint; made once, since it takes megabytes."""
-    return constraints.allow_all(vocab_size).padded(states, FIXED_CLASSES)
+    return [
+        replace(request, automaton=request.automaton or usual, automaton_sizes=(states, classes)) for request in requests
+    ]
 
 
 def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int) -> Request:
@@ -176,20 +177,19 @@ def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int
     Raises ValueError for more stop ids or biases than the programs take, and for a larger automaton.
     """
     lists = {}
-    for name, (padding, size) in FIXED_SIZES.items():
-        values = [value for value in getattr(request, name) if value != padding]
+    for name, size in FIXED_SIZES.items():
+        values = [value for value in getattr(request, name) if value != PADDING[name]]
         expect(len(values) <= size, f"number of {name}", len(values), f"at most {size}")
-        lists[name] = (*values, *[padding] * (size - len(values)))
+        lists[name] = (*values, *[PADDING[name]] * (size - len(values)))
     if states:
-        automaton = request.automaton
-        needed = len(automaton.next_qc) if automaton else 0
+        automaton = request.automaton or constraints.allow_all(vocab_size)
+        needed, classes = automaton.next_qc.shape
         expect(needed <= states, "states of a schema", needed, f"at most {states}: start the server with --schema-states")
-        lists["automaton"] = (
-            automaton.padded(states, FIXED_CLASSES) if automaton else _unconstrained_table(vocab_size, states)
-        )
+        expect(classes <= FIXED_CLASSES, "kinds of tokens of a constraint", classes, f"at most {FIXED_CLASSES}")
+        lists |= {"automaton": automaton, "automaton_sizes": (states, FIXED_CLASSES)}
     elif request.is_constrained:
         raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
-    return replace(request, **lists, given=PROCESSED, number=number)
+    return replace(request, **lists, changed_settings=PROCESSED, number=number)
 
 
 def find_stops(
@@ -224,7 +224,7 @@ def take_recommended(
 
     Raises ValueError for values outside the limits of the settings.
     """
-    values = {name: recommended[name] for name in TAKEN if recommended.get(name) is not None}
+    values = {name: recommended[name] for name in RECOMMENDED_SETTINGS if recommended.get(name) is not None}
     if recommended.get("do_sample"):
         values.setdefault("temperature", 1.0)
     else:
@@ -235,7 +235,9 @@ def take_recommended(
     except ValueError as error:
         raise ValueError(f"generation_config.json: {error}") from None
     note = ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing"
-    others = [name for name in recommended if not name.startswith("_") and name not in (*TAKEN, *INERT)]
+    others = [
+        name for name in recommended if not name.startswith("_") and name not in (*RECOMMENDED_SETTINGS, *IGNORED_KEYS)
+    ]
     # 0, 1 and empty values turn every setting of transformers off.
     others = [name for name in others if recommended[name] not in (None, False, 0, 1, "", [], {})]
     ignored = f"; not implemented and ignored: {', '.join(others)}" if others else ""

@@ -33,7 +33,8 @@ class Result:
         `1 + sum(accept_lengths) == len(ids)`.
       cut: number of tokens that the last round accepted beyond the end of the answer (a stop or `max_new_tokens`).
         Published acceptance counts include them; `accept_lengths` and `tau` do not.
-      finished: "stop" (a stop id or string), "length", "blocked" (a processor allowed no token), or "interrupted" (Ctrl-C).
+      finished: "stop" (a stop id or string), "length" (the limit; also of an unfinished answer in pieces of a stream),
+        "blocked" (a processor allowed no token), or "interrupted" (Ctrl-C).
       seconds: decoding time of the call, prefill included, `compile_seconds` excluded; from `generate_each`, until this
         answer.
       compile_seconds: time spent compiling, and running new programs once on nothing, until this answer.
@@ -195,6 +196,8 @@ class Reader:
 
         Raises ValueError for NaN logits. Warns of an answer that the processor of the call ends.
         """
+        if not slots:  # reading the state copies it to the host
+            return []
         scheduler, state, clock = self._scheduler, self._scheduler.state, self._scheduler.clock
         plan, vocab_size = scheduler.plan, scheduler.plan.prefill.verifier.vocab_size
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)

@@ -31,27 +31,32 @@ LEAST_REUSED = 64  # tokens; a shorter beginning is read again
 
 
 class Slots:
-    """Slots of a batch: the requests that they hold, and those that wait for one. `group` slots are refilled together."""
+    """Slots of a batch: the requests that they hold, and those that wait for one.
 
-    def __init__(self, size: int, group: int, requests: Iterable[Request] = ()):
-        self.size, self.group = size, group
+    Args:
+      size: number of slots.
+      refill_size: number of slots that are refilled together.
+    """
+
+    def __init__(self, size: int, refill_size: int, requests: Iterable[Request] = ()):
+        self.size, self.refill_size = size, refill_size
         self.waiting = deque(requests)
         self.held: dict[int, Request] = {}
         self.free = [*range(size)]  # the longest free first
 
     @property
-    def next_group(self) -> int:
+    def next_refill(self) -> int:
         """Number of requests admitted next."""
-        return min(self.group, len(self.waiting))
+        return min(self.refill_size, len(self.waiting))
 
     @property
     def is_refill_due(self) -> bool:
-        return bool(self.waiting) and len(self.free) >= self.next_group
+        return bool(self.waiting) and len(self.free) >= self.next_refill
 
     @property
     def enough_done(self) -> int:
         """Number of done sequences, free slots included, at which decoding stops."""
-        return self.next_group if self.waiting else self.size
+        return self.next_refill if self.waiting else self.size
 
     def fill(self, limit: int, wanted: Sequence[int] = ()) -> list[int]:
         """Assigns up to `limit` free slots to waiting requests and returns these slots: those wanted, if they are free."""
@@ -76,9 +81,10 @@ class Scheduler:
     that have a slot; the caller reads the answers of slots that are done from `state`, and releases the slots.
 
     Args:
-      capacity: capacity of the caches if all requests are known to fit; None: chosen for the first, and doubled if need be.
-      for_server: whether requests keep coming: a prompt goes on from the caches of any slot whose text begins like it, and
-        rounds in which no answer has a constraint have a program without it.
+      capacity: capacity of the caches, large enough for every request; None: large enough for the prompts, and doubled when
+        an answer outgrows it.
+      for_server: whether requests keep coming: prefill then copies the caches of the slot that shares the longest prefix
+        with a prompt, and rounds in which no answer has a constraint run a program without automata.
 
     Attributes:
       mesh: mesh of weights and states; None for one device.
@@ -99,7 +105,7 @@ class Scheduler:
         for_server: bool = False,
     ):
         self.plan, self.weights, self.mesh, self.clock = plan, weights, mesh, Clock()
-        self.slots = Slots(*(sharding.padded(size, mesh) for size in (batch_size, refill_size(batch_size))))
+        self.slots = Slots(*(sharding.pad_batch_size(size, mesh) for size in (batch_size, refill_size(batch_size))))
         self.state: DecodeState | None = None
         self.is_interrupted = False
         self.reused = np.zeros(self.slots.size, int)
@@ -181,7 +187,7 @@ class Scheduler:
         self._prefill_batch()
         self._run_rounds(0)
         if self.slots.waiting:
-            self.slots.release(sorted(self.slots.held)[: self.slots.group])
+            self.slots.release(sorted(self.slots.held)[: self.slots.refill_size])
             self._refill()
 
     def prefill(
@@ -204,13 +210,21 @@ class Scheduler:
             if state.capacity < capacity:
                 state = self.call(loops.grow_caches, state, capacity=capacity)
             earlier = state, sharding.place(jax.device_put(kept_b.astype(np.int32)), self.mesh)
-        how = {"plan": plan, "dtype": self.weights.dtype, "for_session": self._for_session}
-        start = partial(self.call, loops.init_state, *batch, **how)
-        state = start(*earlier, self.weights.processor)
+        start = partial(
+            self.call,
+            loops.init_state,
+            *batch,
+            *earlier,
+            self.weights.processor,
+            plan=plan,
+            dtype=self.weights.dtype,
+            for_session=self._for_session,
+        )
+        state = start()
         passes = jax.device_put(np.int32(plan.passes))
         if self._compile_ahead(state, length_b, first_b, will_decode) and kept is None:
             self._run_once(state, length_b, first_b, will_decode)
-            state = start(*earlier, self.weights.processor)
+            state = start()
         first = longest - int(np.max(unread_b))
         for _ in self.clock.reading(range(first, longest, plan.passes * plan.chunk_size(capacity)), longest):
             state = self.call(loops.prefill_chunks, self.weights, state, length_b, passes, first_b, plan=plan)
@@ -219,12 +233,11 @@ class Scheduler:
 
     def _compile_ahead(self, state: DecodeState, length_b: jax.Array, first_b: jax.Array | None, will_decode: bool) -> bool:
         """Compiles the programs of a prefill; returns True if one of them has never run."""
-        one, where = jax.device_put(np.int32(1)), {"mesh": self.mesh, "clock": self.clock}
-        arguments = self.weights, state, length_b, one, first_b
+        prepare, one = partial(programs.prepare, mesh=self.mesh, clock=self.clock), jax.device_put(np.int32(1))
         # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.
-        compiled = [programs.prepare(loops.prefill_chunks, *arguments, plan=self.plan.prefill, **where)]
+        compiled = [prepare(loops.prefill_chunks, self.weights, state, length_b, one, first_b, plan=self.plan.prefill)]
         if will_decode:
-            compiled.append(programs.prepare(loops.decode, self.weights, state, one, one, plan=self.plan, **where))
+            compiled.append(prepare(loops.decode, self.weights, state, one, one, plan=self.plan))
         programs.wait(*compiled, clock=self.clock)
         return not all(program.has_run for program in compiled)
 
@@ -258,15 +271,15 @@ class Scheduler:
         """Prefills waiting requests and moves them into free slots."""
         self._grow(self._capacity)
         wanted, kept = self._find_caches() if self._for_server else ((), None)
-        slots = self.slots.fill(self.slots.group, wanted)
+        slots = self.slots.fill(self.slots.refill_size, wanted)
         self.reused[slots] = 0 if kept is None else kept[1][: len(slots)]
-        batch = self._pad(slots, self.slots.group, self.state.capacity)
+        batch = self._pad(slots, self.slots.refill_size, self.state.capacity)
         try:
             fresh = self.prefill(batch, kept)
         except KeyboardInterrupt:
             self.slots.release(slots)  # the state still has the earlier sequences
             raise
-        slots_a = jnp.asarray(np.array(slots + [-1] * (self.slots.group - len(slots)), np.int32))
+        slots_a = jnp.asarray(np.array(slots + [-1] * (self.slots.refill_size - len(slots)), np.int32))
         self.state = self.call(loops.admit, self.state, fresh, sharding.place(slots_a, self.mesh, over_batch=False))
 
     def _find_caches(self) -> tuple[list[int], Kept]:
@@ -275,9 +288,9 @@ class Scheduler:
         A slot is wanted by the request that has at least half of its text in common with it.
         """
         known_b = sharding.to_host(self.state.cache.length_b)
-        source_a, count_a = np.zeros((2, self.slots.group), np.int32)
+        source_a, count_a = np.zeros((2, self.slots.refill_size), np.int32)
         wanted = []
-        for number, request in enumerate(islice(self.slots.waiting, self.slots.group)):
+        for number, request in enumerate(islice(self.slots.waiting, self.slots.refill_size)):
             count_b = count_reusable(self.state, request.ids, self.plan.prefill.verifier.vocab_size)
             source = int(np.argmax(count_b))
             if count_b[source] >= LEAST_REUSED:
@@ -302,8 +315,14 @@ class Scheduler:
             self.state = self.call(loops.grow_caches, self.state, capacity=capacity)
 
     def _pad(self, slots: Sequence[int], batch_size: int, capacity: int) -> Batch:
-        requests, place = [self.slots.held[slot] for slot in slots], {"mesh": self.mesh, "clock": self.clock}
-        return make_batch(requests, batch_size=batch_size, capacity=capacity, dtype=self.weights.dtype, **place)
+        return make_batch(
+            [self.slots.held[slot] for slot in slots],
+            batch_size=batch_size,
+            capacity=capacity,
+            dtype=self.weights.dtype,
+            mesh=self.mesh,
+            clock=self.clock,
+        )
 
 
 class Session:

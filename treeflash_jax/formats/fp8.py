@@ -66,7 +66,7 @@ def _block(stated: Mapping[str, Any]) -> Any:
         [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     )
     sizes = [group.get("block_structure") for group in weights if isinstance(group, dict)]
-    return next(filter(None, [stated.get("weight_block_size"), *sizes]), [quantized.BLOCK] * 2)
+    return next(filter(None, [stated.get("weight_block_size"), *sizes]), [quantized.SCALE_BLOCK] * 2)
 
 
 @dataclass(frozen=True)

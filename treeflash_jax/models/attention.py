@@ -11,8 +11,8 @@ kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "
 "mosaic-gpu" have a kernel for recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are for packed sequences
 without a prefix, in training.
 
-Sinks join the sums of every implementation but two kinds: "mosaic-gpu" takes "pallas-gpu" for them, and for heads of 256;
-kernels for packed sequences take "chunked". Layers with a window read its positions alone: all slots of a ring, or a part
+With sinks, "mosaic-gpu" runs as "pallas-gpu" and kernels for packed sequences as "chunked"; "mosaic-gpu" also runs heads of
+256 as "pallas-gpu". Layers with a window read its positions alone: all slots of a ring, or a part
 of a whole cache, of which "xla" and "pallas-tpu" read all slots and hide the others.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
@@ -22,13 +22,14 @@ e head dim.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.backend import packed_attention, products
 from treeflash_jax.models.backend.packed_attention import PackedMask
@@ -38,6 +39,19 @@ QUARTERS = 4  # shares of the cache that "streamed" reads, whichever hold the lo
 SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which "xla" is faster, as measured on CPUs
 BLOCK = 8192  # slots that "blocked" reads at a time
 TRAINING_CHUNK = 256  # queries
+
+
+class Operands(NamedTuple):
+    """Operands of an implementation: arguments of `tree_attention` with a dense mask."""
+
+    q_bthe: jax.Array
+    k_buke: jax.Array
+    v_buke: jax.Array
+    mask_btu: jax.Array
+    sinks_h: jax.Array | None
+    first_bt: jax.Array | None
+    prefix: LayerKV | None
+    length_b: jax.Array | None
 
 
 def tree_attention(
@@ -72,16 +86,18 @@ def tree_attention(
         if sinks_h is None and packed_attention.supports(implementation, q_bthe, k_buke):
             return packed_attention.attend(implementation, q_bthe, k_buke, v_buke, mask_btu)
         mask_btu = mask_btu.dense()
-    arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h
+    operands = Operands(q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b)
+    attend = IMPLEMENTATIONS[implementation]
     if first_bt is None or prefix is None:
-        return IMPLEMENTATIONS[implementation](*arrays)
-    if window is None or window >= prefix.num_slots or IMPLEMENTATIONS[implementation] is _xla:
-        return _xla(*arrays, first_bt)
-    return _on_each_device(partial(_windowed, window=window), *arrays, first_bt)
+        return attend(operands)
+    if window is None or window >= prefix.num_slots or attend is _xla:
+        return _xla(operands)
+    return _on_each_device(partial(_windowed, window=window), operands)
 
 
-def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, first_bt=None, end=None):
+def _xla(operands: Operands, end: int | None = None) -> jax.Array:
     """Reads the slots of the prefix up to `end`; None: all."""
+    q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b = operands
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
     new_bkqu = _logits(q_bkqe, k_bkue, mask_btu)
@@ -105,22 +121,24 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, first_bt=N
     return _divide(mixed_bkqe, total_bkq[..., None], peak_bkq1, sinks_h, q_bthe)
 
 
-def _windowed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, first_bt, window):
+def _windowed(operands: Operands, window: int) -> jax.Array:
     """Runs `_xla` on the last `window` slots of each sequence, or on its first ones if it is shorter."""
+    prefix, length_b = operands.prefix, operands.length_b
     start_b = jnp.maximum(length_b - window, 0)
-    near, near_bt = prefix.copy(start_b, window), first_bt - start_b[:, None]
-    return _xla(q_bthe, k_buke, v_buke, mask_btu, near, length_b - start_b, sinks_h, near_bt)
+    first_bt = operands.first_bt - start_b[:, None]
+    return _xla(operands._replace(first_bt=first_bt, prefix=prefix.copy(start_b, window), length_b=length_b - start_b))
 
 
-def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
+def _chunked(operands: Operands) -> jax.Array:
     """Runs `_xla` over TRAINING_CHUNK queries at a time, recomputed in backward passes, so that memory is bounded."""
+    q_bthe, mask_btu = operands.q_bthe, operands.mask_btu
     if q_bthe.shape[1] <= TRAINING_CHUNK or q_bthe.shape[1] % TRAINING_CHUNK:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+        return _xla(operands)
 
     @jax.checkpoint
     def attend(chunk):
         q_bche, mask_bcu = chunk
-        return _xla(q_bche, k_buke, v_buke, mask_bcu, prefix, length_b, sinks_h)
+        return _xla(operands._replace(q_bthe=q_bche, mask_btu=mask_bcu))
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, TRAINING_CHUNK, *x.shape[2:]), 1, 0)
@@ -128,31 +146,31 @@ def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
     return jnp.moveaxis(lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
 
 
-def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
+def _streamed(operands: Operands) -> jax.Array:
     """Runs `_xla` on a cache cut to the first quarter, half or three quarters if the longest prefix fits.
 
     The branches copy what they read of the cache, which costs more than it saves if the cache is short.
     """
-    slots = 0 if prefix is None else prefix.num_slots
-    if slots < (SHORT_FOR_ONE_QUERY if q_bthe.shape[1] == 1 else SHORT):
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+    slots = 0 if operands.prefix is None else operands.prefix.num_slots
+    if slots < (SHORT_FOR_ONE_QUERY if operands.q_bthe.shape[1] == 1 else SHORT):
+        return _xla(operands)
     ends = [-(-slots * (quarter + 1) // QUARTERS) for quarter in range(QUARTERS)]
 
-    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
-        branch = jnp.sum(jnp.max(length_b) > jnp.asarray(ends[:-1]))
-        arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h
-        return lax.switch(branch, [partial(_xla, end=end) for end in ends], *arrays)
+    def attend(operands: Operands) -> jax.Array:
+        branch = jnp.sum(jnp.max(operands.length_b) > jnp.asarray(ends[:-1]))
+        return lax.switch(branch, [partial(_xla, end=end) for end in ends], operands)
 
-    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+    return _on_each_device(attend, operands)
 
 
-def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
+def _blocked(operands: Operands) -> jax.Array:
     """Adds up one block of the cache after the other under an online softmax, up to the longest prefix."""
-    slots = 0 if prefix is None else prefix.num_slots
+    slots = 0 if operands.prefix is None else operands.prefix.num_slots
     if slots <= BLOCK:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+        return _xla(operands)
 
-    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
+    def attend(operands: Operands) -> jax.Array:
+        q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
         q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
 
         def add(sums, keys_bkxe, values_bkxe, seen_btx):
@@ -170,23 +188,24 @@ def _blocked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
             seen_b1x = ((slots_x >= first) & (slots_x < length_b[:, None]))[:, None]
             return add(sums, *prefix.read(start, BLOCK), seen_b1x)
 
-        wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
+        wide = at_least_float32(q_bkqe.dtype)
         zero_bkq1 = jnp.zeros((*q_bkqe.shape[:3], 1), wide)
         nothing = jnp.zeros(q_bkqe.shape, wide), zero_bkq1, zero_bkq1 - jnp.inf
         sums = add(nothing, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu)
         blocks = (jnp.max(length_b) + (BLOCK - 1)) // BLOCK
         return _divide(*lax.fori_loop(0, blocks, add_block, sums), sinks_h, q_bthe)
 
-    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+    return _on_each_device(attend, operands)
 
 
-def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
+def _pallas_gpu(operands: Operands) -> jax.Array:
     """Runs the kernel over the prefix and merges its shares with the softmax over the new positions."""
-    if prefix is None:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+    if operands.prefix is None:
+        return _xla(operands)
     from treeflash_jax.models.backend import attention_gpu  # slow to import
 
-    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
+    def attend(operands: Operands) -> jax.Array:
+        q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
         q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
         new_bkqu = _logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
         mixed_bkyqe, total_bkyq, peak_bkyq = attention_gpu.attend(q_bkqe, prefix, length_b)
@@ -196,36 +215,31 @@ def _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
         mixed_bkqe = _mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)) + jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
         return _divide(mixed_bkqe, total_bkq[..., None], peak_bkq[..., None], sinks_h, q_bthe)
 
-    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+    return _on_each_device(attend, operands)
 
 
-def _mosaic_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h):
-    if prefix is None or sinks_h is not None or q_bthe.shape[-1] == 256:
-        return _pallas_gpu(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+def _mosaic_gpu(operands: Operands) -> jax.Array:
+    if operands.prefix is None or operands.sinks_h is not None or operands.q_bthe.shape[-1] == 256:
+        return _pallas_gpu(operands)
     from treeflash_jax.models.backend import attention_mosaic  # slow to import
 
-    def attend(*arrays):  # the last is sinks_h, None here
-        return attention_mosaic.attend(*arrays[:-1])
+    def attend(operands: Operands) -> jax.Array:
+        q_bthe, k_buke, v_buke, mask_btu, _, _, prefix, length_b = operands
+        return attention_mosaic.attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
-    return _on_each_device(attend, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h)
+    return _on_each_device(attend, operands)
 
 
-def _on_each_device(
-    attend: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, first_bt=None
-) -> jax.Array:
+def _on_each_device(attend: Callable[[Operands], jax.Array], operands: Operands) -> jax.Array:
     """Runs `attend` on every device of a mesh, for its own sequences and heads; no device waits for another.
 
     Query heads follow their key/value head: if the model axis does not divide those, all devices along it do the same.
     """
-    heads, batch = (("batch", None, "kv_heads", None), k_buke.shape), (("batch",), length_b.shape)
-
-    def run(q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b):
-        firsts = () if first_bt is None else (first_bt,)
-        return attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, sinks_h, *firsts)
-
-    arrays = q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt
-    layouts = heads, heads, heads, batch, (("kv_heads",), k_buke.shape[2:3]), batch
-    return over_mesh(run, arrays, layouts, prefix, length_b)
+    *arrays, prefix, length_b = operands
+    kv_shape = operands.k_buke.shape
+    heads, batch = (("batch", None, "kv_heads", None), kv_shape), (("batch",), length_b.shape)
+    layouts = heads, heads, heads, batch, (("kv_heads",), kv_shape[2:3]), batch
+    return over_mesh(lambda *parts: attend(Operands(*parts)), arrays, layouts, prefix, length_b)
 
 
 def over_mesh(attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], prefix: LayerKV, length_b: jax.Array) -> Any:
@@ -283,7 +297,7 @@ def _mix(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
 
 
 TRAINING = ("chunked", *packed_attention.KINDS)  # the first is the plain form of the others; users choose among the rest
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Operands], jax.Array]] = {
     "xla": _xla,
     **dict.fromkeys(TRAINING, _chunked),
     "streamed": _streamed,

@@ -82,9 +82,17 @@ class AttentionLayer(LayerKind):
         new = seen = tuple(new)
         if earlier is not None:
             seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier, new, strict=True)]
-        how = {"first_bt": first_bt, "window": config.window, "sinks_h": params.get("sinks")}
-        how["implementation"] = inputs.attention
-        mixed_bthe = tree_attention(q_bthe, *seen, mask_btu, state, inputs.length_b, **how)
+        mixed_bthe = tree_attention(
+            q_bthe,
+            *seen,
+            mask_btu,
+            state,
+            inputs.length_b,
+            first_bt=first_bt,
+            window=config.window,
+            sinks_h=params.get("sinks"),
+            implementation=inputs.attention,
+        )
         if gate_bthe is not None:
             mixed_bthe *= jax.nn.sigmoid(gate_bthe)
         return layers.merge_heads(params, mixed_bthe), new
@@ -119,7 +127,7 @@ def queries_keys_values(
     if "qkv" not in params:
         q_bthz = layers.projected("btd,hzd->bthz", x_btd, params, "q")
         q_bthe, gate_bthe = jnp.split(q_bthz, 2, axis=-1) if config.gates_attention else (q_bthz, None)
-        q_bthe = layers.turned_queries(params, config, q_bthe, table)
+        q_bthe = layers.rotated_queries(params, config, q_bthe, table)
         return q_bthe, *layers.keys_values(params, config, x_btd, table), gate_bthe
     x_btkge, gate_bthe = raw_heads(params, x_btd), None
     heads = *x_btd.shape[:2], config.num_heads, config.head_dim
@@ -127,10 +135,10 @@ def queries_keys_values(
         x_btkge, gate_btkge = jnp.split(x_btkge, [config.num_heads // config.num_kv_heads + 2], axis=3)
         gate_bthe = gate_btkge.reshape(heads)
     # Values are normed and rotated too, but not read: a GPU would launch kernels of their own for a slice without them.
-    turned_btkge = layers.norm(config, x_btkge, params["qkv_norm"]) if config.qk_norm else x_btkge
-    turned_btkge = rotate(turned_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(x_btkge.shape)
-    q_bthe = turned_btkge[..., :-2, :].reshape(heads)
-    return q_bthe, turned_btkge[..., -2, :], x_btkge[..., -1, :], gate_bthe
+    rotated_btkge = layers.norm(config, x_btkge, params["qkv_norm"]) if config.qk_norm else x_btkge
+    rotated_btkge = rotate(rotated_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(x_btkge.shape)
+    q_bthe = rotated_btkge[..., :-2, :].reshape(heads)
+    return q_bthe, rotated_btkge[..., -2, :], x_btkge[..., -1, :], gate_bthe
 
 
 def raw_heads(params: dict[str, Any], x_btd: jax.Array) -> jax.Array:

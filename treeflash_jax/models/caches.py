@@ -64,16 +64,16 @@ def allocate(
 
     Args:
       stacked: whether a kind that stacks has one state for all of its layers.
-      can_cut: whether the cache keeps what is read only after a `cut`: for sequences that a session goes on from.
+      can_cut: whether `cut` must work: then states keep positions that left the window, and a copy of a recurrent state,
+        for sessions.
     """
     groups: dict[Any, list[int]] = {}
     for layer, name in enumerate(config.kinds):
         groups.setdefault(name if stacked and KINDS[name].stacks else layer, []).append(layer)
-    kinds = [KINDS[config.kinds[group[0]]] for group in groups.values()]
-    sizes = [len(group) for group in groups.values()]
-    states = (
-        kind.init(config, batch, capacity, dtype, size, can_cut=can_cut) for kind, size in zip(kinds, sizes, strict=True)
-    )
+    states = []
+    for group in groups.values():
+        kind = KINDS[config.kinds[group[0]]]
+        states.append(kind.init(config, batch, capacity, dtype, len(group), can_cut=can_cut))
     return pin(Cache(tuple(states), jnp.zeros(batch, jnp.int32), groups=tuple(map(tuple, groups.values()))))
 
 

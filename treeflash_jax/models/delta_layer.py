@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax.core import programs
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import delta_rule, layers
 from treeflash_jax.models.backend.packed_attention import PackedMask
@@ -33,7 +34,7 @@ class DeltaLayerState(LayerState):
 
     Attributes:
       at_prompt: the copy; None if the state cannot be cut.
-      prompt_b: number of positions behind the copy.
+      prompt_b: number of positions that the copy has read.
     """
 
     now: DeltaState
@@ -120,7 +121,7 @@ class DeltaLayer(LayerKind):
 
 
 def _rule(sizes: DeltaSizes, inputs: PassInputs, before: DeltaState) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns the form of the rule: a kernel if it was asked for and takes these sizes and this dtype."""
+    """Returns `delta_rule.attend`, or the requested attention's kernel if it supports these sizes and this dtype."""
     num_new = inputs.positions_bt.shape[1]
     if num_new > delta_rule.BLOCK or before.state_bgez.dtype != jnp.float32:
         return delta_rule.attend
@@ -153,7 +154,7 @@ def _project(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> t
     else:
         parts = [product("btd,cd->btc", x_btd, params[name]) for name in DeltaLayer.merged]
     qkv_btc, z_btz, b_bth, a_bth = parts
-    wide = jnp.promote_types(x_btd.dtype, jnp.float32)
+    wide = at_least_float32(x_btd.dtype)
     rate_h, bias_h = (params[name].astype(wide) for name in ("log_rate", "time_bias"))
     decay_bth = -jnp.exp(rate_h) * jax.nn.softplus(a_bth.astype(wide) + bias_h)
     z_bthf = z_btz.reshape(*z_btz.shape[:2], sizes.value_heads, sizes.value_dim)

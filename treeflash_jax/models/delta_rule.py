@@ -29,6 +29,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.config import DeltaSizes
 
 BLOCK = 64  # positions that are solved together; a longer chunk carries the state from block to block
@@ -72,7 +73,7 @@ def init(sizes: DeltaSizes, batch: int, dtype: Any) -> DeltaState:
     window_bjc = jnp.zeros((batch, sizes.conv_width - 1, sizes.channels), dtype)
     width = sizes.value_heads // sizes.key_heads * sizes.value_dim
     shape = batch, sizes.key_heads, sizes.key_dim, width
-    return DeltaState(window_bjc, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)))
+    return DeltaState(window_bjc, jnp.zeros(shape, at_least_float32(dtype)))
 
 
 def convolve(
@@ -91,7 +92,7 @@ def convolve(
       length_b: number of committed positions; the window has the last of them.
     """
     before, num_inputs = window_bjc.shape[1], weight_cj.shape[1]
-    wide = jnp.promote_types(x_btc.dtype, jnp.float32)
+    wide = at_least_float32(x_btc.dtype)
     positions_bt = jnp.broadcast_to(positions_bt, x_btc.shape[:2])
     committed_bx = jnp.asarray(length_b)[:, None] - before + jnp.arange(before)
     positions_bx = jnp.concatenate([jnp.broadcast_to(committed_bx, (x_btc.shape[0], before)), positions_bt], axis=1)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models import quantized
 from treeflash_jax.models.backend import expert_sums
@@ -85,7 +86,7 @@ def route(weights: dict[str, Any], config: ModelConfig, x_nd: jax.Array) -> tupl
     logits_nx = quantized.product("nd,dx->nx", x_nd, weights["router"])
     if "router_bias" in weights:
         logits_nx += weights["router_bias"].astype(logits_nx.dtype)
-    probs_nx = jax.nn.softmax(logits_nx.astype(_wide(x_nd)), axis=-1)
+    probs_nx = jax.nn.softmax(logits_nx.astype(at_least_float32(x_nd.dtype)), axis=-1)
     weight_nk, ids_nk = lax.top_k(probs_nx, config.experts_per_token)
     if config.normalize_experts:
         weight_nk = weight_nk / jnp.sum(weight_nk, axis=-1, keepdims=True)
@@ -102,7 +103,7 @@ def _local_mixture(
     weight_nk, ids_nk = route(weights, config, x_nd)
     local_nk = ids_nk - lax.axis_index(experts) * held if experts else ids_nk
     is_held_nk = (local_nk >= 0) & (local_nk < held)
-    weight_nk = jnp.where(is_held_nk, weight_nk.astype(_wide(x_nd)), 0)
+    weight_nk = jnp.where(is_held_nk, weight_nk.astype(at_least_float32(x_nd.dtype)), 0)
     y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, jnp.where(is_held_nk, local_nk, held), config.swiglu_limit)
     if "expert_down_bias" in weights:
         weight_nx = jnp.sum(jnp.where(local_nk[..., None] == jnp.arange(held), weight_nk[..., None], 0), axis=1)
@@ -111,10 +112,6 @@ def _local_mixture(
     if axes := tuple(name for name in (experts, ffn) if name):
         y_nd = lax.psum(y_nd, axes)
     return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)
-
-
-def _wide(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _partition(spec: Spec, mesh: Any) -> PartitionSpec:

@@ -111,7 +111,8 @@ class LayerKind(ABC):
         Args:
           dtype: dtype of the activations.
           num_layers: number of layers that it holds; 1 unless the kind `stacks`.
-          can_cut: whether it keeps what is read only after a `cut`.
+          can_cut: whether `cut` must work: then it keeps positions that left the window, and a copy of a recurrent state,
+            for sessions.
         """
 
     def prepare(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:

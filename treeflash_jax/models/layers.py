@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core import programs
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import experts
 from treeflash_jax.models.backend.rotation import rotate
@@ -82,20 +83,20 @@ def norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns `rms_norm`, or x / rms(x) * (1 + scale), multiplied before it is rounded, if the model stores scales - 1."""
     if not config.offset_norms:
         return rms_norm(x, scale, config.rms_norm_eps)
-    wide = 1 + scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+    wide = 1 + scale.astype(at_least_float32(scale.dtype))
     return rms_norm(x, wide, config.rms_norm_eps).astype(scale.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Returns x / rms(x) * scale over the last axis in the dtype of the scale, from a mean square in float32 at least."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(at_least_float32(x.dtype))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return normed.astype(scale.dtype) * scale
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
     """Returns (x - mean) / standard deviation * scale + bias over the last axis, rounded like `rms_norm`."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(at_least_float32(x.dtype))
     return rms_norm(wide - jnp.mean(wide, axis=-1, keepdims=True), scale, eps) + bias
 
 
@@ -155,10 +156,10 @@ def projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax
 
 def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
     """Returns rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
-    return turned_queries(params, config, projected("btd,hed->bthe", x_btd, params, "q"), table)
+    return rotated_queries(params, config, projected("btd,hed->bthe", x_btd, params, "q"), table)
 
 
-def turned_queries(params: Params, config: ModelConfig, q_bthe: jax.Array, table: Any) -> jax.Array:
+def rotated_queries(params: Params, config: ModelConfig, q_bthe: jax.Array, table: Any) -> jax.Array:
     """Returns queries after QK-norm and rotation."""
     if config.qk_norm:
         q_bthe = norm(config, q_bthe, params["q_norm"])

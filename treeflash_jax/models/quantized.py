@@ -20,6 +20,7 @@ from jax import lax
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models.backend import block_products, indexing, products
 
@@ -27,7 +28,7 @@ DTYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 SCHEMES = tuple(DTYPES)
 NONE = "none"  # in settings: no scheme, also for FP8 files
 LARGEST = {"int8": 127, "fp8": 448}
-BLOCK = 128  # outputs and inputs of a block
+SCALE_BLOCK = 128  # outputs and inputs of a block
 
 
 @struct.dataclass
@@ -89,7 +90,9 @@ def specs(tree: Any, scheme: str | None, mesh: Any = None) -> Any:
       mesh: mesh whose shards have whole blocks; None: one device.
     """
     check_scheme(scheme)
-    return jax.tree.map(lambda spec: _parts(spec, scheme, mesh) if applies(scheme, spec) else spec, tree, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda spec: _quantized_spec(spec, scheme, mesh) if applies(scheme, spec) else spec, tree, is_leaf=is_spec
+    )
 
 
 def specs_like(tree: Any, weights: Any) -> Any:
@@ -98,7 +101,7 @@ def specs_like(tree: Any, weights: Any) -> Any:
     def like(spec: Spec, weight: Any) -> Any:
         if not _is_quantized(weight):
             return spec
-        made = _parts(spec, "int8" if weight.block is None else "fp8", None)
+        made = _quantized_spec(spec, "int8" if weight.block is None else "fp8", None)
         return made.replace(scale=replace(made.scale, shape=weight.scale.shape))
 
     return jax.tree.map(like, tree, weights, is_leaf=is_spec)
@@ -110,7 +113,7 @@ def applies(scheme: str | None, spec: Spec) -> bool:
     return bool(spec.inputs) and spec.can_quantize and not is_kept
 
 
-def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = (BLOCK, BLOCK)) -> tuple[int, ...]:
+def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)) -> tuple[int, ...]:
     """Returns the number of blocks along each axis of a weight; a shard of a mesh has a whole number of them.
 
     Blocks of `sizes` outputs and inputs, as files have, divide the last output and the last input axis. If they do not
@@ -136,7 +139,7 @@ def quantize(weight: jax.Array, inputs: tuple[int, ...], counts: tuple[int, ...]
     scheme = "int8" if counts is None else "fp8"
     parts = counts or tuple(1 if axis in inputs else size for axis, size in enumerate(weight.shape))
     split = [part for size, count in zip(weight.shape, parts, strict=True) for part in (count, size // count)]
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32)).reshape(split)
+    wide = weight.astype(at_least_float32(weight.dtype)).reshape(split)
     kept = jnp.finfo(weight.dtype)
     # A factor, since XLA compiles a quotient by a constant in another way than it runs one. No pair of casts: XLA may drop
     # it, and values would be those of another scale than the stored one.
@@ -165,7 +168,7 @@ def _compress(weight: jax.Array, spec: Spec, scheme: str) -> Quantized:
     mesh = sharding.current()
     counts = count_blocks(spec, mesh) if scheme == "fp8" else None
     made = quantize(weight, spec.inputs, counts)
-    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), made, _parts(spec, scheme, mesh))
+    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), made, _quantized_spec(spec, scheme, mesh))
 
 
 def can_join(*weights: Any) -> bool:
@@ -211,7 +214,7 @@ def _outputs(spec: Spec) -> list[int]:
     return [axis for axis in range(len(spec.shape)) if axis not in spec.inputs]
 
 
-def _parts(spec: Spec, scheme: str, mesh: Any) -> Quantized:
+def _quantized_spec(spec: Spec, scheme: str, mesh: Any) -> Quantized:
     values = replace(spec, inputs=(), dtype=DTYPES[scheme])
     if scheme == "fp8":
         return Quantized(values, Spec(count_blocks(spec, mesh), spec.axes, "ones"))

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import quantized
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.quantized import Quantized
@@ -234,7 +235,7 @@ def unordered(key: jax.Array, dtype) -> jax.Array:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(at_least_float32(x.dtype))
 
 
 def _vocab_mesh(size: int):

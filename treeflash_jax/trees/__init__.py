@@ -10,10 +10,10 @@ A builder reads a drafter only through an `Expander`. It is one function, and on
     shape      `TreeShape`, static
     noise_bnc  Gumbel noise from `draw_noise`; None for deterministic builders
 
-Deterministic builders (`best_first`, the default, and `chains`) return no proposal: rules that compare tokens are exact for
-them. Builders that draw nodes (`sampled`) return the distribution they draw from (`Proposal`) and declare its name for the
-acceptance rules. At temperature above 0 a deterministic tree accepts at most the verifier's mass on it, while acceptance of
-sampled trees is limited only by the total variation distance between drafter and verifier.
+Deterministic builders (`best_first`, the default, `walk` and `chain`) return no proposal: rules that compare tokens are
+exact for them. Builders that draw nodes (`sampled`) return the distribution they draw from (`Proposal`) and declare its
+name for the acceptance rules. At temperature above 0 a deterministic tree accepts at most the verifier's mass on it, while
+acceptance of sampled trees is limited only by the total variation distance between drafter and verifier.
 
 A tree's shape may depend on everything that is known before its tokens are drawn. Sampled tokens must not be dropped or
 ranked by their own value: that would change their distribution.
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from treeflash_jax.trees.best_first import best_first
-from treeflash_jax.trees.chains import likeliest_chain, rank_0_chain
+from treeflash_jax.trees.chains import chain, walk
 from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, pick, root_only
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.sampled.draw_tokens import draw_noise
@@ -68,11 +68,11 @@ def _best_first(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftT
 
 
 def _walk(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return likeliest_chain(expander, anchor_b, num_nodes), None
+    return walk(expander, anchor_b, num_nodes), None
 
 
 def _chain(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return rank_0_chain(expander, anchor_b, num_nodes), None
+    return chain(expander, anchor_b, num_nodes), None
 
 
 def _chain_size(depths: int, nodes: int, shape: TreeShape) -> int:
@@ -98,6 +98,5 @@ BUILDERS: dict[str, Builder] = {
 
 __all__ = [
     "BUILDERS", "NO_TOKEN", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape",
-    "ancestor_mask", "best_first", "draw_noise", "first", "likeliest_chain", "path_tokens", "pick", "rank_0_chain",
-    "root_only",
+    "ancestor_mask", "best_first", "chain", "draw_noise", "first", "path_tokens", "pick", "root_only", "walk",
 ]  # fmt: skip

@@ -13,24 +13,24 @@ from treeflash_jax.trees.draft_tree import DraftTree, below_root, root_only
 from treeflash_jax.trees.expander import Expander
 
 
-def likeliest_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+def walk(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
     """Follows the likeliest child of each drafted token until its branch ends."""
-    return _chain(expander, anchor_b, num_nodes, expander.follow)
+    return _one_branch(expander, anchor_b, num_nodes, expander.follow)
 
 
-def rank_0_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+def chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
     """Builds the published chain: at each depth the likeliest child in that depth's first context, whatever was drafted.
 
-    With one context per depth this is DFlash's chain, and equal to `likeliest_chain`. An expander that is no table has no
+    With one context per depth this is DFlash's chain, and equal to `walk`. An expander that is no table has no
     contexts besides those of the path, so that both are equal too.
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """
     stay = lambda depth, state, child: state  # noqa: E731
-    return _chain(expander, anchor_b, num_nodes, stay if expander.is_table else expander.follow)
+    return _one_branch(expander, anchor_b, num_nodes, stay if expander.is_table else expander.follow)
 
 
-def _chain(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Callable) -> DraftTree:
+def _one_branch(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Callable) -> DraftTree:
     length = min(num_nodes - 1, expander.num_depths)
     if length == 0:
         return root_only(anchor_b)

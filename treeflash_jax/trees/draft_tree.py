@@ -19,7 +19,7 @@ class DraftTree:
       tokens_bn: token ids; 0 in padding.
       parent_bn: index of the parent; 0 for the root and for padding.
       depth_bn: 0 for the root and for padding.
-      log_prob_bn: log-probability of the path from the anchor, float32; -inf in padding.
+      log_prob_bn: log-probability of the path from the anchor, float32 at least; -inf in padding.
       valid_bn: False in padding, which never matches.
     """
 

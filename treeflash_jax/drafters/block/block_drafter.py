@@ -22,7 +22,7 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.drafters import ngram, protocol
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
-from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs, draft_ids, listed_specs
+from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs, at_last, draft_ids, listed_specs
 from treeflash_jax.models import caches, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -185,9 +185,7 @@ class BlockConfig(DrafterConfig):
         new = backbone.context_kv(params["backbone"], self.layers, features_btj, positions_bt)
         hidden_bd = state.hidden_bd
         if hidden_bd is not None:
-            last_b11 = jnp.maximum(count_b - 1, 0)[:, None, None]
-            last_b1j = jnp.take_along_axis(features_btj, last_b11, axis=1)
-            fused_b1d = backbone.fuse(params["backbone"], self.layers, last_b1j)
+            fused_b1d = backbone.fuse(params["backbone"], self.layers, at_last(features_btj, count_b))
             hidden_bd = jnp.where((count_b > 0)[:, None], fused_b1d[:, 0], hidden_bd).astype(hidden_bd.dtype)
         return ContextState(caches.commit(state.context, new, count_b), hidden_bd)
 
@@ -216,8 +214,9 @@ class BlockConfig(DrafterConfig):
 
         def attend(q_bqhe, k_bqke, v_bqke, seen):
             prefix, mask_bqq, first_bq = seen
-            how = {"first_bt": first_bq, "implementation": inputs.attention}
-            return tree_attention(q_bqhe, k_bqke, v_bqke, mask_bqq, prefix, length_b, **how)
+            return tree_attention(
+                q_bqhe, k_bqke, v_bqke, mask_bqq, prefix, length_b, first_bt=first_bq, implementation=inputs.attention
+            )
 
         seen = [
             (

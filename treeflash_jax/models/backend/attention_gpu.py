@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.kv_cache import LayerKV
 
 SLOTS = 64  # per block; a smaller power of two if that does not divide the capacity
@@ -61,7 +62,7 @@ def _attend(q_bkqe, prefix, length_b, interpret=False):
     tile = min(QUERIES, max(LEAST, pl.next_power_of_2(queries)))
     tiles = pl.cdiv(queries, tile)
     shares = max(1, min(PROGRAMS // (batch * kv_heads * tiles), slots // SHARE))
-    wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
+    wide = at_least_float32(q_bkqe.dtype)
     q_bkqe = jnp.pad(q_bkqe, ((0, 0), (0, 0), (0, tiles * tile - queries), (0, 0)))
 
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:

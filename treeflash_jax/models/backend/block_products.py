@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 
 PARTS = 4  # at least; of a weight that are scaled one after the other
 
@@ -50,7 +51,8 @@ def expert_product(x_xni: jax.Array, values_xif: jax.Array, scale_xkg: jax.Array
     of the matrices instead, which a TPU would copy whole first.
     """
     arrays = x_xni, values_xif, scale_xkg
-    sums_are_smaller = x_xni.shape[1] * _wide(x_xni).itemsize < x_xni.shape[2] // scale_xkg.shape[1] * x_xni.dtype.itemsize
+    wide = at_least_float32(x_xni.dtype)
+    sums_are_smaller = x_xni.shape[1] * wide.itemsize < x_xni.shape[2] // scale_xkg.shape[1] * x_xni.dtype.itemsize
     default = _scaled_sums if sums_are_smaller else _experts_in_parts
     return lax.platform_dependent(*arrays, tpu=_scaled_sums, default=default)
 
@@ -73,7 +75,7 @@ def _experts_in_parts(x_xni: jax.Array, values_xif: jax.Array, scale_xkg: jax.Ar
 
 def scaled(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """Returns values * scale, each axis of the scale repeated to that of the values, rounded once from float32 at least."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = at_least_float32(dtype)
     scale = scale.astype(wide)
     for axis, size in enumerate(values.shape):
         scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
@@ -116,8 +118,4 @@ def _count_parts(size: int, ways: int) -> int:
 
 
 def _einsum(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, left, right, preferred_element_type=_wide(left))
-
-
-def _wide(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum(equation, left, right, preferred_element_type=at_least_float32(left.dtype))

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend import block_products
 from treeflash_jax.models.quantized import Quantized
 
@@ -29,13 +30,11 @@ SWIGLU_ALPHA = 1.702  # of gpt-oss; sigmoid(1.702 x) x approximates GELU
 SPARSE = 4  # CPUs gather for any number of tokens if there are this many times the experts of a token
 
 Weights = dict[str, Any]
-Form = Callable[[Weights, jax.Array, jax.Array, jax.Array], jax.Array]
+Form = Callable[[Weights, jax.Array, jax.Array, jax.Array, float], jax.Array]
 GATE_UP = ("expert_gate", "expert_up")
 
 
-def sum_experts(
-    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float = 0.0
-) -> jax.Array:
+def sum_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float) -> jax.Array:
     """Returns the sum, [n, d], by the form that reads fewest bytes."""
     held, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= held
@@ -44,34 +43,36 @@ def sum_experts(
     if any(_has_blocks(weight) for weight in weights.values()):
         on_cpu = default
     forms = {"cpu": on_cpu, "tpu": partial(_where_they_lie, default), "default": default}
-    by_blocks = {platform: partial(_by_blocks, partial(form, limit=limit)) for platform, form in forms.items()}
+    by_blocks = {platform: partial(_by_blocks, form, limit) for platform, form in forms.items()}
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
 
-def _where_they_lie(form: Form, weights: Weights, x_nd: jax.Array, *assigned: jax.Array, limit: float) -> jax.Array:
+def _where_they_lie(
+    form: Form, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float
+) -> jax.Array:
     """Runs a form on weights in the layout that they have.
 
     XLA for TPUs would copy those whose sizes are no multiples of 128 into another one, of all layers ahead of a loop.
     """
     x_nd, weights = lax.optimization_barrier((x_nd, weights))
     weights = jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weights)
-    return form(weights, x_nd, *assigned, limit=limit)
+    return form(weights, x_nd, weight_nk, ids_nk, limit)
 
 
-def _by_blocks(form: Form, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
+def _by_blocks(
+    form: Form, limit: float, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
+) -> jax.Array:
     count = x_nd.shape[0]
     if count <= BLOCK:
-        return form(weights, x_nd, weight_nk, ids_nk)
+        return form(weights, x_nd, weight_nk, ids_nk, limit)
     blocks = -(-count // BLOCK)
     padding = ((0, blocks * BLOCK - count), (0, 0))
     arrays = [jnp.pad(array, padding).reshape(blocks, BLOCK, -1) for array in (x_nd, weight_nk, ids_nk)]
-    y = lax.map(lambda block: form(weights, *block), arrays)
+    y = lax.map(lambda block: form(weights, *block, limit), arrays)
     return y.reshape(blocks * BLOCK, -1)[:count]
 
 
-def all_experts(
-    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float = 0.0
-) -> jax.Array:
+def all_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float) -> jax.Array:
     """Runs every token through every expert. Tokens are repeated per expert, or else a GPU would copy the weights."""
     held, count = weights["expert_gate"].shape[0], x_nd.shape[0]
     weight_xn = jnp.sum(jnp.where(ids_nk == jnp.arange(held)[:, None, None], weight_nk, 0), axis=-1)
@@ -86,9 +87,7 @@ def all_experts(
     return _product("nz,zd->nd", h_nz, down.reshape(h_nz.shape[1], -1), narrow=False)
 
 
-def gather_in_steps(
-    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float = 0.0
-) -> jax.Array:
+def gather_in_steps(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float) -> jax.Array:
     """Adds up a few inputs of all chosen matrices at a time: a CPU compiles each step to one loop that copies nothing."""
     wide = weight_nk.dtype
     ids_a = jnp.minimum(ids_nk, weights["expert_gate"].shape[0] - 1).reshape(-1)
@@ -120,7 +119,7 @@ def gather_in_steps(
 
 
 def gather_and_reduce(
-    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float = 0.0
+    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float
 ) -> jax.Array:
     """Sums over gathered matrices instead of multiplying by them: a GPU compiles each to one kernel that stores no copy."""
     wide = weight_nk.dtype
@@ -161,7 +160,7 @@ def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow:
         y = block_products.expert_product(x, weight.values, weight.scale)
         return y.astype(x.dtype) if narrow else y
     values, scale = _parts(weight)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = at_least_float32(x.dtype)
     y = jnp.einsum(equation, x, values.astype(x.dtype), preferred_element_type=wide)
     if scale is not None and y.ndim == 3:
         scale = scale[:, None]

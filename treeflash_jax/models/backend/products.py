@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 
 MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
 MOST_VECTORS_RIGHT = 48  # with more float32 vectors, transposing the result takes longer than copying the weight
@@ -48,7 +49,7 @@ def product(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -
 
 def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
     """Returns products of queries with keys, [b, k, q, x], in float32 at least."""
-    wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
+    wide = at_least_float32(q_bkqe.dtype)
 
     def keys_first(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
         """Keys on the left: on the right, a CPU would copy all of them. The barrier keeps XLA from swapping the sides."""

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax.core.dtypes import at_least_float32
+
 
 def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the two halves of each head against each other by the position's angle; see `layers.rotary_table`.
@@ -16,7 +18,7 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     size = table[0].shape[-1]
     if size < x_bthe.shape[-1]:
         return jnp.concatenate([rotate(x_bthe[..., :size], table), x_bthe[..., size:]], axis=-1)
-    wide = jnp.promote_types(x_bthe.dtype, jnp.float32)
+    wide = at_least_float32(x_bthe.dtype)
 
     def by_halves(x_bthe: jax.Array, *table: jax.Array) -> jax.Array:
         (first, second), (cos, sin) = jnp.split(x_bthe, 2, axis=-1), per_pair(table)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 
 GROUP = 128  # scores per group: the lanes of a TPU, where other sizes would be padded
 
@@ -26,7 +27,7 @@ def _flat_top_k(scores_nv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """`lax.top_k`. XLA:CPU sorts scores in full unless they are a float32 matrix."""
 
     def in_float32(scores_nv: jax.Array) -> list[jax.Array]:
-        values_nk, ids_nk = lax.top_k(scores_nv.astype(jnp.promote_types(scores_nv.dtype, jnp.float32)), k)
+        values_nk, ids_nk = lax.top_k(scores_nv.astype(at_least_float32(scores_nv.dtype)), k)
         return [values_nk.astype(scores_nv.dtype), ids_nk]
 
     return lax.platform_dependent(scores_nv, cpu=in_float32, default=lambda scores_nv: lax.top_k(scores_nv, k))

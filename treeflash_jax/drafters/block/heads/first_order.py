@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, mass_elsewhere
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import indexing, selection
@@ -100,7 +101,7 @@ def _shortlisted(
     tokens_bz = likely_biy.reshape(batch, -1)
     earlier_zz = jnp.tri(tokens_bz.shape[1], k=-1, dtype=bool)
     again_bz = jnp.any((tokens_bz[:, :, None] == tokens_bz[:, None]) & earlier_zz, axis=-1)
-    dtype = jnp.promote_types(corrected_bxd.dtype, jnp.float32)
+    dtype = at_least_float32(corrected_bxd.dtype)
     temperature_b11 = temperature_b[:, None, None].astype(dtype)
 
     def scaled(logits: jax.Array) -> jax.Array:

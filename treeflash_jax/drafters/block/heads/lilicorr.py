@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, candidate_table
 from treeflash_jax.models import vocab
@@ -126,7 +127,7 @@ class LiLiCorrHead(Head):
             return product("...h,hf->...f", x, params[name]) + params[f"{name}_bias"]
 
         def unit(x: jax.Array) -> jax.Array:
-            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            x = x.astype(at_least_float32(x.dtype))
             return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), sizes.vector_eps)
 
         embedding_bikd = vocab.embed(unembed.embed_vd, tokens_bik)

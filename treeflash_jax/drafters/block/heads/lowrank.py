@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.heads.block_head import (
     Block,
@@ -80,7 +81,7 @@ class LowRankHead(Head):
         m, batch = min(drafter.candidates, listed), block.anchor_b.shape[0]
         normed_bid = unembed.normed(block.hidden_bid)
         marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bid)
-        dtype = jnp.promote_types(marginal_biv.dtype, jnp.float32)
+        dtype = at_least_float32(marginal_biv.dtype)
         likely_bix, ids_bix = vocab.top_k(marginal_biv, listed)
         tokens_bix = unembed.tokens(ids_bix)
         scale_b = block.temperature_b.astype(dtype)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
 from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level
 from treeflash_jax.models import vocab
@@ -75,7 +76,7 @@ class PathHead(Head):
         listed = min(max(drafter.candidates, drafter.children, drafter.shortlist), unembed.unembed_vd.shape[0])
         normed_bid = unembed.normed(block.hidden_bid)
         marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bid)
-        dtype = jnp.promote_types(marginal_biv.dtype, jnp.float32)
+        dtype = at_least_float32(marginal_biv.dtype)
         scale_b11 = block.temperature_b.astype(dtype)[:, None, None]
         likely_bix, ids_bix = vocab.top_k(marginal_biv, listed)
         tokens_bix = unembed.tokens(ids_bix)
