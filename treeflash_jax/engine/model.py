@@ -274,20 +274,24 @@ class TreeFlash:
         if plan.why_plain is not None:
             self._note(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
+        self.check_memory(batch=batch, capacity=capacity, drafts=plan.drafts, can_cut=for_session)
+        processor = None if config.processor is None else processors.as_pytree(config.processor)
+        return PreparedCall(requests, plan, batch_size, processor)
+
+    def check_memory(self, *, batch: int, capacity: int, drafts: bool, can_cut: bool) -> None:
+        """Raises ValueError if weights and caches have no room on the devices; see `footprint`."""
         needed = footprint(
             self.verifier,
             self.drafter,
-            batch=batch,
-            capacity=capacity,
-            drafts=plan.drafts,
-            can_cut=for_session,
             dtype=self.dtype,
             mesh=self.mesh,
+            batch=batch,
+            capacity=capacity,
+            drafts=drafts,
+            can_cut=can_cut,
             quantize=self.quantize,
         )
         check_memory(needed, usable_memory(self.mesh), self.mesh)
-        processor = None if config.processor is None else processors.as_pytree(config.processor)
-        return PreparedCall(requests, plan, batch_size, processor)
 
     def make_requests(
         self,

@@ -16,7 +16,6 @@ from typing import Any
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.batching import refill_size
 from treeflash_jax.engine.defaults import choose_slots
-from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.requests import Request, with_fixed_sizes
@@ -102,18 +101,7 @@ class Worker(threading.Thread):
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
         room = 1 + max(plan.path_length, plan.prefill.chunk)
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
-        needed = footprint(
-            model.verifier,
-            model.drafter,
-            batch=slots + refill_size(slots),
-            capacity=capacity,
-            drafts=plan.drafts,
-            can_cut=True,
-            dtype=model.dtype,
-            mesh=model.mesh,
-            quantize=model.quantize,
-        )
-        check_memory(needed, usable_memory(model.mesh), model.mesh)
+        model.check_memory(batch=slots + refill_size(slots), capacity=capacity, drafts=plan.drafts, can_cut=True)
         self._scheduler = Scheduler(
             plan, model.weights, mesh=model.mesh, batch_size=slots, capacity=capacity, for_server=True
         )
