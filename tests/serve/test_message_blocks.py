@@ -1,6 +1,7 @@
 """Blocks of thoughts and calls in the text of an answer."""
 
 import json
+import time
 
 import pytest
 
@@ -24,6 +25,7 @@ b
 </parameter>
 </function>
 </tool_call>"""
+UNENDED = CODER.replace("</parameter>\n<parameter=y", "<parameter=y")
 
 
 def parse(text: str, size: int, **how) -> tuple[str, str, list]:
@@ -47,9 +49,29 @@ def parse(text: str, size: int, **how) -> tuple[str, str, list]:
     ("<think>Hm", {}, ("", "Hm", [])),
     (f"So: {CODER}\n{CALL}", {}, ("So: ", "", [("add", {"x": 1, "y": "2", "z": "a [\nb"}), PARSED])),
     (CODER.replace("add", "less"), {}, ("", "", [("less", {"x": "1", "y": "2", "z": "a [\nb"})])),
+    (CODER, {"tools": [{"type": "function"}, *TOOLS]}, ("", "", [("add", {"x": 1, "y": "2", "z": "a [\nb"})])),
+    (UNENDED, {}, (UNENDED, "", [])),
+    (CALL.replace("1", "NaN"), {}, (CALL.replace("1", "NaN"), "", [])),
     ("<tool_call>add</tool_call> no", {}, ("<tool_call>add</tool_call> no", "", [])),
     ('<tool_call>{"name": "add"', {}, ('<tool_call>{"name": "add"', "", [])),
     (f"<think>x</think>{CALL}", {"reads_thoughts": False, "tools": []}, (f"<think>x</think>{CALL}", "", [])),
 ])  # fmt: skip
 def test_blocks_are_fields_of_the_message(text, how, expected, size):
     assert parse(text, size, **how) == expected
+
+
+@pytest.mark.parametrize("schema, value", [
+    (True, "1"), ({"type": ["string", "null"]}, "1"), ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "1"),
+    ({"enum": ["1"]}, "1"), ({"type": ["integer", "null"]}, 1), ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 1),
+])  # fmt: skip
+def test_values_are_texts_where_their_schema_allows_one(schema, value):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": schema}}}}]
+    call = "<tool_call><function=add><parameter=x>1</parameter></function></tool_call>"
+    assert parse(call, 1000, tools=tools) == ("", "", [("add", {"x": value})])
+
+
+def test_damaged_calls_are_read_in_linear_time():
+    began = time.thread_time()
+    text = f"<tool_call><function=add>{'<parameter=x>' * 4000}</function></tool_call>"
+    assert parse(text, len(text)) == (text, "", [])
+    assert time.thread_time() - began < 1

@@ -265,8 +265,8 @@ def test_a_port_is_taken_before_it_listens(host):
     with listener, socket.socket(listener.family) as other:
         address = listener.getsockname()
         assert other.connect_ex(address) != 0, "nobody listens"
-        listener.listen()
         refused(lambda: bind(host, address[1]), f"--port {address[1]}", "in use", "expected")
+        listener.listen()
         assert other.connect_ex(address) == 0
 
 

@@ -140,6 +140,9 @@ def test_answers_are_made_by_all_devices_and_without_prompts_that_may_be_skipped
     refused(lambda: compose.Composer(settings_of(lines, tmp_path)).respond(), "some.jsonl")
     lines = write_lines(tmp_path / "other.jsonl", [*read_lines(prompts), unasked])
     refused(lambda: compose.Composer(settings_of(lines, tmp_path)).respond(), "other.jsonl", "that the assistant opens")
+    lines = write_lines(tmp_path / "third.jsonl", [unasked] * 12)
+    unusable = settings_of(lines, tmp_path, "respond.malformed=skip")
+    refused(lambda: compose.Composer(unusable).respond(), "third.jsonl: got no prompt that can be asked")
 
 
 @pytest.mark.parametrize(

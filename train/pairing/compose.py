@@ -101,7 +101,7 @@ class Composer:
 
     def __init__(self, settings: PairConfig):
         self.settings = settings
-        self.skipped = Counter() if settings.respond.get("malformed") == "skip" else None
+        self.skipped = Counter() if settings.respond.get("malformed") == "skip" else None  # its counts are not shown
         self.stages: dict[str, Any] = {}
         self.answers = Corpus({}, {}, {}, {})
 
@@ -144,6 +144,8 @@ class Composer:
         sample = packing.pick_spread(prompts, MEASURED_LENGTHS)
         questions = {prompt.number: encode_question(prompt, self.tokenizer, self.skipped) for prompt in sample}
         lengths = {number: len(ids) for number, ids in questions.items() if ids is not None}
+        if not lengths:
+            raise ValueError(f"{settings.prompts}: got no prompt that can be asked, expected chats that a user opens")
         longest = min(context // 2, math.ceil(np.percentile([*lengths.values()], 95) / 32) * 32)
         usable = [number for number, length in lengths.items() if length <= longest]
         made = RespondConfig(

@@ -240,14 +240,15 @@ def _add(sums: list[Sums]) -> Sums:
 class Signals:
     """Notes SIGTERM and Ctrl-C, so that a run saves a checkpoint before it ends; a second Ctrl-C ends the process at once.
 
-    Hosts tell each other beside the next step, which no device waits for, and end after the same one.
+    With every step, hosts also reduce whether one of them has noted a signal. They read that a step later, so that no
+    device waits for them, and end after the same step.
     """
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.received: int | None = None
         self.any_host = programs.jit(jnp.any, out_shardings=NamedSharding(mesh, P()))
-        self.told: jax.Array | None = None  # whether any host had noted one a step ago
+        self.any_noted: jax.Array | None = None  # on any host, a step ago
 
     def __enter__(self) -> Self:
         self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -262,7 +263,7 @@ class Signals:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             # Unlike print, it may interrupt a print.
-            os.write(2, b"interrupted: saving after this step; Ctrl-C again ends at once\n")
+            os.write(2, b"interrupted: saving a checkpoint; Ctrl-C again ends at once\n")
 
     def requested(self) -> bool:
         """Returns whether the run ends after this step; called once a step by all hosts, which agree."""
@@ -270,5 +271,5 @@ class Signals:
             return self.received is not None
         noted, layout = np.array([self.received is not None]), NamedSharding(self.mesh, P(self.mesh.axis_names))
         flags = jax.make_array_from_callback((self.mesh.size,), layout, lambda _: noted)
-        told, self.told = self.told, self.any_host(flags)
-        return told is not None and bool(told)
+        any_noted, self.any_noted = self.any_noted, self.any_host(flags)
+        return any_noted is not None and bool(any_noted)

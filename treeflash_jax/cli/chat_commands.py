@@ -129,7 +129,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parses the value of a setting, as its option does; a list or an object, other than of a pattern, may also be JSON."""
+    """Parses the value of a setting, as its option does; values of settings other than `pattern` may also be JSON."""
     value: Any = text
     if text[0] in "[{" and name != "pattern":
         value = parse_json(text)

@@ -113,7 +113,7 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
                 zero_bv, sampling.stop_ids_bx, jnp.full(sampling.stop_ids_bx.shape, -jnp.inf, zero_bv.dtype)
             )
             endless_bnv = logits_bnv + stop_bv[:, None]
-            if automaton is not None:  # which allows nothing but the end of some answers
+            if automaton is not None:  # which may allow only the end
                 is_short_bn &= jnp.any(automaton.constrain(endless_bnv, automaton_bn) > -jnp.inf, axis=-1)
             logits_bnv = jnp.where(is_short_bn[..., None], endless_bnv, logits_bnv)
         if processor is not None:

@@ -99,8 +99,7 @@ class GenerateConfig:
     )
     min_new_tokens: int | Sequence[int] = sampling(
         0,
-        "smallest number of tokens in an answer: before, stop strings end it, but stop ids only if a schema, a pattern or "
-        "choices allow nothing else",
+        "smallest number of tokens in an answer; a stop string, or a constraint that allows only the end, ends it earlier",
         least=0,
         unit="tokens",
     )
@@ -109,7 +108,7 @@ class GenerateConfig:
     )
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling(
         None,
-        "ids of the tokens that end an answer; the model's own also end one with a schema, a pattern or choices",
+        "ids of the tokens that end an answer; the model's still end those with a schema, a pattern or choices",
         least=0,
         unset="the model's own",
         unit="ids",

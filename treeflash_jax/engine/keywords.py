@@ -64,11 +64,10 @@ class GenerateSettings(TypedDict, total=False):
         that they are in the answer (default: 0.0).
       logit_bias: numbers that are added to the logits of tokens, by token id
         (default: none).
-      min_new_tokens: smallest number of tokens in an answer: before, stop
-        strings end it, but stop ids only if a schema, a pattern or choices
-        allow nothing else (default: 0).
-      stop_ids: ids of the tokens that end an answer; the model's own also end
-        one with a schema, a pattern or choices (default: the model's own).
+      min_new_tokens: smallest number of tokens in an answer; a stop string, or
+        a constraint that allows only the end, ends it earlier (default: 0).
+      stop_ids: ids of the tokens that end an answer; the model's still end
+        those with a schema, a pattern or choices (default: the model's own).
       schema: JSON schema that the answer follows: a dictionary, JSON text or a
         pydantic model (default: none).
       pattern: regular expression that the whole answer matches (default: none).

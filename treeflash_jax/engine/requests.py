@@ -99,11 +99,11 @@ def make_requests(
         _check_prompt(number, ids, settings, verifier)
         temperature = 0.0 if settings.temperature < GREEDY_BELOW else settings.temperature
         end_ids = stop_ids if settings.stop_ids is None else settings.stop_ids
+        stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
         wanted = [getattr(settings, name) for name in constraints.NAMES]
         automaton = constraints.compile_constraint(*wanted, tokenizer, stop_ids, verifier.vocab_size)
         if automaton is not None:  # which allows these after a complete answer
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))
-        stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))

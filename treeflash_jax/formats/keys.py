@@ -6,9 +6,9 @@ from typing import Any, Self
 
 from treeflash_jax.core.checks import INT32, coerce, expect, quoted, warn
 
-# Keys that change outputs, and are refused unless a reader implements them: of models, rope settings, drafters, GGUF files.
-# Keys that are neither here nor known to a reader of configs are ignored with a warning: releases of transformers and
-# llama.cpp add keys every month.
+# Keys that may change outputs, and are refused unless a reader implements them: of models, rope settings, drafters, GGUF
+# files. Keys that are neither here nor known to a reader of configs are ignored with a warning: releases of transformers
+# and llama.cpp add keys every month.
 NUMERIC_KEYS = frozenset(
     """quantization_config quantization compression_config auto_map text_config v_head_dim q_lora_rank kv_lora_rank
     scale_depth scale_emb dim_model_base residual_multiplier embedding_multiplier attention_multiplier logits_scaling

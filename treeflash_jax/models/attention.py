@@ -12,8 +12,8 @@ kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "
 without a prefix, in training.
 
 With sinks, "mosaic-gpu" runs as "pallas-gpu" and kernels for packed sequences as "chunked"; "mosaic-gpu" also runs heads of
-256 as "pallas-gpu". Layers with a window read its positions alone: all slots of a ring, or a part
-of a whole cache, of which "xla" and "pallas-tpu" read all slots and hide the others.
+256 as "pallas-gpu". Layers with a window read its positions alone: all slots of a ring, or a part of a whole cache, of
+which "xla" and "pallas-tpu" read all slots and hide the others.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
 either kind, h query heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix,

@@ -3,6 +3,7 @@
 Fields of the bodies that are not listed are ignored. None is the default of every field, as clients send it.
 """
 
+import functools
 import inspect
 import json
 import secrets
@@ -118,7 +119,7 @@ class ChatBody(Body):
         """
         expect(self.tool_choice in (None, "none", "auto"), "tool_choice", self.tool_choice, "'auto' or 'none'")
         template = self.chat_template_kwargs or {}
-        reserved = sorted(template.keys() & _renderer_arguments())
+        reserved = sorted(template.keys() & _renderer_arguments()) if template else []
         expect(not reserved, "chat_template_kwargs", reserved, "variables of the model's chat template only")
         messages = [_with_parsed_arguments(message) for message in self.messages]
         return [Chat(messages, self.offered_tools, bool(self.continue_final_message), template)]
@@ -155,6 +156,7 @@ class CompletionBody(Body):
         return self.logprobs
 
 
+@functools.cache
 def _renderer_arguments() -> set[str]:
     """Returns the arguments of transformers' function that renders chats, without `documents`, which templates read."""
     from transformers import PreTrainedTokenizerBase  # late: loading a tokenizer sets the log level first

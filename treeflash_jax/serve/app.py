@@ -53,6 +53,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     settings = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": options.grace}
     server = uvicorn.Server(uvicorn.Config(make_app(worker, metrics, key, has_page=options.ui), **settings))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again after the last answer
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the next server, once this one has ended
     listener.listen()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
@@ -67,9 +68,11 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
 def bind(host: str, port: int) -> socket.socket:
     """Returns a socket that has its port, but refuses connections until it listens. Raises ValueError if it cannot."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also just after another server has ended
+    reuse = socket.SOL_SOCKET, socket.SO_REUSEADDR
+    listener.setsockopt(*reuse, 1)  # the port of a server that has just ended
     try:
         listener.bind((host, port))
+        listener.setsockopt(*reuse, 0)  # nobody else gets it before this one listens
     except OSError as error:
         listener.close()
         known = "an address of this machine and a free port; --port 0 takes one"

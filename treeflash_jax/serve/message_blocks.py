@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from treeflash_jax.core.checks import parse_json
+
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
-FUNCTION = re.compile(r"\s*<function=(.+?)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
-PARAMETER = re.compile(r"<parameter=(.+?)>\n?(.*?)\n?</parameter>", flags=re.DOTALL)
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?((?:(?!</?parameter\b).)*)</parameter>\s*", flags=re.DOTALL)
 
 
 class BlockParser:
@@ -80,8 +82,9 @@ class BlockParser:
     def _call(self, text: str) -> list[dict[str, Any]]:
         try:
             match = FUNCTION.fullmatch(text)
-            call = json.loads(text) if match is None else self._read_function(*match.groups())
-            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+            call = parse_json(text) if match is None else _read_function(*match.groups(), self._tools)
+            arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False, allow_nan=False)
+            function = {"name": str(call["name"]), "arguments": arguments}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return [{"content": CALL[0] + text + CALL[1]}]
         self.num_calls += 1
@@ -93,14 +96,34 @@ class BlockParser:
         }
         return [{"tool_calls": [entry]}]
 
-    def _read_function(self, name: str, text: str) -> dict[str, Any]:
-        """Returns a call; values are texts for parameters of type string and unknown ones, otherwise JSON if they parse."""
-        functions = [tool["function"] for tool in self._tools if tool["function"]["name"] == name]
-        schemas = functions[0].get("parameters", {}).get("properties", {}) if functions else {}
-        arguments: dict[str, Any] = {}
-        for key, value in PARAMETER.findall(text):
-            arguments[key] = value
-            if schemas.get(key, {"type": "string"}).get("type") != "string":
-                with suppress(ValueError):
-                    arguments[key] = json.loads(value)
-        return {"name": name, "arguments": arguments}
+
+def _read_function(name: str, text: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a call. A value is JSON if its parameter cannot be a string and it parses, otherwise a text.
+
+    Raises ValueError if there is anything but parameters.
+    """
+    if PARAMETER.sub("", text).strip():
+        raise ValueError("got text outside of parameters")
+    functions = [_get(tool, "function") for tool in tools]
+    schemas = next((_get(x, "parameters", "properties") for x in functions if _get(x, "name") == name), None)
+    arguments: dict[str, Any] = {key: value.removesuffix("\n") for key, value in PARAMETER.findall(text)}
+    for key, value in arguments.items():
+        if not _may_be_string(_get(schemas, key)):
+            with suppress(ValueError):
+                arguments[key] = parse_json(value)
+    return {"name": name, "arguments": arguments}
+
+
+def _may_be_string(schema: Any) -> bool:
+    """Returns whether values of a JSON schema may be strings; those of a schema without a type may."""
+    kinds, alternatives = _get(schema, "type"), _get(schema, "anyOf")
+    if isinstance(alternatives, list):
+        return any(map(_may_be_string, alternatives))
+    return kinds is None or kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+
+
+def _get(value: Any, *keys: str) -> Any:
+    """Returns what a client's JSON has below these keys; None if anything on the way is missing or no object."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
