@@ -54,8 +54,11 @@ def accept_path(
     with jax.named_scope("accept"):
         coins_bx, bonus_bv = draw_coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = acceptance.Noise(target_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
-        path_bni = trees.path_tokens(tree, plan.path_length - 1)
-        target = make_target(processors.process(logits_bnv, state, path_bni, processor), state.sampling)
+        processed_bnv = logits_bnv
+        if processor is not None or state.sampling.is_processed:
+            path_bni = trees.path_tokens(tree, plan.path_length - 1)
+            processed_bnv = processors.process(logits_bnv, state, path_bni, processor)
+        target = make_target(processed_bnv, state.sampling)
         result = acceptance.RULES[plan.rule].accept(tree, proposal, target, noise)
         drafted_bp = trees.pick(tree.tokens_bn, result.path_bp)
         is_bonus_bp = jnp.arange(plan.path_length) == result.length_b[:, None] - 1
@@ -84,8 +87,10 @@ def emit_first_token(
       given_b: first tokens if they are known; None: sampled from `last_bd`.
     """
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
-    no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)
-    processed_bnv = processors.process(logits_bnv, state, no_path_bni, weights.processor)
+    processed_bnv = logits_bnv
+    if weights.processor is not None or state.sampling.is_processed:
+        no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)
+        processed_bnv = processors.process(logits_bnv, state, no_path_bni, weights.processor)
     picks_bp = make_target(processed_bnv, state.sampling).sample(target_noise(state, 1, logits_bnv))
     picks_bp = picks_bp if given_b is None else given_b[:, None]
     log_probs = _log_probs(logits_bnv, picks_bp, plan.top_log_probs) if plan.log_probs else None

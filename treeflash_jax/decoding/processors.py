@@ -91,13 +91,8 @@ def count_tokens(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, pr
 
 
 def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, processor: Any = None) -> jax.Array:
-    """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least.
-
-    Returns the logits as they are if no sequence has anything to process.
-    """
+    """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least."""
     sampling, is_path_bni = state.sampling, path_bni != NO_TOKEN
-    if processor is None and not sampling.is_processed:
-        return logits_bnv
     with jax.named_scope("process"):
         logits_bnv = logits_bnv.astype(at_least_float32(logits_bnv.dtype))
         zero_bv = jnp.zeros((logits_bnv.shape[0], logits_bnv.shape[2]), logits_bnv.dtype)
