@@ -64,7 +64,7 @@ def test_the_phases_one_by_one_do_what_a_round_does(bench, nodes):
 
 
 def test_samples_leave_the_state_as_it_was(bench):
-    rows = bench.measure(repeats=3)
+    [rows] = phases.measure([bench], repeats=3)
     assert [(row["phase"], row["nodes"]) for row in rows] == KINDS
     for row in rows:
         assert row["samples"] == 3 and 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
@@ -73,12 +73,22 @@ def test_samples_leave_the_state_as_it_was(bench):
     assert state.end_b.tolist() == [41, 41] and state.cache.length_b.tolist() == [40, 40]
 
 
+def test_benches_take_their_samples_in_turns(bench, monkeypatch):
+    sampled = []
+    monkeypatch.setattr(phases.Phase, "choose_calls", lambda self: None)
+    monkeypatch.setattr(phases.Phase, "summarise", lambda self: None)
+    monkeypatch.setattr(phases.Phase, "sample", lambda self: sampled.append(self.name))
+    phases.measure([bench, bench], repeats=2)
+    assert len(sampled) == 4 * len(KINDS) and sampled[0] != sampled[2 * len(KINDS)]
+    assert sampled[: 2 * len(KINDS)] == [name for name, _ in KINDS] * 2
+
+
 @pytest.mark.slow
 @needs_8_devices
 def test_on_a_mesh_every_phase_takes_the_layout_that_the_one_before_gives():
     model = random_pair(make_mesh(2, 2))
     bench = phases.Bench(model, make_plans(model, 8), batch=2, context=40)
-    assert [row["phase"] for row in bench.measure(repeats=2)] == [*SHARED, *OF_A_TREE]
+    assert [row["phase"] for row in phases.measure([bench], repeats=2)[0]] == [*SHARED, *OF_A_TREE]
     assert all(x.sharding.spec[:3] == ("data", None, "model") for x in jax.tree.leaves(bench.state.cache.states))
 
 
@@ -105,14 +115,17 @@ def made_up(monkeypatch):
             asked.append((batch, context, [plan.num_nodes for plan in plans], temperature))
             self.plans = plans
 
-        def measure(self, repeats):
-            same = {"low_ms": 1.0, "high_ms": 1.0, "samples": repeats, "calls": 1}
+    def measure(benches, repeats):
+        same, measured = {"low_ms": 1.0, "high_ms": 1.0, "samples": repeats, "calls": 1}, []
+        for made in benches:
             kinds = [(phase, None) for phase in SHARED]
-            kinds += [(phase, plan.num_nodes) for plan in self.plans for phase in OF_A_TREE]
+            kinds += [(phase, plan.num_nodes) for plan in made.plans for phase in OF_A_TREE]
             times = [n / 4 if phase == "round" else 1.0 for phase, n in kinds]
-            return [{"phase": s, "nodes": n, "ms": t} | same for (s, n), t in zip(kinds, times, strict=True)]
+            measured.append([{"phase": s, "nodes": n, "ms": t} | same for (s, n), t in zip(kinds, times, strict=True)])
+        return measured
 
     monkeypatch.setattr(latency, "Bench", Made)
+    monkeypatch.setattr(latency, "measure", measure)
     return asked
 
 
@@ -140,6 +153,12 @@ def test_all_combinations_are_measured_and_results_of_other_settings_kept(made_u
     assert re.search(r"\n round .*16\.0000 .*1\.0000 - 1\.0000", printed)
 
 
+def test_attentions_are_measured_together(made_up, tmp_path):
+    out = tmp_path / "out.json"
+    assert commands.main(["bench", "latency", *SMALL, "--attention", "xla", "blocked", "--out", str(out)]) == 0
+    assert [result["settings"]["attention"] for result in json.loads(out.read_text())["results"]] == ["xla", "blocked"]
+
+
 @pytest.mark.parametrize("arguments, words", [
     (["--shape", "qwen9"], "got shape 'qwen9', expected one of qwen3-0.6b"),
     (["--shape", str(PAIR / "drafter")], "expected a verifier's"),
@@ -150,7 +169,7 @@ def test_all_combinations_are_measured_and_results_of_other_settings_kept(made_u
     ([*TINY, "--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
 ])  # fmt: skip
 def test_mistakes_end_with_one_line_before_anything_is_measured(monkeypatch, capsys, arguments, words):
-    monkeypatch.setattr(phases.Bench, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(latency, "measure", lambda *_: pytest.fail("measured"))
     mistake(capsys, commands.main, ["bench", "latency", *arguments], words)
 
 

@@ -2,9 +2,9 @@
 
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 
-Every combination of batch, context and nodes is measured. Times are median milliseconds, with quartiles; prefill's is per
-prompt token of all sequences. The output file is written after every batch and context, and keeps results of other
-settings.
+Every combination of batch, context, attention and nodes is measured, those of one batch and context in turns. Times are
+median milliseconds, with quartiles; prefill's is per prompt token of all sequences. The output file is written after every
+batch and context, and keeps results of other settings.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from treeflash_jax.bench import report, shapes
 from treeflash_jax.bench.bench_records import environment, print_progress, read_kept
-from treeflash_jax.bench.phases import Bench
+from treeflash_jax.bench.phases import Bench, measure
 from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import add_options, option_values, setting
@@ -44,7 +44,7 @@ class LatencyOptions(shapes.Shapes):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    several = ["batch", "context", "nodes"]
+    several = ["batch", "context", "attention", "nodes"]
     add_options(parser, ModelOptions, ["verifier", "drafter", "dtype", "quantize", "mesh"])
     add_options(parser, LatencyOptions, several=several, batch=[1], context=[256])
     add_options(parser, GenerateConfig, [*shapes.TREE_OPTIONS, "nodes", "temperature"], several=several)
@@ -57,30 +57,29 @@ def run(arguments: argparse.Namespace) -> int:
     if is_random and (arguments.verifier is not None or arguments.drafter is not None):
         raise ValueError("got a shape and --verifier or --drafter, expected sizes or a pair with its weights")
     model = draw_pair(arguments) if is_random else load_model(arguments)
-    plans = make_plans(model, arguments)
+    plans = [make_plans(model, arguments, attention) for attention in dict.fromkeys(arguments.attention or [None])]
     for batch in arguments.batch:
         expect(batch == sharding.pad_batch_size(batch, model.mesh), "--batch", batch, "a multiple of the mesh's data axis")
     settings = {
         "shape": " + ".join(shapes.short_name(name) for name in model.names if name),
         "weights": "random" if is_random else "real",
-        **shapes.describe_tree(plans[-1]),
         "dtype": model.dtype.name,
         "mesh": None if model.mesh is None else dict(model.mesh.shape),
         "temperature": arguments.temperature,
-        "nodes": [plan.num_nodes for plan in plans],
         "quantize": model.quantize,
     }
     for batch, context in product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)):
         print_progress(f"compiling and timing the phases at batch {batch}, context {context}")
-        bench = Bench(model, plans, batch=batch, context=context, temperature=arguments.temperature)
-        phases = bench.measure(arguments.repeats)
-        result = {"settings": settings | {"batch": batch, "context": context}, **environment(model)}
-        result["phases"] = phases
-        show(result)
-        results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
+        sizes = {"batch": batch, "context": context}
+        benches = [Bench(model, some, **sizes, temperature=arguments.temperature) for some in plans]
+        for some, phases in zip(plans, measure(benches, arguments.repeats), strict=True):
+            tree = shapes.describe_tree(some[-1]) | {"nodes": [plan.num_nodes for plan in some]}
+            result = {"settings": settings | tree | sizes, **environment(model), "phases": phases}
+            show(result)
+            results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
         if arguments.out:
             files.write(arguments.out, json.dumps({"schema": SCHEMA, "results": results}, indent=1) + "\n")
-        del bench  # its memory
+        del benches  # their memory
     return 0
 
 
@@ -99,9 +98,9 @@ def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
     return model
 
 
-def make_plans(model: tf.TreeFlash, arguments: argparse.Namespace) -> list[DecodePlan]:
-    """Makes the plans that `generate` would run, by increasing number of nodes."""
-    fields, plans = option_values(arguments, GenerateConfig), {}
+def make_plans(model: tf.TreeFlash, arguments: argparse.Namespace, attention: str | None) -> list[DecodePlan]:
+    """Makes the plans that `generate` would run with this attention, by increasing number of nodes."""
+    fields, plans = option_values(arguments, GenerateConfig) | {"attention": attention}, {}
     fields["builder"] = fields["builder"] or "best-first"  # also if drafting does not pay
     for nodes in arguments.nodes or [None]:
         plan = model.plan(GenerateConfig(**fields | {"nodes": nodes}))

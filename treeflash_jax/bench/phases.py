@@ -132,17 +132,6 @@ class Bench:
             self.state = self._add("prefill", loops.prefill, weights, *inputs, plan=plan.prefill, units=batch * context)
             self._add_phases(weights, self.state)
 
-    def measure(self, repeats: int) -> list[dict[str, Any]]:
-        """Takes samples of all phases, in turns whose order rotates; returns `Phase.summarise` of each."""
-        with running(self.model.mesh, self.where):
-            for phase in self.phases:
-                phase.choose_calls()
-            for turn in range(repeats):
-                first = turn % len(self.phases)
-                for phase in [*self.phases[first:], *self.phases[:first]]:
-                    phase.seconds.append(phase.sample())
-        return [phase.summarise() for phase in self.phases]
-
     def _add_phases(self, weights: Weights, state: DecodeState) -> None:
         """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""
         self._add_rounds("step", None, state.replace(drafter=None), self.plans[0].one_token())
@@ -198,6 +187,19 @@ class Bench:
 
     def _compile(self, function: Any, *arguments: Any, plan: DecodePlan) -> Any:
         return programs.compile_lowered(function.lower(*arguments, plan=plan), self.model.mesh, function.__name__)
+
+
+def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]]:
+    """Takes samples of all phases of benches of one model, in turns whose order rotates; summarises the phases of each."""
+    phases = [phase for bench in benches for phase in bench.phases]
+    with running(benches[0].model.mesh, benches[0].where):
+        for phase in phases:
+            phase.choose_calls()
+        for turn in range(repeats):
+            first = turn % len(phases)
+            for phase in [*phases[first:], *phases[:first]]:
+                phase.seconds.append(phase.sample())
+    return [[phase.summarise() for phase in bench.phases] for bench in benches]
 
 
 @contextmanager
