@@ -27,7 +27,7 @@ def connect() -> None:
     JAX detects Cloud TPU pods (through their metadata server), GKE, Slurm, Open MPI and Kubernetes. Elsewhere set
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process; JAX_NUM_PROCESSES=1 detects nothing.
 
-    SIGTERM goes on to end this process: JAX's handler, which only notes it, is taken away.
+    SIGTERM ends this process as usual: JAX's own handler, which only notes the signal, is removed.
 
     Raises ValueError if the other processes cannot be joined.
     """

@@ -248,7 +248,7 @@ class Signals:
         self.mesh = mesh
         self.received: int | None = None
         self.any_host = programs.jit(jnp.any, out_shardings=NamedSharding(mesh, P()))
-        self.any_noted: jax.Array | None = None  # on any host, a step ago
+        self.any_noted: jax.Array | None = None  # whether any host had noted a signal a step ago
 
     def __enter__(self) -> Self:
         self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}

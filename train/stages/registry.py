@@ -22,7 +22,10 @@ STAGES: dict[str, type[DraftingStage]] = {
 
 
 def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:
-    """Reads the settings of the stage that a file names. Raises ValueError if it names none, like earlier versions."""
+    """Reads the settings of the stage that a file names.
+
+    Raises ValueError if it names none, as files of earlier versions do.
+    """
     name = run_config.read_toml(path, overrides).get("stage")
     if name not in STAGES:
         known = ", ".join(STAGES)

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_random and (arguments.verifier is not None or arguments.drafter is not None):
         raise ValueError("got a shape and --verifier or --drafter, expected sizes or a pair with its weights")
     model = draw_pair(arguments) if is_random else load_model(arguments)
-    plans = [make_plans(model, arguments, attention) for attention in dict.fromkeys(arguments.attention or [None])]
+    plan_lists = [make_plans(model, arguments, attention) for attention in dict.fromkeys(arguments.attention or [None])]
     for batch in arguments.batch:
         expect(batch == sharding.pad_batch_size(batch, model.mesh), "--batch", batch, "a multiple of the mesh's data axis")
     settings = {
@@ -71,9 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     for batch, context in product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)):
         print_progress(f"compiling and timing the phases at batch {batch}, context {context}")
         sizes = {"batch": batch, "context": context}
-        benches = [Bench(model, some, **sizes, temperature=arguments.temperature) for some in plans]
-        for some, phases in zip(plans, measure(benches, arguments.repeats), strict=True):
-            tree = shapes.describe_tree(some[-1]) | {"nodes": [plan.num_nodes for plan in some]}
+        benches = [Bench(model, plans, **sizes, temperature=arguments.temperature) for plans in plan_lists]
+        for plans, phases in zip(plan_lists, measure(benches, arguments.repeats), strict=True):
+            tree = shapes.describe_tree(plans[-1]) | {"nodes": [plan.num_nodes for plan in plans]}
             result = {"settings": settings | tree | sizes, **environment(model), "phases": phases}
             show(result)
             results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
