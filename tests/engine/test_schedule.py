@@ -59,10 +59,13 @@ def shift(logits_bnv: jax.Array, history: Any) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [PLAIN, DRAFTED | {"processor": shift, "presence_penalty": 0.5}])
-def test_answers_of_batches_of_every_size_are_those_of_own_calls(float64, draft):
+@pytest.mark.parametrize(
+    ("draft", "sizes"),
+    [(PLAIN, range(1, 41)), (DRAFTED | {"processor": shift, "presence_penalty": 0.5}, (1, 3, 12, 21, 29, 37))],
+)
+def test_answers_of_batches_of_every_size_are_those_of_own_calls(float64, draft, sizes):
     model = few_tokens()
-    assert_batches_are_own_calls(make_pool(model, 90, **draft), [*range(1, 41)], 60)
+    assert_batches_are_own_calls(make_pool(model, 90, **draft), sizes, 60)
 
 
 @needs_8_devices
