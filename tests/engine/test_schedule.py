@@ -46,11 +46,15 @@ def assert_batches_are_own_calls(pool: Pool, sizes: Sequence[int], answers: int)
         while count < answers:
             numbers = rng.integers(0, len(pool.prompts), rng.integers(1, 3 * size + 2)).tolist()
             limits = rng.integers(1, LONGEST + 1, len(numbers))
+            stop_ids = [rng.integers(0, 12, rng.integers(0, 3)).tolist() for _ in numbers]
             if rng.random() < 0.5:
                 limits[:] = 4
                 limits[rng.integers(0, len(limits))] = 1
-            wrong = pool.wrong(numbers, limits.tolist(), size)
-            assert not wrong, (size, numbers, limits, wrong)
+                stop_ids = [[] for _ in numbers]
+            prompts, how = pool.draw(numbers)
+            how |= {"max_new_tokens": limits.tolist(), "stop_ids": stop_ids, "batch_size": size}
+            for result, *case in zip(pool.model.generate(prompts, **how), numbers, limits, stop_ids, strict=True):
+                assert result.ids == pool.answer(*case), (size, case)
             count += len(numbers)
 
 
@@ -131,9 +135,11 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
                 rng.random() < 0.2,
             )
             prompts, how = pool.draw([place])
-            [request] = model.make_requests(prompts, **how | {"max_new_tokens": limit})[1]
+            stop_ids = rng.integers(0, 12, rng.integers(0, 3)).tolist()
+            [request] = model.make_requests(prompts, **how | {"max_new_tokens": limit, "stop_ids": stop_ids})[1]
             request = replace(request, number=len(requests), automaton=TABLE if has_rule else None)
-            requests[request.number] = (constrained if has_rule else pool.expected)[place][:limit], request
+            expected = (constrained if has_rule else pool).answer(place, limit, stop_ids)
+            requests[request.number] = expected, request
             scheduler.submit([request])
         waiting = [number for number in requests if number not in numbers]
         if waiting and rng.random() < 0.1:
@@ -161,8 +167,8 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     assert flaky.failures > 2 and fates["answered"] > 100 and fates["cancelled"] > 5 and fates["reused"] > 20, fates
 
 
-def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> list[list[int]]:
-    """Answers of the pool's prompts under TABLE, each alone in the only slot of a scheduler."""
+def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:
+    """The pool with answers under TABLE, each alone in the only slot of a scheduler."""
     answers = []
     for place in range(len(pool.prompts)):
         prompts, how = pool.draw([place])
@@ -172,7 +178,7 @@ def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> list[list[in
         for ready in scheduler.decode_all(64, lambda slots: []):
             results = Reader(scheduler, model).read_results(ready) if ready else []
         answers.append(results[0].ids)
-    return answers
+    return replace(pool, expected=answers)
 
 
 @pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
