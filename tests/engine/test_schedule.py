@@ -44,12 +44,14 @@ def assert_batches_are_own_calls(pool: Pool, sizes: Sequence[int], answers: int)
     for size in sizes:
         count = 0
         while count < answers:
-            numbers = rng.integers(0, len(pool.prompts), rng.integers(1, 3 * size + 2)).tolist()
-            limits = rng.integers(1, LONGEST + 1, len(numbers))
+            ends_together = rng.random() < 0.5
+            total = int(rng.integers(2 * size if ends_together else 1, 3 * size + 2))
+            numbers = rng.integers(0, len(pool.prompts), total).tolist()
+            limits = rng.integers(1, LONGEST + 1, total)
             stop_ids = [rng.integers(0, 12, rng.integers(0, 3)).tolist() for _ in numbers]
-            if rng.random() < 0.5:
+            if ends_together:
                 limits[:] = 4
-                limits[rng.integers(0, len(limits))] = 1
+                limits[rng.integers(0, size)] = 1
                 stop_ids = [[] for _ in numbers]
             prompts, how = pool.draw(numbers)
             how |= {"max_new_tokens": limits.tolist(), "stop_ids": stop_ids, "batch_size": size}
@@ -129,11 +131,8 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     fates = Counter()
     while len(requests) < 150 or scheduler.has_work:
         for _ in range(int(rng.integers(0, 3)) if len(requests) < 150 else 0):
-            place, limit, has_rule = (
-                int(rng.integers(0, len(pool.prompts))),
-                int(rng.choice([1, 4, 9, LONGEST])),
-                rng.random() < 0.2,
-            )
+            place, limit = int(rng.integers(0, len(pool.prompts))), int(rng.choice([1, 4, 9, LONGEST]))
+            has_rule = rng.random() < 0.2
             prompts, how = pool.draw([place])
             stop_ids = rng.integers(0, 12, rng.integers(0, 3)).tolist()
             [request] = model.make_requests(prompts, **how | {"max_new_tokens": limit, "stop_ids": stop_ids})[1]
@@ -146,7 +145,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
             number = int(rng.choice(waiting))
             scheduler.cancel(requests[number][1])
             numbers[number], fates["cancelled"] = 1, fates["cancelled"] + 1
-        flaky.share = 0.02 if len(requests) > 20 else 0.0
+        flaky.share = 0.03 if len(requests) > 20 else 0.0
         try:
             ready = scheduler.step(int(rng.integers(1, 4)))
         except RuntimeError:
@@ -164,7 +163,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
         scheduler.slots.release(ready)
     assert set(numbers.values()) == {1} and len(numbers) == len(requests), "every request has one end"
     assert sorted(scheduler.slots.free) == [*range(slots)]
-    assert flaky.failures > 2 and fates["answered"] > 100 and fates["cancelled"] > 5 and fates["reused"] > 20, fates
+    assert flaky.failures > 2 and fates["answered"] > 80 and fates["cancelled"] > 5 and fates["reused"] > 10, fates
 
 
 def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:
