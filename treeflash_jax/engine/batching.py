@@ -168,17 +168,13 @@ def make_batch(
     def column(name: str, dtype: Any) -> np.ndarray:
         return np.array([getattr(request.settings, name) for request in requests], dtype)
 
-    def pad(name: str, size: int, padding: Any) -> np.ndarray:
-        lists = (getattr(request, name) for request in requests)
-        return np.array([(*values, *[padding] * (size - len(values))) for values in lists])
-
     length_b, dtype = np.array([request.length for request in requests], np.int32), at_least_float32(dtype)
     numbers = np.array([(request.settings.seed, request.index, request.sample) for request in requests], np.uint32)
     penalties_b3 = bias = least_b = None
     if sizes.processed & {*PENALTIES}:
         penalties_b3 = np.stack([column(name, dtype) for name in PENALTIES], axis=1)
     if "logit_bias" in sizes.processed:
-        ids, values = np.moveaxis(pad("bias", sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
+        ids, values = np.moveaxis(_pad([request.bias for request in requests], sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
         bias = ids.astype(np.int32), values.astype(dtype)
     if "min_new_tokens" in sizes.processed:
         least_b = length_b + column("min_new_tokens", np.int32)
@@ -191,7 +187,7 @@ def make_batch(
         top_p_b=column("top_p", dtype),
         min_p_b=column("min_p", dtype),
         limit_b=length_b + column("max_new_tokens", np.int32),
-        stop_ids_bx=pad("stop_ids", sizes.stop_ids, -1).astype(np.int32),
+        stop_ids_bx=_pad([request.stop_ids for request in requests], sizes.stop_ids, -1).astype(np.int32),
         drafter_temperature_b=column("drafter_temperature", dtype),
         penalties_b3=penalties_b3,
         bias=bias,
@@ -199,3 +195,7 @@ def make_batch(
         automaton=automaton,
     )
     return sharding.place(jax.device_put((tokens_bs, length_b, sampling)), mesh)
+
+
+def _pad(lists: Sequence[Sequence[Any]], size: int, padding: Any) -> np.ndarray:
+    return np.array([(*values, *[padding] * (size - len(values))) for values in lists])
