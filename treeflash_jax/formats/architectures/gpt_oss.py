@@ -128,7 +128,7 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     class_name="GptOssForCausalLM",
     keys=(
-        *size_keys(head_dim=lambda keys, fields: 64),
+        *size_keys(head_dim=lambda keys, fields: 64, kv_heads=8, eps=1e-5),
         Key(name="intermediate_size", field="expert_size"),
         Key(name="num_experts_per_tok", field="experts_per_token", default=4),
         Key(name="swiglu_limit", field="swiglu_limit", kind=float, default=7.0),
@@ -138,6 +138,8 @@ GPT_OSS = replace(
     ),
     only=ONLY | {"attention_bias": (True,), "swiglu_alpha": (1.702,)},
     layer_types=("sliding_attention", "full_attention"),
+    rope_theta=150_000.0,
+    rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     inert=INERT | {"router_aux_loss_coef", "output_router_logits", "experts_per_token", "initial_context_length"},
     derive=_derive,
     derived=("num_experts", "num_local_experts", "quantization_config"),
