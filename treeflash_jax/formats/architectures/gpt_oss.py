@@ -104,7 +104,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Splits gate and up, and joins blocks with their scales. Raises ValueError if their shapes differ."""
+    """Splits gate and up, and joins blocks with their scales. Raises ValueError for other shapes, or types than bytes."""
     kept: dict[str, Any] = {}
     for name, tensor in tensors.items():
         stem, joined, part = name.partition("gate_up_proj")
@@ -119,6 +119,9 @@ def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str,
         shape = list(scales.get_shape())
         if blocks not in kept or list(kept[blocks].get_shape()[:-1]) != shape:
             raise ValueError(f"tensor {name} has shape {shape}, expected that of {blocks} without its last axis")
+        for part, tensor in ((name, scales), (blocks, kept[blocks])):
+            if tensor.get_dtype() != "U8":
+                raise ValueError(f"tensor {part} has type {tensor.get_dtype()}, expected U8: MXFP4 in bytes")
         kept[blocks] = Mxfp4(kept[blocks], scales)
     return kept
 
