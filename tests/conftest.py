@@ -60,7 +60,7 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
-from treeflash_jax.core import parameters, programs  # noqa: E402
+from treeflash_jax.core import checks, parameters, programs  # noqa: E402
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, fresh_layers  # noqa: E402
 from treeflash_jax.engine import loading, pairs  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
@@ -108,7 +108,6 @@ RANDOM_DRAFTER = BlockConfig(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "ignore:tau is")  # of pairs with random weights
     if jax.default_backend() != "cpu":  # pairs load in float32 here too
         loading.choose_dtype = lambda device: jnp.dtype(jnp.float32)
 
@@ -127,6 +126,12 @@ def forget_programs() -> Iterator[None]:
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
         programs.clear()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings() -> None:
+    """Each text is logged once in a process: here, once in a test."""
+    checks.warn.cache_clear()
 
 
 @pytest.fixture

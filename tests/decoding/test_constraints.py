@@ -31,7 +31,7 @@ ODD = {"enum": ['a "quoted"\\ word', "\u00e9\U0001f600", 3, None]}
 FLAGS = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
 CHATS = ["Tom has 3 apples.", "Add 5 and 6.", "Name a colour.", "Why?"]
 SCHEMAS = [PERSON, ODD, None, FLAGS]  # of these chats
-DRAFTS = [{"nodes": 8}, {"builder": "walk", "ngrams": 8}]
+DRAFTS = [{"nodes": 8}, {"builder": "walk", "ngrams": 8}, {"builder": "chain"}]
 
 
 def assert_valid(results, schemas) -> None:

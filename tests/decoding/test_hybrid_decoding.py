@@ -97,7 +97,6 @@ def test_a_broken_rule_is_seen(float64, monkeypatch, index, broken):
     assert drafted[0].ids != reference[0].ids
 
 
-@pytest.mark.filterwarnings("ignore:.* is not read")
 @pytest.mark.parametrize(
     "name",
     [slow_unless(name == "qwen3_5_text", name) for name in ("gpt_oss", "qwen3_5_moe", "qwen3_5_text")],

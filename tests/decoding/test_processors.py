@@ -183,11 +183,11 @@ ENDED += [{"temperature": 1.0, "builder": builder, "nodes": 8} for builder in ("
 
 
 @pytest.mark.parametrize("how", [slow_unless(how == DRAFT, how) for how in ENDED])
-def test_a_processor_that_allows_nothing_ends_that_answer_alone(tiny, how):
+def test_a_processor_that_allows_nothing_ends_that_answer_alone(tiny, how, caplog):
     settings, prompts = {"max_new_tokens": 12, "stop_ids": (), "batch_size": 2} | how, [[5, 6, 7], [4, 6, 7], [8, 9]]
-    with pytest.warns(UserWarning, match="prompt 1: processor allow_few left no logit above -inf for token 4") as caught:
-        results = tiny.generate(prompts, processor=allow_few, **settings)
-    assert len(caught) == 1
+    results = tiny.generate(prompts, processor=allow_few, **settings)
+    [warning] = [message for message in caplog.messages if "processor" in message]
+    assert warning.startswith("prompt 1: processor allow_few left no logit above -inf for token 4")
     plain = tiny.generate(prompts, **settings)
     assert [result.finished for result in results] == ["length", "blocked", "length"]
     assert [results[i].ids for i in (0, 2)] == [plain[i].ids for i in (0, 2)]
@@ -196,10 +196,10 @@ def test_a_processor_that_allows_nothing_ends_that_answer_alone(tiny, how):
     assert 1 + sum(blocked.accept_lengths) == 4
 
 
-def test_a_processor_that_allows_nothing_at_first_leaves_an_empty_answer(tiny):
+def test_a_processor_that_allows_nothing_at_first_leaves_an_empty_answer(tiny, caplog):
     nothing = lambda logits_bnv, history: jnp.full_like(logits_bnv, -jnp.inf)  # noqa: E731
-    with pytest.warns(UserWarning, match="token 0"):
-        *chunks, result = tiny.stream([5, 6, 7], processor=nothing, max_new_tokens=12, nodes=8)
+    *chunks, result = tiny.stream([5, 6, 7], processor=nothing, max_new_tokens=12, nodes=8)
+    assert "token 0" in caplog.text
     assert (result.ids, result.text, result.accept_lengths, result.finished) == ([], "", [], "blocked")
     assert [chunk.text for chunk in chunks] == [""]
 

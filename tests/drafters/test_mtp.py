@@ -28,7 +28,6 @@ from treeflash_jax.models import verifier
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 FOLDER = DATA / "hybrid"
 ATOL = 4e-3  # of the reference's own rounding, as in `models.test_hybrids`
-pytestmark = pytest.mark.filterwarnings("ignore:.* is not read")
 
 
 @pytest.mark.parametrize("name", [slow_unless(name == "qwen3_5_moe", name) for name in NAMES])

@@ -60,20 +60,20 @@ NOT_IMPLEMENTED = {
 
 
 @pytest.mark.parametrize("raw", [QWEN3_4B, QWEN25_7B_YARN, LLAMA_31_8B], ids=["qwen3", "qwen2", "llama"])
-def test_keys_are_inert_or_refused(raw):
+def test_keys_are_inert_or_refused(raw, caplog):
     full = {"layer_types": ["full_attention"] * raw["num_hidden_layers"]}
     assert parse("verifier", raw | INERT | full) == parse("verifier", raw)
     for key, value in (dict.fromkeys(UNKNOWN, {}) | NOT_IMPLEMENTED).items():
         refused(lambda key=key, value=value: parse("verifier", raw | {key: value}, "there/config.json"), "there/", key)
-    with pytest.warns(UserWarning, match=r"unknown keys \['key_of_next_month'\] are ignored"):
-        assert parse("verifier", raw | {"key_of_next_month": 1}) == parse("verifier", raw)
+    assert parse("verifier", raw | {"key_of_next_month": 1}) == parse("verifier", raw)
+    assert caplog.messages == ["config.json: unknown keys ['key_of_next_month'] are ignored"]
 
 
 @pytest.mark.parametrize("table", ["dflash_config", "treeflash_config"])
-def test_unknown_keys_inside_the_config_of_a_drafter(table):
+def test_unknown_keys_inside_the_config_of_a_drafter(table, caplog):
     raw = TREEFLASH_4B | {table: TREEFLASH_4B[table] | {"key_of_next_month": 1}}
-    with pytest.warns(UserWarning, match=rf"{table}: unknown keys \['key_of_next_month'\] are ignored"):
-        assert parse("drafter", raw) == parse("drafter", TREEFLASH_4B)
+    assert parse("drafter", raw) == parse("drafter", TREEFLASH_4B)
+    assert caplog.messages == [f"config.json: {table}: unknown keys ['key_of_next_month'] are ignored"]
 
 
 def test_treeflash_drafter():
@@ -98,13 +98,16 @@ def test_dflash_drafter_and_heads():
     assert parse("drafter", {**without(TREEFLASH_4B, "block_size"), "dflash_config": inner}).block_size == 10
 
 
-def test_default_target_layers():
+def test_default_target_layers(caplog):
     """The published ids of Qwen3-4B (36 layers) and Qwen3-Coder-30B (48 layers), and the one-feature rule."""
     assert default_target_layers(36, 5) == (1, 9, 17, 25, 33)
     assert default_target_layers(48, 5) == (1, 12, 23, 34, 45)
     assert default_target_layers(36, 1) == (18,)
     unnamed = {**TREEFLASH_4B, "dflash_config": {"mask_token_id": 151669}}
     assert parse("drafter", unnamed).taps == (1, 9, 17, 25, 33)
+    note = "dflash_config names no target_layer_ids: outputs of layers [1, 9, 17, 25, 33] are read, by DFlash's rule"
+    assert caplog.messages == [f"config.json: {note}"]
+    refused(lambda: parse("drafter", without(unnamed, "num_target_layers")), "num_target_layers = None")
 
 
 @pytest.mark.parametrize("raw", [QWEN3_4B, LLAMA_31_8B], ids=["default", "llama3"])

@@ -60,9 +60,12 @@ def test_every_form_names_the_published_layers(num_layers, inputs):
         assert list(read_config(form, **changes).fitted(sizes(num_layers)).taps) == outputs, form
 
 
-def test_where_no_layers_are_named_the_rule_of_the_repository_holds():
+def test_where_no_layers_are_named_the_rule_of_the_repository_holds(caplog):
     config = read_config("speculators", eagle_aux_hidden_state_layer_ids=None)
     assert config.taps is None and config.fitted(sizes(36)).taps == (1, 17, 32)
+    note = "the EAGLE-3 drafter's files name no layers: outputs of layers [1, 17, 32] are read, by EAGLE's rule"
+    assert caplog.messages == [note]
+    refused(lambda: read_config("deepspec", target_layer_ids=None), "target_layer_ids = None")
 
 
 @pytest.mark.parametrize("form", TAPS)

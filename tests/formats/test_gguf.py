@@ -1,6 +1,7 @@
 """GGUF files: the weights, sizes and tokenizer that they mean, read in slices."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
+from treeflash_jax.core import checks
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import gguf_reader, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -67,7 +69,6 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
 
 
 @needs_8_devices
-@pytest.mark.filterwarnings("ignore:.*rounds them again")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mesh_reads_slices_and_gets_the_same(tmp_path, name, monkeypatch):
     config, read = MODELS[name], []
@@ -83,10 +84,10 @@ def test_a_mesh_reads_slices_and_gets_the_same(tmp_path, name, monkeypatch):
     assert_same(*(model_files.load_verifier(path, mesh=mesh, quantize="int8") for mesh in (None, tf.make_mesh(1, 2))))
 
 
-def test_rounding_quantised_weights_again_is_said(tmp_path):
+def test_rounding_quantised_weights_again_is_said(tmp_path, caplog):
     tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
-    with pytest.warns(UserWarning, match="int8.*again"):
-        _, params = model_files.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
+    _, params = model_files.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
+    assert re.search("int8.*again", caplog.text)
     assert quantized.quantization_scheme(params) == "int8"
 
 
@@ -153,23 +154,47 @@ def test_tokens_have_their_roles(tmp_path):
     config = model_files.read_verifier_config(path)
     assert config.eos_token_ids == model_files.stop_ids(path, config) == (0, 2), "the ends of a text and of a turn"
     assert tf.load(verifier=path).stop_ids == (0, 2)
-    words = vocabulary("smollm") | {"tokenizer.ggml.eos_token_id": 0}
-    config = model_files.read_verifier_config(write_small(tmp_path / "texts.gguf", words))
-    assert words["tokenizer.ggml.tokens"][2] == "<|im_end|>" and config.eos_token_ids == (0, 2), "by the text of the token"
 
 
-def test_tokens_without_types_are_noted(tmp_path):
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_tokens_that_end_answers_are_known_by_their_texts(tmp_path, kind, capsys):
+    """Regression: those of an ordinary type did not end an answer, and <|endoftext|> did only as eos."""
+    words = vocabulary("smollm")
+    types = [kind] * 3 + words["tokenizer.ggml.token_type"][3:]
+    path = write_small(tmp_path / "x.gguf", {"tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": None})
+    model, tokenizer = tf.load(verifier=path), Tokenizer.load(path)
+    assert words["tokenizer.ggml.tokens"][:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert model.stop_ids == (0, 2)
+    assert tokenizer.encode("<|im_end|>") == [2] and tokenizer.decode([*tokenizer.encode("a"), 2, 0]) == "a"
+    command = ["check", "--verifier", str(path), "--drafter", "ngram", "--max-new-tokens", "4", "--nodes", "2", "ab ab"]
+    assert main(command) == 0
+    assert "tokens that end an answer: 0 '<|endoftext|>', 2 '<|im_end|>'" in capsys.readouterr().out.splitlines()
+
+
+def test_an_end_that_is_inside_answers(tmp_path):
+    """Messages of gpt-oss end with <|end|> before the answer does."""
+    words = vocabulary("smollm")
+    for others, ends in (([], (0, 2, 4)), (["<|return|>"], (0, 2, 4, 5)), (["<|return|>", "<|call|>"], (0, 2, 5, 6))):
+        tokens = [*words["tokenizer.ggml.tokens"][:4], "<|end|>", *others]
+        tokens += words["tokenizer.ggml.tokens"][len(tokens) :]
+        path = write_small(tmp_path / "x.gguf", {"tokenizer.ggml.tokens": tokens})
+        assert model_files.read_verifier_config(path).eos_token_ids == ends
+
+
+def test_tokens_without_types_are_noted(tmp_path, caplog):
     """Also when the file is converted."""
     untyped = write_small(tmp_path / "untyped.gguf", {"tokenizer.ggml.token_type": None})
     for read in (Tokenizer.load, lambda path: model_files.convert_gguf(path, tmp_path / "out")):
-        with pytest.warns(UserWarning, match=r"untyped.gguf: got no tokenizer.ggml.token_type"):
-            read(untyped)
+        checks.warn.cache_clear()
+        caplog.clear()
+        read(untyped)
+        assert "untyped.gguf: got no tokenizer.ggml.token_type" in caplog.text
 
 
-def test_unknown_metadata_is_noted(tmp_path):
+def test_unknown_metadata_is_noted(tmp_path, caplog):
     unknown = write_small(tmp_path / "small.gguf", changes={"key_of_next_month": 1})
-    with pytest.warns(UserWarning, match=r"llama: unknown keys \['key_of_next_month'\] are ignored"):
-        model_files.read_verifier_config(unknown)
+    model_files.read_verifier_config(unknown)
+    assert "llama: unknown keys ['key_of_next_month'] are ignored" in caplog.text
 
 
 def test_files_without_a_tokenizer_take_ids(tmp_path):
@@ -193,7 +218,7 @@ def test_conversion_keeps_every_bit_and_the_text(small, tmp_path, capsys):
     target = tmp_path / "folder"
     assert main(["convert", str(small), str(target)]) == 0
     assert_same(model_files.load_verifier(target), model_files.load_verifier(small))
-    assert model_files.stop_ids(target, model_files.read_verifier_config(target)) == (2,)
+    assert model_files.stop_ids(target, model_files.read_verifier_config(target)) == (0, 2)
     assert Tokenizer.load(target).encode("It's 12.") == Tokenizer.load(small).encode("It's 12.")
     assert main(["convert", str(small), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert_same(*(model_files.load_verifier(path, dtype=jnp.bfloat16) for path in (tmp_path / "half", small)))

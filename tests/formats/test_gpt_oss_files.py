@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -72,23 +71,22 @@ def dense_tensors(tensors: dict) -> dict:
     return kept
 
 
-def test_dense_files_hold_the_same_weights(tmp_path):
+def test_dense_files_hold_the_same_weights(tmp_path, caplog):
     folder = tmp_path / "dense"
     shutil.copytree(FOLDER, folder)
     change_tensors(folder, dense_tensors)
     (folder / "config.json").write_text(json.dumps(without(RAW, "quantization_config")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same(model_files.load_verifier(folder), model_files.load_verifier(FOLDER))
+    assert_same(model_files.load_verifier(folder), model_files.load_verifier(FOLDER))
+    assert not caplog.messages
     layer = model_files.load_verifier(folder, dtype=jnp.bfloat16)[1]["groups"][0][0]
     joined = load_file(folder / "model.safetensors")[f"{EXPERTS}.gate_up_proj"]
     np.testing.assert_array_equal(layer["expert_gate"], joined[:, :, ::2])
     np.testing.assert_array_equal(layer["expert_up"], joined[:, :, 1::2])
 
 
-def test_int8_rounds_values_of_four_bits_again():
-    with pytest.warns(UserWarning, match="holds quantised weights; quantize='int8' rounds them again"):
-        layer = model_files.load_verifier(FOLDER, quantize="int8")[1]["groups"][0][0]
+def test_int8_rounds_values_of_four_bits_again(caplog):
+    layer = model_files.load_verifier(FOLDER, quantize="int8")[1]["groups"][0][0]
+    assert "holds quantised weights; quantize='int8' rounds them again" in caplog.text
     assert layer["expert_down"].values.dtype == jnp.int8 and layer["expert_down_bias"].dtype == jnp.float32
 
 
@@ -101,14 +99,13 @@ def test_a_mesh_reads_the_same_weights():
     assert layer["expert_up_bias"].addressable_shards[0].data.shape == (3, 32)
 
 
-def test_keys_and_defaults_of_published_files():
+def test_keys_and_defaults_of_published_files(caplog):
     config = parse("verifier", RAW)
     assert (config.expert_size, config.window, config.swiglu_limit, config.rope.truncate) == (64, 12, 7.0, False)
     published = {"experts_per_token": 2, "initial_context_length": 64, "router_aux_loss_coef": 0.9}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert parse("verifier", RAW | published) == config
-        assert parse("verifier", without(RAW, "layer_types", "swiglu_alpha", "swiglu_limit", "attention_bias")) == config
+    assert parse("verifier", RAW | published) == config
+    assert parse("verifier", without(RAW, "layer_types", "swiglu_alpha", "swiglu_limit", "attention_bias")) == config
+    assert not caplog.messages
     plain = parse("verifier", without(RAW, "head_dim", "sliding_window", "num_local_experts", "num_experts_per_tok"))
     assert (plain.head_dim, plain.window, plain.num_experts, plain.experts_per_token) == (64, 128, 128, 4)
 
@@ -136,6 +133,16 @@ def test_missing_and_cut_tensors_and_exponents_of_no_number(tmp_path):
     refused(lambda: model_files.load_verifier(folder), f"{EXPERTS}.down_proj_blocks holds NaN or infinity")
     change_tensors(folder, lambda tensors: without(tensors, f"{EXPERTS}.gate_up_proj_blocks", name))
     refused(lambda: model_files.load_verifier(folder), f"{EXPERTS}.gate_proj_scales", "gate_proj_blocks")
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+@pytest.mark.parametrize("dtype, name", [(np.float32, "F32"), (np.int8, "I8")])
+def test_mxfp4_in_other_types_than_bytes(tmp_path, part, dtype, name):
+    """Regression: floats were an IndexError, and signed bytes other values."""
+    folder, tensor = tmp_path / "model", f"{EXPERTS}.down_proj_{part}"
+    shutil.copytree(FOLDER, folder)
+    change_tensors(folder, lambda tensors: tensors | {tensor: tensors[tensor].astype(dtype)})
+    refused(lambda: model_files.load_verifier(folder), f"tensor {tensor} has type {name}, expected U8")
 
 
 def test_the_family_is_only_read(tmp_path):

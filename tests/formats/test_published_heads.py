@@ -108,6 +108,7 @@ MODELOPT = {"projector_type": "dspark", "markov_rank": 24, "use_confidence_head"
 REFUSED = {
     "no alignment": (inside(read_raw("domino"), "shift_label"), "got no shift_label"),
     "no alignment of ModelOpt": (inside(read_raw("jetspec"), "causal_head", **MODELOPT), "got no shift_label"),
+    "no layers": (read_raw("dspark_rnn") | {"target_layer_ids": None}, "target_layer_ids = None"),
     "two alignments": (inside(read_raw("domino"), sample_from_anchor=False), "True and sample_from_anchor False"),
     "two orders": (inside(read_raw("jetspec"), causal=False), "causal_head True and causal False"),
     "two orders outside": (read_raw("jetspec") | {"is_causal": False}, "causal_head True and is_causal False"),

@@ -22,7 +22,6 @@ from treeflash_jax.models.config import ModelConfig
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "gpt_oss")
 CAPACITY, CHUNK = 256, 80  # a chunk of the prompt is more than one block
 ATOL = 4e-3  # of the reference's own rounding: logits reach 13, and these random layers amplify it
-pytestmark = pytest.mark.filterwarnings("ignore:.* is not read")
 
 
 @lru_cache

@@ -60,7 +60,6 @@ def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, mode
     assert count == len(LENGTHS)
 
 
-@pytest.mark.filterwarnings("ignore:.* is not read")
 @pytest.mark.parametrize("name, model", [slow_unless(name == "head", name, None) for name in STAGES] + [OF_GPT_OSS])
 def test_a_stopped_stage_goes_on_to_the_same_end(hybrid, tmp_path, monkeypatch, name, model):
     """Losses and weights are those of an uninterrupted run."""

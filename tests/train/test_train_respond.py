@@ -244,7 +244,6 @@ def test_models_that_cannot_be_loaded_are_named(settings):
         refused(partial(respond.load_model, replace(settings, **changed)), message)
 
 
-@pytest.mark.filterwarnings("ignore:.* is not read")
 def test_a_layer_in_the_verifiers_files_is_a_drafter_only_if_it_is_named(settings):
     asked = replace(settings, verifier=str(DATA / "hybrid" / "qwen3_5"))
     assert respond.load_model(asked).drafter is None

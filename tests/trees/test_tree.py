@@ -10,6 +10,8 @@ from draft_trees import best_first as heap_search
 from draft_trees import eagle_2, paths
 
 from treeflash_jax import trees
+from treeflash_jax.decoding.automaton import Automaton, ConstrainedExpander
+from treeflash_jax.drafters.ngram import Continuations
 
 TABLES, DEPTHS, CONTEXTS, CHILDREN, VOCAB = 512, 4, 5, 4, 23
 KINDS = ("plain", "ties", "certain", "leaves", "missing", "exhausted")
@@ -113,6 +115,32 @@ def test_chain_is_the_walk(kind, budget):
             score += offered[0][1]
         assert paths(built, b) == [tuple(walked[:i]) for i in range(len(walked) + 1)]
         assert built.log_prob_bn[b, len(walked)] == score
+
+
+def test_a_chain_follows_the_automaton_of_a_constraint():
+    """Regression: it stayed in the root's state, so that later tokens were those allowed at the start of an answer."""
+    table, anchor_b = random_tables("plain", children=12), anchors()
+    rng = np.random.default_rng(1)
+    next_bqc = rng.integers(-1, 4, (TABLES, 4, VOCAB)).astype(np.int32)
+    next_bqc[:, :, VOCAB // 2 :] = -1
+    class_bv = np.broadcast_to(np.arange(VOCAB, dtype=np.int32), (TABLES, VOCAB))
+    root_b = rng.integers(0, 4, TABLES).astype(np.int32)
+    constrained = ConstrainedExpander(table, Automaton(jnp.asarray(next_bqc), jnp.asarray(class_bv)), jnp.asarray(root_b))
+    chain, walk = (build(name, constrained, anchor_b, DEPTHS + 1) for name in ("chain", "walk"))
+    jax.tree.map(np.testing.assert_array_equal, chain, walk)
+    for b in range(TABLES):
+        state = root_b[b]
+        for token in paths(chain, b)[-1]:
+            state = next_bqc[b, state, token]
+            assert state >= 0
+    assert np.mean(np.asarray(chain.valid_bn).sum(axis=1)) > 3
+
+
+def test_a_chain_of_ngrams_follows_its_path():
+    """Regression: after a token, it took those behind other matches, which continue another token."""
+    matches_bmi = jnp.asarray([[[1, 2, 3], [4, 5, 6], [7, 5, 6]]])
+    ngrams = Continuations(matches_bmi, jnp.asarray([[9, 8, 8]]), jnp.asarray([[0.0, -0.1, -0.1]]), jnp.asarray([-2.0]))
+    assert build("chain", ngrams, jnp.asarray([0], jnp.int32), 4).tokens_bn.tolist() == [[0, 1, 2, 3]]
 
 
 def test_ancestor_mask():

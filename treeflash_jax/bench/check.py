@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import expect
+from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
 from treeflash_jax.decoding.state import DecodeState, Sampling
@@ -158,6 +158,14 @@ def describe_reference(quantize: str | None) -> str:
     if quantize is None:
         return "exact with respect to the verifier as loaded"
     return f"exact with respect to the {quantize} verifier, whose own answers may differ from those of wider weights"
+
+
+def describe_ends(model: TreeFlash) -> str:
+    """Returns one line that names the tokens that end an answer unless a call has `stop_ids`."""
+    ends = [str(i) for i in model.stop_ids]
+    if model.tokenizer is not None:
+        ends = [f"{i} {quoted(model.tokenizer.inner.convert_ids_to_tokens(i))}" for i in model.stop_ids]
+    return f"tokens that end an answer: {', '.join(ends) or 'none'}"
 
 
 def explain(divergence: Divergence, dtype: Any) -> str:

@@ -6,10 +6,10 @@ they are repeated, and only the second answer counts.
 """
 
 import json
+import logging
 import subprocess
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -22,7 +22,13 @@ from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core.checks import parse_json
 from treeflash_jax.engine.requests import Request, find_stops
 
+logger = logging.getLogger("treeflash_jax")
 SHOWN = "max_new_tokens batch_size top_k top_p stop_ids attention".split()
+
+
+def is_shown(record: logging.LogRecord) -> bool:
+    """Returns false for the warning that a drafter accepts little: here, that is a result."""
+    return not record.getMessage().startswith("tau is")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +53,9 @@ class System:
         Raises KeyboardInterrupt after Ctrl-C while decoding: half an answer is no measurement.
         """
         config = replace(self.config, temperature=temperature, seed=0)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="tau is")  # a drafter that accepts little is a result here
+        with ExitStack() as stack:
+            logger.addFilter(is_shown)
+            stack.callback(logger.removeFilter, is_shown)
             results = self.model.generate(prompts, config, seed=seeds, indices=[0] * len(prompts))  # a seed decides alone
         if any(result.finished == "interrupted" for result in results):
             raise KeyboardInterrupt

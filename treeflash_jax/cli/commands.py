@@ -20,6 +20,7 @@ from treeflash_jax.bench.check import (
     ROUNDING,
     compare_decodings,
     describe_counts,
+    describe_ends,
     describe_reference,
     describe_verdict,
 )
@@ -228,6 +229,7 @@ def _check(arguments: argparse.Namespace) -> int:
         counts = describe_counts(len(comparisons), verdicts[IDENTICAL], verdicts[ROUNDING], tokens, model.dtype)
         print(describe_verdict(comparisons))
         print(f"{counts}; {describe_reference(model.quantize)}")
+        print(describe_ends(model))
         for number, comparison in enumerate(comparisons):
             print(f"prompt {number}: {comparison.describe(model)}")
     return 1 if verdicts[FAIL] else 0

@@ -3,11 +3,11 @@
 import difflib
 import functools
 import json
+import logging
 import operator
 import os
 import re
 import reprlib
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from treeflash_jax.core.conversion import Mismatch, convert
 
 T = TypeVar("T")
+logger = logging.getLogger("treeflash_jax")
 
 QUOTED = 60  # characters of a value in a message
 LONGEST_PATH = 120  # characters of a path in a message
@@ -54,9 +55,10 @@ def clipped(text: object, size: int = LINE) -> str:
     return line if len(line) <= size else line[: size - 4] + " ..."
 
 
+@functools.lru_cache(maxsize=1024)
 def warn(text: str) -> None:
-    """Warns the caller of the calling function."""
-    warnings.warn(clipped(text), stacklevel=3)
+    """Logs a warning of one line, each text once in a process."""
+    logger.warning(clipped(text))
 
 
 def clipping(function: T) -> T:

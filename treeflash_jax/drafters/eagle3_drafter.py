@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.checks import warn
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, require_sizes
@@ -73,7 +74,10 @@ class Eagle3Config(LaneDrafterConfig):
 
     def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this config with its tapped layers. Raises ValueError if it was made for another verifier."""
-        taps = default_taps(verifier.num_layers) if self.taps is None else self.taps
+        taps = self.taps
+        if taps is None:
+            taps = default_taps(verifier.num_layers)
+            warn(f"the EAGLE-3 drafter's files name no layers: outputs of layers {list(taps)} are read, by EAGLE's rule")
         require_sizes(
             verifier,
             taps,

@@ -1,7 +1,6 @@
 """Results of generation, read from the state of a batch: answers with statistics, and pieces of a stream."""
 
 import reprlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
@@ -272,8 +271,7 @@ def warn_of_low_tau(results: Sequence[Result]) -> None:
     rounds = [length for result in results for length in result.accepted_before_cut]
     tau = sum(rounds) / len(rounds) if rounds else 1.0
     if len(rounds) >= LOW_TAU_ROUNDS and tau < LOW_TAU:
-        warnings.warn(
+        warn(
             f"tau is {tau:.2f} over {len(rounds)} rounds, expected above {LOW_TAU}: a drafter that was trained for another "
-            "verifier, revision or prompt format looks like this",
-            stacklevel=3,
+            "verifier, revision or prompt format looks like this"
         )

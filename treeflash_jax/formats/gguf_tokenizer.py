@@ -9,7 +9,17 @@ from typing import Any
 from treeflash_jax.core.checks import INT32, warn
 from treeflash_jax.formats.gguf_reader import File
 
-CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+# Texts of tokens that end an answer, whatever type the file gives them.
+_ENDS = frozenset(
+    """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
+    <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>
+    [e~[""".split()
+)
+_INSIDE = {  # ends that are inside answers if all others are tokens, too
+    "<|end|>": ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}, {"<|flush|>", "<|call|>"}),
+    "</s>": ({"<|tool_response>"},),
+}
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -68,9 +78,11 @@ def _tokenizer(file: File) -> Any:
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama3"))
     made.pre_tokenizer, made.normalizer = _pre_tokenizer(kind)
     made.decoder = decoders.ByteLevel()
+    ends = end_ids(file)
     made.add_tokens([
-        AddedToken(token, special=number == CONTROL, normalized=False)
-        for token, number in zip(tokens, kinds, strict=True) if number in (CONTROL, _USER_DEFINED)
+        AddedToken(token, special=number == _CONTROL or i in ends, normalized=False)
+        for i, (token, number) in enumerate(zip(tokens, kinds, strict=True))
+        if number in (_CONTROL, _USER_DEFINED) or i in ends
     ])  # fmt: skip
     bos = special_ids(file).get("bos")
     if keys.truth("tokenizer.ggml.add_bos_token", kind == "llama3") and bos is not None:
@@ -85,6 +97,15 @@ def special_ids(file: File) -> dict[str, int]:
     named = {role: f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown", "padding")}
     most = len(tokens) - 1 if tokens else INT32
     return {role: keys.whole(key, least=0, most=most) for role, key in named.items() if key in keys}
+
+
+def end_ids(file: File) -> list[int]:
+    """Returns the ids that end an answer: those of the ends that the metadata names, and of tokens known by their texts."""
+    named = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
+    tokens = file.keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list") or []
+    ends = {token: i for i, token in enumerate(tokens) if isinstance(token, str) and token in _ENDS}
+    inside = {token for token, others in _INSIDE.items() if any(other <= ends.keys() for other in others)}
+    return [*(i for i in named if i is not None), *(i for token, i in ends.items() if token not in inside)]
 
 
 def _pre_tokenizer(kind: str) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.trees.draft_tree import DraftTree, below_root, root_only
-from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.expander import Expander, TransitionTable
 
 
 def walk(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
@@ -21,13 +21,13 @@ def walk(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
 def chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
     """Builds the published chain: at each depth the likeliest child in that depth's first context, whatever was drafted.
 
-    With one context per depth this is DFlash's chain, and equal to `walk`. An expander that is no table has no
-    contexts besides those of the path, so that both are equal too.
+    With one context per depth this is DFlash's chain, and equal to `walk`. Any expander but a plain `TransitionTable`
+    (a network's, of n-grams, under a constraint) has no children besides those of the path, so that both are equal too.
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """
     stay = lambda depth, state, child: state  # noqa: E731
-    return _one_branch(expander, anchor_b, num_nodes, stay if expander.is_table else expander.follow)
+    return _one_branch(expander, anchor_b, num_nodes, stay if isinstance(expander, TransitionTable) else expander.follow)
 
 
 def _one_branch(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Callable) -> DraftTree:

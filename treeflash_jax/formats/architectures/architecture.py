@@ -23,8 +23,8 @@ class Key:
       field: field of ModelConfig.
       kind: int (at least 1), float (above 0) or bool.
       most: largest value of an int.
-      default: value of a missing key; None: the key is required. A function of the config's keys and the fields read so far
-        replaces null too.
+      default: value of a missing key, that of the family's configuration class in transformers; None: the key is required.
+        A function of the config's keys and the fields read so far replaces null too.
     """
 
     name: str
@@ -62,6 +62,8 @@ class Architecture:
         prefix "model.layers.0.".
       outside: location on disk of the other weights.
       rotated: share of a head that is rotated if a file does not state it; families with 1 rotate whole heads only.
+      rope_theta: base of the rotary embedding if a file does not state it.
+      rope: other rope settings of a file that states none, by their keys.
       adapt_tensors: function of a config and a file's tensors by name; renames, splits or leaves out tensors, and returns
         those that `layer` and `outside` name.
       mtp: location on disk of the weights of a layer of multi-token prediction, without those of its decoder layer; {}:
@@ -87,6 +89,8 @@ class Architecture:
     outside: Mapping[str, Entry]
     layouts: tuple[Mapping[str, Entry], ...] = ()
     rotated: float = 1.0
+    rope_theta: float = 10_000.0
+    rope: Mapping[str, Any] = field(default_factory=dict)
     adapt_tensors: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, tensors: tensors
     mtp: Mapping[str, Entry] = field(default_factory=dict)
     is_written: bool = True
@@ -119,7 +123,7 @@ class Architecture:
         return ModelConfig(
             **fields,
             model_type=self.model_type,
-            rope=rope.read(keys, head_dim, fields["max_positions"], self.rotated),
+            rope=rope.read(keys, head_dim, fields["max_positions"], self.rotated, self.rope_theta, self.rope),
             eos_token_ids=keys.ids("eos_token_id", fields["vocab_size"] - 1, required=False),
         )
 

@@ -22,17 +22,27 @@ def even_heads(keys: Keys, fields: Mapping[str, int]) -> int:
     return width // heads
 
 
-def size_keys(head_dim: Any) -> tuple[Key, ...]:
-    """Returns the keys of a dense model; `head_dim` computes a missing head_dim as `Key.default`."""
+def size_keys(head_dim: Any, kv_heads: int | None = None, eps: float = 1e-6) -> tuple[Key, ...]:
+    """Returns the keys of a dense model, with the defaults of the family's configuration class in transformers.
+
+    Args:
+      head_dim: computes a missing head_dim, as `Key.default`.
+      kv_heads: default of num_key_value_heads; None: num_attention_heads, as for null.
+      eps: default of rms_norm_eps.
+    """
+
+    def default_kv_heads(keys: Keys, fields: Mapping[str, int]) -> int:
+        return fields["num_heads"] if kv_heads is None or "num_key_value_heads" in keys.raw else kv_heads
+
     return (
         Key(name="vocab_size", field="vocab_size"),
         Key(name="hidden_size", field="hidden_size"),
         Key(name="intermediate_size", field="intermediate_size"),
         Key(name="num_hidden_layers", field="num_layers", most=MAX_LAYERS),
         Key(name="num_attention_heads", field="num_heads"),
-        Key(name="num_key_value_heads", field="num_kv_heads", default=lambda keys, fields: fields["num_heads"]),
+        Key(name="num_key_value_heads", field="num_kv_heads", default=default_kv_heads),
         Key(name="head_dim", field="head_dim", default=head_dim),
-        Key(name="rms_norm_eps", field="rms_norm_eps", kind=float, default=1e-6),
+        Key(name="rms_norm_eps", field="rms_norm_eps", kind=float, default=eps),
         Key(name="max_position_embeddings", field="max_positions"),
         Key(name="tie_word_embeddings", field="tie_embeddings", kind=bool, default=False),
     )
@@ -103,6 +113,7 @@ QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
+    keys=size_keys(head_dim=even_heads, kv_heads=32),
     constants={"qk_norm": False, "qkv_bias": True},
     only=ONLY | {"attention_bias": (None, False)},  # true would give `o` a bias as well
     derive=_check_head_dim,
@@ -114,7 +125,7 @@ QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    keys=size_keys(head_dim=lambda keys, fields: 128),
+    keys=size_keys(head_dim=lambda keys, fields: 128, kv_heads=32),
     constants={"qk_norm": True},
     layer=LAYER | {"q_norm": Entry("self_attn.q_norm.weight"), "k_norm": Entry("self_attn.k_norm.weight")},
     gguf="qwen3",

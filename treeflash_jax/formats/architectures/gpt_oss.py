@@ -104,7 +104,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Splits gate and up, and joins blocks with their scales. Raises ValueError if their shapes differ."""
+    """Splits gate and up, and joins blocks with their scales. Raises ValueError for other shapes, or types than bytes."""
     kept: dict[str, Any] = {}
     for name, tensor in tensors.items():
         stem, joined, part = name.partition("gate_up_proj")
@@ -119,6 +119,9 @@ def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str,
         shape = list(scales.get_shape())
         if blocks not in kept or list(kept[blocks].get_shape()[:-1]) != shape:
             raise ValueError(f"tensor {name} has shape {shape}, expected that of {blocks} without its last axis")
+        for part, tensor in ((name, scales), (blocks, kept[blocks])):
+            if tensor.get_dtype() != "U8":
+                raise ValueError(f"tensor {part} has type {tensor.get_dtype()}, expected U8: MXFP4 in bytes")
         kept[blocks] = Mxfp4(kept[blocks], scales)
     return kept
 
@@ -128,7 +131,7 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     class_name="GptOssForCausalLM",
     keys=(
-        *size_keys(head_dim=lambda keys, fields: 64),
+        *size_keys(head_dim=lambda keys, fields: 64, kv_heads=8, eps=1e-5),
         Key(name="intermediate_size", field="expert_size"),
         Key(name="num_experts_per_tok", field="experts_per_token", default=4),
         Key(name="swiglu_limit", field="swiglu_limit", kind=float, default=7.0),
@@ -138,6 +141,8 @@ GPT_OSS = replace(
     ),
     only=ONLY | {"attention_bias": (True,), "swiglu_alpha": (1.702,)},
     layer_types=("sliding_attention", "full_attention"),
+    rope_theta=150_000.0,
+    rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     inert=INERT | {"router_aux_loss_coef", "output_router_logits", "experts_per_token", "initial_context_length"},
     derive=_derive,
     derived=("num_experts", "num_local_experts", "quantization_config"),

@@ -158,11 +158,22 @@ def _adapt_by_key_head(config: ModelConfig, tensors: dict[str, Any]) -> dict[str
     return kept
 
 
+def _sparse_keys(experts_per_token: int, dense_size: Any) -> tuple[Key, ...]:
+    """Returns the keys of a mixture of experts; `dense_size` is the default of `intermediate_size`, for dense layers."""
+    return (
+        *(key for key in size_keys(head_dim=lambda keys, fields: 256, kv_heads=2) if key.name != "intermediate_size"),
+        Key(name="num_experts_per_tok", field="experts_per_token", default=experts_per_token),
+        Key(name="moe_intermediate_size", field="expert_size", default=512),
+        Key(name="shared_expert_intermediate_size", field="shared_expert_size", default=512),
+        Key(name="intermediate_size", field="intermediate_size", default=dense_size),
+    )
+
+
 QWEN3_5 = replace(
     QWEN3,
     model_type="qwen3_5_text",
     class_name="Qwen3_5ForCausalLM",
-    keys=size_keys(head_dim=lambda keys, fields: 256),
+    keys=size_keys(head_dim=lambda keys, fields: 256, kv_heads=4),
     constants={"qk_norm": True, "gates_attention": True, "offset_norms": True},
     only=_ONLY,
     layer_types=("linear_attention", "full_attention"),
@@ -177,14 +188,6 @@ QWEN3_5 = replace(
 )
 _SPARSE = replace(
     QWEN3_5,
-    keys=(
-        *(key for key in QWEN3_5.keys if key.name != "intermediate_size"),
-        Key(name="num_experts_per_tok", field="experts_per_token", default=8),
-        Key(name="moe_intermediate_size", field="expert_size", default=512),
-        Key(name="shared_expert_intermediate_size", field="shared_expert_size", default=512),
-        # Of dense layers: there is none unless a file says so.
-        Key(name="intermediate_size", field="intermediate_size", default=lambda keys, fields: fields["expert_size"]),
-    ),
     inert=QWEN3_5.inert | {"router_aux_loss_coef", "output_router_logits"},
     derived=(*QWEN3_5.derived, *qwen3_moe.QWEN3_MOE.derived),
     layer=QWEN3_5.layer | qwen3_moe.APART | _SHARED,
@@ -196,6 +199,7 @@ QWEN3_5_MOE = replace(
     _SPARSE,
     model_type="qwen3_5_moe_text",
     class_name="Qwen3_5MoeForCausalLM",
+    keys=_sparse_keys(8, lambda keys, fields: fields["expert_size"]),  # there are no dense layers
     constants=QWEN3_5.constants | {"normalize_experts": True},
     only=_ONLY | {"norm_topk_prob": (True, None)},
     derive=partial(_derive_sparse, experts=256),
@@ -204,7 +208,7 @@ QWEN3_NEXT = replace(
     _SPARSE,
     model_type="qwen3_next",
     class_name="Qwen3NextForCausalLM",
-    keys=(*_SPARSE.keys, Key(name="norm_topk_prob", field="normalize_experts", kind=bool, default=True)),
+    keys=(*_sparse_keys(10, 5632), Key(name="norm_topk_prob", field="normalize_experts", kind=bool, default=True)),
     derive=partial(_derive_sparse, experts=512),
     adapt_tensors=_adapt_by_key_head,
 )

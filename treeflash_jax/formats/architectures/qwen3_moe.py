@@ -58,7 +58,7 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     keys=(
-        *size_keys(head_dim=even_heads),
+        *size_keys(head_dim=even_heads, kv_heads=4),
         Key(name="num_experts_per_tok", field="experts_per_token", default=8),
         Key(name="moe_intermediate_size", field="expert_size", default=768),
         Key(name="norm_topk_prob", field="normalize_experts", kind=bool, default=False),

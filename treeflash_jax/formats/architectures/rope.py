@@ -1,6 +1,7 @@
 """Rotary position embeddings in config.json: `rope_parameters` (transformers 5), or `rope_theta` + `rope_scaling`."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,21 +18,24 @@ _KIND_KEYS = {
 }
 
 
-def read(keys: Keys, head_dim: int, max_positions: int, fraction: float = 1.0) -> Rope:
+def read(keys: Keys, head_dim: int, max_positions: int, fraction: float, theta: float, usual: Mapping[str, Any]) -> Rope:
     """Returns the rotary embedding of a config, in either spelling. Raises ValueError if it is not implemented.
 
     Args:
       fraction: the family's default of `partial_rotary_factor`; 1: it rotates whole heads only.
+      theta: the family's default of `rope_theta`.
+      usual: the family's other settings, for files without `rope_parameters` and `rope_scaling`.
     """
     keys.check_only({"rope_interleaved": (False, None)})
     old, new = keys.table("rope_scaling").raw, keys.table("rope_parameters").raw
     if new and {**new, **old} != new:
         raise ValueError(f"{keys.where}: got rope_scaling beside other rope_parameters, expected one of them")
-    settings = Keys({**old, **new}, keys.where)
+    is_stated = bool(old) or "rope_parameters" in keys
+    settings = Keys({**old, **new} if is_stated else usual, keys.where)
     fraction = _fraction(keys, settings, head_dim, fraction)
     head_dim = int(head_dim * fraction)
     table, key = find_key((keys, "rope_theta"), (settings, "rope_theta"))
-    theta = table.number(key) if key in table else 10_000.0
+    theta = table.number(key) if key in table else theta
     table, key = find_key((settings, "rope_type"), (settings, "type"))
     kind = table.raw[key] if key in table else "default"
     keys.expect(isinstance(kind, str) and kind in _KIND_KEYS, "rope type", kind, f"one of {list(_KIND_KEYS)}")

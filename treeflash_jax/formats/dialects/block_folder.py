@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.core.checks import INT32
+from treeflash_jax.core.checks import INT32, warn
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
@@ -85,6 +85,7 @@ class BlockFolder(Dialect):
             taps = dflash.ids("target_layer_ids", INT32)
         else:
             taps = default_target_layers(keys.whole("num_target_layers"), layers.num_layers)
+            warn(f"{dflash.where} names no target_layer_ids: outputs of layers {list(taps)} are read, by DFlash's rule")
         table, key = find_key((keys, "block_size"), (dflash, "block_size"))
         block_size = table.whole(key, least=2, most=MAX_NODES)
         keys.expect(not sliding or window >= block_size, "sliding_window", window, f"at least block_size {block_size}")

@@ -156,3 +156,7 @@ class DeepSpec(Eagle3):
     layer_type = None
     ids_key = "target_layer_ids"
     known = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
+
+    def read_config(self, path: Path, keys: Keys) -> Eagle3Config:
+        keys.ids(self.ids_key, INT32)  # not null: DeepSpec has no rule for it
+        return super().read_config(path, keys)

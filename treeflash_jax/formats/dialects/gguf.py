@@ -17,7 +17,7 @@ from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf_reader import File, Tensor
-from treeflash_jax.formats.gguf_tokenizer import CONTROL
+from treeflash_jax.formats.gguf_tokenizer import end_ids
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
@@ -34,7 +34,6 @@ _OTHERS = """vocab_size attention.head_count_kv attention.key_length attention.v
     attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow rope.scaling.finetuned""".split()
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")  # llama.cpp, too, knows them by their texts
 _NEUTRAL = {  # more of its keys, with the only value that has no effect
     "expert_count": 0,
     "expert_used_count": 0,
@@ -118,21 +117,8 @@ def _as_config_json(file: File) -> dict[str, Any]:
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, keys, head_dim, raw["max_position_embeddings"]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "eos_token_id": _stop_ids(file),
+        "eos_token_id": end_ids(file),
     }
-
-
-def _stop_ids(file: File) -> list[int]:
-    """Returns the ids that end a text, a turn or a message: those that the metadata names, and control tokens for turns."""
-    named = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
-    ids = [i for i in named if i is not None]
-    tokens, types = (
-        file.keys.value(list[Any] | None, f"tokenizer.ggml.{name}", None, "a list") or ()
-        for name in ("tokens", "token_type")
-    )
-    words = enumerate(zip(tokens, types, strict=False))
-    ends = [i for i, (token, kind) in words if kind == CONTROL and token in _TURN_ENDS]
-    return [*ids, *ends]
 
 
 def _vocab_size(file: File, stated: Any) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from treeflash_jax.core.checks import INT32
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
@@ -67,6 +68,7 @@ class DSpark(BlockFolder):
     def read_config(self, path: Path, keys: Keys) -> BlockConfig:
         raw, inside, is_deepspec = dict(keys.raw), keys.table("dflash_config").raw, "dflash_config" not in keys
         if is_deepspec:
+            keys.ids("target_layer_ids", INT32)  # not null: DeepSpec has no rule for it
             inside = {key: raw.pop(key) for key in self.head_keys if key in raw}
         is_stated = any(table.get(key) is not None for table in (raw, inside) for key in ALIGNMENT)
         if not is_stated and (is_deepspec or "attention_mode" in inside):  # DeepSpec and SpecForge do not state it
