@@ -1,5 +1,7 @@
 """Tokenizers of the three kinds that are in use, small enough to see through."""
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,9 +23,9 @@ def byte_fallback() -> Tokenizer:
     return wrapped(inner)
 
 
-def metaspace() -> Tokenizer:
+def metaspace(words: Sequence[str] = WORDS) -> Tokenizer:
     """A tokenizer of words without bytes, with the same spaces."""
-    inner = Inner(models.WordLevel({token: i for i, token in enumerate(WORDS)}, "e"))
+    inner = Inner(models.WordLevel({word: i for i, word in enumerate(words)}, words[0]))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return wrapped(inner)
 

@@ -106,7 +106,7 @@ def read_tokens(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> tupl
     answer, texts, data = AnswerText(tokenizer, prompt), "", b""
     for token in ids:
         text, part = answer.next_token(token)
-        is_special = token in tokenizer.special_ids
+        is_special = token in tokenizer.special_tokens
         assert is_special == (part is None) and (not is_special or text in ("<end>", "<|im_end|>"))
         if not is_special:
             texts, data = texts + ("" if text.endswith(REPLACEMENT_CHARACTER) else text), data + part

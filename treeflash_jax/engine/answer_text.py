@@ -72,8 +72,8 @@ class AnswerText:
         tokenizer does not say which bytes its tokens stand for.
         """
         tokenizer = self._tokenizer
-        if token in tokenizer.special_ids:
-            return tokenizer.inner.convert_ids_to_tokens(token), None
+        if token in tokenizer.special_tokens:
+            return tokenizer.special_tokens[token], None
         text = self._read([*self._pending, token])
         if not (self._half or self._prompt_half or text.endswith(REPLACEMENT_CHARACTER)):
             return text, text.encode()

@@ -97,9 +97,9 @@ class Tokenizer:
         return text
 
     @functools.cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that `decode` skips."""
-        return frozenset(id for id, token in self.inner.added_tokens_decoder.items() if token.special)
+    def special_tokens(self) -> dict[int, str]:
+        """Names of the tokens that `decode` skips, by id."""
+        return {id: token.content for id, token in self.inner.added_tokens_decoder.items() if token.special}
 
     def token_bytes(self) -> dict[int, bytes]:
         """Returns the bytes that each token stands for, without added tokens. Raises ValueError for other tokenizers."""
