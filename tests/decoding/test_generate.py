@@ -10,6 +10,7 @@ import weakref
 
 import jax
 import pytest
+import toy_tokenizers
 from answers import TREE
 from refusals import refused
 
@@ -94,6 +95,22 @@ def test_a_drawn_tree_holds_the_accepted_path(answer):
     assert len(drawn.splitlines()) == len(tree.labels) <= 8
     assert drawn.count("●") == sum(tree.accepted)  # the legend's mark stands for the anchor's
     refused(lambda: answer.tree(len(answer.accept_lengths)), "expected 0 to")
+
+
+def test_texts_follow_the_prompt_with_a_tokenizer_that_strips_the_first_space(tiny, answer, monkeypatch):
+    """Those of answers, of streams, of stop strings and of trees; the tokens are words here."""
+    words = ["<end>" if i == answer.ids[-1] else f"▁w{i}" for i in range(tiny.verifier.vocab_size)]
+    monkeypatch.setattr(tiny, "tokenizer", tokenizer := toy_tokenizers.metaspace(words))
+    prompt = answer.prompt_ids
+    *chunks, result = tiny.stream(prompt, max_new_tokens=40, **TREE)
+    assert result.ids == answer.ids and result.text.startswith(" w")
+    assert tokenizer.decode(prompt) + result.text == tokenizer.decode(prompt + result.ids)
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    tree = result.tree()
+    assert all(label.startswith("' w") for label in tree.labels) and "bonus ' w" in str(tree)
+    first = words[answer.ids[0]].replace("▁", " ")
+    stopped = tiny.generate([prompt], max_new_tokens=40, stop=first + " ", **TREE)[0]
+    assert (stopped.text, stopped.finished) == ("", "stop"), "the stop string begins with the space"
 
 
 def test_dispatches_that_finish_no_answer_copy_no_tokens(tiny, monkeypatch):

@@ -1,39 +1,25 @@
 """Text of growing answers: pieces joined are the whole text, whatever tokens they come in."""
 
+import random
+
 import pytest
-from tokenizers import Tokenizer as Inner
-from tokenizers import decoders, models
-from transformers import PreTrainedTokenizerFast
+import toy_tokenizers
+from toy_tokenizers import ids_of
 
-from treeflash_jax.engine.answer_text import AnswerText
+from treeflash_jax.engine.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
-
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-WORDS = ["▁", "▁river", "s", "▁of", "▁Europe", "e", "\n", "▁e", "<end>"]
 
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
-    """A SentencePiece-like tokenizer: words begin with a space, which the first one loses; other characters are bytes."""
-    vocab = {token: i for i, token in enumerate([*WORDS, *BYTES])}
-    inner = Inner(models.BPE(vocab, [], byte_fallback=True))
-    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    inner.decoder = decoders.Sequence([*steps])
-    inner.add_special_tokens(["<end>"])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner))
+    return toy_tokenizers.byte_fallback()
 
 
-def ids_of(tokenizer: Tokenizer, *pieces: str) -> list[int]:
-    """Ids of words, and of the bytes of all other texts."""
-    vocab, ids = tokenizer.inner.get_vocab(), []
-    for piece in pieces:
-        ids += [vocab[piece]] if piece in WORDS else [vocab[BYTES[byte]] for byte in piece.encode()]
-    return ids
-
-
-def stream(tokenizer: Tokenizer, ids: list[int], size: int, stop: tuple[str, ...] = ()) -> tuple[str, AnswerText]:
+def stream(
+    tokenizer: Tokenizer, ids: list[int], size: int, stop: tuple[str, ...] = (), prompt: tuple[int, ...] = ()
+) -> tuple[str, AnswerText]:
     """The pieces shown while tokens come in groups, joined with the rest of the text; what was shown never changes."""
-    answer, shown = AnswerText(tokenizer, stop), ""
+    answer, shown = AnswerText(tokenizer, prompt, stop), ""
     for first in range(0, len(ids), size):
         answer.extend(ids[first : first + size])
         if answer.has_stop:
@@ -76,3 +62,75 @@ def test_every_token_is_decoded_a_few_times(byte_fallback, monkeypatch):
     monkeypatch.setattr(byte_fallback, "decode", lambda ids: counted.append(len(ids)) or decode(ids))
     stream(byte_fallback, ids_of(byte_fallback, "▁river", "s") * 500, 4)
     assert sum(counted) < 10 * 1000
+
+
+def write(tokenizer: Tokenizer, numbers: random.Random) -> list[int]:
+    """Ids of a random text, with special tokens in it."""
+    characters = ["▁river", "s", "▁of", "▁", "\n", "e", "▁Europe"]
+    if tokenizer.inner.convert_tokens_to_ids("<0x00>") is None:
+        return tokenizer.inner.convert_tokens_to_ids(numbers.choices([*characters, "<end>"], k=numbers.randint(1, 12)))
+    return ids_of(tokenizer, *numbers.choices([*characters, "é", "🚀", "👩‍🚀", "川", "<end>"], k=numbers.randint(1, 12)))
+
+
+def write_bytes(tokenizer: Tokenizer, numbers: random.Random) -> list[int]:
+    """Ids of a random text of a byte-level tokenizer."""
+    text = "".join(numbers.choices(["rivers ", "of", " ", "\n", "é", "🚀", "👩‍🚀", "川"], k=numbers.randint(1, 12)))
+    ids = tokenizer.encode(text)
+    ids.insert(numbers.randrange(len(ids) + 1), tokenizer.stop_ids[0])
+    return ids
+
+
+@pytest.mark.parametrize("kind, make", [("byte_fallback", write), ("metaspace", write), ("byte_level", write_bytes)])
+def test_texts_of_prompt_and_answer_are_the_text_of_all_tokens(kind, make):
+    """Random texts, split anywhere, also in the middle of a character; so are the texts of tokens, and their bytes."""
+    tokenizer, numbers = getattr(toy_tokenizers, kind)(), random.Random(kind)
+    for _ in range(300):
+        ids = make(tokenizer, numbers)
+        prompt, ids = ids[: (at := numbers.randrange(len(ids)))], ids[at:]
+        whole = tokenizer.decode(prompt + ids)
+        befores = [tokenizer.decode(prompt[:end]) for end in range(len(prompt), -1, -1)]
+        known = next(before for before in befores if whole.startswith(before))  # a character split here is the answer's
+        text, answer = stream(tokenizer, ids, numbers.randint(1, 5), prompt=prompt)
+        assert answer.text == text and answer.ids == ids
+        assert known + text == whole, (prompt, ids)
+        stop = text[(at := numbers.randrange(len(text))) : at + numbers.randint(1, 3)] if text else "x"
+        cut, stopped = stream(tokenizer, ids, numbers.randint(1, 5), (stop,), prompt)
+        assert cut == stopped.text == text.split(stop)[0] and stopped.has_stop == (stop in text)
+        texts, data = read_tokens(tokenizer, prompt, ids)
+        assert texts == text and whole.encode().endswith(data)
+        assert (len(data) < len(text.encode())) == (known != befores[0]), "bytes before the split are the prompt's"
+
+
+def read_tokens(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> tuple[str, bytes]:
+    """The texts and the bytes of tokens in their places, joined, without special tokens."""
+    answer, texts, data = AnswerText(tokenizer, prompt), "", b""
+    for token in ids:
+        text, part = answer.next_token(token)
+        is_special = token in tokenizer.special_tokens
+        assert is_special == (part is None) and (not is_special or text in ("<end>", "<|im_end|>"))
+        if not is_special:
+            texts, data = texts + ("" if text.endswith(REPLACEMENT_CHARACTER) else text), data + part
+        answer.extend([token])
+    return texts, data
+
+
+def test_a_chat_s_answer_keeps_the_space_after_the_template(byte_fallback):
+    """As vLLM and llama.cpp do, also behind special tokens, of which more than the context may come last."""
+    prompt = ids_of(byte_fallback, "▁river", *["<end>"] * 20)
+    answer = AnswerText(byte_fallback, prompt, [" of"])
+    answer.extend(ids_of(byte_fallback, "▁Europe", "▁of"))
+    assert (answer.text, answer.has_stop) == (" Europe", True)
+    first = AnswerText(byte_fallback, ids_of(byte_fallback, "<end>"))
+    first.extend(ids_of(byte_fallback, "▁Europe"))
+    assert first.text == "Europe", "the text of all tokens begins without a space"
+
+
+def test_a_limit_within_a_character_spares_those_before_it(byte_fallback):
+    """ByteFallback decodes all bytes in a row as unknown ones if the last character is unfinished."""
+    ids = ids_of(byte_fallback, "▁river", "🚀川🚀")[:-1]
+    for size in (1, 2, 99):
+        text, _ = stream(byte_fallback, ids, size)
+        assert text == "river🚀川" + 3 * REPLACEMENT_CHARACTER
+    continued = AnswerText(byte_fallback, ids)
+    continued.extend(ids_of(byte_fallback, "🚀")[-1:])
+    assert continued.text == "🚀"

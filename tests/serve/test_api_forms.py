@@ -4,19 +4,22 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import toy_tokenizers
 
 import treeflash_jax as tf
-from treeflash_jax.serve.api_forms import ChatBody, ChatForm, CompletionBody
+from treeflash_jax.engine.answer_text import AnswerText
+from treeflash_jax.engine.results import Chunk
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.api_forms import ChatBody, ChatForm, CompletionBody, CompletionForm
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.worker import Piece
 
 CHAT = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 CALL = '<tool_call>{"name": "add"}</tool_call>'
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}
-# A tokenizer whose template has both kinds of blocks, and begins one; half a character, then "ü".
-INNER = SimpleNamespace(
-    chat_template="<think> <tool_call>", decode=lambda ids: {(1,): "\ufffd", (2,): "ü"}.get((*ids,), "<think>")
-)
+# A tokenizer whose template has both kinds of blocks, and begins one.
+INNER = SimpleNamespace(chat_template="<think> <tool_call>", decode=lambda ids: "<think>")
 
 
 def make_form(**fields) -> ChatForm:
@@ -41,9 +44,85 @@ def test_blocks_are_read_unless_the_answer_is_json_or_may_not_call(fields, expec
     assert choice["finish_reason"] == ("tool_calls" if expected[2] else "stop")
 
 
-def test_half_a_character_has_no_bytes():
-    result = make_result(ids=[1, 2], log_probs=[-1.0, -2.0], top_log_probs=[[], []])
-    assert [entry["bytes"] for entry in make_form(logprobs=True).entries(result, 0)] == [None, [*"ü".encode()]]
+def read(tokenizer: Tokenizer, form: str, prompt: list[int], ids: list[int], top: list[int] | None = None) -> dict:
+    """Log-probabilities of a whole answer, and as a stream in pieces of two tokens, which are the same.
+
+    Args:
+      top: the likeliest tokens in the place of each; None for the token itself.
+    """
+    answer = AnswerText(tokenizer, prompt)
+    answer.extend(ids)
+    top_log_probs = [[(token, -1.0 - rank) for rank, token in enumerate(top or [id])] for id in ids]
+    log_probs = {"log_probs": [-1.0] * len(ids), "top_log_probs": top_log_probs}
+    result = make_result(ids=ids, text=answer.text, prompt_ids=prompt, **log_probs)
+    kind, asked = (CompletionForm, CompletionBody(prompt="", logprobs=5))
+    if form == "chat":
+        kind, asked = ChatForm, ChatBody(messages=CHAT, logprobs=True, top_logprobs=5)
+    whole = kind("tiny", tokenizer, asked).choice(0, result)["logprobs"]
+    streamed, growing = kind("tiny", tokenizer, asked), AnswerText(tokenizer, prompt)
+    parts, sent = [], 0
+    for first in range(0, len(ids), 2):
+        is_last = first + 2 >= len(ids)
+        growing.extend(ids[first : first + 2])
+        text = growing.text if is_last else growing.certain_text
+        chunk = Chunk(ids=ids[first : first + 2], text=text[sent:], rounds=0)
+        so_far = replace(result, ids=ids[: first + 2], text=growing.text)
+        parts.append(streamed.delta(Piece(0, chunk, so_far, is_last))["logprobs"])
+        offsets = parts[-1].get("text_offset", [])
+        assert all(sent <= offset <= len(text) for offset in offsets), "offsets lie in the piece that has the token"
+        sent = len(text)
+    for name, value in whole.items():
+        assert value is None or [item for part in parts for item in part[name]] == value
+    return whole
+
+
+TEXTS = ("▁river", "👩‍🚀", "▁of", "é", "s", "▁Europe")
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut within é"])
+def test_log_probabilities_have_the_text_and_the_bytes_of_tokens_in_their_places(is_cut):
+    tokenizer = toy_tokenizers.byte_fallback()
+    ids = toy_tokenizers.ids_of(tokenizer, *TEXTS[:4])[:-1] if is_cut else toy_tokenizers.ids_of(tokenizer, *TEXTS)
+    prompt = toy_tokenizers.ids_of(tokenizer, "▁river", "s")
+    answer = AnswerText(tokenizer, prompt)
+    answer.extend(ids)
+    log_probs = read(tokenizer, "completion", prompt, ids)
+    assert "".join(log_probs["tokens"]) == answer.text and answer.text.startswith(" river👩‍🚀 of")
+    ends = [*log_probs["text_offset"][1:], len(answer.text)]
+    for token, start, end in zip(log_probs["tokens"], log_probs["text_offset"], ends, strict=True):
+        assert answer.text[start:end] == token
+    entries = read(tokenizer, "chat", prompt, ids)["content"]
+    assert [entry["token"] for entry in entries] == log_probs["tokens"]
+    data = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert data == (" river👩‍🚀 ofé".encode()[:-1] if is_cut else answer.text.encode())
+
+
+def test_likeliest_tokens_that_decode_alike_stay_apart():
+    """A letter and its byte, a word with its space and without, two parts of characters, and a special token."""
+    tokenizer = toy_tokenizers.byte_fallback()
+    ids = tokenizer.inner.convert_tokens_to_ids
+    letter, top = ids("e"), ids(["<0x65>", "e", "▁e", "<0xC3>", "<end>"])
+    prompt = [ids("▁river")]
+    [likeliest] = read(tokenizer, "completion", prompt, [letter, letter], top)["top_logprobs"][:1]
+    byte, half = f"token_id:{top[0]}", f"token_id:{top[3]}"
+    assert likeliest == {byte: -1.0, "e": -2.0, " e": -3.0, half: -4.0, "<end>": -5.0}
+    [entry, _] = read(tokenizer, "chat", prompt, [letter, letter], top)["content"]
+    expected = [("e", b"e"), ("e", b"e"), (" e", b" e"), ("", b"\xc3"), ("<end>", None)]
+    assert [(x["token"], x["bytes"] and bytes(x["bytes"])) for x in entry["top_logprobs"]] == expected
+    [part, _] = read(tokenizer, "completion", prompt, ids(["<0xC3>", "<0xA9>"]), top)["top_logprobs"]
+    assert part[""] == -4.0, "the token of the answer has its text as its name, whatever that is"
+
+
+def test_without_a_tokenizer_the_text_of_a_token_is_its_id():
+    result = make_result(ids=[7, 8], log_probs=[-1.0, float("-inf")], top_log_probs=[[(7, -1.0)], [(9, -2.0)]])
+    form = CompletionForm("tiny", None, CompletionBody(prompt=[5], logprobs=1))
+    log_probs = form.choice(0, replace(result, text=None))["logprobs"]
+    assert log_probs == {
+        "tokens": ["7", "8"],
+        "token_logprobs": [-1.0, -9999.0],
+        "top_logprobs": [{"7": -1.0}, {"9": -2.0}],
+        "text_offset": [0, 0],
+    }
 
 
 def test_top_k_is_off_in_the_form_of_other_clients():

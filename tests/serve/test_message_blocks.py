@@ -70,6 +70,23 @@ def test_values_are_texts_where_their_schema_allows_one(schema, value):
     assert parse(call, 1000, tools=tools) == ("", "", [("add", {"x": value})])
 
 
+HALF, WHOLE = '"\\ud83d"', '"\\ud83d\\ude00"'
+
+
+@pytest.mark.parametrize("text, expected", [
+    (f'{{"name": {HALF}, "arguments": {{"x": {HALF}, "y": [{WHOLE}]}}}}', ("\ufffd", {"x": "\ufffd", "y": ["😀"]})),
+    (f'{{"name": "add", "arguments": {{{HALF}: {{{HALF}: "x"}}}}}}', ("add", {"\ufffd": {"\ufffd": "x"}})),
+    (f'{{"name": "add", "arguments": {HALF}}}', ("add", "\ufffd")),
+    (f"<function=add><parameter=z>[{HALF}]</parameter></function>", ("add", {"z": ["\ufffd"]})),
+])  # fmt: skip
+def test_half_a_character_of_a_call_is_replaced(text, expected):
+    """JSON's \\ud83d without its other half is in no UTF-8: the answer could not be sent."""
+    parser = BlockParser(reads_thoughts=False, tools=TOOLS)
+    deltas = parser.feed(f"<tool_call>{text}</tool_call>", is_last=True)
+    [call] = json.loads(json.dumps(deltas, ensure_ascii=False).encode())[0]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == expected
+
+
 def test_damaged_calls_are_read_in_linear_time():
     began = time.thread_time()
     text = f"<tool_call><function=add>{'<parameter=x>' * 4000}</function></tool_call>"

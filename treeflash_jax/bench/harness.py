@@ -20,6 +20,7 @@ from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core.checks import parse_json
+from treeflash_jax.engine.answer_text import AnswerText
 from treeflash_jax.engine.requests import Request, find_stops
 
 logger = logging.getLogger("treeflash_jax")
@@ -102,7 +103,9 @@ class Peer(System):
             answer = self._ask({"prompt": prompt_ids, "max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids})
             ids, text, seconds = answer.get("ids", []), answer.get("text"), answer["seconds"]
             if text is None and model.tokenizer is not None:  # later turns follow it
-                text = model.tokenizer.decode(ids)
+                answer_text = AnswerText(model.tokenizer, prompt_ids)
+                answer_text.extend(ids)
+                text = answer_text.text
             result = tf.Result(
                 text=text,
                 ids=ids,

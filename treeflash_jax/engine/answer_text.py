@@ -1,34 +1,48 @@
 """Text of an answer that grows token by token."""
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"  # stands for the bytes of an unfinished character
+CONTEXT = 8  # tokens of a prompt's end
+MOST_UNFINISHED = 4  # tokens of an unfinished character: up to 3 bytes, and a special token after them
 
 
 class AnswerText:
     """Text of a growing answer, up to its first stop string.
 
-    New tokens are decoded together with those of the last piece of text, so that the tokenizer keeps the space before a
-    word, and a character of several tokens waits for the last of them. The time grows with the number of tokens.
+    New tokens are decoded behind those of the last piece of text, at first behind the last tokens of the prompt, so that
+    the tokenizer keeps the space before a word: the texts of prompt and answer, joined, are the text of all their tokens.
+    A character of several tokens waits for the last of them. The time grows with the number of tokens.
 
     Attributes:
       ids: tokens so far; none after the one that completes a stop string.
       has_stop: whether the text was cut before a stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stop: Sequence[str] = ()):
         self.ids: list[int] = []
         self.has_stop = False
         self._tokenizer, self._stop = tokenizer, stop
-        self._text = ""  # of the tokens up to `_end`
-        self._start = self._end = 0  # tokens of the last piece of text
+        self._text = ""  # without an unfinished character at its end
+        self._half = self._prompt_half = ""  # unfinished character at the end of the answer, and of the prompt
+        size = CONTEXT
+        while True:  # until the text of the prompt's last tokens begins with a whole character
+            self._window: list[int] = []  # tokens of the last piece
+            self._window_text, self._pending = "", [*prompt_ids[-size:]]  # tokens after that piece
+            text = self._take_piece()
+            if size >= len(prompt_ids) or (text and not text.startswith(REPLACEMENT_CHARACTER)):
+                break
+            size *= 2
+        self._half, self._prompt_half = "", self._half
 
     @property
     def text(self) -> str:
         """The whole text, with any half character at its end."""
-        return self._text if self.has_stop else self._text + self._next_piece()
+        return self._text + self._half
 
     @property
     def certain_text(self) -> str:
@@ -43,19 +57,48 @@ class AnswerText:
             if self.has_stop:
                 return
             self.ids += ids[first : first + size]
-            self._add_piece(self._next_piece())
+            self._pending += ids[first : first + size]
+            searched = max(0, len(self._text) + 1 - max(map(len, self._stop), default=0))
+            self._text += self._take_piece()
+            found = [at for stop in self._stop if (at := self._text.find(stop, searched)) >= 0]
+            if found:
+                self._text, self._half, self.has_stop = self._text[: min(found)], "", True
 
-    def _next_piece(self) -> str:
-        """Returns the text of the tokens after `_end`."""
-        before = self._tokenizer.decode(self.ids[self._start : self._end])
-        return self._tokenizer.decode(self.ids[self._start :])[len(before) :]
+    def next_token(self, token: int) -> tuple[str, bytes | None]:
+        """Returns the text that a token would add to the answer, and the bytes of the token.
 
-    def _add_piece(self, piece: str) -> None:
-        if not piece or piece.endswith(REPLACEMENT_CHARACTER):
-            return
-        searched = max(0, len(self._text) + 1 - max(map(len, self._stop), default=0))
-        self._text += piece
-        self._start, self._end = self._end, len(self.ids)
-        found = [at for stop in self._stop if (at := self._text.find(stop, searched)) >= 0]
-        if found:
-            self._text, self.has_stop = self._text[: min(found)], True
+        A character of several tokens is the text of the last of them; texts of the others end with REPLACEMENT_CHARACTER.
+        The text of a special token is its name, and its bytes are None, as are those of a part of a character if the
+        tokenizer does not say which bytes its tokens stand for.
+        """
+        tokenizer = self._tokenizer
+        if token in tokenizer.special_tokens:
+            return tokenizer.special_tokens[token], None
+        text = self._read([*self._pending, token])
+        if not (self._half or self._prompt_half or text.endswith(REPLACEMENT_CHARACTER)):
+            return text, text.encode()
+        with suppress(ValueError):
+            return text, tokenizer.token_bytes().get(token, tokenizer.decode([token]).encode())
+        return text, None
+
+    def _take_piece(self) -> str:
+        """Returns the text of the tokens after the last piece, up to the last one that ends a character; "" for none."""
+        piece = ""
+        for count in range(len(self._pending), max(0, len(self._pending) - MOST_UNFINISHED), -1):
+            text = self._read(self._pending[:count])
+            if text and not text.endswith(REPLACEMENT_CHARACTER):
+                piece, self._prompt_half = text, ""
+                self._window, self._pending = self._pending[:count], self._pending[count:]
+                self._window_text = self._tokenizer.decode(self._window)
+                break
+        self._half = self._read(self._pending) if self._pending else ""
+        return piece
+
+    def _read(self, ids: list[int]) -> str:
+        """Returns the text of tokens that follow the last piece, without what the prompt's text has of it."""
+        text = self._tokenizer.decode(self._window + ids)
+        if text.startswith(self._window_text):
+            text = text[len(self._window_text) :]
+        else:  # ByteFallback replaces all bytes of several characters if the last one is unfinished
+            text = self._tokenizer.decode(ids)
+        return text[len(os.path.commonprefix([text, self._prompt_half])) :]

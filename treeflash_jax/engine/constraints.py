@@ -194,7 +194,7 @@ def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ..
         except (TypeError, LookupError, AttributeError, RecursionError):
             raise _Unusable("which cannot be followed: it is no JSON schema") from None
     next_qy, is_final_q = _byte_automaton(kind, text)
-    columns, class_v = _token_classes(next_qy, _token_bytes(tokenizer), vocab_size)
+    columns, class_v = _token_classes(next_qy, tokenizer.token_bytes(), vocab_size)
     class_v[[*stop_ids]] = len(columns)
     columns.append(np.where(is_final_q, np.arange(is_final_q.size), NOWHERE))  # the end of an answer
     classes, class_v = np.unique(class_v, return_inverse=True)
@@ -274,8 +274,3 @@ def _is_useful(next_qc: np.ndarray, is_final_q: np.ndarray) -> np.ndarray:
     after = csgraph.breadth_first_order(graph, 0, return_predecessors=False)
     before = csgraph.breadth_first_order(graph.T.tocsr(), end, return_predecessors=False)
     return np.isin(np.arange(end), np.intersect1d(after, before))
-
-
-@functools.lru_cache(maxsize=4)
-def _token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    return tokenizer.token_bytes()

@@ -12,6 +12,7 @@ import numpy as np
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.engine.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.engine.batching import SamplingSizes, make_batch, round_capacity
 from treeflash_jax.engine.requests import Request
 from treeflash_jax.engine.schedule.prefill import Runner
@@ -51,15 +52,21 @@ class DraftAgain:
         for token in drafted:
             path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
 
-        def label(token: int) -> str:
-            return str(token) if model.tokenizer is None else repr(model.tokenizer.inner.decode([token]))
+        def label(before: list[int], token: int) -> str:
+            if model.tokenizer is None:
+                return str(token)
+            text, data = AnswerText(model.tokenizer, before).next_token(token)
+            return repr(data if data and text.endswith(REPLACEMENT_CHARACTER) else text)
 
+        before_n = [before]
+        for parent in parents[1:count]:
+            before_n.append([*before_n[parent], int(tokens[parent])])
         return DrawnTree(
-            labels=[label(int(token)) for token in tokens[:count]],
+            labels=[label(*node) for node in zip(before_n, tokens[:count].tolist(), strict=True)],
             parents=parents[:count].tolist(),
             probabilities=np.exp(log_probs[:count]).tolist(),
             accepted=[node in path for node in range(count)],
-            bonus="the cut" if bonus is None else f"bonus {label(bonus)}",
+            bonus="the cut" if bonus is None else f"bonus {label([*before, anchor, *drafted], bonus)}",
         )
 
 
@@ -84,7 +91,7 @@ class DrawnTree:
     """A draft tree as text.
 
     Attributes:
-      labels: text of each node's token, the anchor first.
+      labels: text of each node's token behind its parent's, or bytes of a part of a character; the anchor first.
       parents: index of each node's parent; 0 for the anchor.
       probabilities: drafted probability of the path from the anchor to each node.
     """

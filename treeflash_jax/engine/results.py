@@ -24,7 +24,8 @@ class Result:
     """An answer and its statistics.
 
     Attributes:
-      text: the answer without special tokens, up to a stop string; None without a tokenizer.
+      text: the answer without special tokens, up to a stop string, as it follows the prompt's text (a space before its
+        first word stays); None without a tokenizer.
       ids: generated token ids, the stop token included.
       builder: builder of the draft trees, as in GenerateConfig; "none" if nothing was drafted.
       accept_lengths: number of tokens that each round added to the answer: the accepted ones and the bonus token, which the
@@ -161,7 +162,7 @@ class Reader:
         if self._model.tokenizer is None:
             return None
         if request.number not in self._texts:
-            self._texts[request.number] = AnswerText(self._model.tokenizer, request.settings.stop)
+            self._texts[request.number] = AnswerText(self._model.tokenizer, request.ids, request.settings.stop)
         text = self._texts[request.number]
         text.extend(ids[len(text.ids) :])
         return text

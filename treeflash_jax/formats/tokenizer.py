@@ -4,6 +4,7 @@ Tokenizers and chat templates come with models: their errors become one line. Te
 Ctrl-C stops one that never ends.
 """
 
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,10 +96,20 @@ class Tokenizer:
         _check_characters(text)
         return text
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Names of the tokens that `decode` skips, by id."""
+        return {id: token.content for id, token in self.inner.added_tokens_decoder.items() if token.special}
+
     def token_bytes(self) -> dict[int, bytes]:
         """Returns the bytes that each token stands for, without added tokens. Raises ValueError for other tokenizers."""
-        decoder = json.loads(self.inner.backend_tokenizer.to_str())["decoder"] or {}
-        kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ()))}
+        return self._token_bytes
+
+    @functools.cached_property
+    def _token_bytes(self) -> dict[int, bytes]:
+        decoder = self.inner.backend_tokenizer.decoder
+        decoder = {} if decoder is None else json.loads(decoder.__getstate__())  # quicker than the whole tokenizer as JSON
+        kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ())) if part}
         if "ByteLevel" in kinds:
             read = _read_byte_level
         elif "ByteFallback" in kinds:

@@ -8,6 +8,7 @@ import inspect
 import json
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -16,6 +17,7 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.prompts import Chat, Prompt, Text
 from treeflash_jax.engine.results import Result
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.log_probs import Place, PlaceReader, chat_form, completion_form
 from treeflash_jax.serve.message_blocks import CALL, THINK, BlockParser
 from treeflash_jax.serve.worker import TOP_LOG_PROBS, Piece
 
@@ -188,12 +190,14 @@ class Form:
     """
 
     prefix, kind, chunk_kind = "", "", ""
+    log_probs_form: Callable[[list[Place]], dict[str, Any]]
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, body: "ChatBody | CompletionBody"):
         top = body.num_log_probs()
         expect(0 <= (top or 0) <= TOP_LOG_PROBS, "number of log-probabilities", top, f"0 to {TOP_LOG_PROBS}")
         self.model, self.tokenizer, self.top = model, tokenizer, top
         self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+        self._readers: dict[int, PlaceReader] = {}  # by index of the answer
 
     def make_object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
@@ -225,25 +229,18 @@ class Form:
         """Returns what a piece adds to an answer."""
         raise NotImplementedError
 
-    def entries(self, result: Result, first: int) -> list[dict[str, Any]]:
-        """Returns the log-probabilities of the tokens of an answer from token `first` on, in the form of chats."""
-        entries = []
-        for number in range(first, len(result.ids)):
-            top = [self._entry(*pair) for pair in result.top_log_probs[number][: self.top]]
-            entries.append(self._entry(result.ids[number], result.log_probs[number]) | {"top_logprobs": top})
-        return entries
-
-    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self.token_text(token)
-        has_bytes = "\ufffd" not in text  # which stands for a part of a character
-        return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": list(text.encode()) if has_bytes else None}
-
-    def token_text(self, token: int) -> str:
-        return str(token) if self.tokenizer is None else self.tokenizer.inner.decode([token])
+    def log_probs(self, index: int, result: Result, *, is_last: bool = True) -> dict[str, Any] | None:
+        """Returns the log-probabilities of the tokens that are new in an answer; None unless requested."""
+        if self.top is None:
+            return None
+        if index not in self._readers:
+            self._readers[index] = PlaceReader(self.tokenizer, result.prompt_ids, self.top)
+        return self.log_probs_form(self._readers[index].read(result, is_last=is_last))
 
 
 class ChatForm(Form):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    log_probs_form = staticmethod(chat_form)
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, body: ChatBody):
         super().__init__(model, tokenizer, body)
@@ -252,9 +249,6 @@ class ChatForm(Form):
         self._tools = body.offered_tools if CALL[0] in template else []
         self._reads_thoughts = THINK[0] in template or THINK[1] in template
         self._parsers: dict[int, BlockParser] = {}  # by index of the answer
-
-    def log_probs(self, result: Result, first: int = 0) -> dict[str, Any] | None:
-        return None if self.top is None else {"content": self.entries(result, first), "refusal": None}
 
     def choice(self, index: int, result: Result) -> dict[str, Any]:
         message = {"role": "assistant", "content": None, "refusal": None}
@@ -265,7 +259,7 @@ class ChatForm(Form):
             del call["index"]
         if "tool_calls" not in message:
             message["content"] = message["content"] or ""
-        choice = {"index": index, "message": message, "logprobs": self.log_probs(result)}
+        choice = {"index": index, "message": message, "logprobs": self.log_probs(index, result)}
         return choice | {"finish_reason": self.finish_reason(index, result)}
 
     def begin(self, index: int) -> list[dict[str, Any]]:
@@ -278,7 +272,7 @@ class ChatForm(Form):
         for part in self._parser(piece.index, piece.result).feed(piece.chunk.text, is_last=piece.is_last):
             for name, value in part.items():
                 delta[name] = delta.get(name, type(value)()) + value
-        return {"delta": delta, "logprobs": self.log_probs(piece.result, len(piece.result.ids) - len(piece.chunk.ids))}
+        return {"delta": delta, "logprobs": self.log_probs(piece.index, piece.result, is_last=piece.is_last)}
 
     def finish_reason(self, index: int, result: Result) -> str:
         reason = super().finish_reason(index, result)
@@ -296,30 +290,15 @@ class ChatForm(Form):
 
 class CompletionForm(Form):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    def log_probs(self, result: Result, first: int = 0) -> dict[str, Any] | None:
-        if self.top is None:
-            return None
-        entries, offsets = self.entries(result, first), [len(self.decoded(result.ids[:first]))]
-        for entry in entries:
-            offsets.append(offsets[-1] + len(entry["token"]))
-        return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
-            "text_offset": offsets[:-1],
-        }
-
-    def decoded(self, ids: list[int]) -> str:
-        return "".join(map(self.token_text, ids))
+    log_probs_form = staticmethod(completion_form)
 
     def choice(self, index: int, result: Result) -> dict[str, Any]:
-        choice = {"index": index, "text": result.text or "", "logprobs": self.log_probs(result)}
+        choice = {"index": index, "text": result.text or "", "logprobs": self.log_probs(index, result)}
         return choice | {"finish_reason": self.finish_reason(index, result)}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
-        first = len(piece.result.ids) - len(piece.chunk.ids)
-        return {"text": piece.chunk.text, "logprobs": self.log_probs(piece.result, first)}
+        log_probs = self.log_probs(piece.index, piece.result, is_last=piece.is_last)
+        return {"text": piece.chunk.text, "logprobs": log_probs}
 
 
 def count_usage(results: list[Result], num_prompts: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from treeflash_jax.core.checks import parse_json
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?((?:(?!</?parameter\b).)*)</parameter>\s*", flags=re.DOTALL)
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as JSON's \\ud800 gives it: no UTF-8 has it
 
 
 class BlockParser:
@@ -84,7 +85,8 @@ class BlockParser:
             match = FUNCTION.fullmatch(text)
             call = parse_json(text) if match is None else _read_function(*match.groups(), self._tools)
             arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False, allow_nan=False)
-            function = {"name": str(call["name"]), "arguments": arguments}
+            texts = {"name": str(call["name"]), "arguments": arguments}
+            function = {name: SURROGATE.sub("\ufffd", text) for name, text in texts.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return [{"content": CALL[0] + text + CALL[1]}]
         self.num_calls += 1
