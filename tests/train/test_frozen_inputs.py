@@ -31,11 +31,13 @@ STAGES = {
 
 @pytest.fixture(autouse=True)
 def untrained(monkeypatch):
-    """Steps only count, so that none is compiled for long, and exports measure no tau."""
+    """Steps only count, so that none is compiled for long; nothing is measured or drawn."""
     monkeypatch.setattr(
         training_state, "make_update", lambda *_, **__: lambda state, *_: replace(state, step=state.step + 1)
     )
     monkeypatch.setattr(export, "measure_tau", lambda *_: (None, ""))
+    monkeypatch.setattr(drafting, "step_flops", lambda *_: 1.0)
+    monkeypatch.setattr(drafting.picture, "draw", lambda _: b"")
 
 
 def make_stage(toy: Path, folder: Path, name: str, *words: str) -> drafting.DraftingStage:
