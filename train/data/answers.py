@@ -32,6 +32,10 @@ def read_inputs(settings: Any) -> Inputs:
     return {"verifier": frozen_inputs.note(settings.verifier, locate(settings.verifier, "verifier"))}
 
 
+def save_inputs(settings: Any, out: epath.Path) -> None:
+    files.write(inputs_path(out), json.dumps(read_inputs(settings), indent=1) + "\n")
+
+
 def _parts(out: epath.Path) -> list[epath.Path]:
     beside = out.parent.iterdir() if out.parent.exists() else ()
     return sorted(path for path in beside if path.name.startswith(f"{out.name}.part-"))
@@ -40,9 +44,10 @@ def _parts(out: epath.Path) -> list[epath.Path]:
 def save_settings(settings: Any, out: epath.Path) -> None:
     """Writes inputs and settings of a file that is new, or whose sources have larger limits now (see `check_settings`)."""
     path = settings_path(out)
-    if not (path.exists() and inputs_path(out).exists()):
-        files.write(inputs_path(out), json.dumps(read_inputs(settings), indent=1) + "\n")
-    if not path.exists() or "sources" in run_config.changes(settings, path, ()):
+    is_new = not path.exists()
+    if is_new:
+        save_inputs(settings, out)
+    if is_new or "sources" in run_config.changes(settings, path, ()):
         run_config.save(settings, path)
 
 
@@ -63,15 +68,19 @@ def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> Non
     changed = run_config.changes(settings, path, free)
     if not (changed.keys() == {"sources"} and _only_grew(*changed["sources"])):
         run_config.refuse(changed, out, "out")
-    if not inputs_path(out).exists():
-        hosts.say(f"{out}: begun by an earlier version, so the verifier cannot be compared")
     check_inputs(settings, out)
 
 
 def check_inputs(settings: Any, out: epath.Path) -> None:
-    """Raises ValueError if a file of answers or questions was begun by another verifier, as far as OUT.inputs.json says."""
+    """Raises ValueError if a file of answers or questions was begun by another verifier.
+
+    If an earlier version began the file without noting its verifier, it is noted now.
+    """
     if inputs_path(out).exists():
         frozen_inputs.compare(json.loads(inputs_path(out).read_text()), read_inputs(settings), f"out={out}")
+    elif hosts.is_first():
+        hosts.say(f"{out}: begun by an earlier version, so the verifier cannot be compared")
+        save_inputs(settings, out)
 
 
 def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> bool:
