@@ -85,6 +85,14 @@ def write_stage(folder: Path, *lines: str, without: tuple[str, ...]) -> Path:
     return folder / "stage.toml"
 
 
+def change_weights(folder: Path) -> None:
+    """Changes one number of the weights in a folder, and nothing else."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1  # of the last number, also in bfloat16
+    path.write_bytes(content)
+
+
 def fresh_head() -> dict:
     """The head that runs begin with; its output layer is zero."""
     return parameters.initialize(WITH_HEAD.specs()["head"], jax.random.key(1), scale=0.3)

@@ -7,7 +7,8 @@ Writes one JSON object per line, {"id", "turns": [text]}, for `train.respond` an
 within `max_tokens`, and duplicates, are left out.
 
 A question depends only on the seed and its number: the same command continues an interrupted run, a larger `count` adds to
-the file, and both result in the file of a single run. The settings are stored in OUT.settings.toml.
+the file, and both result in the file of a single run. The settings are stored in OUT.settings.toml, and the digest of the
+verifier, which must stay the same, in OUT.inputs.json.
 
 Source: Magpie (arXiv 2406.08464).
 """

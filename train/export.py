@@ -23,8 +23,9 @@ from train.data import packing
 from train.evaluate import assemble, held_out_prompts
 from train.runtime import picture, run_config, watch
 from train.runtime.checkpoint import Checkpoints
+from train.runtime.frozen_inputs import Inputs
 from train.runtime.run_config import LoopConfig
-from train.stages.drafting import DraftingStage, read_drafter_config, read_stored, read_verifier
+from train.stages.drafting import DraftingStage, read_drafter_config, read_inputs, read_stored, read_verifier
 from train.stages.registry import read_stage
 from treeflash_jax.core import files, parameters, sharding, terminal
 from treeflash_jax.core.checks import clipped, read_json
@@ -82,7 +83,7 @@ def main(settings: ExportConfig) -> None:
     dialect = settings.dialect or drafter.dialect
     model_files.writable(dialect).to_hf(drafter)  # refused before weights are read
     specs = {name: tree for name, tree in drafter.specs().items() if name in trained.trains}
-    step, params = read_params(settings, trained.loop, specs)
+    step, params = read_params(settings, trained.loop, specs, read_inputs(trained, drafter))
     whole = assemble(drafter, read_stored(trained, drafter) | params)
     with files.filled(settings.out, overwrite=settings.overwrite) as out:
         model_files.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
@@ -103,10 +104,10 @@ def main(settings: ExportConfig) -> None:
     terminal.show(f"wrote {settings.out} from step {step}\n{line}")
 
 
-def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any) -> tuple[int, Any]:
-    """Returns the chosen step and its trained weights, whole, on one device."""
+def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any, inputs: Inputs) -> tuple[int, Any]:
+    """Returns the chosen step and its trained weights, whole, on one device. Raises ValueError as `Checkpoints.load`."""
     abstract = parameters.abstract(specs, jnp.float32, sharding.make_mesh(devices=jax.devices()[:1]))
-    with closing(Checkpoints(settings.run, loop)) as checkpoints:
+    with closing(Checkpoints(settings.run, loop, inputs=inputs)) as checkpoints:
         step = choose_step(checkpoints.metrics(), settings.step, loop)
         return step, checkpoints.load(step, {"params": abstract}, in_part=True)["params"]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from train.data import packing
 from train.data.documents import DataConfig
 from train.data.records import Source, read_records
-from train.runtime import hosts, loop, run_config, watch
+from train.runtime import frozen_inputs, hosts, loop, run_config, watch
 from train.runtime.training_state import Sums, TrainTask, place
 from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
@@ -101,7 +101,8 @@ def main(settings: FromScratchConfig) -> None:
     flops = 6.0 * parameters.count(params) * settings.loop.batch * length
     task = TrainTask(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
-    params = loop.fit(task, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus)
+    inputs = {"tokenizer": frozen_inputs.note(settings.tokenizer, Path(settings.tokenizer))}
+    params = loop.fit(task, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, inputs=inputs)
     params = sharding.to_host(params)
     if hosts.is_first():
         target = files.absolute(settings.run) / "model"

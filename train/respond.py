@@ -5,8 +5,8 @@
 Writes one JSON object per line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
 "prompt": ids, "response": ids}. An answer depends on the seed and the index of its prompt, not on batches or hosts: the
 same command continues an interrupted run, on any number of hosts, and results in the same file. The settings are stored in
-OUT.settings.toml; a file of other settings is never continued or overwritten, and OUT.lock keeps a second command from
-writing it.
+OUT.settings.toml, and the digest of the verifier in OUT.inputs.json; a file of other settings, or of another verifier, is
+never continued or overwritten, and OUT.lock keeps a second command from writing it.
 
 On several hosts `out` must be visible to all of them. With replicas = "host" each host runs a verifier on its devices,
 answers its share of the prompts and writes part files; the first host merges the parts at the end. With replicas = "all"

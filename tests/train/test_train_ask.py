@@ -1,16 +1,19 @@
 """Questions are functions of seed and number; a file that was stopped or is added to is that of a single run."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from refusals import refused
+from toy_training import change_weights
 
 from train import ask, respond
 from train.ask import AskConfig
 from train.data.records import Source
 from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.pairs import locate
 
 
 @pytest.fixture
@@ -63,6 +66,10 @@ def test_a_finished_file_stays_as_it_is_and_holds_prompts(stage, tiny, monkeypat
 def test_bad_input_is_refused_in_one_line(stage, tiny, monkeypatch, tmp_path):
     few = made(stage, count=2)
     refused(lambda: made(few, seed=5), "was begun with seed = 3, got 5")
+    shutil.copytree(locate("tiny"), tmp_path / "verifier")
+    copied = made(stage, count=1, verifier=str(tmp_path / "verifier"), out=str(tmp_path / "copied.jsonl"))
+    change_weights(tmp_path / "verifier")
+    refused(lambda: made(copied, count=2), "verifier: got a verifier that changed after out=")
     refused(lambda: made(few, out=str(tmp_path / "fresh.jsonl"), max_tokens=1), "got no new question in 32 tries")
     monkeypatch.setattr(tiny.tokenizer.inner, "chat_template", "{{ messages[0].role }}")
     refused(lambda: made(few, out=str(tmp_path / "other.jsonl")), "does not show where a user's turn begins")

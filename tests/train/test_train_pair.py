@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 import toy_training
-from refusals import refused
-from toy_training import read_lines, write_lines
+from refusals import refused, snapshot
+from toy_training import change_weights, read_lines, write_lines
 
 import treeflash_jax as tf
 from train import drafter, measure, pair
@@ -252,6 +252,22 @@ def test_a_stage_that_goes_on_keeps_what_was_chosen_by_rule(prompts, tmp_path, r
     loop = replace(begun.loop, steps=10, evaluate_every=3)
     assert rehearsed.seen["drafter"] == replace(begun, loop=loop, mesh=replace(begun.mesh, data=2))
     assert rehearsed.seen["respond"].sources == (replace(asked.sources[0], limit=12),), "the same prompts are held out"
+
+
+def test_another_verifier_is_refused(prompts, tmp_path, rehearsed, capsys):
+    """Although all stages have finished; with the verifier as it was, they have. An OUT of an earlier version notes it."""
+    shutil.copytree(locate("tiny"), tmp_path / "verifier")
+    settings, out = settings_of(prompts, tmp_path / "pair", f"verifier={tmp_path}/verifier"), tmp_path / "pair"
+    assert rehearsed(settings) == EVERY and rehearsed(settings) == []
+    assert "responses.jsonl: begun by an earlier version, so the verifier" in capsys.readouterr().out
+    change_weights(tmp_path / "verifier")
+    before = snapshot(out)
+    refused(
+        lambda: rehearsed(settings), f"{tmp_path}/verifier: got a verifier that changed after out={out}/responses.jsonl"
+    )
+    assert snapshot(out) == before
+    change_weights(tmp_path / "verifier")  # back to what it was
+    assert rehearsed(settings) == []
 
 
 def test_every_setting_belongs_to_a_stage():

@@ -1,6 +1,7 @@
 """Answers are functions of seed and prompt; a run that was stopped anywhere, on any number of hosts, ends with one file."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -8,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import DATA
-from refusals import refused
-from toy_training import run_job, write_lines
+from refusals import refused, snapshot
+from toy_training import change_weights, run_job, write_lines
 
 import treeflash_jax as tf
 from train import respond
@@ -19,6 +20,7 @@ from train.respond import RespondConfig
 from train.runtime import run_config
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import files
+from treeflash_jax.engine.pairs import locate
 
 QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
 QUESTIONS += [f"Question {i}" for i in range(5)]
@@ -126,7 +128,7 @@ def test_a_stopped_run_ends_with_the_same_file(bucket, model, settings, whole, m
     assert out.read_bytes() == whole and len(model.calls[1]) == 7
     respond.main(settings)
     assert len(model.calls) == 2 and out.read_bytes() == whole
-    assert {*out.parent.glob(f"{out.name}*")} == {out, answers.settings_path(out)}
+    assert {*out.parent.glob(f"{out.name}*")} == {out, answers.settings_path(out), answers.inputs_path(out)}
 
 
 def test_parts_of_other_hosts_are_merged(model, settings, whole):
@@ -141,7 +143,8 @@ def test_parts_of_other_hosts_are_merged(model, settings, whole):
     respond.main(settings)
     assert out.read_bytes() == whole
     assert model.calls == [[2, 4, 5, 6, 7]]
-    assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.settings.toml"]
+    names = ["answers.jsonl", "answers.jsonl.inputs.json", "answers.jsonl.settings.toml"]
+    assert sorted(path.name for path in out.parent.iterdir()) == names
 
 
 def test_settings_may_change_only_where_no_answer_depends_on_them(model, settings, whole):
@@ -156,6 +159,23 @@ def test_settings_may_change_only_where_no_answer_depends_on_them(model, setting
     out.with_name("answers.jsonl.settings.toml").unlink()
     refused(lambda: respond.main(settings), "exists without its settings")
     assert out.read_bytes() == whole
+
+
+def test_answers_of_another_verifier_are_not_added(model, settings, whole, tmp_path, capsys):
+    """In files of an earlier version, which do not say whose answers they are, they are from the next command on."""
+    shutil.copytree(locate("tiny"), tmp_path / "verifier")
+    settings, out = replace(settings, verifier=str(tmp_path / "verifier")), Path(settings.out)
+    respond.main(settings)
+    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    before = snapshot(out.parent)
+    change_weights(tmp_path / "verifier")
+    refused(lambda: respond.main(settings), f"{tmp_path}/verifier: got a verifier that changed after out={out} had begun")
+    assert snapshot(out.parent) == before and "earlier version" not in capsys.readouterr().out
+    answers.inputs_path(out).unlink()
+    respond.main(settings)
+    assert f"{out}: begun by an earlier version, so the verifier cannot be compared" in capsys.readouterr().out
+    change_weights(tmp_path / "verifier")  # back to what it was
+    refused(lambda: respond.main(settings), "another out=")
 
 
 def test_a_larger_limit_adds_answers_and_keeps_those_there(model, settings, questions):

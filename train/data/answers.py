@@ -1,6 +1,7 @@
 """The resumable JSONL file of `train.respond`: its parts, settings, missing prompts, and order.
 
-Files beside OUT: OUT.part-N (the answers of half a minute, until all parts are merged), OUT.settings.toml and OUT.lock.
+Files beside OUT: OUT.part-N (the answers of half a minute, until all parts are merged), OUT.settings.toml,
+OUT.inputs.json (the digest of the verifier that answers) and OUT.lock.
 """
 
 import json
@@ -11,8 +12,10 @@ from typing import Any
 
 from etils import epath
 
-from train.runtime import run_config
+from train.runtime import frozen_inputs, hosts, run_config
+from train.runtime.frozen_inputs import Inputs
 from treeflash_jax.core import files
+from treeflash_jax.engine.pairs import locate
 
 SECONDS_PER_PART = 30.0
 
@@ -21,15 +24,30 @@ def settings_path(out: epath.Path) -> epath.Path:
     return out.with_name(f"{out.name}.settings.toml")
 
 
+def inputs_path(out: epath.Path) -> epath.Path:
+    return out.with_name(f"{out.name}.inputs.json")
+
+
+def read_inputs(settings: Any) -> Inputs:
+    return {"verifier": frozen_inputs.note(settings.verifier, locate(settings.verifier, "verifier"))}
+
+
+def save_inputs(settings: Any, out: epath.Path) -> None:
+    files.write(inputs_path(out), json.dumps(read_inputs(settings), indent=1) + "\n")
+
+
 def _parts(out: epath.Path) -> list[epath.Path]:
     beside = out.parent.iterdir() if out.parent.exists() else ()
     return sorted(path for path in beside if path.name.startswith(f"{out.name}.part-"))
 
 
 def save_settings(settings: Any, out: epath.Path) -> None:
-    """Writes the settings of a file that is new, or whose sources have larger limits now (see `check_settings`)."""
+    """Writes inputs and settings of a file that is new, or whose sources have larger limits now (see `check_settings`)."""
     path = settings_path(out)
-    if not path.exists() or "sources" in run_config.changes(settings, path, ()):
+    is_new = not path.exists()
+    if is_new:
+        save_inputs(settings, out)
+    if is_new or "sources" in run_config.changes(settings, path, ()):
         run_config.save(settings, path)
 
 
@@ -40,7 +58,8 @@ def read_thinking(source: str) -> bool | None:
 
 
 def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> None:
-    """Raises ValueError if a file of answers or questions was begun with other settings, except for those in `free`."""
+    """Raises ValueError if a file of answers or questions was begun with other settings, except for those in `free`, or by
+    another verifier."""
     path = settings_path(out)
     if not path.exists():
         if any(path.exists() for path in (out, *_parts(out))):
@@ -49,6 +68,19 @@ def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> Non
     changed = run_config.changes(settings, path, free)
     if not (changed.keys() == {"sources"} and _only_grew(*changed["sources"])):
         run_config.refuse(changed, out, "out")
+    check_inputs(settings, out)
+
+
+def check_inputs(settings: Any, out: epath.Path) -> None:
+    """Raises ValueError if a file of answers or questions was begun by another verifier.
+
+    If an earlier version began the file without noting its verifier, it is noted now.
+    """
+    if inputs_path(out).exists():
+        frozen_inputs.compare(json.loads(inputs_path(out).read_text()), read_inputs(settings), f"out={out}")
+    elif hosts.is_first():
+        hosts.say(f"{out}: begun by an earlier version, so the verifier cannot be compared")
+        save_inputs(settings, out)
 
 
 def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> bool:

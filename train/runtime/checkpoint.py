@@ -1,16 +1,18 @@
 """Checkpoints of a run through Orbax: asynchronous, complete or absent, the newest few and the best kept, local or gs://.
 
-A checkpoint holds the state and a digest of the documents it was trained on. The settings of the run are stored beside its
-checkpoints; a run directory refuses settings and documents that would train something else.
+A checkpoint holds the state, and digests of the documents it was trained on and of the run's frozen inputs. The settings of
+the run are stored beside its checkpoints; a run directory refuses settings, documents and inputs that would train something
+else.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from etils import epath
 
-from train.runtime import hosts, run_config
+from train.runtime import frozen_inputs, hosts, run_config
+from train.runtime.frozen_inputs import Inputs
 from train.runtime.run_config import LoopConfig
 from treeflash_jax.core import files
 
@@ -26,12 +28,14 @@ class Checkpoints:
     Args:
       loop: settings of the run: its steps, and which checkpoints are kept.
       documents: digest of the training documents (`Corpus.digest`); None if checkpoints are only read.
+      inputs: frozen inputs of the run as they are now.
     """
 
-    def __init__(self, run: str, loop: LoopConfig, documents: str | None = None):
+    def __init__(self, run: str, loop: LoopConfig, documents: str | None = None, inputs: Inputs | None = None):
         from orbax.checkpoint import v1 as ocp  # slow to import; compiling a step alone does not need it
 
         self.folder, self.loop, self.documents, self.orbax = files.absolute(run), loop, documents, ocp
+        self.inputs = inputs or {}
         policies = ocp.training.preservation_policies
         kept = [policies.LatestN(loop.keep)]
         if loop.best:
@@ -57,32 +61,35 @@ class Checkpoints:
     def load(self, step: int, abstract: Any, *, in_part: bool = False) -> Any:
         """Returns the state of one checkpoint, laid out as `abstract`; with `in_part`, what `abstract` has of it.
 
-        Raises ValueError if it is damaged, holds other arrays, or was trained on other documents.
+        Raises ValueError if it is damaged, holds other arrays, or was trained on other documents or frozen inputs.
         """
-        path = self.folder / "checkpoints" / str(step)
+        notes = self.notes(step)
+        unknown = [name for name in self.inputs if name not in notes.get("inputs", {})]
+        if unknown:
+            hosts.say(f"{self.folder}: begun by an earlier version, so {' and '.join(unknown)} cannot be compared")
         context = self.orbax.Context()
         context.pytree.loading.partial_load = in_part
-        try:
-            notes = self.orbax.metadata(path, checkpointable_name=STATE).custom_metadata
-            documents, steps = notes["documents"], notes["steps"]
-            with context:
-                state = self.orbax.load(path, abstract, checkpointable_name=STATE)
-        except Exception as error:  # errors of Orbax and TensorStore have no common ancestor
-            raise ValueError(
-                f"{path} cannot be read ({_reason(error)}); use the code and drafter it was saved with, delete it to "
-                "continue from the checkpoint before it, or give another run="
-            ) from error
+        with self._reading(step) as path, context:
+            state = self.orbax.load(path, abstract, checkpointable_name=STATE)
         # A run that is extended may have more documents.
-        if self.documents not in (None, documents) and steps == self.loop.steps:
+        if self.documents not in (None, notes["documents"]) and notes["steps"] == self.loop.steps:
             raise ValueError(
                 f"{self.folder}: the training documents changed after step {step}; restore the earlier ones to continue, "
                 "or give more loop.steps or another run= to train on these"
             )
         return state
 
+    def notes(self, step: int) -> dict[str, Any]:
+        """Returns what `save` noted. Raises ValueError for a damaged checkpoint, or one trained on other frozen inputs."""
+        with self._reading(step) as path:
+            notes = self.orbax.metadata(path, checkpointable_name=STATE).custom_metadata
+            inputs = notes.get("inputs", {})
+        frozen_inputs.compare(inputs, self.inputs, f"run={self.folder}")
+        return notes
+
     def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Starts writing; returns once the arrays are copied. Raises ValueError if this or the last write failed."""
-        notes = {"documents": self.documents, "steps": self.loop.steps}
+        notes = {"documents": self.documents, "steps": self.loop.steps, "inputs": self.inputs}
         with self._writing():
             self.inner.wait()
             self.inner.save_async(step, state, metrics=metrics, custom_metadata=notes, overwrite=True)
@@ -95,6 +102,17 @@ class Checkpoints:
             self.inner.close()
 
     @contextmanager
+    def _reading(self, step: int) -> Iterator[epath.Path]:
+        path = self.folder / "checkpoints" / str(step)
+        try:
+            yield path
+        except Exception as error:  # errors of Orbax and TensorStore have no common ancestor
+            raise ValueError(
+                f"{path} cannot be read ({_reason(error)}); use the code and drafter it was saved with, delete it to "
+                "continue from the checkpoint before it, or give another run="
+            ) from error
+
+    @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
@@ -103,6 +121,14 @@ class Checkpoints:
                 f"{self.folder}: a checkpoint could not be written ({_reason(error)}); free some space or give another "
                 "run=; complete checkpoints are untouched"
             ) from error
+
+
+def check_inputs(run: str, loop: LoopConfig, inputs: Inputs) -> None:
+    """Raises ValueError as `Checkpoints.notes` does for the newest checkpoint of a run, if there is one."""
+    if (files.absolute(run) / "checkpoints").exists():
+        with closing(Checkpoints(run, loop, inputs=inputs)) as checkpoints:
+            for step in [*checkpoints.metrics()][-1:]:
+                checkpoints.notes(step)
 
 
 def claim(folder: epath.Path, config: Any) -> None:

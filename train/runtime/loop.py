@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from train.data import packing
 from train.runtime import flops, hosts, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
+from train.runtime.frozen_inputs import Inputs
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import files, programs, sharding
@@ -59,6 +60,7 @@ def fit(
     params: Any,
     frozen: Any,
     corpus: packing.Corpus,
+    inputs: Inputs | None = None,
     evaluate: Callable[[Any, Report], dict[str, Any]] | None = None,
     on_timed: Callable[[int, float], None] | None = None,
 ) -> Any:
@@ -67,12 +69,13 @@ def fit(
     Args:
       config: settings of the stage; reads `run`, `loop`, `optimizer` and `data`, and a run belongs to all of them.
       params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
+      inputs: frozen inputs, which checkpoints note; a run that continues must have the same.
       evaluate: metrics of the weights, added to those of the held-out sequences; it may report its progress.
       on_timed: receives, at the first log line, the number of the step and the seconds that a step takes.
 
     Raises:
-      ValueError: a run directory of other settings or past the last step, a batch that does not divide, a loss that is not
-        finite (the last checkpoint is from before), a checkpoint that cannot be written.
+      ValueError: a run directory of other settings or inputs, or past the last step; a batch that does not divide; a loss
+        that is not finite (the last checkpoint is from before); a checkpoint that cannot be written.
       SystemExit: after SIGTERM or Ctrl-C and one more checkpoint, with status 143 or 130.
     """
     loop: LoopConfig = config.loop
@@ -80,7 +83,7 @@ def fit(
     steps, folder = resolve_steps(loop, corpus.num_sequences), files.absolute(config.run)
     with sharding.ambient(mesh), hosts.held(folder / "run.lock", f"run={config.run}"):
         claim(folder, config)
-        with closing(Checkpoints(config.run, loop, corpus.digest())) as checkpoints, ExitStack() as stack:
+        with closing(Checkpoints(config.run, loop, corpus.digest(), inputs)) as checkpoints, ExitStack() as stack:
             run = _Run(task, config, steps, mesh, params, checkpoints, stack)
             run.measures = [partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)]
             if evaluate is not None:

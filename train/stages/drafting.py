@@ -13,6 +13,7 @@ Example:
   >>> drafting.train(run_config.load(MyStage, "my.toml"))
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -29,8 +30,10 @@ from train.data.documents import DataConfig
 from train.data.packing import Corpus
 from train.data.records import Source
 from train.evaluate import EvaluateConfig, assemble, make_tau_measure
-from train.runtime import hosts, loop, picture, run_config, watch
+from train.runtime import frozen_inputs, hosts, loop, picture, run_config, watch
+from train.runtime.checkpoint import check_inputs
 from train.runtime.flops import step_flops
+from train.runtime.frozen_inputs import Inputs
 from train.runtime.training_state import SumsFunction, TrainTask, abstract_batch, place
 from train.stages.teacher import record
 from treeflash_jax.core import files, parameters, sharding
@@ -46,6 +49,8 @@ from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
+
+DERIVED = "derived.json"  # in a run's folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,26 +156,44 @@ def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
 
 
 def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> dict[str, Any]:
-    """Returns the weights of the drafter that the stage starts from, and those that are derived from the answers.
+    """Returns the weights of the drafter that the stage starts from, and those of `read_derived`."""
+    stored: dict[str, Any] = {}
+    if settings.starts_from:
+        stored = model_files.load_drafter(locate(settings.starts_from, "drafter"), dtype=jnp.float32)[1]
+    return stored | {name: np.array(values) for name, values in read_derived(settings, drafter, counts_v).items()}
 
-    The latter are kept in RUN/derived.json: they follow from the answers when the run began.
+
+def read_derived(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> dict[str, list]:
+    """Returns the weights derived from the answers, as they were when the run began: kept in RUN/derived.json.
 
     Args:
       counts_v: occurrences of each token in the answers; None if the run exists.
     """
-    stored: dict[str, Any] = {}
-    if settings.starts_from:
-        stored = model_files.load_drafter(locate(settings.starts_from, "drafter"), dtype=jnp.float32)[1]
-    path = files.absolute(settings.run) / "derived.json"
+    path = files.absolute(settings.run) / DERIVED
     if path.exists():
-        derived = json.loads(path.read_text())
-    else:
-        made = {} if counts_v is None else settings.derived(drafter, counts_v)
-        derived = {name: array.tolist() for name, array in made.items()}
-        if derived and hosts.is_first():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write(path, json.dumps(derived))
-    return stored | {name: np.array(values) for name, values in derived.items()}
+        return json.loads(path.read_text())
+    made = {} if counts_v is None else settings.derived(drafter, counts_v)
+    derived = {name: array.tolist() for name, array in made.items()}
+    if derived and hosts.is_first():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, json.dumps(derived))
+    return derived
+
+
+def read_inputs(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> Inputs:
+    """Returns the frozen inputs of a run: the verifier, the drafter that it starts from, and the weights of `read_derived`.
+
+    Of a drafter whose weights are all trained further, which checkpoints hold, only the config is an input.
+    """
+    inputs = {"verifier": frozen_inputs.note(settings.verifier, locate(settings.verifier, "verifier"))}
+    if settings.starts_from not in ("", settings.verifier):
+        is_frozen = any(name not in settings.trains for name, tree in drafter.specs().items() if tree)
+        folder = locate(settings.starts_from, "drafter")
+        inputs["drafter"] = frozen_inputs.note(settings.starts_from, folder, weights=is_frozen)
+    if derived := read_derived(settings, drafter, counts_v):
+        digest = hashlib.sha256(json.dumps(derived).encode()).hexdigest()
+        inputs["draft vocabulary"] = {"path": f"{settings.run}/{DERIVED}", "digest": digest}
+    return inputs
 
 
 def check_kind(name: str, drafter: Any, kind: type, noun: str) -> None:
@@ -212,16 +235,20 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     (folder, model, tokenizer), length = read_verifier(settings), settings.data.sequence_length
     expect(length <= model.max_positions, "data.sequence_length", length, f"at most {model.max_positions} (verifier)")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed, model.vocab_size)
-    _, weights = model_files.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = read_drafter_config(settings, model)
     settings.check_corpus(drafter, model, corpus, tokenizer)
     model_files.writable(drafter.dialect, drafter)
+    counts_v = corpus.answer_counts(model.vocab_size)
+    inputs = read_inputs(settings, drafter, counts_v)
+    check_inputs(settings.run, settings.loop, inputs)  # before weights are read and outputs are recorded
+    _, weights = model_files.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     task = make_task(settings, model, drafter, mesh)
     if settings.data.record:
         attention = choose_training_attention(sharding.device(mesh), settings.attention)
         corpus = record(
             corpus,
             settings.data.record,
+            digest=inputs["verifier"]["digest"],
             weights=weights,
             model=model,
             taps=drafter.taps,
@@ -229,7 +256,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
             attention=attention,
             mesh=mesh,
         )
-    stored = read_stored(settings, drafter, corpus.answer_counts(model.vocab_size))
+    stored = read_stored(settings, drafter, counts_v)
     scales = {"norm": weights["norm"] + 1} if model.offset_norms else {}  # norms of drafters store their whole scale
     params = place(settings.fresh(drafter, weights | scales, stored), task.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {
@@ -249,6 +276,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
         params=params,
         frozen=frozen,
         corpus=corpus,
+        inputs=inputs,
         evaluate=measure,
         on_timed=on_timed,
     )
@@ -258,7 +286,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
         with files.filled(target, overwrite=True) as folder:
             model_files.save_drafter(folder, drafter, whole)
             if settings.lists_tokens:
-                draft_vocabulary.write(folder, corpus.answer_counts(model.vocab_size))
+                draft_vocabulary.write(folder, counts_v)
         files.write(target.parent / picture.NAME, picture.draw(watch.read_log(settings.run)))
         hosts.say(f"{drafter.kind} drafter in {target}: {watch.summary(settings.run)}; loss and tau in {picture.NAME}")
     hosts.wait("model")

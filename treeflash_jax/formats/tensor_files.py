@@ -28,7 +28,7 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
     """
     listed = _listed(folder)
     with ExitStack() as stack:
-        handles = {name: _open(folder / name, stack) for name in sorted({*listed.values()}) or ["model.safetensors"]}
+        handles = {name: _open(folder / name, stack) for name in file_names(folder)}
         held = {name: {*handle.keys()} for name, handle in handles.items()}
         for tensor, name in listed.items():
             if tensor not in held[name]:
@@ -69,6 +69,11 @@ def _map_float8(path: Path) -> dict[str, Float8Tensor]:
         for name, tensor in header.items()
         if tensor.get("dtype") == FLOAT8
     }
+
+
+def file_names(folder: Path) -> list[str]:
+    """Returns the names of the files that `open_folder` reads, which may be missing. Raises ValueError for a bad index."""
+    return sorted({*_listed(folder).values()}) or ["model.safetensors"]
 
 
 def names(folder: Path) -> Collection[str]:

@@ -1,0 +1,63 @@
+"""Frozen inputs: what a run reads whenever it starts and never changes, such as the verifier, a backbone or a tokenizer.
+
+A run notes a digest of each when it begins: in its checkpoints, or beside the file of `train.respond` and `train.ask`.
+Continuing it, `train.export` and `train.pair` compare them.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from treeflash_jax.formats import tensor_files
+
+PIECE = 2**24  # bytes that a thread reads and digests at a time
+
+Inputs = Mapping[str, Mapping[str, str]]  # of each input, by name, its "path" as it was given and its "digest"
+
+
+def note(path: str, files: Path, *, weights: bool = True) -> dict[str, str]:
+    """Returns the entry of an input: a folder, or a GGUF file.
+
+    Args:
+      path: the setting that names it.
+      files: where it lies on this machine.
+      weights: digest weights and tokenizer, and not only config.json.
+    """
+    return {"path": path, "digest": digest_model(files, weights=weights)}
+
+
+def digest_model(path: Path, *, weights: bool = True) -> str:
+    """Returns the SHA-256 of the files of a model as they lie, read in pieces by all cores.
+
+    Of a folder these are config.json, tokenizer.json and the files of its tensors; those that are missing do not count.
+    """
+    names = ["config.json", "tokenizer.json", *tensor_files.file_names(path)] if weights else ["config.json"]
+    found = [path] if path.is_file() else [path / name for name in names if (path / name).exists()]
+    pieces = [(file, begin) for file in found for begin in range(0, file.stat().st_size, PIECE)]
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor() as threads:
+        for (file, begin), piece in zip(pieces, threads.map(_digest_piece, pieces), strict=True):
+            digest.update(f"{file.name} {begin} ".encode() + piece)
+    return digest.hexdigest()
+
+
+def _digest_piece(piece: tuple[Path, int]) -> bytes:
+    path, begin = piece
+    with path.open("rb") as file:
+        file.seek(begin)
+        return hashlib.sha256(file.read(PIECE)).digest()
+
+
+def compare(noted: Inputs, now: Inputs, run: str) -> None:
+    """Raises ValueError naming the first input that changed since it was noted; inputs that were not noted may be any.
+
+    Args:
+      run: the setting of the run or file that noted them, such as "run=runs/head".
+    """
+    for name, entry in now.items():
+        if name in noted and noted[name]["digest"] != entry["digest"]:
+            raise ValueError(
+                f"{entry['path']}: got a {name} that changed after {run} had begun, expected the files of then; restore "
+                f"them, or begin again with another {run.partition('=')[0]}="
+            )
