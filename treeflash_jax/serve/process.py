@@ -30,8 +30,8 @@ LAST_SECOND = 1  # of the grace: for the errors of answers that are not finished
 def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> int:
     """Serves a model until SIGTERM or Ctrl-C; compiles all programs before it listens.
 
-    Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if decoding ended. If a dispatch or a request is still
-    being worked on after the grace, it does not return: the signal ends the process.
+    Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if decoding ended. If anything is unfinished after the
+    grace, it does not return: the signal ends the process.
     """
     key = None if options.api_key_file is None else Path(options.api_key_file).read_text(encoding="utf-8").strip()
     expect(key != "", "content of --api-key-file", options.api_key_file, "a key, not an empty file")
@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
         return self._answering.worker.error is not None or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._end = time.monotonic() + self._grace
+        self._end = time.monotonic() + max(LAST_SECOND, self._grace)
         seconds = 0 if self._answering.worker.error is not None else max(0, self._grace - LAST_SECOND)
         asyncio.get_running_loop().call_later(seconds, self._answering.end)
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a traceback for each client that does not read
@@ -111,13 +111,13 @@ class Server(uvicorn.Server):
     def finish(self) -> int:
         """Ends the worker and returns the exit status; after the grace, ends the process."""
         answering, end = self._answering, self._end or 0.0
-        has_ended = answering.worker.stop(max(LAST_SECOND, end - time.monotonic()))
+        has_ended = answering.worker.stop(max(0, end - time.monotonic()))
         if answering.num_unfinished:
             print(f"treeflash: ended with {answering.num_unfinished} requests unfinished", file=sys.stderr, flush=True)
         if answering.worker.error is not None:
             print(f"treeflash: error: decoding ended: {clipped(answering.worker.error)}", file=sys.stderr, flush=True)
             return 1
-        if not has_ended or answering.num_busy:  # Python waits for such threads, or crashes in them
+        if answering.num_unfinished or answering.num_busy or not has_ended:  # Python's end takes time, or waits for threads
             number = self._signal or signal.SIGTERM
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
