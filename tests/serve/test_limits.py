@@ -44,7 +44,7 @@ def stub_worker(**more: Any) -> SimpleNamespace:
     def submit(submission: Submission) -> None:
         for index in range(len(submission.requests)):
             result = Result(text="yes", ids=[5], prompt_ids=[1], builder="none", accept_lengths=[1], finished="length")
-            submission.pieces.put_nowait(Piece(index, Chunk([5], "yes", 1), result, True))
+            submission.pieces.put_nowait(Piece(index, Chunk(ids=[5], text="yes", rounds=1), result, True))
 
     worker = SimpleNamespace(
         model=SimpleNamespace(names=("tiny",), tokenizer=None), error=None, context=64, text_limit=None,
@@ -320,7 +320,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_of_the_server(path):
 
     def submit(submission: Submission) -> None:
         result = Result(text="half \udc80", ids=[5], prompt_ids=[1], builder="none", accept_lengths=[1], finished="length")
-        submission.pieces.put_nowait(Piece(0, Chunk([5], "half \udc80", 1), result, True))
+        submission.pieces.put_nowait(Piece(0, Chunk(ids=[5], text="half \udc80", rounds=1), result, True))
 
     worker, body = stub_worker(submit=submit), {"prompt": "a", "messages": CHAT}
     whole = ask(worker, body, path)
