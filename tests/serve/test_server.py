@@ -1,81 +1,26 @@
 """The server, over HTTP: its answers are those of `generate`, in the forms that the openai client reads."""
 
-import asyncio
 import json
-import os
-import random
-import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
-import hypothesis
 import jsonschema
 import openai
 import pytest
-import schemathesis
-import uvicorn
-from hypothesis import HealthCheck, strategies
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from refusals import refused
+from servers import CHAT, CONTEXT, GREEDY, LIMIT, metric, wait_for
 
 import treeflash_jax as tf
 from treeflash_jax.core import programs
-from treeflash_jax.serve.app import MOST_BYTES, bind, make_app
+from treeflash_jax.serve.limits import MOST_BYTES
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
-from treeflash_jax.serve.worker import QueueFull, Submission, Worker
+from treeflash_jax.serve.worker import Worker
 
-BOUNDED = hypothesis.settings(derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
-CONTEXT, LIMIT = 384, 34
-CHAT = [{"role": "user", "content": "Sam has 2 cats and 3 dogs. How many animals?"}]
-NO_STOP = {"max_tokens": 300}
-GREEDY = {"temperature": 0}
 LARGE = {"type": "string", "pattern": "[a-z]{300}"}  # more states than the server's
-
-
-@pytest.fixture(scope="module")
-def server(tiny):
-    """A server of the pair `tiny` with two slots; yields its URL and its worker."""
-    metrics = Metrics()
-    options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
-    worker = Worker(tiny, tf.GenerateConfig(nodes=4), metrics, options)
-    worker.start()
-    listener = socket.create_server(("127.0.0.1", 0))
-    http = uvicorn.Server(uvicorn.Config(make_app(worker, metrics, has_page=True), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
-    thread.start()
-    yield SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}", worker=worker)
-    http.should_exit = True
-    thread.join()
-    worker.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=600, max_retries=0)
-
-
-def metric(server, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics").text
-    return sum(float(value) for value in re.findall(rf"^treeflash_{name}(?:{{.*}})? (\S+)$", text, flags=re.MULTILINE))
-
-
-def wait_for(is_true, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_concurrent_chats_are_those_of_generate_and_compile_nothing(tiny, server, client):
@@ -239,37 +184,6 @@ def test_paths_models_and_health(server, client):
         client.completions.create(model="tiny", prompt="x", echo=True)
 
 
-def test_a_full_queue_is_an_error_for_now(server, tiny):
-    bias = {token: -100 for token in tiny.stop_ids}
-    requests = server.worker.make_requests([[5, 6, 7]], samples=LIMIT, logit_bias=bias)
-
-    async def fill() -> None:
-        submission = Submission(requests)
-        server.worker.submit(submission)
-        try:
-            with pytest.raises(QueueFull, match=f"got 1 answers .* at most {LIMIT} together; try again later"):
-                server.worker.submit(Submission(requests[:1]))
-        finally:
-            server.worker.cancel(submission)
-            assert await submission.pieces.get() is None
-
-    asyncio.run(fill())
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_port_is_taken_before_it_listens(host):
-    try:
-        listener = bind(host, 0)
-    except ValueError:
-        pytest.skip("needs IPv6")
-    with listener, socket.socket(listener.family) as other:
-        address = listener.getsockname()
-        assert other.connect_ex(address) != 0, "nobody listens"
-        refused(lambda: bind(host, address[1]), f"--port {address[1]}", "in use", "expected")
-        listener.listen()
-        assert other.connect_ex(address) == 0
-
-
 def test_the_shortest_context_has_room_for_the_warm_up(tiny):
     refused(lambda: ServeOptions(context=2), "got context 2, expected at least 3")
     assert (
@@ -292,49 +206,6 @@ def test_clients_that_leave_free_their_slots(tiny, server, client):
     wait_for(lambda: metric(server, "running") == metric(server, "waiting") == 0)
     assert metric(server, "answers_total") < before + 3
     assert client.chat.completions.create(**body | {"max_tokens": 2}).usage.completion_tokens == 2
-
-
-def test_a_key_is_checked():
-    worker = SimpleNamespace(model=SimpleNamespace(names=("tiny",)), error=None, context=9)
-    transport = httpx.ASGITransport(make_app(worker, Metrics(), key="secret"))
-
-    async def ask(**headers: str) -> int:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            return (await http.get("/v1/models", headers=headers)).status_code
-
-    for header, status in {"Bearer secret": 200, "Bearer other": 401, "secret": 401, "Bearer ": 401}.items():
-        assert asyncio.run(ask(Authorization=header)) == status
-    assert asyncio.run(ask()) == 401
-
-
-def test_random_bodies_are_refused_or_queued(server):
-    """Bodies of the API's own schema: never an error of the server, and one line each."""
-
-    def refuse(call) -> None:
-        raise QueueFull("full")
-
-    worker = SimpleNamespace(
-        model=server.worker.model, error=None, make_requests=server.worker.make_requests, submit=refuse
-    )
-    schema = schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
-    statuses = set()
-    for path in ("/v1/chat/completions", "/v1/completions"):
-
-        @hypothesis.settings(
-            max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
-        )
-        @hypothesis.given(case=schema[path]["POST"].as_strategy(), has_chat=strategies.booleans())
-        def check(case, has_chat: bool) -> None:
-            if isinstance(case.body, dict):
-                case.body.pop("model", None)
-                case.body |= {"messages": CHAT, "prompt": "x"} if has_chat else {}
-            response = case.call()
-            message = response.json()["error"]["message"]
-            assert response.status_code in (400, 429) and "\n" not in message, message
-            statuses.add(response.status_code)
-
-        check()
-    assert statuses == {400, 429}
 
 
 def test_the_page_streams_an_answer_and_shows_a_tree(server):
@@ -364,71 +235,3 @@ def test_the_page_streams_an_answer_and_shows_a_tree(server):
     finally:
         browser.quit()
     assert httpx.get(f"{server.url}/ui/trees/none").status_code == 404
-
-
-@contextmanager
-def command(*options: str, port: int = 0):
-    """The server as a process; yields it and its URL."""
-    words = f"serve --verifier tiny --dtype float32 --nodes 4 --context 512 --port {port}".split()
-    process = subprocess.Popen([sys.executable, "-m", "treeflash_jax", *words, *options], stderr=subprocess.PIPE, text=True)
-    try:
-        yield process, re.search(r"serving tiny at (\S+)", next(line for line in process.stderr if "serving" in line))[1]
-    finally:
-        process.kill()
-
-
-@pytest.mark.slow
-def test_the_command_ends_with_its_last_answer():
-    with command("--slots", "1", "--grace", "60") as (process, url):
-        body = {"model": "tiny", "messages": CHAT, "max_tokens": 200, "stream": True, "temperature": 0}
-        with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=600) as response:
-            events = response.iter_lines()
-            assert json.loads(next(events).removeprefix("data: "))["object"] == "chat.completion.chunk"
-            process.send_signal(signal.SIGTERM)
-            *_, last = [line for line in events if line]
-        assert last == "data: [DONE]" and process.wait(60) == 0
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/models")
-
-
-@pytest.mark.slow
-def test_many_clients_lose_nothing_and_memory_stays_flat():
-    """64 clients for a minute; then the process is killed, and another one takes its port."""
-
-    def resident() -> int:
-        return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def ask(number: int) -> int:
-        """Returns the number of answers that one client got."""
-        rng, client, count = (
-            random.Random(number),
-            openai.OpenAI(base_url=url, api_key="any", timeout=600, max_retries=0),
-            0,
-        )
-        while time.monotonic() < end:
-            chat = [{"role": "user", "content": "cat " * rng.randint(1, 80)}]
-            given = {"model": "tiny", "messages": chat, "max_tokens": rng.randint(1, 24), "seed": rng.randint(0, 9)}
-            if rng.random() < 0.5:
-                *_, last = client.chat.completions.create(**given, stream=True)
-                assert last.choices[0].finish_reason in ("stop", "length")
-            else:
-                answer = client.chat.completions.create(**given)
-                assert 0 < answer.usage.completion_tokens <= given["max_tokens"]
-            count += 1
-        return count
-
-    with command("--slots", "8") as (process, url):
-        end = time.monotonic() + 60
-        with ThreadPoolExecutor(64) as pool:
-            counts = [pool.submit(ask, number) for number in range(64)]
-            time.sleep(20)
-            early = resident()
-            total = sum(count.result() for count in counts)
-        assert total > 64 and resident() < 1.1 * early
-        text = httpx.get(f"{url.removesuffix('/v1')}/metrics").text
-        assert "treeflash_running 0.0\n" in text and "treeflash_waiting 0.0\n" in text
-        assert sum(map(float, re.findall(r"answers_total{.*} (\S+)", text))) == total
-        process.kill()
-        process.wait()
-        with command("--slots", "8", port=httpx.URL(url).port) as (_, again):
-            assert again == url and httpx.get(f"{url}/models").json()["data"][0]["id"] == "tiny"

@@ -209,7 +209,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
-        from treeflash_jax.serve.app import serve
+        from treeflash_jax.serve.process import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"got no package {error.name}, expected those of: pip install 'treeflash-jax[serve]'") from None
     options = ServeOptions(**option_values(arguments, ServeOptions))

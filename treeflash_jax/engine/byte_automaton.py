@@ -7,6 +7,8 @@ after it; END_OF_TEXT in place of the byte says that a text may end in the state
 status 1, stderr says why the text cannot be followed; any other status but 0 means that it took too much.
 """
 
+import ctypes
+import signal
 import sys
 from array import array
 from contextlib import suppress
@@ -14,6 +16,7 @@ from contextlib import suppress
 END_OF_TEXT = 256
 START, END = "\x01\x01", "\x00"  # around a text
 START_TOKEN, EOS_TOKEN = 256, 257  # ids; those of bytes are their values
+END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 DEEPEST = 1000  # references to definitions inside each other; beyond that, outlines-core leaves them out
 ANCHORS = "leave out ^ and $, a pattern matches the whole text"
 
@@ -56,6 +59,8 @@ def main() -> None:
 
         for limit, most in zip((resource.RLIMIT_CPU, resource.RLIMIT_AS), map(int, limits), strict=True):
             resource.setrlimit(limit, (most, most))
+    with suppress(AttributeError, OSError, TypeError):  # not every system has prctl
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
     text = sys.stdin.buffer.read().decode()
     try:
         if kind == "schema":

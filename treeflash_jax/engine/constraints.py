@@ -10,7 +10,8 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from treeflash_jax.decoding.automaton import NOWHERE, Automaton
 from treeflash_jax.engine import byte_automaton
 from treeflash_jax.formats.tokenizer import Tokenizer
 
+RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
 NAMES = "schema", "pattern", "choices"  # settings, of which a prompt has at most one
 MOST_BYTES, MOST_STATES = 64 * 2**20, 2**17  # of one table
 MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # that compiling an expression may take
@@ -216,7 +218,7 @@ def _byte_automaton(kind: str, text: str) -> tuple[np.ndarray, np.ndarray]:
     if find_spec("outlines_core") is None:
         raise ValueError('schema, pattern and choices need outlines-core: pip install "treeflash-jax[schema]"')
     command = [sys.executable, byte_automaton.__file__, kind, str(MOST_SECONDS), str(MOST_MEMORY)]
-    run = subprocess.run(command, input=text.encode(), capture_output=True)
+    run = RUN.get()(command, input=text.encode(), capture_output=True)
     if run.returncode == 1:
         raise _Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 160)}")
     if run.returncode:

@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any
 
 from treeflash_jax.core.checks import QUOTED, clipped, coerce, expect, hint, quoted
+from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -79,7 +80,7 @@ def encode_each(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]]
     return encoded
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, limit: TextLimit | None = None) -> list[int]:
     """Returns the token ids of one prompt.
 
     A string is a user's message, formatted with the chat template if the tokenizer has one; a `Text` is continued as it is.
@@ -87,9 +88,10 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 
     Args:
       tokenizer: tokenizer of the verifier; not needed for ids.
+      limit: checks a text before it is encoded, and a chat as its template writes it, which may leave texts out.
 
-    Raises ValueError for no prompt, an empty prompt, text without a tokenizer, text that the tokenizer or its chat template
-    rejects, or messages with content other than text.
+    Raises ValueError for no prompt, an empty prompt, text without a tokenizer or beyond the limit, text that the tokenizer
+    or its chat template rejects, or messages with content other than text.
     """
     if isinstance(prompt, str) and not isinstance(prompt, Text) and prompt and tokenizer and tokenizer.has_chat_template:
         prompt = [{"role": "user", "content": prompt}]
@@ -99,7 +101,10 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if is_chat or isinstance(items, str):
         if tokenizer is None:
             raise ValueError("got text, but the verifier's folder has no tokenizer.json; give ids instead")
-        ids = tokenizer.encode_chat(plain_messages(items), **chat.arguments) if is_chat else tokenizer.encode(items)
+        text = tokenizer.render(plain_messages(items), **chat.arguments) if is_chat else items
+        if limit is not None:
+            limit.check(text)
+        ids = tokenizer.encode_texts([text], add_special_tokens=False)[0] if is_chat else tokenizer.encode(text)
     else:
         if strange := [item for item in items if not _is_id(item)]:
             raise ValueError(f"got {type(strange[0]).__name__} among the token ids of a prompt, expected whole numbers")

@@ -48,6 +48,8 @@ class Tokenizer:
 
         with _one_line(f"{path}: tokenizer.json or tokenizer_config.json is damaged"):
             inner = PreTrainedTokenizerFast(**arguments) if is_gguf else PreTrainedTokenizerFast.from_pretrained(path)
+            inner.backend_tokenizer.no_truncation()  # transformers would do it later, while another thread encodes
+            inner.backend_tokenizer.no_padding()
             return cls(inner, template)
 
     @property

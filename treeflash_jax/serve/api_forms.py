@@ -9,9 +9,9 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.prompts import Chat, Prompt, Text
@@ -34,6 +34,8 @@ SETTINGS = {  # of our requests, by OpenAI's names and by those of other servers
     "logit_bias": "logit_bias",
 }
 MOST_SAMPLES = 128
+FAIL_FAST = Field(fail_fast=True)  # one error is enough, and a million take minutes
+Ids = Annotated[list[int], FAIL_FAST]
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -67,7 +69,7 @@ class Body(BaseModel):
     max_tokens: int | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], FAIL_FAST] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -77,6 +79,14 @@ class Body(BaseModel):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     response_format: ResponseFormat | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def num_answers(self) -> int:
+        return self.num_prompts * max(1, self.n or 1)
 
     @property
     def includes_usage(self) -> bool:
@@ -99,11 +109,11 @@ class Body(BaseModel):
 class ChatBody(Body):
     """Body of a request to /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], FAIL_FAST]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -138,9 +148,14 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """Body of a request to /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | Annotated[list[str], FAIL_FAST] | Annotated[list[Ids], FAIL_FAST]
     logprobs: int | None = None
     echo: bool | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
+        return 1 if is_one else len(self.prompt)
 
     def prompts(self) -> list[Prompt]:
         """Returns the prompts. Raises ValueError for `echo`."""

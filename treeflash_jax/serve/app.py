@@ -3,26 +3,22 @@
 import asyncio
 import hmac
 import json
-import signal
-import socket
-import sys
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.concurrency import run_in_threadpool
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from treeflash_jax.core.checks import clipped, expect
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.core.checks import clipped
 from treeflash_jax.engine.results import Result
 from treeflash_jax.serve.api_forms import (
     Body,
@@ -34,61 +30,44 @@ from treeflash_jax.serve.api_forms import (
     count_usage,
     make_error,
 )
+from treeflash_jax.serve.limits import MOST_BYTES, Limits, parse_body
 from treeflash_jax.serve.metrics import Metrics
-from treeflash_jax.serve.options import ServeOptions
+from treeflash_jax.serve.threads import Compiler, Threads
 from treeflash_jax.serve.worker import Piece, QueueFull, Submission, Worker
 
-MOST_BYTES = 4 * 2**20  # of a body
+READING, WRITING, COMPILING = 8, 4, 2  # threads for bodies, for whole answers, and for schemas, of up to 2 GiB each
+BODIES, SCHEMAS = {"ChatBody": ChatBody, "CompletionBody": CompletionBody}, "#/components/schemas/"
 KEPT_ANSWERS = 64  # whose trees the chat page can show
+logger = logging.getLogger("treeflash_jax")
 
 
-def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> int:
-    """Serves a model until SIGTERM or Ctrl-C; compiles all programs before it listens."""
-    key = None if options.api_key_file is None else Path(options.api_key_file).read_text(encoding="utf-8").strip()
-    expect(key != "", "content of --api-key-file", options.api_key_file, "a key, not an empty file")
-    metrics = Metrics()
-    listener = bind(options.host, options.port)
-    worker = Worker(model, config, metrics, options)
-    worker.start()
-    settings = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": options.grace}
-    server = uvicorn.Server(uvicorn.Config(make_app(worker, metrics, key, has_page=options.ui), **settings))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again after the last answer
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the next server, once this one has ended
-    listener.listen()
-    host, port = listener.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
-    print(f"treeflash: serving {worker.model.names[0]} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
-    try:
-        server.run(sockets=[listener])
-    finally:
-        worker.stop()
-    return 0
+class Gone(Exception):
+    """The client went away."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that has its port, but refuses connections until it listens. Raises ValueError if it cannot."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    reuse = socket.SOL_SOCKET, socket.SO_REUSEADDR
-    listener.setsockopt(*reuse, 1)  # the port of a server that has just ended
-    try:
-        listener.bind((host, port))
-        listener.setsockopt(*reuse, 0)  # nobody else gets it before this one listens
-    except OSError as error:
-        listener.close()
-        known = "an address of this machine and a free port; --port 0 takes one"
-        raise ValueError(f"got --host {clipped(host, 60)} --port {port} ({error.strerror}), expected {known}") from None
-    return listener
+class ServerEnds(RuntimeError):
+    """The server ends before the answer."""
 
 
-def make_app(worker: Worker, metrics: Metrics, key: str | None = None, *, has_page: bool = False) -> FastAPI:
-    """Returns the application; with a key, clients must send it.
+def make_app(
+    worker: Worker,
+    metrics: Metrics,
+    key: str | None = None,
+    *,
+    hosts: Collection[str] | None = None,
+    has_page: bool = False,
+) -> FastAPI:
+    """Returns the application, whose `state.answering` is its `Answering`.
+
+    With a key, clients must send it for everything but /health and the chat page.
 
     Args:
+      hosts: names by which clients may call the server; None for any.
       has_page: whether it serves the chat page, and trees of the last answers.
     """
-    app = FastAPI(title="treeflash serve", docs_url=None, redoc_url=None)
-    app.add_middleware(Limits, metrics=metrics)
-    answering = Answering(worker, keeps_latest=has_page)
+    app = FastAPI(title="treeflash serve", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Limits, metrics=metrics, hosts=hosts)
+    answering = app.state.answering = Answering(worker, keeps_latest=has_page)
 
     async def check_key(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -98,18 +77,21 @@ def make_app(worker: Worker, metrics: Metrics, key: str | None = None, *, has_pa
                 401, make_error("got no valid API key, expected 'Authorization: Bearer KEY'", code="invalid_api_key")
             )
 
-    @app.post("/v1/chat/completions", dependencies=[Depends(check_key)])
-    async def chat(body: ChatBody, request: Request) -> Any:
-        return await answering.answer(body, request, ChatForm)
+    needs = [Depends(check_key)]
+    body = [{"requestBody": {"content": {"application/json": {"schema": {"$ref": SCHEMAS + name}}}}} for name in BODIES]
 
-    @app.post("/v1/completions", dependencies=[Depends(check_key)])
-    async def complete(body: CompletionBody, request: Request) -> Any:
-        return await answering.answer(body, request, CompletionForm)
+    @app.post("/v1/chat/completions", dependencies=needs, openapi_extra=body[0])
+    async def chat(request: Request) -> Any:
+        return await answering.answer(request, ChatBody, ChatForm)
 
-    @app.get("/v1/models", dependencies=[Depends(check_key)])
+    @app.post("/v1/completions", dependencies=needs, openapi_extra=body[1])
+    async def complete(request: Request) -> Any:
+        return await answering.answer(request, CompletionBody, CompletionForm)
+
+    @app.get("/v1/models", dependencies=needs)
     async def list_models() -> Any:
         created = int(metrics.started)
-        card = {"id": worker.model.names[0], "object": "model", "created": created, "owned_by": "treeflash"}
+        card = {"id": answering.name, "object": "model", "created": created, "owned_by": "treeflash"}
         return {"object": "list", "data": [card | {"max_model_len": worker.context}]}
 
     @app.get("/health")
@@ -118,12 +100,18 @@ def make_app(worker: Worker, metrics: Metrics, key: str | None = None, *, has_pa
             return JSONResponse({"status": "decoding ended"}, 503)
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/openapi.json", dependencies=needs, include_in_schema=False)
+    async def show_api() -> Any:
+        bodies = [(kind, "validation") for kind in BODIES.values()]
+        schemas = models_json_schema(bodies, ref_template=SCHEMAS + "{model}")[1]["$defs"]
+        return app.openapi() | {"components": {"schemas": schemas}}
+
+    @app.get("/metrics", dependencies=needs)
     async def show_metrics() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     if has_page:
-        add_page(app, answering.latest, [Depends(check_key)])
+        add_page(app, answering, needs)
     add_error_handlers(app)
     return app
 
@@ -132,51 +120,104 @@ class Answering:
     """Turns HTTP requests into submissions to a worker, and their results into responses.
 
     Attributes:
+      name: id of the model: what was given as verifier; of a path, its last part.
       latest: the last answers, whose trees the page may ask for, by id of the request; empty without `keeps_latest`.
+      num_unfinished: number of requests that `end` found unfinished.
     """
 
     def __init__(self, worker: Worker, *, keeps_latest: bool):
         self.worker, self.keeps_latest = worker, keeps_latest
+        given = worker.model.names[0]
+        self.name = Path(given).resolve().name if Path(given).exists() else given
         self.latest: dict[str, dict[int, Result]] = {}
-        self._encoding = asyncio.Lock()  # tokenizers are not safe in several threads
+        self.reading, self.writing = Threads(READING), Threads(WRITING)
+        self.compiler = Compiler(worker.compile, COMPILING)
+        self.num_unfinished = 0
+        self._has_ended = False
+        self._preparing: set[asyncio.Task] = set()
+        self._submissions: set[Submission] = set()
 
-    async def answer(self, body: Body, request: Request, form_kind: type[Form]) -> Response:
-        worker, name = self.worker, self.worker.model.names[0]
-        if body.model not in (None, name):
-            known = f"got model {clipped(body.model, 60)!r}, expected {name!r}"
-            raise HTTPException(404, make_error(known, code="model_not_found"))
-        if worker.error is not None:
+    @property
+    def num_busy(self) -> int:
+        """Number of threads that run."""
+        return self.reading.busy + self.writing.busy + self.compiler.threads.busy
+
+    def end(self) -> None:
+        """Ends all answers with an error, and refuses new ones."""
+        self._has_ended = True
+        self.num_unfinished = len(self._preparing) + len(self._submissions)
+        for task in self._preparing:
+            task.cancel()
+        for submission in self._submissions:
+            submission.pieces.put_nowait(ServerEnds("the server ends"))
+            self.worker.cancel(submission)
+
+    async def answer(self, request: Request, kind: type[Body], form_kind: type[Form]) -> Response:
+        if self.worker.error is not None:
             raise HTTPException(503, make_error("decoding ended; see the server's log", "server_error"))
-        form = form_kind(name, worker.model.tokenizer, body)
-        async with self._encoding:
-            prompts = await run_in_threadpool(self.encode, body)
-        requests = await run_in_threadpool(worker.make_requests, prompts, **body.settings())
-        submission = Submission(requests, streams=bool(body.stream))
-        worker.submit(submission)
+        data = await request.body()
+        preparing = asyncio.create_task(self.prepare(data, request.headers.get("content-type", ""), kind, form_kind))
+        self._preparing.add(preparing)
+        gone = asyncio.create_task(wait_until_gone(request))
+        gone.add_done_callback(lambda _: preparing.cancel())
+        try:
+            body, form, submission, num_prompts = await preparing
+        except asyncio.CancelledError:
+            raise ServerEnds("the server ends") if self._has_ended else Gone from None
+        finally:
+            self._preparing.discard(preparing)
+        self._submissions.add(submission)
+        gone.add_done_callback(lambda _: self.drop(submission))
         results: dict[int, Result] = {}
         if self.keeps_latest:
             self.latest[form.id] = results
             if len(self.latest) > KEPT_ANSWERS:
                 del self.latest[next(iter(self.latest))]
-        watcher = asyncio.create_task(wait_until_gone(request))
-        watcher.add_done_callback(lambda _: worker.cancel(submission))
         if body.stream:
-            events = stream(submission, form, results, len(prompts), body.includes_usage)
+            events = stream(submission, form, results, num_prompts, body.includes_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        async for piece in pieces(submission):
-            results[piece.index] = piece.result
-        if len(results) < len(requests):
-            return Response(status_code=499)  # the client is gone
-        return JSONResponse(form.whole([results[index] for index in range(len(results))], len(prompts)))
+        try:
+            async for piece in pieces(submission):
+                results[piece.index] = piece.result
+            ordered = [results[index] for index in range(len(results))]
+            return await self.writing.run(lambda: JSONResponse(form.whole(ordered, num_prompts)))
+        except Exception as reason:
+            raise _failure(reason) from None
 
-    def encode(self, body: Body) -> list[list[int]]:
-        prompts = [self.worker.model.encode(prompt) for prompt in body.prompts()]
-        if not prompts:
-            raise ValueError("got no prompts, expected at least one")
-        return prompts
+    async def prepare(
+        self, data: bytes, content_type: str, kind: type[Body], form_kind: type[Form]
+    ) -> tuple[Body, Form, Submission, int]:
+        """Returns a parsed body, the form of its answers, their submission, and the number of prompts.
+
+        Raises ValueError, HTTPException and QueueFull: by counts, then sizes, then tokens.
+        """
+        worker, run, name = self.worker, self.reading.run, self.name
+        if self._has_ended:
+            raise ServerEnds("the server ends")
+        limit = worker.text_limit
+        most_text = MOST_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
+        body = await run(lambda: parse_body(kind, content_type, data, most_text))
+        if body.model not in (None, name, worker.model.names[0]):
+            known = f"got model {clipped(body.model, 60)!r}, expected {name!r}"
+            raise HTTPException(404, make_error(known, code="model_not_found"))
+        settings = body.settings()
+        worker.check_room(body.num_answers)
+        form = form_kind(name, worker.model.tokenizer, body)
+        prompts = await run(lambda: worker.encode(body.prompts()))
+        if "schema" in settings:
+            await self.compiler.compile(settings["schema"])
+        requests = await run(lambda: worker.make_requests(prompts, **settings))
+        submission = Submission(requests, streams=bool(body.stream))
+        worker.submit(submission)
+        return body, form, submission, len(prompts)
+
+    def drop(self, submission: Submission) -> None:
+        """Forgets a submission whose client is gone, or has its whole answer."""
+        self._submissions.discard(submission)
+        self.worker.cancel(submission)
 
 
-def add_page(app: FastAPI, latest: dict[str, dict[int, Result]], needs: list[Any]) -> None:
+def add_page(app: FastAPI, answering: Answering, needs: list[Any]) -> None:
     """Adds the chat page, and the trees of the latest answers."""
     page = resources.files("treeflash_jax.serve").joinpath("page.html").read_text(encoding="utf-8")
 
@@ -186,13 +227,13 @@ def add_page(app: FastAPI, latest: dict[str, dict[int, Result]], needs: list[Any
 
     @app.get("/ui/trees/{answer_id}", dependencies=needs, include_in_schema=False)
     async def draw_tree(answer_id: str) -> Any:
-        result = latest.get(answer_id, {}).get(0)
+        result = answering.latest.get(answer_id, {}).get(0)
         if result is None:
             known = f"got answer {clipped(answer_id, 60)!r}, expected one of the last {KEPT_ANSWERS}"
             raise HTTPException(404, make_error(known))
         lengths = result.accept_lengths or [0]
         best = lengths.index(max(lengths))
-        tree = await run_in_threadpool(result.tree, best)
+        tree = await answering.writing.run(partial(result.tree, best))
         return {"round": best, "text": str(tree)}
 
 
@@ -203,10 +244,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def refuse(_: Request, reason: ValueError) -> Response:
         return JSONResponse(make_error(clipped(reason)), 400)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_body(_: Request, reason: RequestValidationError) -> Response:
-        first = reason.errors()[0]
-        place = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    @app.exception_handler(ValidationError)
+    async def refuse_body(_: Request, reason: ValidationError) -> Response:
+        first = reason.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "body"
         return JSONResponse(make_error(clipped(f"{place}: {first['msg']}")), 400)
 
     @app.exception_handler(QueueFull)
@@ -220,7 +261,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RuntimeError)
     async def fail(_: Request, reason: RuntimeError) -> Response:
-        return JSONResponse(make_error(clipped(reason), "server_error"), 500)
+        return JSONResponse(make_error(clipped(reason), "server_error"), 503 if isinstance(reason, ServerEnds) else 500)
+
+    @app.exception_handler(Gone)
+    @app.exception_handler(ClientDisconnect)
+    async def drop(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # which nobody reads
 
 
 async def wait_until_gone(request: Request) -> None:
@@ -230,12 +276,12 @@ async def wait_until_gone(request: Request) -> None:
 
 
 async def pieces(submission: Submission) -> AsyncIterator[Piece]:
-    """Yields the pieces of all answers of a submission; ends early if it is cancelled. Raises what decoding raised."""
+    """Yields the pieces of all answers of a submission. Raises Gone if it is cancelled, and what decoding raised."""
     unfinished = len(submission.requests)
     while unfinished:
         piece = await submission.pieces.get()
         if piece is None:
-            return
+            raise Gone
         if isinstance(piece, Exception):
             raise piece
         unfinished -= piece.is_last
@@ -244,8 +290,8 @@ async def pieces(submission: Submission) -> AsyncIterator[Piece]:
 
 async def stream(
     submission: Submission, form: Form, results: dict[int, Result], num_prompts: int, includes_usage: bool
-) -> AsyncIterator[str]:
-    """Yields server-sent events: the chunks of all answers, their usage if `includes_usage`, and [DONE].
+) -> AsyncIterator[bytes]:
+    """Yields server-sent events: the chunks of all answers, their usage if `includes_usage`, and [DONE] or an error.
 
     Args:
       results: filled with the answers so far.
@@ -259,40 +305,21 @@ async def stream(
             results[piece.index] = piece.result
             if piece.chunk.ids or piece.is_last:
                 yield show(form.piece(piece))
-    except RuntimeError as reason:
-        yield show(make_error(clipped(reason), "server_error"))
-        return
-    if includes_usage:
-        total = count_usage([results[index] for index in sorted(results)], num_prompts)
-        yield _event({"usage": total}, form.make_object(form.chunk_kind, []))
-    yield "data: [DONE]\n\n"
+        if includes_usage:
+            total = count_usage([results[index] for index in sorted(results)], num_prompts)
+            yield _event({"usage": total}, form.make_object(form.chunk_kind, []))
+        yield b"data: [DONE]\n\n"
+    except Exception as reason:
+        yield show(make_error(clipped(_failure(reason)), "server_error"))
 
 
-def _event(more: dict[str, Any], data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data | more, ensure_ascii=False)}\n\n"
+def _failure(reason: Exception) -> Exception:
+    """Returns what a client is told about an exception while its answer is made: never that its request is wrong."""
+    if isinstance(reason, RuntimeError | Gone):
+        return reason
+    logger.error("an answer could not be written", exc_info=reason)
+    return RuntimeError(f"the answer could not be written ({type(reason).__name__})")
 
 
-class Limits:
-    """Middleware that refuses long bodies and counts requests."""
-
-    def __init__(self, app: Any, metrics: Metrics):
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        size = 0
-
-        async def receive_limited() -> Any:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > MOST_BYTES:
-                raise HTTPException(413, make_error(f"got a body of over {MOST_BYTES:,} bytes, expected a shorter one"))
-            return message
-
-        async def send_counted(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                route = scope.get("route")  # of an unknown path there is none
-                self.metrics.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
-            await send(message)
-
-        await self.app(scope, receive_limited, send_counted)
+def _event(more: dict[str, Any], data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data | more, ensure_ascii=False)}\n\n".encode()

@@ -1,5 +1,6 @@
 """`ServeOptions`: the options of `treeflash serve`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treeflash_jax.core.settings import setting, validate
@@ -11,6 +12,12 @@ class ServeOptions:
     """Address, sizes and limits of a server."""
 
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 lets other machines in", unit="address")
+    allowed_hosts: Sequence[str] = setting(
+        (),
+        "name by which clients may call the server, besides localhost and --host; give it again for others (default: "
+        "any if other machines are let in)",
+        unit="name",
+    )
     port: int = setting(8000, "port to listen at; 0 takes a free one", least=0, most=65535, unit="port")
     slots: int | None = setting(
         None,
@@ -36,7 +43,12 @@ class ServeOptions:
     queue: int = setting(256, "answers that may wait for a slot; more are refused with status 429", least=0, unit="answers")
     api_key_file: str | None = setting(None, "file of the key that clients must send", unset="no key", unit="file")
     ui: bool = setting(False, "serve a chat page for browsers at /, which can show the tree of a round")
-    grace: int = setting(30, "running answers may go on this long after SIGTERM", least=0, unit="seconds")
+    grace: int = setting(
+        30,
+        "time for answers to end after SIGTERM or Ctrl-C; a second signal ends the process at once",
+        least=0,
+        unit="seconds",
+    )
 
     def __post_init__(self) -> None:
         validate(self)

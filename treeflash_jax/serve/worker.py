@@ -14,16 +14,18 @@ from functools import partial
 from typing import Any
 
 from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.engine import constraints
 from treeflash_jax.engine.batching import SamplingSizes, refill_size
-from treeflash_jax.engine.constraints import allow_all
 from treeflash_jax.engine.defaults import choose_slots
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.prompts import Prompt, encode, encode_each
 from treeflash_jax.engine.requests import Request
 from treeflash_jax.engine.results import Chunk, Reader, Result
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
@@ -77,6 +79,7 @@ class Worker(threading.Thread):
 
     Attributes:
       context: largest number of tokens of a prompt and its answer together.
+      text_limit: size of the longest text that can fit the context; None without a tokenizer.
       error: what ended the thread, if anything did.
     """
 
@@ -88,6 +91,7 @@ class Worker(threading.Thread):
         self.model, self.metrics = model, metrics
         self.config = replace(config, sampling="model", log_probs=True, top_log_probs=TOP_LOG_PROBS)
         self.error: BaseException | None = None
+        self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
         slots = options.slots or choose_slots(model.device, model.dtype)
         self._limit = slots + options.queue
         can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
@@ -122,7 +126,7 @@ class Worker(threading.Thread):
         text = first.ids + self._decode(first)
         [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
         if self._sizes.automaton is not None:
-            second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
+            second = replace(second, automaton=constraints.allow_all(self.model.verifier.vocab_size))
         self._decode(second)
 
     def _decode(self, request: Request) -> list[int]:
@@ -131,6 +135,21 @@ class Worker(threading.Thread):
             ids = self._reader.read_results(ready)[0].ids if ready else []
         self._reader.forget(request)
         return ids
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Returns the ids of prompts. Raises ValueError, before it encodes, for a prompt that cannot fit the context."""
+        if not prompts:
+            raise ValueError("got no prompts, expected at least one")
+        for prompt in prompts:
+            if isinstance(prompt, list) and len(prompt) > self.context:
+                raise ValueError(f"got {len(prompt)} prompt tokens, expected at most {self.context} (the server's context)")
+        return encode_each(prompts, lambda prompt: encode(prompt, self.model.tokenizer, self.text_limit))
+
+    def compile(self, schema: str) -> None:
+        """Compiles a schema; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
+        expect(self._sizes.automaton is not None, "schema", schema, "none: this server follows no schemas")
+        model = self.model
+        constraints.compile_constraint(schema, None, None, model.tokenizer, model.stop_ids, model.verifier.vocab_size)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.
@@ -149,30 +168,32 @@ class Worker(threading.Thread):
         return [replace(request, number=next(self._numbers)) for request in requests]
 
     def submit(self, submission: Submission) -> None:
-        """Queues the requests of a submission.
-
-        Raises QueueFull, ValueError for more than slots and queue hold, and RuntimeError if decoding has ended.
-        """
-        most = f"at most {self._limit}, those in slots and in the queue (--slots, --queue)"
-        expect(len(submission.requests) <= self._limit, "number of answers", len(submission.requests), most)
+        """Queues the requests of a submission. Raises as `check_room`, and RuntimeError if decoding has ended."""
         with self._lock:
-            if self._num_unfinished + len(submission.requests) > self._limit:
-                got = f"{len(submission.requests)} answers to make besides {self._num_unfinished}"
-                raise QueueFull(f"got {got}, expected at most {self._limit} together; try again later")
+            self.check_room(len(submission.requests))
             if self._has_ended:
                 raise RuntimeError("decoding has ended; see the server's log")
             self._num_unfinished += len(submission.requests)
             self._actions.put(partial(self._admit, submission))
 
+    def check_room(self, count: int) -> None:
+        """Raises QueueFull if this many answers have no room now, and ValueError for more than slots and queue hold."""
+        most = f"at most {self._limit}, those in slots and in the queue (--slots, --queue)"
+        expect(count <= self._limit, "number of answers", count, most)
+        if self._num_unfinished + count > self._limit:
+            got = f"{count} answers to make besides {self._num_unfinished}"
+            raise QueueFull(f"got {got}, expected at most {self._limit} together; try again later")
+
     def cancel(self, submission: Submission) -> None:
         """Drops what is left of a submission; its slots are free after the dispatch that is running."""
         self._actions.put(partial(self._drop, submission, None))
 
-    def stop(self) -> None:
-        """Ends the thread after the dispatch that is running."""
+    def stop(self, seconds: float | None = None) -> bool:
+        """Ends the thread after the dispatch that is running; returns whether it has ended within these seconds."""
         self._stops = True
         self._actions.put(lambda: None)
-        self.join()
+        self.join(seconds)
+        return not self.is_alive()
 
     def run(self) -> None:
         try:
@@ -202,9 +223,9 @@ class Worker(threading.Thread):
         """Ends all submissions, also those that were not admitted yet; there are none after them."""
         with self._lock:
             self._has_ended = True
+        self._scheduler.recover()  # actions then need no device
         while not self._actions.empty():
             self._actions.get()()
-        self._scheduler.recover()
         reason = "the server ends" if self.error is None else f"decoding ended: {self.error}"
         for submission in {submission for submission, _ in self._unfinished.values()}:
             self._drop(submission, RuntimeError(clipped(reason)))

@@ -1,0 +1,66 @@
+"""A server without a model, whose work never ends: python stub_server.py answer|requests|schema|dispatch|error GRACE."""
+
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+from treeflash_jax.engine import constraints, pairs
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve import process
+from treeflash_jax.serve.options import ServeOptions
+
+WORK, GRACE = sys.argv[1], int(sys.argv[2])
+
+
+class StubWorker(threading.Thread):
+    context, text_limit = 64, None
+
+    def __init__(self, model, config, metrics, options):
+        super().__init__(daemon=True)
+        self.model, self.error = model, None
+        self._stops, self._asked = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        if WORK == "error":
+            self._asked.wait()
+            time.sleep(0.5)
+            self.error = RuntimeError("the device is lost")
+        elif WORK == "dispatch":
+            threading.Event().wait()
+        else:
+            self._stops.wait()
+
+    def stop(self, seconds: float | None = None) -> bool:
+        self._stops.set()
+        self.join(seconds)
+        return not self.is_alive()
+
+    def check_room(self, count: int) -> None:
+        pass
+
+    def encode(self, prompts) -> list[list[int]]:
+        return [[1]]
+
+    def compile(self, schema: str) -> None:
+        tokenizer = Tokenizer.load(pairs.locate("tiny"))
+        print("working", flush=True)
+        constraints.compile_constraint(schema, None, None, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
+
+    def make_requests(self, prompts, **settings) -> list[object]:
+        print("working", flush=True)
+        while WORK == "requests":
+            pass
+        return [object()]
+
+    def submit(self, submission) -> None:
+        self._asked.set()
+
+    def cancel(self, submission) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    process.Worker = StubWorker
+    model = SimpleNamespace(names=("stub",), tokenizer=None)
+    sys.exit(process.serve(model, None, ServeOptions(port=0, grace=GRACE)))

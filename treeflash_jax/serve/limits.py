@@ -1,0 +1,111 @@
+"""What is refused before any work is done for it: bodies, headers, and clients that are too slow to send them."""
+
+import asyncio
+import re
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import h11
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from treeflash_jax.core.checks import clipped
+from treeflash_jax.serve.api_forms import make_error
+from treeflash_jax.serve.metrics import Metrics
+
+MOST_BYTES = 4 * 2**20  # of a body
+MOST_BRACKETS = 2**16  # of a body, besides those in its texts
+SECONDS = {h11.IDLE: 10, h11.SEND_BODY: 30}  # for the headers of a request, and for its body
+B = TypeVar("B", bound=BaseModel)
+
+
+class TimedProtocol(H11Protocol):
+    """HTTP/1.1 with a time limit for the headers and the body of a request; a client that takes longer is cut off."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._timed: Any = None  # what the client is sending: a key of SECONDS, or another state of h11
+        self._timer: asyncio.TimerHandle | None = None
+        self._set_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _set_timer(self) -> None:
+        state = self.conn.their_state
+        if state is self._timed:  # more bytes give no more time
+            return
+        self._stop_timer()
+        self._timed = state
+        if state in SECONDS:
+            self._timer = self.loop.call_later(SECONDS[state], self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class Limits:
+    """Middleware that refuses other hosts, ambiguous lengths and long bodies, and counts requests.
+
+    Args:
+      hosts: names by which clients may call the server, without ports: a browser sends that of the page, so a page whose
+        name was made to lead to this machine (DNS rebinding) is refused. None allows all.
+    """
+
+    def __init__(self, app: Any, metrics: Metrics, hosts: Collection[str] | None):
+        self.app, self.metrics, self.hosts = app, metrics, hosts
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size = 0
+
+        async def receive_limited() -> Any:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MOST_BYTES:
+                raise HTTPException(413, make_error(f"got a body of over {MOST_BYTES:,} bytes, expected a shorter one"))
+            return message
+
+        async def send_counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")  # of an unknown path there is none
+                self.metrics.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
+            await send(message)
+
+        refusal = self._refusal(dict(scope["headers"]))
+        await (refusal or self.app)(scope, receive_limited, send_counted)
+
+    def _refusal(self, headers: dict[bytes, bytes]) -> JSONResponse | None:
+        host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1").lower())
+        if host and self.hosts is not None and host not in self.hosts:
+            known = f"got Host {clipped(host, 60)!r}, expected one of {', '.join(sorted(self.hosts))} (see --allowed-hosts)"
+            return JSONResponse(make_error(known), 403)
+        if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may take the other one
+            known = "got Content-Length beside Transfer-Encoding, expected one of them"
+            return JSONResponse(make_error(known), 400, {"connection": "close"})
+        return None
+
+
+def parse_body(kind: type[B], content_type: str, data: bytes, most_text: int) -> B:
+    """Parses the JSON of a request.
+
+    Args:
+      most_text: number of bytes of the longest text that can fit.
+
+    Raises ValueError; also for more brackets than a text of that length and the rest of a body can have, since Python takes
+    seconds to make millions of lists, and every thread waits.
+    """
+    if not re.match(r"application/json\b", content_type, flags=re.IGNORECASE):  # pages of other sites can send others
+        raise ValueError(f"got content-type {clipped(content_type, 60)!r}, expected application/json")
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > most_text + MOST_BRACKETS:
+        raise ValueError(f"got a body with {brackets:,} brackets, expected at most {most_text + MOST_BRACKETS:,}")
+    return kind.model_validate_json(data)

@@ -1,0 +1,124 @@
+"""The process of `treeflash serve`: its port, its signals and its end."""
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.serve.app import make_app
+from treeflash_jax.serve.limits import TimedProtocol
+from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.options import ServeOptions
+from treeflash_jax.serve.worker import Worker
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
+LAST_SECOND = 1  # of the grace: for the errors of answers that are not finished, and the end of the process
+
+
+def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> int:
+    """Serves a model until SIGTERM or Ctrl-C; compiles all programs before it listens.
+
+    Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if decoding ended. If anything is unfinished after the
+    grace, it does not return: the signal ends the process.
+    """
+    key = None if options.api_key_file is None else Path(options.api_key_file).read_text(encoding="utf-8").strip()
+    expect(key != "", "content of --api-key-file", options.api_key_file, "a key, not an empty file")
+    metrics = Metrics()
+    listener = bind(options.host, options.port)
+    worker = Worker(model, config, metrics, options)
+    worker.start()
+    app = make_app(worker, metrics, key, hosts=allowed_hosts(options), has_page=options.ui)
+    server = Server(app, options.grace)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the next server, once this one has ended
+    listener.listen()
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    for number in SIGNALS:
+        signal.signal(number, server.handle_exit)
+    print(f"treeflash: serving {app.state.answering.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+    server.run(sockets=[listener])
+    return server.finish()
+
+
+def allowed_hosts(options: ServeOptions) -> set[str] | None:
+    """Returns the names by which clients may call the server; None for any."""
+    try:
+        is_local = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
+    except ValueError:  # another name
+        is_local = False
+    if not is_local and not options.allowed_hosts:
+        return None
+    given = [f"[{host}]" if ":" in host else host.lower() for host in (options.host, *options.allowed_hosts)]
+    return {"localhost", "127.0.0.1", "[::1]", *given}
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that has its port, but refuses connections until it listens. Raises ValueError if it cannot."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reuse = socket.SOL_SOCKET, socket.SO_REUSEADDR
+    listener.setsockopt(*reuse, 1)  # the port of a server that has just ended
+    try:
+        listener.bind((host, port))
+        listener.setsockopt(*reuse, 0)  # nobody else gets it before this one listens
+    except OSError as error:
+        listener.close()
+        known = "an address of this machine and a free port; --port 0 takes one"
+        raise ValueError(f"got --host {clipped(host, 60)} --port {port} ({error.strerror}), expected {known}") from None
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which ends within a time, when decoding ends, and at once after a second signal."""
+
+    def __init__(self, app: FastAPI, grace: int):
+        settings = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
+        super().__init__(uvicorn.Config(app, http=TimedProtocol, **settings))
+        self._answering, self._grace = app.state.answering, grace
+        self._signal: int | None = None
+        self._end: float | None = None  # of the grace, in seconds of the monotonic clock
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the handlers of `serve` stay until the process ends
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        self._signal = sig
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        return self._answering.worker.error is not None or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._end = time.monotonic() + max(LAST_SECOND, self._grace)
+        seconds = 0 if self._answering.worker.error is not None else max(0, self._grace - LAST_SECOND)
+        asyncio.get_running_loop().call_later(seconds, self._answering.end)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a traceback for each client that does not read
+        await super().shutdown(sockets)
+
+    def finish(self) -> int:
+        """Ends the worker and returns the exit status; after the grace, ends the process."""
+        answering, end = self._answering, self._end or 0.0
+        has_ended = answering.worker.stop(max(0, end - time.monotonic()))
+        if answering.num_unfinished:
+            print(f"treeflash: ended with {answering.num_unfinished} requests unfinished", file=sys.stderr, flush=True)
+        if answering.worker.error is not None:
+            print(f"treeflash: error: decoding ended: {clipped(answering.worker.error)}", file=sys.stderr, flush=True)
+            return 1
+        if answering.num_unfinished or answering.num_busy or not has_ended:  # Python's end takes time, or waits for threads
+            number = self._signal or signal.SIGTERM
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        return 130 if self._signal == signal.SIGINT else 0

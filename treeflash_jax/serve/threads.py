@@ -1,0 +1,118 @@
+"""Work beside the event loop: encoding, requests and schemas, in daemon threads that are abandoned with their client."""
+
+import asyncio
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from subprocess import PIPE
+from typing import Any, TypeVar
+
+from treeflash_jax.engine import constraints
+
+T = TypeVar("T")
+
+
+class Threads:
+    """Runs functions in up to `most` threads at a time.
+
+    A task that is cancelled ends at once; its thread ends after its function, and counts until then. The threads are
+    daemons, since those of executors hold the end of the process.
+
+    Attributes:
+      busy: number of threads that run.
+    """
+
+    def __init__(self, most: int):
+        self.busy = 0
+        self._free = asyncio.Semaphore(most)
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Returns the function's result; raises what it raises."""
+        await self._free.acquire()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def end(result: Any, error: BaseException | None) -> None:
+            self.busy -= 1
+            self._free.release()
+            if future.done():  # cancelled
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as reason:
+                error = reason
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(end, result, error)
+
+        self.busy += 1
+        threading.Thread(target=work, name="treeflash request", daemon=True).start()
+        return await future
+
+
+class Compiler:
+    """Compiles schemas, a few at a time and each once; a compilation ends with the last client that waits for it."""
+
+    def __init__(self, compile: Callable[[str], Any], most: int):
+        self.threads = Threads(most)
+        self._compile = compile
+        self._tasks: dict[str, asyncio.Task] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def compile(self, schema: str) -> None:
+        """Returns when a schema is compiled. Raises ValueError as `compile_constraint`."""
+        if schema not in self._tasks:
+            self._tasks[schema] = asyncio.create_task(self._run(schema))
+        task = self._tasks[schema]
+        self._waiting[schema] += 1
+        try:
+            await asyncio.shield(task)
+        finally:
+            self._waiting[schema] -= 1
+            if not self._waiting[schema]:
+                del self._waiting[schema], self._tasks[schema]
+                task.cancel()
+
+    async def _run(self, schema: str) -> None:
+        process = _Stoppable()
+
+        def compile() -> None:
+            constraints.RUN.set(process.run)  # in this thread only
+            self._compile(schema)
+
+        try:
+            await self.threads.run(compile)
+        finally:
+            process.stop()
+
+
+class _Stoppable:
+    """Runs processes as `subprocess.run` does, until it is stopped."""
+
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+        self._is_stopped = False
+        self._lock = threading.Lock()
+
+    def run(self, command: list[str], *, input: bytes, capture_output: bool) -> subprocess.CompletedProcess:
+        with self._lock:
+            if self._is_stopped:
+                raise RuntimeError("the client is gone")
+            self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        with self._process as process:
+            output, errors = process.communicate(input)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()
