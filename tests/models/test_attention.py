@@ -6,6 +6,7 @@ A CPU runs the kernels interpreted.
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,8 @@ def finite(arrays):
 
 def needed(name: str, longest: int, slots: int = S):
     """The end of the last block that a sequence needs; "streamed" and "blocked" read as much for all as for the longest."""
-    size = {"streamed": slots // 4, "blocked": BLOCK}.get(name, 64)
+    blocks = {"streamed": 4, "blocked": -(-slots // BLOCK)}.get(name, slots // 64)
+    size = slots // next(number for number in count(blocks) if slots % number == 0)
     return lambda length: -(-(length if name in KERNELS else longest) // size) * size
 
 

@@ -4,12 +4,12 @@ Every new position sees the whole committed prefix and the new positions in its 
 positions in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context] mask
 exists.
 
-"xla" reads the whole capacity of the cache and is the plain form. "streamed" reads the quarters of it that hold the longest
-prefix; "blocked" the blocks that hold it one after the other, so that it keeps the logits of one block only. The Pallas
-kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the new positions in its
-kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "pallas-tpu" is "xla" for attention; it and
-"mosaic-gpu" have a kernel for recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are for packed sequences
-without a prefix, in training.
+"xla" reads the whole capacity of the cache and is the plain form. "streamed" and "blocked" read the blocks of it that hold
+the longest prefix one after the other, so that they keep the logits of one block only: quarters of the cache, for CPUs, or
+large blocks. The Pallas kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the
+new positions in its kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "pallas-tpu" is "xla"
+for attention; it and "mosaic-gpu" have a kernel for recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are
+for packed sequences without a prefix, in training.
 
 With sinks, "mosaic-gpu" runs as "pallas-gpu" and kernels for packed sequences as "chunked"; "mosaic-gpu" also runs heads of
 256 as "pallas-gpu". Layers with a window read its positions alone: all slots of a ring, or a part of a whole cache, of
@@ -22,6 +22,7 @@ e head dim.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import jax
@@ -29,15 +30,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.backend import packed_attention, products
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.kv_cache import LayerKV
 
-QUARTERS = 4  # shares of the cache that "streamed" reads, whichever hold the longest prefix
-SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which "xla" is faster, as measured on CPUs
-BLOCK = 8192  # slots that "blocked" reads at a time
+QUARTERS = 4  # blocks of "streamed"
+SHORT = 384  # slots; programs of shorter caches have no loops over blocks, and compile faster
+BLOCK = 8192  # slots that "blocked" reads at a time, at most
 TRAINING_CHUNK = 256  # queries
 
 
@@ -95,16 +95,15 @@ def tree_attention(
     return _on_each_device(partial(_windowed, window=window), operands)
 
 
-def _xla(operands: Operands, end: int | None = None) -> jax.Array:
-    """Reads the slots of the prefix up to `end`; None: all."""
+def _xla(operands: Operands) -> jax.Array:
     q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b = operands
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
     new_bkqu = _logits(q_bkqe, k_bkue, mask_btu)
     peak_bkq1 = jnp.max(new_bkqu, axis=-1, keepdims=True)
     if prefix is not None:
-        keys_bkse, values_bkse = prefix.read(size=end)
-        at_bs = prefix.positions(length_b)[:, :end]
+        keys_bkse, values_bkse = prefix.read()
+        at_bs = prefix.positions(length_b)
         seen_bts = jnp.broadcast_to((at_bs < length_b[:, None])[:, None], (batch, queries, at_bs.shape[1]))
         if first_bt is not None:
             seen_bts &= at_bs[:, None] >= first_bt[..., None]
@@ -147,53 +146,46 @@ def _chunked(operands: Operands) -> jax.Array:
 
 
 def _streamed(operands: Operands) -> jax.Array:
-    """Runs `_xla` on a cache cut to the first quarter, half or three quarters if the longest prefix fits.
-
-    The branches copy what they read of the cache, which costs more than it saves if the cache is short.
-    """
+    """Reads the quarters of the cache that hold the longest prefix; a short cache as "xla" does."""
     slots = 0 if operands.prefix is None else operands.prefix.num_slots
-    if slots < (SHORT_FOR_ONE_QUERY if operands.q_bthe.shape[1] == 1 else SHORT):
-        return _xla(operands)
-    ends = [-(-slots * (quarter + 1) // QUARTERS) for quarter in range(QUARTERS)]
-
-    def attend(operands: Operands) -> jax.Array:
-        branch = jnp.sum(jnp.max(operands.length_b) > jnp.asarray(ends[:-1]))
-        return lax.switch(branch, [partial(_xla, end=end) for end in ends], operands)
-
-    return _on_each_device(attend, operands)
+    return _xla(operands) if slots < SHORT else _in_blocks(operands, QUARTERS)
 
 
 def _blocked(operands: Operands) -> jax.Array:
-    """Adds up one block of the cache after the other under an online softmax, up to the longest prefix."""
+    """Reads the blocks of at most BLOCK slots that hold the longest prefix."""
     slots = 0 if operands.prefix is None else operands.prefix.num_slots
-    if slots <= BLOCK:
-        return _xla(operands)
+    return _xla(operands) if slots <= BLOCK else _in_blocks(operands, -(-slots // BLOCK))
+
+
+def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
+    """Adds up one block of the cache after the other under an online softmax, up to the longest prefix.
+
+    Blocks have equal sizes: their number is `least_blocks`, or the next one that divides the slots.
+    """
+    slots = operands.prefix.num_slots
+    size = slots // next(blocks for blocks in count(least_blocks) if slots % blocks == 0)
 
     def attend(operands: Operands) -> jax.Array:
         q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
-        q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
-
-        def add(sums, keys_bkxe, values_bkxe, seen_btx):
-            mixed_bkqe, total_bkq1, before_bkq1 = sums
-            logits_bkqx = _logits(q_bkqe, keys_bkxe, seen_btx)
-            peak_bkq1 = jnp.maximum(before_bkq1, jnp.max(logits_bkqx, axis=-1, keepdims=True))
-            weights_bkqx, kept_bkq1 = jnp.exp(logits_bkqx - peak_bkq1), jnp.exp(before_bkq1 - peak_bkq1)
-            total_bkq1 = total_bkq1 * kept_bkq1 + jnp.sum(weights_bkqx, axis=-1, keepdims=True)
-            return mixed_bkqe * kept_bkq1 + _mix(weights_bkqx, values_bkxe), total_bkq1, peak_bkq1
+        q_bkqe, seen_bs = _group_queries(q_bthe, k_buke.shape[2]), jnp.arange(slots) < length_b[:, None]
+        new_bkqu = _logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
+        peak_bkq = jnp.max(new_bkqu, axis=-1)
+        new_bkqu = jnp.exp(new_bkqu - peak_bkq[..., None])
+        sums = _mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)), jnp.sum(new_bkqu, axis=-1), peak_bkq
 
         def add_block(index, sums):
-            first = index * BLOCK
-            start = jnp.minimum(first, slots - BLOCK)  # the last block overlaps the one before
-            slots_x = start + jnp.arange(BLOCK)
-            seen_b1x = ((slots_x >= first) & (slots_x < length_b[:, None]))[:, None]
-            return add(sums, *prefix.read(start, BLOCK), seen_b1x)
+            mixed_bkqe, total_bkq, before_bkq = sums
+            keys_bkxe, values_bkxe = prefix.read(index * size, size)
+            seen_bx = lax.dynamic_slice_in_dim(seen_bs, index * size, size, axis=1, allow_negative_indices=False)
+            past_bkqx = _logits(q_bkqe, keys_bkxe, seen_bx[:, None])
+            peak_bkq = jnp.maximum(before_bkq, jnp.max(past_bkqx, axis=-1))
+            past_bkqx, kept_bkq = jnp.exp(past_bkqx - peak_bkq[..., None]), jnp.exp(before_bkq - peak_bkq)
+            total_bkq = total_bkq * kept_bkq + jnp.sum(past_bkqx, axis=-1)
+            return mixed_bkqe * kept_bkq[..., None] + _mix(past_bkqx, values_bkxe), total_bkq, peak_bkq
 
-        wide = at_least_float32(q_bkqe.dtype)
-        zero_bkq1 = jnp.zeros((*q_bkqe.shape[:3], 1), wide)
-        nothing = jnp.zeros(q_bkqe.shape, wide), zero_bkq1, zero_bkq1 - jnp.inf
-        sums = add(nothing, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu)
-        blocks = (jnp.max(length_b) + (BLOCK - 1)) // BLOCK
-        return _divide(*lax.fori_loop(0, blocks, add_block, sums), sinks_h, q_bthe)
+        blocks = (jnp.max(length_b) + (size - 1)) // size
+        mixed_bkqe, total_bkq, peak_bkq = lax.fori_loop(0, blocks, add_block, sums)
+        return _divide(mixed_bkqe, total_bkq[..., None], peak_bkq[..., None], sinks_h, q_bthe)
 
     return _on_each_device(attend, operands)
 

@@ -11,6 +11,7 @@ Shape suffixes: b batch, n layers of an array, t new positions, p committed posi
 that are read, e head dim.
 """
 
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -53,8 +54,8 @@ class LayerKV:
         layer = self.layer if layers > 1 else 0  # a constant, so that XLA reads the array of one layer where it lies
         first = [jnp.int32(index) for index in (0, layer, 0, start, 0)]
         sizes = batch, 1, heads, size or slots, head_dim
-        keys, values = (lax.dynamic_slice(x_bnkse, first, sizes) for x_bnkse in (self.keys_bnkse, self.values_bnkse))
-        return keys[:, 0], values[:, 0]
+        cut = partial(lax.dynamic_slice, start_indices=first, slice_sizes=sizes, allow_negative_indices=False)
+        return cut(self.keys_bnkse)[:, 0], cut(self.values_bnkse)[:, 0]
 
     def positions(self, length_b: jax.Array) -> jax.Array:
         """Returns the position in each slot after `length_b` positions, [b, s] or for all sequences [1, s].
