@@ -83,7 +83,7 @@ VERIFIERS: dict[str, ModelConfig] = {
     "gpt-oss-120b": _config(2880, 2880, 36, 64, num_experts=128, **_gpt_oss(36)),
     "smollm2": _config(
         576, 1536, 30, 9, vocab_size=49_152, num_kv_heads=3, head_dim=64, max_positions=8192, rope=Rope(theta=1e5),
-        tie_embeddings=True, eos_token_ids=(2,), rms_norm_eps=1e-5, qk_norm=False, model_type="llama",
+        tie_embeddings=True, eos_token_ids=(0, 2), rms_norm_eps=1e-5, qk_norm=False, model_type="llama",
     ),
     "tiny": model_files.read_verifier_config(locate("tiny", "verifier")),
 }  # fmt: skip
