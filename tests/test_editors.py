@@ -62,11 +62,13 @@ def test_results_are_shown_as_html():
     assert page.find(".//pre").text == HOSTILE
     assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "builder", "finished"]
     assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "best-first", "stop"]
-    assert parse(tf.Result(text=None, **about)._repr_html_()).find(".//pre").text == "5 6 7"
+    assert get_type_hints(tf.Result)["text"] is str, "also without a tokenizer"
+    assert parse(tf.Result(text="", **about)._repr_html_()).find(".//pre").text == "5 6 7"
 
 
 def test_results_are_shown_as_text_with_the_answer_first(trained):
     results = trained.generate([[3, 4]] * 2, max_new_tokens=20, nodes=4, candidates=4, children=4)
+    assert results[0].text == "", "of a model without a tokenizer"
     shown = repr(replace(results[0], text="hello"))
     clipped = ", ".join(map(str, results[0].ids[:6]))
     assert shown.startswith(f"Result(text='hello', ids=[{clipped}, ...], prompt_ids=[3, 4], builder='best-first'")

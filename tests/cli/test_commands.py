@@ -224,7 +224,7 @@ def heard(monkeypatch):
     def stream(model, chat, session, **settings):
         heard.append((list(chat), settings))
         yield tf.Chunk(ids=[5], text="Yes.", rounds=1)
-        yield replace(tf.Result.unanswered([1], has_text=True), finished="stop")
+        yield replace(tf.Result.unanswered([1]), finished="stop")
 
     monkeypatch.setattr(TreeFlash, "stream", stream)
     return heard
@@ -265,6 +265,7 @@ def test_chat_sets_settings_and_the_system_message(heard, converse):
     ("choices", "yes", ("yes",)),
     ("choices", '["yes", "no"]', ("yes", "no")),
     ("stop_ids", "3, 4", (3, 4)),
+    ("schema", '{"type": "string"}', '{"type": "string"}'),
 ])  # fmt: skip
 def test_values_of_settings_are_typed_as_they_are(name, text, value):
     assert parse_value(name, text) == value

@@ -94,8 +94,8 @@ class Peer(System):
             prompt_ids = model.encode(prompt)
             answer = self._ask({"prompt": prompt_ids, "max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids})
             ids, text, seconds = answer.get("ids", []), answer.get("text"), answer["seconds"]
-            if text is None and model.tokenizer is not None:  # later turns follow it
-                text = model.tokenizer.decode(ids)
+            if text is None:  # later turns follow it
+                text = model.tokenizer.decode(ids) if model.tokenizer else ""
             result = tf.Result(
                 text=text,
                 ids=ids,

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from treeflash_jax.cli.arguments import note_single_choice, read_schema
 from treeflash_jax.cli.prompt_options import CHATS, add_system
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, hint, parse_json
@@ -161,10 +162,14 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
 def parse_value(name: str, text: str) -> Any:
     """Parses the value of a setting, as its option does; values of settings other than `pattern` may also be JSON."""
     value: Any = text
-    if text[0] in "[{" and name != "pattern":
+    if name == "schema":
+        value = read_schema(text)
+    elif text[0] in "[{" and name != "pattern":
         value = parse_json(text)
     elif name in ("stop", "choices"):
         value = [text]
+        if name == "choices":
+            note_single_choice(value)
     elif name == "stop_ids":
         value = text.replace(",", " ").split()
     return coerce_field(GenerateConfig, name, value, from_text=True)
