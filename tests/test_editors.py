@@ -6,15 +6,19 @@ import re
 from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Unpack, get_type_hints
+from types import NoneType
+from typing import Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
 from xml.etree import ElementTree
 
 import write_keywords
 
 import treeflash_jax as tf
+from treeflash_jax.acceptance import RULES
+from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.engine import generate_config, keywords, loading
 from treeflash_jax.engine.keywords import LoadOptions
 from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.trees import BUILDERS
 
 HOSTILE = '<b>&amp; "quoted" </pre><script>'
 
@@ -40,11 +44,29 @@ def test_keyword_arguments_have_the_types_of_settings_and_files_are_as_written()
     for function in (model.generate, model.generate_each, model.stream, model.warmup, model.prepare):
         assert get_type_hints(function)["settings"] == Unpack[tf.GenerateSettings]
     assert get_type_hints(tf.load)["options"] == Unpack[LoadOptions]
-    assert get_type_hints(tf.GenerateSettings) == get_type_hints(tf.GenerateConfig)
-    assert get_type_hints(LoadOptions) | {"verifier": str | Path | None} == get_type_hints(ModelOptions)
+    assert without_choices(tf.GenerateSettings) == get_type_hints(tf.GenerateConfig)
+    assert without_choices(LoadOptions) | {"verifier": str | Path | None} == get_type_hints(ModelOptions)
     loading_source, advice = Path(loading.__file__).read_text(), "run PYTHONPATH=. python tests/write_keywords.py"
     assert Path(keywords.__file__).read_text() == write_keywords.keywords_source(), advice
     assert loading_source == write_keywords.loading_source(loading_source), advice
+
+
+def without_choices(keywords: type) -> dict[str, Any]:
+    """Returns the types of keyword arguments without the names that editors offer."""
+    kinds = get_type_hints(keywords)
+    for name, kind in kinds.items():
+        if any(get_origin(part) is Literal for part in get_args(kind)):
+            kinds[name] = Union[tuple(part for part in get_args(kind) if get_origin(part) is not Literal)]  # noqa: UP007
+    return kinds
+
+
+def test_editors_offer_the_names_of_kinds_and_type_checkers_accept_those_of_users():
+    for name, known in {"builder": ("none", *BUILDERS), "acceptance": tuple(RULES), "head": tuple(HEADS)}.items():
+        offered, *others = get_args(get_type_hints(tf.GenerateSettings)[name])
+        assert get_args(offered) == known and others == [str, NoneType]
+    settings = get_type_hints(tf.GenerateSettings)
+    assert all(get_origin(get_args(settings[name])[0]) is Literal for name in ("attention", "sampling", "draft_vocabulary"))
+    assert get_args(get_args(get_type_hints(LoadOptions)["quantize"])[0]) == ("int8", "fp8", "none")
 
 
 def test_settings_are_shown_by_what_differs_from_the_defaults():
@@ -62,11 +84,13 @@ def test_results_are_shown_as_html():
     assert page.find(".//pre").text == HOSTILE
     assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "builder", "finished"]
     assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "best-first", "stop"]
-    assert parse(tf.Result(text=None, **about)._repr_html_()).find(".//pre").text == "5 6 7"
+    assert get_type_hints(tf.Result)["text"] is str, "also without a tokenizer"
+    assert parse(tf.Result(text="", **about)._repr_html_()).find(".//pre").text == "5 6 7"
 
 
 def test_results_are_shown_as_text_with_the_answer_first(trained):
     results = trained.generate([[3, 4]] * 2, max_new_tokens=20, nodes=4, candidates=4, children=4)
+    assert results[0].text == "", "of a model without a tokenizer"
     shown = repr(replace(results[0], text="hello"))
     clipped = ", ".join(map(str, results[0].ids[:6]))
     assert shown.startswith(f"Result(text='hello', ids=[{clipped}, ...], prompt_ids=[3, 4], builder='best-first'")

@@ -137,7 +137,7 @@ def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
     model = tf.load("tiny", drafter=folder)
     assert model.drafter == config
     np.testing.assert_array_equal(model.weights.drafter["next"], own["next"])
-    refused(lambda: model.generate(CHAT, shortlist=4), "got shortlist 4, expected its default: drafters of kind 'bigram'")
+    refused(lambda: model.generate(CHAT, shortlist=4), "got shortlist 4, but drafters of kind 'bigram' have no")
     goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4, "depths": 2})
 
 

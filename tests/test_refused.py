@@ -54,11 +54,14 @@ def test_settings_of_generate():
     for name in ("temperature", "top_p", "skeleton", "drafter_temperature"):
         assert not any(isinstance(x, float) and not math.isfinite(x) for x in taken[name])
     assert not [field.name for field in fields(GenerateConfig) if field.default is not None and None in taken[field.name]]
-    refused(lambda: resolved(branches=4), "branches 4", "its default: builder 'best-first' ignores it")
-    refused(lambda: resolved(builder="paths", trunk=1), "trunk 1", "builder 'paths' ignores it")
+    why = "builder 'best-first' does not use it; leave it out, or use builder 'paths' or 'delayed' or "
+    refused(lambda: resolved(branches=4), f"got branches 4, but {why}")
+    why = "builder 'paths' does not use it; leave it out, or use builder 'delayed'"
+    refused(lambda: resolved(builder="paths", trunk=1), f"got trunk 1, but {why}")
     for temperature in (1.1e6, [0.5, 1e38]):
         refused(lambda temperature=temperature: resolved(temperature=temperature), "temperature", "at most 1000000")
-    refused(lambda: resolved(depths=2), "depths 2", "drafters of kind 'block' do not have it")
+    why = "drafters of kind 'block' have no such setting; leave it out"
+    refused(lambda: resolved(depths=2), f"got depths 2, but {why}")
 
 
 def test_exact_scalars_of_numpy_and_jax_are_fine():

@@ -19,9 +19,12 @@ FILE = '''"""Types of keyword arguments, for editors and `help`. `python tests/w
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from jax.sharding import Mesh
+
+# Names that editors offer. Type checkers accept any other text, too: programs can register kinds of their own.
+{choices}
 
 
 class LoadOptions(TypedDict, total=False):
@@ -52,13 +55,37 @@ def described(cls: type, names: list[str]) -> str:
 def types(cls: type, names: list[str]) -> str:
     """Returns the annotations of fields as source, one a line."""
     kinds = {name: kind for name, kind in inspect.get_annotations(cls).items() if name in names}
-    lines = [f"    {name}: {inspect.formatannotation(kind)}" for name, kind in kinds.items()]
+    named = choices(cls)
+    lines = [
+        f"    {name}: {f'{named[name][0]} | ' if name in named else ''}{inspect.formatannotation(kind)}"
+        for name, kind in kinds.items()
+    ]
     return re.sub(r"\b(\w+\.)+(?=[A-Z])", "", "\n".join(lines))  # without modules
+
+
+def choices(cls: type) -> dict[str, tuple[str, list[str]]]:
+    """Returns a name for the type of every text that has choices, and the choices."""
+    found = {}
+    for name, kind in inspect.get_annotations(cls).items():
+        known = cls.__dataclass_fields__[name].metadata["checks"].get("choices")
+        if known and kind == str | None:
+            found[name] = "".join(word.title() for word in name.split("_")), [*known()]
+    return found
+
+
+def choices_source() -> str:
+    """Returns the types of `choices` as source, with one choice a line."""
+    source = []
+    for title, words in (*choices(ModelOptions).values(), *choices(GenerateConfig).values()):
+        lines = [f'    "{word}",' for word in words]
+        source += [f"{title} = Literal[", *lines, "]"] if len(words) > 1 else [f'{title} = Literal["{words[0]}"]']
+    return "\n".join(source)
 
 
 def keywords_source() -> str:
     """Returns the content of engine/keywords.py."""
     return FILE.format(
+        choices=choices_source(),
         load_types=types(ModelOptions, LOAD_OPTIONS),
         basic_settings=described(GenerateConfig, field_names(GenerateConfig, basic=True)),
         advanced_settings=described(GenerateConfig, field_names(GenerateConfig, basic=False)),

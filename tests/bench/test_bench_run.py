@@ -272,7 +272,7 @@ def test_a_drafter_of_two_labels_is_measured_under_both():
     ("tiny", ["a=tiny", "a=ngram"], "got --drafter a=tiny a=ngram, expected one or more drafters of different labels"),
     ("tiny", ["none"], "got --drafter none, expected one or more drafters"),
     (str(PAIR / "verifier"), [], "got --drafter none, expected one or more drafters"),
-    ("tiny", ["ngram", "--systems", "marginal"], "drafters of kind 'ngram' do not have it"),
+    ("tiny", ["ngram", "--systems", "marginal"], "drafters of kind 'ngram' have no such setting"),
 ])  # fmt: skip
 def test_bad_drafters_end_with_one_line(tmp_path, capsys, verifier, drafters, words):
     drafters = drafters and ["--drafter", *drafters]

@@ -22,7 +22,7 @@ from treeflash_jax.cli import chat
 
 def stream(messages, session, **settings):
     yield tf.Chunk(ids=[1], text=f"<{messages[-1]['content']!r}>", rounds=0)
-    yield tf.Result.unanswered([1], has_text=True)
+    yield tf.Result.unanswered([1])
 
 model = SimpleNamespace(tokenizer=True, stream=stream, prepare=lambda *_, **__: None)
 model.verifier = SimpleNamespace(max_positions=99)

@@ -17,11 +17,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import PAIR, SMOLLM2
-from refusals import mistake
+from refusals import mistake, refused
 
 import treeflash_jax as tf
 from treeflash_jax.bench import check
 from treeflash_jax.cli import commands, demo
+from treeflash_jax.cli.chat_commands import parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.settings import default_text, option_values
 from treeflash_jax.engine import loading
@@ -107,7 +108,7 @@ def test_unknown_words_name_what_was_meant(capsys, arguments, meant):
 def heard(monkeypatch, tiny):
     """Prompts that reach `generate` or `stream`, and the arguments of `load`."""
     heard = SimpleNamespace(prompts=[], loaded={})
-    answer = replace(tf.Result.unanswered([1], has_text=True), finished="stop")
+    answer = replace(tf.Result.unanswered([1]), finished="stop")
 
     def answer_each(model, prompts, **settings):
         heard.prompts.extend(prompts)
@@ -144,6 +145,27 @@ def test_prompts_are_words_options_files_or_standard_input(heard, monkeypatch, t
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert main(["generate", *shlex.split(arguments)]) == 0
     assert heard.prompts == expected and list(map(type, heard.prompts)) == list(map(type, expected))
+
+
+def test_a_schema_is_json_text_or_a_file_of_it(capsys, tmp_path):
+    path, text = tmp_path / "person.json", '{"type": "object"}'
+    path.write_text(text, encoding="utf-8-sig")
+    for given in (text, f" {text}", str(path)):
+        assert commands.parser().parse_args(["generate", "hello", "--schema", given]).schema.strip() == text
+        assert parse_value("schema", given).strip() == text, "in a conversation"
+    path.write_text(text[:-1])
+    for given, words in {text[:-1]: "not valid JSON", str(path): "not valid JSON", "nowhere.json": "No such file"}.items():
+        mistake(capsys, main, ["generate", "hello", "--schema", given], f"({words}", "expected a JSON file or JSON text")
+        refused(lambda given=given: parse_value("schema", given), "got schema", f"({words}")
+
+
+def test_choices_that_look_like_a_list_are_noted(heard, caplog):
+    for words, count in {"--choices yes,no": 1, "--choices yes --choices no": 0, "--choices yes": 0}.items():
+        caplog.clear()
+        assert main(["generate", "hello", *words.split()]) == 0
+        notes = [record.message for record in caplog.records if "is one choice; several are" in record.message]
+        assert len(notes) == count, words
+    assert parse_value("choices", "yes,no") == ("yes,no",) and "/set choices [" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +293,7 @@ def test_demo_checks_where_its_picture_goes_before_anything_else(capsys, monkeyp
 
 def test_ctrl_c_in_a_stream_ends_the_demo(monkeypatch):
     """A stream ends with what there is of its answer; the demo does not go on with the next one."""
-    chunks = [tf.Chunk(ids=[1], text="One", rounds=0), tf.Result.unanswered([1], has_text=True)]
+    chunks = [tf.Chunk(ids=[1], text="One", rounds=0), tf.Result.unanswered([1])]
     monkeypatch.setattr(tf.TreeFlash, "stream", lambda *_, **__: iter(chunks))
     assert main(["demo", "--pair", "tiny"]) == 130
 

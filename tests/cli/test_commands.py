@@ -224,7 +224,7 @@ def heard(monkeypatch):
     def stream(model, chat, session, **settings):
         heard.append((list(chat), settings))
         yield tf.Chunk(ids=[5], text="Yes.", rounds=1)
-        yield replace(tf.Result.unanswered([1], has_text=True), finished="stop")
+        yield replace(tf.Result.unanswered([1]), finished="stop")
 
     monkeypatch.setattr(TreeFlash, "stream", stream)
     return heard
@@ -265,6 +265,7 @@ def test_chat_sets_settings_and_the_system_message(heard, converse):
     ("choices", "yes", ("yes",)),
     ("choices", '["yes", "no"]', ("yes", "no")),
     ("stop_ids", "3, 4", (3, 4)),
+    ("schema", '{"type": "string"}', '{"type": "string"}'),
 ])  # fmt: skip
 def test_values_of_settings_are_typed_as_they_are(name, text, value):
     assert parse_value(name, text) == value
@@ -333,6 +334,33 @@ def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatc
     monkeypatch.setattr("builtins.input", Mock(side_effect=["Hello.", "/quit"]))
     chat.converse(tiny, console)
     assert rooms[-1] == (context - length) // 4
+
+
+def test_a_conversation_that_outgrows_the_context_forgets_its_oldest_turns(tiny, heard, converse, tmp_path):
+    turns, path = [f"{name}: {'cat ' * 280}" for name in "ABCDE"], tmp_path / "talk.jsonl"
+    printed = converse(*turns, "x " * 4000, "F", f"/save {path}", "/reset", "G", options=["--system", "Be short."])
+    begun = [[message["content"][0] for message in chat] for chat, _ in heard]
+    *before, after_error, after_reset = begun
+    assert before[:2] == [["B", "A"], ["B", "A", "Y", "B"]] and after_reset == ["B", "G"]
+    assert {len(chat) for chat in before} == {2, 4, 6} and before[-1] == ["B", "C", "Y", "D", "Y", "E"]
+    assert after_error == [*before[-1], "Y", "F"], "a message that is too long for any context drops nothing"
+    assert all(tiny.verifier.max_positions - len(tiny.encode(chat)) >= 128 for chat, _ in heard)
+    note = r"its first (\d) messages are no longer read; /reset starts a new one"
+    notes = re.findall(note, " ".join(printed.split()))
+    assert notes == ["2", "4"] and printed.count("error: ") == 1
+    [(_, record)] = read_jsonl(path)
+    assert [message["content"][0] for message in record["messages"]] == [*"BAYBYCYDYEYFY"]
+
+
+def test_a_conversation_that_outgrows_the_memory_forgets_its_oldest_turns(heard, converse, monkeypatch):
+    def prepare(model, prompts, **_):
+        if len(prompts) > 3:
+            raise ValueError("got caches, expected less")
+
+    monkeypatch.setattr(TreeFlash, "prepare", prepare)
+    for options in ([], ["--max-new-tokens", "24"]):
+        printed = converse("A", "B", "C", options=options)
+        assert [message["content"] for message in heard[-1][0]] == ["B", "Yes.", "C"] and "error" not in printed
 
 
 def test_answers_in_a_terminal_break_between_words():

@@ -17,7 +17,7 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core.terminal import Console
 
 RAW, SHOWN = "\x1b]0;owned\x9c", r"\x1b]0;owned\x9c"
-ANSWER = replace(tf.Result.unanswered([1], has_text=True), finished="length")
+ANSWER = replace(tf.Result.unanswered([1]), finished="length")
 
 
 @pytest.fixture(params=[False, True], ids=["pipe", "terminal"])

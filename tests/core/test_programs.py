@@ -45,6 +45,8 @@ def test_programs_are_kept_and_found_again(tmp_path):
         assert run(tmp_path) == str(folder)
         kept.append({path.name: path.stat().st_ino for path in folder.rglob("*-cache")})
     assert kept[0] == kept[1] != {}
+    times = run(tmp_path, SCRIPT + "print(json.dumps(str(programs._times)))")
+    assert times == str(folder.parent / "compile_times.json"), "their seconds are kept beside them"
 
 
 def test_other_wishes_are_respected(tmp_path):

@@ -171,6 +171,34 @@ def test_a_function_sees_the_last_token_of_every_node(float64, tiny):
     refused(lambda: pair.generate(TEXTS, processor=Counter()), "expected a pytree (jax.tree_util.register_dataclass)")
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stateful:
+    table: jax.Array
+
+    def advance(self, tokens): ...
+
+    def __call__(self, logits_bnv, history): ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Started(Stateful):
+    def start(self, tokens_bs, length_b): ...
+
+
+@pytest.mark.parametrize(("processor", "words"), [
+    (lambda logits: logits, "processor <lambda>(logits), expected one that takes (logits_bnv, history)"),
+    (jax.jit(lambda a, b, c: a), "processor <lambda>(a, b, c), expected one that takes (logits_bnv, history)"),
+    (jax.tree_util.Partial(lambda table, logits: logits, jnp.ones(3)), "(logits), expected one that takes (logits_bnv, h"),
+    (Stateful(jnp.ones(3)), "processor 'Stateful', expected one with start(tokens_bs, length_b), since it has advance"),
+    (Started(jnp.ones(3)), "processor Started.advance(tokens), expected one that takes (state, tokens)"),
+])  # fmt: skip
+def test_a_processor_that_takes_other_arguments_is_refused_before_anything_is_computed(tiny, monkeypatch, processor, words):
+    monkeypatch.setattr(tiny, "schedule", lambda *_: pytest.fail("the call has begun"))
+    refused(lambda: tiny.generate([5, 6, 7], processor=processor), words)
+
+
 def allow_few(logits_bnv, history):
     """Allows nothing to the sequence that begins with token 4, once it has seven tokens."""
     length_bn = history.length_b[:, None] + jnp.sum(history.path_bni != NO_TOKEN, axis=2)

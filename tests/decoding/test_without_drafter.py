@@ -68,7 +68,9 @@ def test_large_batches_get_smaller_trees_on_known_accelerators(trained, monkeypa
 def test_requested_drafting_is_refused(alone):
     requests = {"builder": "chain", "nodes": 8, "head": "marginal", "candidates": 4, "drafter_temperature": 0.5}
     for name, value in requests.items():
-        refused(partial(alone.generate, PROMPT, **{name: value}), "no drafter is loaded", f"{name} {value!r}")
+        refused(
+            partial(alone.generate, PROMPT, **{name: value}), f"got {name} {value!r}, but no drafter is loaded; try drafter"
+        )
     refused(lambda: compare_decodings(alone, [PROMPT]), "nothing to compare: no drafter is loaded; try drafter 'ngram'")
 
 

@@ -118,6 +118,12 @@ def test_filter_threshold_equals_sorting(ties, dtype):
     assert unclear < 0.05 * count
 
 
+def test_top_p_counts_all_tokens_as_in_transformers_and_min_p_comes_after_it():
+    """vLLM applies min-p first: of the two tokens that it keeps here, the likeliest alone has over 0.6 of the mass."""
+    logits, top_k = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), jnp.int32(0)
+    assert int((logits >= filter_threshold(logits, 1.0, top_k, jnp.float32(0.6), 0.4)).sum()) == 2
+
+
 def test_peaked_vectors_keep_their_peak():
     others = np.log(1e-7 / (V - 1)).astype(np.float32)
     logits = np.where(np.arange(V) == 17, np.float32(np.log1p(-1e-7)), others).astype(np.float32)

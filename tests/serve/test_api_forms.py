@@ -27,7 +27,7 @@ def make_form(**fields) -> ChatForm:
 
 
 def make_result(**fields) -> tf.Result:
-    return replace(tf.Result.unanswered([5, 5, 5], has_text=True), finished="stop", **fields)
+    return replace(tf.Result.unanswered([5, 5, 5]), finished="stop", **fields)
 
 
 @pytest.mark.parametrize("fields, expected", [

@@ -107,7 +107,7 @@ class Peer(System):
                 answer_text.extend(ids)
                 text = answer_text.text
             result = tf.Result(
-                text=text,
+                text=text or "",
                 ids=ids,
                 prompt_ids=prompt_ids,
                 builder=PEER,

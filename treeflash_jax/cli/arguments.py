@@ -1,15 +1,17 @@
 """Command lines: their parser, and the options of models and settings."""
 
 import argparse
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from treeflash_jax.core.checks import clipped, hint, quoted, suggestion
+from treeflash_jax.core.checks import clipped, hint, parse_json, quoted, suggestion
 from treeflash_jax.core.settings import add_options, default_text, field_names
 from treeflash_jax.engine.generate_config import GROUPS, REFUSED, GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 
+logger = logging.getLogger("treeflash_jax")
 ADVANCED = "advanced:"  # how titles of groups of options begin that only --help-all shows
 
 
@@ -78,7 +80,7 @@ def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
     """
 
     def add(title: str, cls: type, chosen: list[str]) -> Any:
-        chosen = [name for name in chosen if name not in (*without, "processor", "schema")]  # a function; a file, below
+        chosen = [name for name in chosen if name not in (*without, "processor", "schema")]  # a function; below
         group = parser.add_argument_group(title)
         add_options(group, cls, chosen, **dict.fromkeys(chosen, argparse.SUPPRESS))
         return group
@@ -92,15 +94,33 @@ def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
         added = add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, group, basic=False))
         if group == "sampling":
             field = GenerateConfig.__dataclass_fields__["schema"]
-            help = f"{field.metadata['help']} (default: {default_text(field)}), in a file"
-            added.add_argument("--schema", type=_read_text, metavar="FILE", default=argparse.SUPPRESS, help=help)
+            help = f"{field.metadata['help']} (default: {default_text(field)}), here a file or JSON text"
+            added.add_argument("--schema", type=_schema_option, metavar="FILE|JSON", default=argparse.SUPPRESS, help=help)
     parser.refused = REFUSED
     return output
 
 
-def _read_text(path: str) -> str:
+def _schema_option(text: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise argparse.ArgumentTypeError(f"got {quoted(path)} ({reason}), expected a JSON file") from None
+        return read_schema(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_schema(text: str) -> str:
+    """Returns the JSON text of a schema, given as text or as the name of a file. Raises ValueError for any other text."""
+    is_text = text.lstrip().startswith("{")
+    try:
+        schema = text if is_text else Path(text).read_text(encoding="utf-8-sig")
+        parse_json(schema)
+    except (OSError, ValueError) as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
+        raise ValueError(f"got schema {quoted(text)} ({reason}), expected a JSON file or JSON text") from None
+    return schema
+
+
+def note_single_choice(choices: Sequence[str]) -> None:
+    """Logs how choices are given if the only one looks like a list of them."""
+    if len(choices) == 1 and "," in choices[0]:
+        several = 'several are --choices yes --choices no, in a chat /set choices ["yes", "no"]'
+        logger.warning("choices %s is one choice; %s", quoted(choices[0]), several)

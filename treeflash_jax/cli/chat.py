@@ -29,8 +29,8 @@ class ChatOptions:
 def converse(model: TreeFlash, console: Console, system: str | None = None, **settings: Any) -> None:
     """Reads user turns and commands until /quit, /exit or end of input. Answers are sampled as the model recommends.
 
-    A turn that fails (for example, a conversation longer than the context) is reported in one line and removed; Ctrl-C ends
-    the answer and keeps its text so far.
+    A conversation that outgrows the context forgets its oldest turns. A turn that fails (for example, a message longer than
+    the context) is reported in one line and removed; Ctrl-C ends the answer and keeps its text so far.
 
     Before the first turn, raises ValueError for a model without a chat template or for invalid settings.
     """
@@ -63,8 +63,7 @@ def answer(conversation: Conversation, message: str) -> None:
     conversation.messages.append({"role": "user", "content": message})
     text, result = "", None
     try:
-        settings = conversation.settings
-        settings = settings | {"max_new_tokens": settings.get("max_new_tokens") or conversation.room()}
+        settings = conversation.settings | {"max_new_tokens": conversation.make_room()}
         with Lines(console) as lines:
             for piece in model.stream(conversation.prompt, session=conversation.session, **settings):
                 if isinstance(piece, Chunk):

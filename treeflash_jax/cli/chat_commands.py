@@ -3,13 +3,13 @@
 import json
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from treeflash_jax.cli.arguments import note_single_choice, read_schema
 from treeflash_jax.cli.prompt_options import CHATS, add_system
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, hint, parse_json
@@ -22,7 +22,7 @@ from treeflash_jax.engine.schedule.session import Session
 COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # not /usr/bin or // in pasted text
 SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value
 HELLO = {"role": "user", "content": "Hello"}
-LEAST_ROOM = 128  # tokens of an answer for which memory must have room
+LEAST_ROOM = 128  # tokens of an answer for which context and memory must have room
 # A conversation has one answer at a time, and shows text.
 NOT_IN_CHAT = ("samples", "batch_size", "log_probs", "top_log_probs", "expected_lengths")
 SETTINGS = [name for name in field_names(GenerateConfig) if name not in (*NOT_IN_CHAT, "processor")]
@@ -37,6 +37,7 @@ class Conversation:
         context's end, or as memory allows.
       system: system message; None for none.
       messages: messages of the user and the model.
+      forgotten: number of the oldest messages that the model no longer reads.
       last: result of the last answer; None before it is finished.
       session: caches of the conversation.
     """
@@ -46,26 +47,55 @@ class Conversation:
     settings: dict[str, Any]
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    forgotten: int = 0
     last: Result | None = None
     session: Session = field(default_factory=Session)
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        """The messages, with the system message before them."""
-        return add_system(self.messages, self.system)
+        """The messages that the model reads, with the system message before them."""
+        return add_system(self.messages[self.forgotten :], self.system)
 
     def validate(self, settings: dict[str, Any], system: str | None) -> None:
         """Raises ValueError for settings and a system message that the model cannot answer with; computes nothing."""
         self.model.prepare(add_system([HELLO], system), for_session=True, **{"max_new_tokens": 1} | settings)
 
-    def room(self) -> int:
-        """Returns the number of tokens up to the context's end; less if memory has no room for caches of that length."""
-        room = max(1, self.model.verifier.max_positions - len(self.model.encode(self.prompt)))
-        while room > LEAST_ROOM:
-            with suppress(ValueError):
+    def find_room(self) -> int:
+        """Returns `max_new_tokens`, or the number of tokens up to the context's end; fewer as memory has room for caches.
+
+        Raises ValueError if context or memory have no room.
+        """
+        limit = self.settings.get("max_new_tokens")
+        room = limit or max(1, self.model.verifier.max_positions - len(self.model.encode(self.prompt)))
+        while True:
+            try:
                 self.model.prepare(self.prompt, for_session=True, **self.settings | {"max_new_tokens": room})
-                break
+                return room
+            except ValueError:
+                if limit or room <= LEAST_ROOM:
+                    raise
             room //= 2
+
+    def make_room(self) -> int:
+        """Returns the number of tokens that the next answer may have, as `find_room`, and forgets the oldest turns for it.
+
+        Raises ValueError, and forgets nothing, if there is no room for an answer to the last message alone.
+        """
+        before = self.forgotten
+        while True:
+            is_alone = self.forgotten == len(self.messages) - 1
+            try:
+                room = self.find_room()
+                if room >= LEAST_ROOM or is_alone or self.settings.get("max_new_tokens"):
+                    break
+            except ValueError:
+                if is_alone:
+                    self.forgotten = before
+                    raise
+            self.forgotten += 2  # a message and its answer
+        if self.forgotten > before:
+            text = f"no room for the whole conversation: its first {self.forgotten} messages are no longer read"
+            self.console.print(f"[dim]{text}; /reset starts a new one[/dim]")
         return room
 
     def change_system(self, text: str) -> None:
@@ -96,7 +126,8 @@ class Conversation:
             raise ValueError("got no messages to save, expected a conversation with an answer")
         files.check_output(path)
         expect(not Path(path).exists(), "file", path, "one that does not exist")
-        files.write(path, json.dumps({"messages": self.prompt}, ensure_ascii=False) + "\n")
+        messages = add_system(self.messages, self.system)
+        files.write(path, json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
         self.console.print(f"wrote {path}", markup=False)
 
     def draw_tree(self, _: str) -> None:
@@ -109,7 +140,7 @@ class Conversation:
             self.console.print(f"no draft tree: {error}", markup=False)
 
     def reset(self, _: str) -> None:
-        self.messages, self.last = [], None
+        self.messages, self.forgotten, self.last = [], 0, None
 
     def show_help(self, _: str) -> None:
         for name, (argument, description, _) in COMMANDS.items():
@@ -131,10 +162,14 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
 def parse_value(name: str, text: str) -> Any:
     """Parses the value of a setting, as its option does; values of settings other than `pattern` may also be JSON."""
     value: Any = text
-    if text[0] in "[{" and name != "pattern":
+    if name == "schema":
+        value = read_schema(text)
+    elif text[0] in "[{" and name != "pattern":
         value = parse_json(text)
     elif name in ("stop", "choices"):
         value = [text]
+        if name == "choices":
+            note_single_choice(value)
     elif name == "stop_ids":
         value = text.replace(",", " ").split()
     return coerce_field(GenerateConfig, name, value, from_text=True)

@@ -25,7 +25,7 @@ from treeflash_jax.bench.check import (
     describe_verdict,
 )
 from treeflash_jax.cli import demo
-from treeflash_jax.cli.arguments import Parser, add_settings
+from treeflash_jax.cli.arguments import Parser, add_settings, note_single_choice
 from treeflash_jax.cli.chat import ChatOptions, converse, ending
 from treeflash_jax.cli.chat_commands import NOT_IN_CHAT
 from treeflash_jax.cli.prompt_options import add_prompts, describe_prompt, parse_prompts
@@ -56,6 +56,7 @@ def _run_command(argv: list[str] | None) -> int:
     programs.keep_programs()
     logging.getLogger("treeflash_jax").setLevel(logging.INFO)  # with the line about compiling
     logging.lastResort.setLevel(logging.INFO)  # the handler in use if none is configured: lines on stderr
+    note_single_choice(getattr(arguments, "choices", ()))
     return arguments.run(arguments)
 
 
@@ -175,7 +176,7 @@ def _print_answers(model: TreeFlash, prompts: list[Any], results: list[Result]) 
         if len(results) > 1:
             place = f"prompt {prompt}, sample {sample}" if len(results) > len(prompts) else f"prompt {prompt}"
             show(f"--- {place}: {describe_prompt(prompts[prompt])}")
-        show(" ".join(map(str, result.ids)) if result.text is None else result.text)
+        show(result.text if model.tokenizer else " ".join(map(str, result.ids)))
         speed = "" if len(results) > 1 else f"{_format_speed(model, result)}, "
         _print_note(f"{_format_statistics(result)}, {speed}{ending(result, model.verifier.max_positions)}")
     if len(results) > 1:

@@ -60,10 +60,14 @@ class Clock:
             self._since += time.perf_counter() - since
 
     @contextmanager
-    def compiling(self, program: str, announcement: str) -> Iterator[None]:
-        """Counts the time of the block as compilation; the first of a process over a second logs `announcement`."""
+    def compiling(self, program: str, announcement: str, always: bool = False) -> Iterator[None]:
+        """Counts the time of the block as compilation, and logs `announcement` if it takes over a second.
+
+        Args:
+          always: logs it also if this process has logged that it compiles.
+        """
         since = time.perf_counter()
-        with self.paused(), nullcontext() if Clock.has_announced else slow(announcement, logging.INFO):
+        with self.paused(), slow(announcement, logging.INFO) if always or not Clock.has_announced else nullcontext():
             yield
         seconds = time.perf_counter() - since
         self.compile_seconds += seconds

@@ -6,8 +6,10 @@ shardings of their arrays, the mesh, and JAX's precision; never values.
 """
 
 import functools
+import hashlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from treeflash_jax.core import files, sharding
+from treeflash_jax.core import compile_times, files, sharding
 from treeflash_jax.core.clock import Clock
 
 MOST_PROGRAMS = 256
@@ -32,11 +34,14 @@ KEPT_SECONDS = 0.1  # shortest compilation whose program commands store on disk
 class Program:
     """A jitted function, and an executable compiled from it, which takes those of its arguments that are not static.
 
-    `last_use` grows with every call.
+    Attributes:
+      labels: digest of the program, and name of its function with a digest of its model; equal in all processes.
+      last_use: grows with every call.
     """
 
     function: Any
     executable: futures.Future
+    labels: tuple[str, str] = ("", "")
     has_run: bool = False
     last_use: int = 0
 
@@ -48,6 +53,7 @@ class Program:
 
 _programs: dict[Any, Program] = {}
 _uses = itertools.count()
+_times: Path | None = None  # file of `compile_times`, beside programs that are kept on disk
 _unstored = Lock()  # held while a program is compiled that must not be stored on disk
 
 
@@ -69,11 +75,24 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
 
 
 def wait(*programs: "Program", clock: Clock) -> None:
-    """Waits until programs are compiled, which the clock counts as compilation."""
-    for program in programs:
-        if not program.executable.done():
-            with clock.compiling(program.function.__name__, _note()):
-                futures.wait([program.executable])
+    """Waits until programs are compiled, which the clock counts as compilation.
+
+    A program that takes over a second is announced with its number among those that are not compiled yet, and with the
+    time that it took in an earlier process, if that is known.
+    """
+    unfinished = [program for program in programs if not program.executable.done()]
+    for number, program in enumerate(unfinished, 1):
+        name, since = program.function.__name__, time.perf_counter()
+        text = f"compiling {name.replace('_', ' ')}"
+        if len(unfinished) > 1:
+            text += f", {number} of {len(unfinished)}"
+        seconds = _times and compile_times.estimate(_times, *program.labels)
+        if seconds:
+            text += f": about {max(1, round(seconds))} s, as last time"
+        with clock.compiling(name, text if Clock.has_announced else f"{text}; {_note()}", always=True):
+            futures.wait([program.executable])
+        if _times and not program.executable.exception():
+            compile_times.record(_times, *program.labels, time.perf_counter() - since)
 
 
 def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Program:
@@ -90,15 +109,21 @@ def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = N
     if known is not None and not (known.executable.done() and known.executable.exception()):  # a failure is tried again
         known.last_use = next(_uses)
         return known
-    with (clock or Clock()).compiling(function.__name__, _note()):
+    with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
         _make_room()
         with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
             lowered = function.lower(*args, **static)
         thread = futures.ThreadPoolExecutor(1)
         executable = thread.submit(compile_lowered, lowered, mesh, function.__name__)
         thread.shutdown(wait=False)
-    _programs[key] = program = Program(function, executable, last_use=next(_uses))
+    model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument are a model's weights
+    labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
+    _programs[key] = program = Program(function, executable, labels, last_use=next(_uses))
     return program
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _make_room() -> None:
@@ -182,10 +207,11 @@ def clear() -> None:
 
 
 def keep_programs() -> None:
-    """Keeps compiled programs on disk for later processes, in the user's cache folder; call it before the first model.
+    """Keeps compiled programs on disk for later processes, in ~/.cache/treeflash/programs; call it before the first model.
 
     Turns on JAX's persistent compilation cache for this process, as the commands do. Changes nothing if JAX has a cache
-    already, or with JAX_ENABLE_COMPILATION_CACHE=false.
+    already (JAX_COMPILATION_CACHE_DIR), or with JAX_ENABLE_COMPILATION_CACHE=false. The folder may be deleted at any time;
+    JAX_COMPILATION_CACHE_MAX_SIZE limits its bytes.
 
     Example:
       >>> tf.keep_programs()
@@ -199,6 +225,8 @@ def keep_programs() -> None:
     except (OSError, RuntimeError):  # no home, or one that cannot be written to
         return
     if os.access(folder, os.W_OK):
+        global _times
+        _times = folder.parent / "compile_times.json"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
         compilation_cache.reset_cache()  # JAX reads the folder's name once, at its first compilation
@@ -207,4 +235,4 @@ def keep_programs() -> None:
 def _note() -> str:
     folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
     kept = f"kept in {folder}" if folder else "kept until this process ends"
-    return f"compiling, once for this batch size, length and tree; programs are {kept}"
+    return f"once for this batch size, length and tree; programs are {kept}"

@@ -19,6 +19,7 @@ arrays are arguments of the programs: `jax.tree_util.Partial(function, *arrays)`
 Shape suffixes: b batch, n tree nodes, i depth, s token slots, p emitted tokens, x entries of a list, v vocabulary.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -145,12 +146,32 @@ def has_state(processor: Any) -> bool:
 
 
 def as_pytree(processor: Any) -> Any:
-    """Returns a user's processor as a pytree of arrays. Raises ValueError for one that has a state and is none."""
-    if not jax.tree_util.all_leaves([processor]):
-        return jax.device_put(processor)
-    expected = "a pytree (jax.tree_util.register_dataclass), since it has a state"
-    expect(not has_state(processor), "processor", processor, expected)
-    return jax.tree_util.Partial(processor)
+    """Returns a user's processor as a pytree of arrays.
+
+    Raises ValueError for one that takes other arguments, or has a state and is no pytree.
+    """
+    name, is_pytree = processor_name(processor), not jax.tree_util.all_leaves([processor])
+    _check_arguments(name, processor, ("logits_bnv", "history"))
+    if has_state(processor):
+        expected = "a pytree (jax.tree_util.register_dataclass), since it has a state"
+        expect(is_pytree, "processor", processor, expected)
+        expect(hasattr(processor, "start"), "processor", name, "one with start(tokens_bs, length_b), since it has advance")
+        _check_arguments(f"{name}.start", processor.start, ("tokens_bs", "length_b"))
+        _check_arguments(f"{name}.advance", processor.advance, ("state", "tokens"))
+    return jax.device_put(processor) if is_pytree else jax.tree_util.Partial(processor)
+
+
+def _check_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> None:
+    """Raises ValueError for a user's function that cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # functions of C need not have one
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        got = clipped(f"{name}{signature}", 160)
+        raise ValueError(f"got processor {got}, expected one that takes ({', '.join(arguments)})") from None
 
 
 def _penalize_texts(logits_bnv: jax.Array, penalties_b3: jax.Array, counts: Counts, path_bni: jax.Array) -> jax.Array:

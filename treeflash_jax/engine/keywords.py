@@ -2,9 +2,60 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from jax.sharding import Mesh
+
+# Names that editors offer. Type checkers accept any other text, too: programs can register kinds of their own.
+Quantize = Literal[
+    "int8",
+    "fp8",
+    "none",
+]
+Sampling = Literal["model"]
+Head = Literal[
+    "marginal",
+    "mlp",
+    "linear",
+    "lowrank",
+    "lowrank-gated",
+    "lowrank-rnn",
+    "gru",
+    "selector",
+    "lilicorr",
+]
+DraftVocabulary = Literal[
+    "frequent",
+    "all",
+]
+Builder = Literal[
+    "none",
+    "best-first",
+    "walk",
+    "chain",
+    "paths",
+    "delayed",
+    "without-replacement",
+    "hybrid",
+]
+Acceptance = Literal[
+    "sample-and-match",
+    "rejection",
+    "recursive",
+    "naive-tree",
+    "k-sequential",
+    "block",
+    "traversal",
+    "multi-path-block",
+]
+Attention = Literal[
+    "xla",
+    "streamed",
+    "blocked",
+    "pallas-gpu",
+    "mosaic-gpu",
+    "pallas-tpu",
+]
 
 
 class LoadOptions(TypedDict, total=False):
@@ -15,7 +66,7 @@ class LoadOptions(TypedDict, total=False):
     drafter_revision: str | None
     local_files_only: bool
     dtype: Any
-    quantize: str | None
+    quantize: Quantize | str | None
     mesh: Mesh | str | None
     thinking: bool
     template: Mapping[str, Any] | None
@@ -152,18 +203,18 @@ class GenerateSettings(TypedDict, total=False):
     pattern: str | Sequence[str | None] | None
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None
     processor: Callable[..., Any] | None
-    sampling: str | None
-    head: str | None
+    sampling: Sampling | str | None
+    head: Head | str | None
     block_size: int | None
     depths: int | None
     candidates: int | None
     children: int
     shortlist: int | None
-    draft_vocabulary: str | None
+    draft_vocabulary: DraftVocabulary | str | None
     ngrams: int | None
-    builder: str | None
+    builder: Builder | str | None
     nodes: int | None
-    acceptance: str | None
+    acceptance: Acceptance | str | None
     branches: int
     trunk: int
     skeleton: float
@@ -171,7 +222,7 @@ class GenerateSettings(TypedDict, total=False):
     drafter_temperature: float | None
     lanes: int | None
     batch_size: int | None
-    attention: str | None
+    attention: Attention | str | None
     log_probs: bool
     top_log_probs: int
     expected_lengths: bool

@@ -352,4 +352,4 @@ class TreeFlash:
             if len(unanswered) == len(call.requests):
                 raise
         for number, request in unanswered.items():
-            yield number, Result.unanswered(request.ids, has_text=self.tokenizer is not None)
+            yield number, Result.unanswered(request.ids)

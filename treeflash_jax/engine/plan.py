@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from treeflash_jax.acceptance import check_lossless
-from treeflash_jax.core.checks import expect
+from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.devices import Device
 from treeflash_jax.core.settings import changed, field_names
 from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
@@ -112,14 +112,17 @@ def _why_plain(
 def _check_settings(config: GenerateConfig, drafter: DrafterConfig, name: str, builder: Builder) -> None:
     """Raises ValueError for settings that the drafter or the builder would ignore."""
     others = [setting for setting in DRAFTING if setting not in drafter.settings]
-    _refuse(config, others, f"drafters of kind {drafter.kind!r} do not have it")
-    ignored = [field.name for field in fields(TreeShape) if field.name not in builder.reads]
-    _refuse(config, ignored, f"builder {name!r} ignores it")
+    _refuse(config, others, f"drafters of kind {drafter.kind!r} have no such setting; leave it out")
+    for setting in (field.name for field in fields(TreeShape) if field.name not in builder.reads):
+        readers = " or ".join(repr(other) for other in BUILDERS if setting in BUILDERS[other].reads)
+        _refuse(config, [setting], f"builder {name!r} does not use it; leave it out, or use builder {readers}")
     expect(not builder.draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
     why = "0 with builder 'chain'; use 'walk', whose tokens follow the path"
     expect(name != "chain" or not config.ngrams, "ngrams", config.ngrams, why)
 
 
 def _refuse(config: GenerateConfig, names: list[str], why: str) -> None:
+    """Raises ValueError for the first of these settings that is given."""
     for name in names:
-        expect(name not in changed(config), name, getattr(config, name), f"its default: {why}")
+        if name in changed(config):
+            raise ValueError(f"got {name} {quoted(getattr(config, name))}, but {why}")

@@ -25,7 +25,7 @@ class Result:
 
     Attributes:
       text: the answer without special tokens, up to a stop string, as it follows the prompt's text (a space before its
-        first word stays); None without a tokenizer.
+        first word stays); empty without a tokenizer.
       ids: generated token ids, the stop token included.
       builder: builder of the draft trees, as in GenerateConfig; "none" if nothing was drafted.
       accept_lengths: number of tokens that each round added to the answer: the accepted ones and the bonus token, which the
@@ -49,7 +49,7 @@ class Result:
       reused: number of prompt tokens whose caches an earlier answer had left (`Session`, or a server).
     """
 
-    text: str | None
+    text: str
     ids: list[int]
     prompt_ids: list[int]
     builder: str
@@ -66,10 +66,9 @@ class Result:
     draft_again: DraftAgain | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
-    def unanswered(prompt_ids: list[int], *, has_text: bool) -> "Result":
+    def unanswered(prompt_ids: list[int]) -> "Result":
         """Returns the result of a prompt that was not started before Ctrl-C: no tokens, marked "interrupted"."""
-        text = "" if has_text else None
-        return Result(text=text, ids=[], prompt_ids=prompt_ids, builder="none", accept_lengths=[], finished="interrupted")
+        return Result(text="", ids=[], prompt_ids=prompt_ids, builder="none", accept_lengths=[], finished="interrupted")
 
     @property
     def tau(self) -> float:
@@ -86,12 +85,12 @@ class Result:
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
         values["tau"] = round(self.tau, 2)
         show = lambda value: reprlib.repr(value) if isinstance(value, list) else repr(value)  # noqa: E731
-        shown = (f"{name}={show(value)}" for name, value in values.items() if value is not None or name == "text")
+        shown = (f"{name}={show(value)}" for name, value in values.items() if value is not None)
         return f"Result({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
         """Formats the answer and a table of its statistics, for notebooks."""
-        answer = self.text if self.text is not None else " ".join(map(str, self.ids))
+        answer = self.text or " ".join(map(str, self.ids))
         statistics = {"tokens": len(self.ids), "rounds": len(self.accept_lengths), "tau": f"{self.tau:.2f}"}
         statistics |= {"tokens/s": f"{self.tokens_per_second:.0f}", "builder": self.builder, "finished": self.finished}
         heads = "".join(f"<th>{escape(name)}</th>" for name in statistics)
@@ -223,7 +222,7 @@ class Reader:
                 accepted = accepted[:-1]
             cut = 1 + sum(accepted) - len(ids) if accepted else 0
             result = Result(
-                text=text and text.text,
+                text="" if text is None else text.text,
                 ids=ids,
                 prompt_ids=request.ids,
                 builder=plan.builder,

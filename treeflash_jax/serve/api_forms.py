@@ -267,7 +267,7 @@ class ChatForm(Form):
 
     def choice(self, index: int, result: Result) -> dict[str, Any]:
         message = {"role": "assistant", "content": None, "refusal": None}
-        for delta in self._parser(index, result).feed(result.text or "", is_last=True):
+        for delta in self._parser(index, result).feed(result.text, is_last=True):
             for name, value in delta.items():
                 message[name] = (message.get(name) or type(value)()) + value
         for call in message.get("tool_calls", ()):
@@ -308,7 +308,7 @@ class CompletionForm(Form):
     log_probs_form = staticmethod(completion_form)
 
     def choice(self, index: int, result: Result) -> dict[str, Any]:
-        choice = {"index": index, "text": result.text or "", "logprobs": self.log_probs(index, result)}
+        choice = {"index": index, "text": result.text, "logprobs": self.log_probs(index, result)}
         return choice | {"finish_reason": self.finish_reason(index, result)}
 
     def delta(self, piece: Piece) -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""Seconds for which earlier processes waited for their programs, in a small file beside those that are kept on disk.
+
+A program that is compiled for the first time takes as long as the last new one of the same function and model; a known one
+is read from JAX's cache, and takes as long as the last time that it was read.
+"""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from treeflash_jax.core import files
+from treeflash_jax.core.checks import read_json
+
+MOST_ENTRIES = 1000  # the oldest go
+
+
+def estimate(path: Path, program: str, model: str) -> float | None:
+    """Returns the seconds that a program is expected to take; None if that is unknown.
+
+    Args:
+      program: digest of the program.
+      model: name of its function and digest of the model.
+    """
+    times = _read(path)
+    return times.get(program if program in times else model)
+
+
+def record(path: Path, program: str, model: str, seconds: float) -> None:
+    """Stores the seconds that a program took; does nothing if the file cannot be written."""
+    times = _read(path)
+    label = program if program in times else model
+    times.setdefault(program, None)  # it is known from now on, but was never read
+    times.pop(label, None)
+    times[label] = round(seconds, 1)
+    with suppress(OSError, ValueError):
+        files.write(path, json.dumps(dict([*times.items()][-MOST_ENTRIES:]), indent=1))
+
+
+def _read(path: Path) -> dict[str, float | None]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):  # none yet, or damaged
+        return {}
