@@ -13,7 +13,7 @@ from treeflash_jax import Result, TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.engine.batching import make_batch
+from treeflash_jax.engine.batching import SamplingSizes, make_batch
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import DeltaSizes, ModelConfig, Rope
 
@@ -84,8 +84,8 @@ def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) 
 def planned_batch(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:
     """The plan of a call, and the inputs of its prompts for these caches."""
     call = model.prepare(prompts, **{"max_new_tokens": 64, "stop_ids": (), "batch_size": len(prompts)} | settings)
-    sizes = {"batch_size": len(prompts), "capacity": capacity, "dtype": model.dtype}
-    return call.plan, make_batch(call.requests, **sizes, mesh=model.mesh)
+    sizes = SamplingSizes.fit(call.requests)
+    return call.plan, make_batch(call.requests, sizes, capacity=capacity, dtype=model.dtype, mesh=model.mesh)
 
 
 def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any = None, **settings) -> list[Result]:

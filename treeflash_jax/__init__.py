@@ -16,7 +16,7 @@ from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.prompts import Chat, Text
 from treeflash_jax.engine.results import Chunk, Result
-from treeflash_jax.engine.scheduler import Session
+from treeflash_jax.engine.schedule.session import Session
 
 __version__ = "0.1.0"
 

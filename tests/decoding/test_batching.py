@@ -13,10 +13,13 @@ from test_hybrid_decoding import hybrid_pair
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine import scheduler
-from treeflash_jax.engine.batching import choose_batch_size
+from treeflash_jax.engine.batching import SamplingSizes, choose_batch_size
 from treeflash_jax.engine.results import Reader
-from treeflash_jax.engine.scheduler import Slots
+from treeflash_jax.engine.schedule import prefixes
+from treeflash_jax.engine.schedule.admission import Admission
+from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.engine.schedule.slots import Slots
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
 SAMPLED = {"temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]}
@@ -66,7 +69,7 @@ def test_answers_come_as_they_finish(trained):
 @pytest.mark.parametrize("kind", [slow_unless(kind == "block", kind) for kind in ("block", "ngram", "mtp", "hybrid")])
 def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
     """Of a running answer, of one that has ended, of one that is overwritten; NaN is never copied."""
-    monkeypatch.setattr(scheduler, "LEAST_REUSED", 4)
+    monkeypatch.setattr(prefixes, "LEAST_REUSED", 4)
     model = hybrid_pair() if kind == "hybrid" else make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64)
     settings = {"max_new_tokens": 12, "stop_ids": (), "nodes": 4, "temperature": 0.7}
     settings |= {"children": 4, "candidates": 6} if kind == "hybrid" else {}
@@ -75,7 +78,8 @@ def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
     prompts = [first, other, first + answer.ids, first[:6] + [7, 7, 7], first, other]
     expected = [model.generate([prompt], **settings)[0].ids for prompt in prompts]
     call = model.prepare([first], **settings, batch_size=2)
-    server = scheduler.Scheduler(call.plan, model.weights, batch_size=2, capacity=256, for_server=True)
+    runner, sizes = Runner(call.plan, model.weights, can_cut=True), SamplingSizes.fit(call.requests)
+    server = Scheduler(runner, sizes, batch_size=2, capacity=256, is_open=True)
     reader, answers, reused = Reader(server, model), {}, {}
     for number, prompt in enumerate(prompts):
         server.submit([replace(request, number=number) for request in model.make_requests([prompt], **settings)[1]])
@@ -90,19 +94,23 @@ def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
     ends_b, vocab_size = server.state.cache.length_b, model.verifier.vocab_size
     damaged = server.state.replace(tokens_bs=server.state.tokens_bs.at[jnp.arange(2), ends_b].set(vocab_size))
     for state, has_some in ((server.state, True), (damaged, False)):
-        assert scheduler.count_reusable(state, prompts[5] + answers[5], vocab_size).any() == has_some
+        assert prefixes.count_reusable(state, prompts[5] + answers[5], vocab_size).any() == has_some
 
 
 def test_a_batch_keeps_its_slots_busy():
     """Sequences of very different lengths take about as many rounds as their tokens over the slots."""
     lengths = np.random.default_rng(0).integers(1, 100, 200).tolist()
-    slots, rounds, ends, finished = Slots(16, 2, range(len(lengths))), 0, {}, []
-    while slots.waiting or slots.held:
-        if slots.is_refill_due:
-            ends |= {slot: rounds + lengths[slots.held[slot]] for slot in slots.fill(slots.refill_size)}
+    slots, rounds, ends, finished = Slots(16), 0, {}, []
+    admission = Admission(slots)
+    admission.add(range(len(lengths)))
+    while admission.waiting or slots.held:
+        if admission.is_refill_due:
+            group = admission.make_group([None] * admission.next_refill)
+            for slot, request in group.requests.items():
+                slots.hold(slot, request)
+                ends[slot] = rounds + lengths[request]
             continue
-        free = slots.size - len(slots.held)
-        rounds = sorted(ends.values())[slots.enough_done - free - 1]
+        rounds = sorted(ends.values())[admission.enough_done - len(slots.free) - 1]
         done = [slot for slot, end in ends.items() if end <= rounds]
         finished += [slots.held[slot] for slot in done]
         slots.release(done)

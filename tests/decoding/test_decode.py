@@ -20,7 +20,7 @@ from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.requests import make_requests
 from treeflash_jax.engine.results import Result
-from treeflash_jax.engine.scheduler import Scheduler
+from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.models import verifier
 
 TREE = {"nodes": 16} | SIZES
@@ -95,9 +95,9 @@ def test_a_stacked_cache_holds_what_one_array_per_layer_does(sizes):
 
     def run(stacks_cache: bool) -> DecodeState:
         here = replace(plan, prefill=replace(plan.prefill, stacks_cache=stacks_cache))
-        scheduler = Scheduler(here, model.weights, mesh=model.mesh)
-        state = scheduler.call(loops.grow_caches, scheduler.prefill(batch), capacity=512)
-        return scheduler.call(loops.decode, model.weights, state, jnp.int32(8), plan=here)
+        runner = Runner(here, model.weights, model.mesh)
+        state = runner.call(loops.grow_caches, runner.prefill(batch), capacity=512)
+        return runner.call(loops.decode, model.weights, state, jnp.int32(8), plan=here)
 
     separate, stacked = run(False), run(True)
     assert (len(separate.cache.states), len(stacked.cache.states)) == (RANDOM_MODEL.num_layers, 1)

@@ -19,7 +19,7 @@ from treeflash_jax import GenerateConfig, trees
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, processors
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.engine.batching import make_batch
+from treeflash_jax.engine.batching import SamplingSizes, make_batch
 from treeflash_jax.engine.requests import make_requests
 from treeflash_jax.trees import NO_TOKEN
 
@@ -37,7 +37,7 @@ def test_logits_are_those_of_transformers(depths):
     parts = [(ids[:prompt], ids[prompt : prompt + count]) for ids, prompt, count in texts]
     config = GenerateConfig(**settings)
     requests = make_requests([prompt for prompt, _ in parts], config, RANDOM_MODEL)
-    tokens_bs, length_b, sampling = make_batch(requests, batch_size=len(parts), capacity=32, dtype=jnp.float32)
+    tokens_bs, length_b, sampling = make_batch(requests, SamplingSizes.fit(requests), capacity=32, dtype=jnp.float32)
     state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
     state = processors.init_processors(state, STORED["logits"].shape[1])
     paths = np.full((len(parts), 1, depths), NO_TOKEN)

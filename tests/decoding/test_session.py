@@ -13,7 +13,8 @@ from test_every_drafter import KINDS
 import treeflash_jax as tf
 from treeflash_jax.core import clock
 from treeflash_jax.engine import batching
-from treeflash_jax.engine.scheduler import Scheduler
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.schedule.prefill import Runner
 
 
 def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, **settings) -> list[int]:
@@ -55,14 +56,13 @@ def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tin
     session, settings = tf.Session(), {"max_new_tokens": 4, "builder": "none"}
     answer(tiny, [5, 6, 7, 8], session, **settings)
     plan = tiny.prepare([[5, 6, 7, 8]], **settings).plan
-    same, other = Scheduler(plan, tiny.weights), Scheduler(plan, jax.tree.map(jnp.copy, tiny.weights))
-    same.state, count_b = session.take_caches(same, [5, 6, 7, 8])
-    assert count_b == [3] and session.take_caches(same, [5, 6, 7, 8]) is None
-    session.keep_caches(same)
-    assert session.take_caches(other, [5, 6, 7, 8]) is None
-    same.state.end_b.delete()
-    session.keep_caches(same)
-    assert session.take_caches(same, [5, 6, 7, 8]) is None
+    same, other = Runner(plan, tiny.weights), Runner(plan, jax.tree.map(jnp.copy, tiny.weights))
+    state, request = session._kept[0], Request(ids=[5, 6, 7, 8])
+    kept = session.take_caches(same, request, 256)
+    assert kept.count_b.tolist() == [3] and kept.cache is state.cache
+    assert session.take_caches(same, request, 256) is None
+    session.keep_caches(same, state)
+    assert session.take_caches(other, request, 256) is None
 
 
 def test_a_stream_has_the_caches_of_a_session_to_itself(tiny):

@@ -15,7 +15,7 @@ from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
 from treeflash_jax.decoding.state import DecodeState, Sampling
 from treeflash_jax.engine import defaults
-from treeflash_jax.engine.batching import make_batch
+from treeflash_jax.engine.batching import SamplingSizes, make_batch
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.plan import NO_DRAFTER
 from treeflash_jax.engine.prompts import Prompt
@@ -195,7 +195,8 @@ def find_divergence(
     tolerance = max(NEAR_TIE, ROUNDINGS * float(rounding))
 
     logits_bnv = jnp.asarray(logits_v, jnp.promote_types(logits_v.dtype, jnp.float32))[None, None]
-    tokens_bs, length_b, sampling = make_batch([request], batch_size=1, capacity=request.length, dtype=logits_bnv.dtype)
+    sizes = SamplingSizes.fit([request])
+    tokens_bs, length_b, sampling = make_batch([request], sizes, capacity=request.length, dtype=logits_bnv.dtype)
     state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
     noise_bnv = target_noise(state.replace(end_b=jnp.array([len(prefix)])), 1, logits_bnv)
     state = processors.init_processors(state, logits_v.size, processor)

@@ -32,14 +32,12 @@ from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.engine.batching import make_batch, round_capacity
-from treeflash_jax.engine.constraints import allow_all
+from treeflash_jax.engine.batching import SERVER_CLASSES, SamplingSizes, make_batch, round_capacity
 from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model_options import ModelOptions
 from treeflash_jax.engine.plan import resolve
-from treeflash_jax.engine.requests import FIXED_CLASSES, Request
 from treeflash_jax.models import verifier
 from treeflash_jax.models.quantized import NONE
 
@@ -158,11 +156,9 @@ def report_request(arguments: argparse.Namespace) -> int:
         result["schema_states"] = arguments.schema_states
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        request = Request(ids=[0])
-        if arguments.schema_states:
-            sizes = arguments.schema_states, FIXED_CLASSES
-            request = Request(ids=[0], automaton=allow_all(model.vocab_size), automaton_sizes=sizes)
-        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, request)
+        automaton = (arguments.schema_states, SERVER_CLASSES, model.vocab_size) if arguments.schema_states else None
+        sizes = SamplingSizes(automaton=automaton)
+        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, sizes)
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}
         if not device.is_cpu:
             result["launches"] = count_launches(compiled[1].as_text())
@@ -185,7 +181,13 @@ def request_name(result: dict[str, Any]) -> str:
 
 
 def compile_programs(
-    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, request: Request | None = None
+    plan: DecodePlan,
+    mesh: Any,
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    quantize: Any = None,
+    sizes: SamplingSizes | None = None,
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
@@ -201,7 +203,7 @@ def compile_programs(
     weights = Weights(parameters.abstract(specs, dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.prefill.drafter.specs(), dtype, mesh))
-    inputs = make_batch([request] if request else [], batch_size=batch, capacity=capacity, dtype=dtype)
+    inputs = make_batch([None] * batch, sizes or SamplingSizes(), capacity=capacity, dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         print_progress("compiling the prefill")
         lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.prefill)

@@ -27,7 +27,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.accepting import Accepted, accept_path
 from treeflash_jax.decoding.rounds import Verified, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.engine.batching import make_batch, round_capacity
+from treeflash_jax.engine.batching import SamplingSizes, make_batch, round_capacity
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.requests import make_requests
@@ -126,7 +126,8 @@ class Bench:
         config = GenerateConfig(max_new_tokens=room, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
         requests = make_requests(ids, config, model.verifier)
-        inputs = make_batch(requests, batch_size=batch, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
+        sizes = SamplingSizes.fit(requests)
+        inputs = make_batch(requests, sizes, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
         with running(model.mesh, self.where):
             plan, weights = self.plans[0], model.weights
             self.state = self._add("prefill", loops.prefill, weights, *inputs, plan=plan.prefill, units=batch * context)

@@ -17,7 +17,7 @@ from treeflash_jax.core.settings import coerce_field, field_names
 from treeflash_jax.engine.generate_config import REFUSED, GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.results import Result
-from treeflash_jax.engine.scheduler import Session
+from treeflash_jax.engine.schedule.session import Session
 
 COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # not /usr/bin or // in pasted text
 SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value

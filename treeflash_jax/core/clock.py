@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from treeflash_jax.core.checks import clipped
@@ -38,14 +38,18 @@ class Clock:
     def seconds(self) -> float:
         return time.perf_counter() - self._since
 
-    def reading(self, positions: Iterable[int], length: int) -> Iterator[int]:
-        """Yields the positions of a prompt during prefill; logs one every few seconds."""
-        reported = time.perf_counter()
-        for position in positions:
-            if time.perf_counter() - reported >= REPORT_SECONDS:
-                reported = time.perf_counter()
-                logger.warning("reading the prompt: %s of %s tokens", f"{position:,}", f"{length:,}")
-            yield position
+    def report_reading(self, position: int, length: int, reported: float) -> float:
+        """Logs the position in a prompt during prefill, every few seconds.
+
+        Args:
+          reported: time of the last report, or of the start (`time.perf_counter`).
+
+        Returns the time of the last report.
+        """
+        if time.perf_counter() - reported < REPORT_SECONDS:
+            return reported
+        logger.warning("reading the prompt: %s of %s tokens", f"{position:,}", f"{length:,}")
+        return time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Pref
 from treeflash_jax.models import caches, verifier
 
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
+Caches = tuple[caches.Cache, Any]  # the verifier's cache and the drafter's state
 
 
 @jax.jit
@@ -54,35 +55,35 @@ def prefill(
     return prefill_chunks(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
 
 
-@partial(jax.jit, static_argnames=("plan", "dtype", "for_session"), donate_argnames=("kept",))
+@partial(jax.jit, static_argnames=("plan", "dtype", "can_cut"), donate_argnames=("kept",))
 def init_state(
     tokens_bs: jax.Array,
     length_b: jax.Array,
     sampling: Sampling,
-    kept: DecodeState | None = None,
+    kept: Caches | None = None,
     kept_b: jax.Array | None = None,
     processor: Any = None,
     *,
     plan: PrefillPlan,
     dtype: Any,
-    for_session: bool = False,
+    can_cut: bool = False,
 ) -> DecodeState:
     """Returns the state before prefill, with empty caches or those of an earlier state that has the same first tokens.
 
     Args:
       tokens_bs: prompts, right-padded to the cache capacity.
       length_b: prompt lengths, at least 1.
-      kept: earlier state of equal shape, donated; None: empty caches.
-      kept_b: number of positions to keep in its caches, less than the prompt's length.
+      kept: caches of earlier texts, of equal shape, donated; None: empty caches.
+      kept_b: number of positions to keep in them, less than the prompt's length.
       processor: the user's processor of logits; None for none.
-      for_session: whether a later state may begin with parts of these caches.
+      can_cut: whether a later state may begin with parts of these caches.
     """
     batch, capacity = tokens_bs.shape
     if kept is not None:
-        cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafter else None
+        cache, drafter = kept[0].cut(kept_b), kept[1].cut(kept_b) if plan.drafter else None
     else:
         stacked = plan.stacks_cache
-        cache = caches.allocate(plan.verifier, batch, capacity, dtype, stacked=stacked, can_cut=for_session)
+        cache = caches.allocate(plan.verifier, batch, capacity, dtype, stacked=stacked, can_cut=can_cut)
         drafter = plan.drafter.init(batch, capacity, dtype) if plan.drafter else None
     log_probs = None
     if plan.log_probs:
@@ -225,13 +226,16 @@ def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeS
     Args:
       state: donated.
       fresh: state of the new sequences after `prefill_chunks`, with caches of the same capacity.
-      slots_a: int32, batch index for each of the first sequences of `fresh`; -1 ends the list.
+      slots_a: int32, slot of each row of `fresh`; -1 for a row that gets none.
     """
+    used_first_a = jnp.argsort(slots_a < 0)
 
     def put(index: jax.Array, state: DecodeState) -> DecodeState:
+        row = used_first_a[index]
+
         def replace_one(x: jax.Array, new: jax.Array) -> jax.Array:
-            new_1 = lax.dynamic_slice_in_dim(new, index, 1, axis=0)
-            return lax.dynamic_update_slice_in_dim(x, new_1, slots_a[index], axis=0)
+            new_1 = lax.dynamic_slice_in_dim(new, row, 1, axis=0)
+            return lax.dynamic_update_slice_in_dim(x, new_1, slots_a[row], axis=0)
 
         return pin(jax.tree.map(replace_one, state, fresh))
 
@@ -239,9 +243,10 @@ def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeS
 
 
 @jax.jit
-def copy_slots(state: DecodeState, slots_a: jax.Array) -> DecodeState:
-    """Returns a state of copies of the sequences in these slots."""
-    return pin(jax.tree.map(lambda x: jnp.take(x, slots_a, axis=0), state))
+def copy_slots(kept: Caches, slots_a: jax.Array) -> Caches:
+    """Returns copies of the caches of the sequences in these slots."""
+    cache, drafter = jax.tree.map(lambda x: jnp.take(x, slots_a, axis=0), kept)
+    return caches.pin(cache), None if drafter is None else sharding.pin(drafter, drafter.axes())
 
 
 @partial(jax.jit, static_argnames=("plan",))

@@ -1,7 +1,7 @@
-"""Batches: requests padded into device arrays, the number of their slots, and the capacity of their caches."""
+"""Batches: requests padded into device arrays, the sizes of these arrays, and the capacity of their caches."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -9,18 +9,28 @@ import jax
 import numpy as np
 
 from treeflash_jax.core import programs, sharding
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.engine import constraints
-from treeflash_jax.engine.requests import PENALTIES, Request
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.trees import NO_TOKEN
 
 # Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
 # in 4 slots than in 3, and 5 take 20 % longer in 8 slots than in 5. That is 0.2 s for 48 tokens; programs of another size
 # take 2 s to load.
 BATCH_SIZES = (1, 2, 4, 8)
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PROCESSED = frozenset({*PENALTIES, "logit_bias", "min_new_tokens"})  # settings that add something to the programs
+LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
+SERVER_STOP_IDS, SERVER_BIASES = 32, 304
+SERVER_CLASSES = 512  # kinds of tokens of a server's automata; SmolLM2's schemas have some 150
+UNUSED = Request(ids=[0], settings=GenerateConfig(max_new_tokens=1, drafter_temperature=1.0))  # of a row without a request
 ROOM = 256  # new tokens for which caches have room at first; they double for longer answers
 
 Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
@@ -69,50 +79,111 @@ def refill_size(batch_size: int) -> int:
     return max(1, round(batch_size * REFILLED_SHARE))
 
 
+@dataclass(frozen=True)
+class SamplingSizes:
+    """Sizes that the requests of a batch share: what its programs have room for. Equal sizes share the programs.
+
+    Attributes:
+      stop_ids, biases: number of them in a request, padding included.
+      processed: settings among PROCESSED that requests may change; programs contain nothing of others.
+      automaton: numbers of states, classes and tokens of an automaton; None for programs without automata.
+    """
+
+    stop_ids: int = LIST_SLOTS
+    biases: int = LIST_SLOTS
+    processed: frozenset[str] = frozenset()
+    automaton: tuple[int, int, int] | None = None
+
+    @staticmethod
+    def fit(requests: Sequence[Request]) -> "SamplingSizes":
+        """Returns the sizes for the requests of a call."""
+
+        def pad(lengths: Iterable[int]) -> int:
+            return max(1, -(-max(lengths) // LIST_SLOTS)) * LIST_SLOTS
+
+        def is_changed(name: str) -> bool:
+            return any(getattr(request.settings, name) != getattr(UNUSED.settings, name) for request in requests)
+
+        automaton = None
+        tables = [request.automaton for request in requests if request.automaton is not None]
+        if tables:
+            largest = np.max([table.next_qc.shape for table in tables], axis=0).tolist()
+            states, classes = (1 << (size - 1).bit_length() for size in largest)
+            automaton = states, classes, tables[0].class_v.size
+        return SamplingSizes(
+            stop_ids=pad(len(request.stop_ids) for request in requests),
+            biases=pad(len(request.bias) for request in requests),
+            processed=frozenset(filter(is_changed, PROCESSED)),
+            automaton=automaton,
+        )
+
+    @staticmethod
+    def for_server(states: int, vocab_size: int) -> "SamplingSizes":
+        """Returns sizes for every setting of sampling, and automata with up to `states` states; 0: without automata."""
+        automaton = (states, SERVER_CLASSES, vocab_size) if states else None
+        return SamplingSizes(SERVER_STOP_IDS, SERVER_BIASES, PROCESSED, automaton)
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request with more stop ids or biases, or with a larger automaton."""
+        for name, given, most in (("stop_ids", request.stop_ids, self.stop_ids), ("bias", request.bias, self.biases)):
+            expect(len(given) <= most, f"number of {name}", len(given), f"at most {most}")
+        if request.automaton is None:
+            return
+        if self.automaton is None:
+            raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
+        (states, classes), (most, most_classes, _) = request.automaton.next_qc.shape, self.automaton
+        expect(states <= most, "states of a schema", states, f"at most {most}: start the server with --schema-states")
+        expect(classes <= most_classes, "kinds of tokens of a constraint", classes, f"at most {most_classes}")
+
+
 def make_batch(
-    requests: Sequence[Request],
+    rows: Sequence[Request | None],
+    sizes: SamplingSizes,
     *,
-    batch_size: int,
     capacity: int,
     dtype: Any,
     mesh: Any = None,
     clock: Clock | None = None,
+    automaton: Automaton | None = None,
 ) -> Batch:
     """Pads prompts and sampling settings into device arrays for `prefill`.
 
     Args:
-      requests: prompts with their sampling settings; at most `batch_size`.
-      batch_size: number of sequences; rounded up to a multiple of the mesh's data-parallel groups. Unused slots get a
-        one-token prompt that finishes immediately.
+      rows: request of each row; None for an unused row, which gets a one-token prompt that finishes immediately. Padded
+        with unused rows to a multiple of the mesh's data-parallel groups.
+      sizes: sizes that fit all requests.
       capacity: KV-cache capacity per sequence, in tokens.
       dtype: dtype of the model; settings are at least float32.
       mesh: mesh that shards the batch; None for one device.
       clock: counts the compilation of keys.
+      automaton: automata of the rows, if they are on the device already.
     """
     programs.check_process()
-    batch_size = sharding.pad_batch_size(batch_size, mesh)
-    first = requests[0] if requests else Request(ids=[0])
-    unused = replace(first, ids=[0], settings=replace(first.settings, max_new_tokens=1))
-    slots = [*requests, *[unused] * (batch_size - len(requests))]
-    tokens_bs = np.zeros((batch_size, capacity), np.int32)
-    for i, request in enumerate(slots):
-        tokens_bs[i, : request.length] = request.ids
+    unused = [None] * (sharding.pad_batch_size(len(rows), mesh) - len(rows))
+    requests = [request or UNUSED for request in (*rows, *unused)]
+    tokens_bs = np.zeros((len(requests), capacity), np.int32)
+    for tokens_s, request in zip(tokens_bs, requests, strict=True):
+        tokens_s[: request.length] = request.ids
 
     def column(name: str, dtype: Any) -> np.ndarray:
-        return np.array([getattr(request.settings, name) for request in slots], dtype)
+        return np.array([getattr(request.settings, name) for request in requests], dtype)
 
-    length_b, dtype = np.array([request.length for request in slots], np.int32), at_least_float32(dtype)
-    numbers = np.array([(request.settings.seed, request.index, request.sample) for request in slots], np.uint32)
-    penalties_b3 = bias = least_b = automaton = None  # of those that no request of the call has, programs contain nothing
-    if first.changed_settings & {*PENALTIES}:
+    def pad(name: str, size: int, padding: Any) -> np.ndarray:
+        lists = (getattr(request, name) for request in requests)
+        return np.array([(*values, *[padding] * (size - len(values))) for values in lists])
+
+    length_b, dtype = np.array([request.length for request in requests], np.int32), at_least_float32(dtype)
+    numbers = np.array([(request.settings.seed, request.index, request.sample) for request in requests], np.uint32)
+    penalties_b3 = bias = least_b = None
+    if sizes.processed & {*PENALTIES}:
         penalties_b3 = np.stack([column(name, dtype) for name in PENALTIES], axis=1)
-    if "logit_bias" in first.changed_settings:
-        ids, values = np.moveaxis(np.array([request.bias for request in slots]), 2, 0)
+    if "logit_bias" in sizes.processed:
+        ids, values = np.moveaxis(pad("bias", sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
         bias = ids.astype(np.int32), values.astype(dtype)
-    if "min_new_tokens" in first.changed_settings:
+    if "min_new_tokens" in sizes.processed:
         least_b = length_b + column("min_new_tokens", np.int32)
-    if first.automaton is not None:
-        automaton = constraints.stack([request.automaton for request in slots], *first.automaton_sizes)
+    if sizes.automaton and automaton is None:
+        automaton = constraints.stack([request.automaton for request in requests], *sizes.automaton)
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
         key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
         temperature_b=column("temperature", dtype),
@@ -120,7 +191,7 @@ def make_batch(
         top_p_b=column("top_p", dtype),
         min_p_b=column("min_p", dtype),
         limit_b=length_b + column("max_new_tokens", np.int32),
-        stop_ids_bx=np.array([request.stop_ids for request in slots], np.int32),
+        stop_ids_bx=pad("stop_ids", sizes.stop_ids, -1).astype(np.int32),
         drafter_temperature_b=column("drafter_temperature", dtype),
         penalties_b3=penalties_b3,
         bias=bias,

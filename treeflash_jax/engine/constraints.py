@@ -61,8 +61,12 @@ def allow_all(vocab_size: int) -> AutomatonTable:
     return AutomatonTable(np.zeros((1, 1), np.int32), np.zeros(vocab_size, np.int32))
 
 
-def stack(tables: Sequence[AutomatonTable], states: int, classes: int) -> Automaton:
-    """Returns the automata of a batch, padded to these sizes with states and classes that nothing leads to."""
+def stack(tables: Sequence[AutomatonTable | None], states: int, classes: int, vocab_size: int) -> Automaton:
+    """Returns the automata of a batch, padded to these sizes with states and classes that nothing leads to.
+
+    None in place of a table allows everything.
+    """
+    tables = [table or allow_all(vocab_size) for table in tables]
     next_bqc = np.full((len(tables), states, classes), NOWHERE, np.int32)
     for next_qc, table in zip(next_bqc, tables, strict=True):
         used_states, used_classes = table.next_qc.shape

@@ -12,9 +12,9 @@ import numpy as np
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.engine.batching import make_batch, round_capacity
+from treeflash_jax.engine.batching import SamplingSizes, make_batch, round_capacity
 from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.scheduler import Scheduler
+from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.trees import DraftTree
 
 
@@ -42,7 +42,7 @@ class DraftAgain:
         *before, anchor = self._request.ids + ids[:start]
         request = replace(self._request, ids=before)
         automaton = 0 if request.automaton is None else request.automaton.follow(ids[:start])
-        tree = _draft(Scheduler(self._plan, model.weights, mesh=model.mesh), request, anchor, automaton)
+        tree = _draft(Runner(self._plan, model.weights, model.mesh), request, anchor, automaton)
         tokens, parents, log_probs, valid = (
             np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
         )
@@ -63,20 +63,20 @@ class DraftAgain:
         )
 
 
-def _draft(scheduler: Scheduler, request: Request, anchor: int, automaton: int) -> DraftTree:
+def _draft(runner: Runner, request: Request, anchor: int, automaton: int) -> DraftTree:
     """Returns the tree below `anchor`, the token that follows a prompt; `automaton` is the state after it, if any."""
-    plan, mesh, weights = scheduler.plan, scheduler.mesh, scheduler.weights
+    plan, mesh, weights = runner.plan, runner.mesh, runner.weights
     capacity = round_capacity(request.length + plan.path_length + 1)
-    batch = make_batch([request], batch_size=1, capacity=capacity, dtype=weights.dtype, mesh=mesh)
+    batch = make_batch([request], SamplingSizes.fit([request]), capacity=capacity, dtype=weights.dtype, mesh=mesh)
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
         first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
-        state = scheduler.prefill(batch, first_b=first_b)
+        state = runner.prefill(batch, first_b=first_b)
     else:  # by the program that reads any prompt
-        state = scheduler.prefill(batch)
+        state = runner.prefill(batch)
         state = state.replace(tokens_bs=state.tokens_bs.at[0, request.length].set(anchor))
     if request.automaton is not None:  # prefill begins with the state of an empty answer
         state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))
-    return scheduler.call(loops.draft, weights, state, plan=plan)
+    return runner.call(loops.draft, weights, state, plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
 `prepare` makes requests (requests.py) and the plan of their programs (plan.py). Requests are decoded together
-(scheduler.py, decoding/), and results are read from the state of their batch (results.py).
+(schedule/, decoding/), and results are read from the state of their batch (results.py).
 """
 
 import logging
@@ -17,7 +17,7 @@ from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine.batching import choose_batch_size, largest_caches
+from treeflash_jax.engine.batching import SamplingSizes, choose_batch_size, largest_caches
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
 from treeflash_jax.engine.keywords import GenerateSettings
@@ -25,7 +25,9 @@ from treeflash_jax.engine.plan import resolve
 from treeflash_jax.engine.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.requests import Request, make_requests, take_recommended
 from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
-from treeflash_jax.engine.scheduler import Scheduler, Session
+from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
@@ -206,11 +208,11 @@ class TreeFlash:
         try:
             for ready in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
                 [(chunk, result)] = reader.read_chunks([0], ready)
-                with scheduler.clock.paused():
+                with scheduler.runner.clock.paused():
                     yield chunk
         finally:  # also of a stream that is not read to its end
-            if session is not None:
-                session.keep_caches(scheduler)
+            if session is not None and not scheduler.is_lost:
+                session.keep_caches(scheduler.runner, scheduler.state)
         yield result
 
     def warmup(
@@ -243,7 +245,7 @@ class TreeFlash:
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
         scheduler = self.schedule(self.prepare([[0] * prompt_tokens] * num_prompts, config, **settings))
         scheduler.compile_programs()
-        return scheduler.clock.compile_seconds
+        return scheduler.runner.clock.compile_seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt in any form that `generate` takes; see `prompts.encode`."""
@@ -323,7 +325,8 @@ class TreeFlash:
         """Returns a scheduler with the requests of a call; with a session, of the only one."""
         processor = sharding.place(call.processor, self.mesh, over_batch=False)
         weights = self.weights.replace(processor=processor)
-        scheduler = Scheduler(call.plan, weights, mesh=self.mesh, batch_size=call.batch_size)
+        runner = Runner(call.plan, weights, self.mesh, can_cut=session is not None)
+        scheduler = Scheduler(runner, SamplingSizes.fit(call.requests), batch_size=call.batch_size)
         scheduler.submit(call.requests, session)
         return scheduler
 
@@ -343,7 +346,7 @@ class TreeFlash:
                 numbers = [scheduler.slots.held[slot].number for slot in ready]
                 for number, result in zip(numbers, reader.read_results(ready), strict=True):
                     del unanswered[number]
-                    with scheduler.clock.paused():
+                    with scheduler.runner.clock.paused():
                         yield number, result
         except KeyboardInterrupt:  # keeps the answers so far
             if len(unanswered) == len(call.requests):

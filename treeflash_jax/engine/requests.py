@@ -12,15 +12,8 @@ from treeflash_jax.engine import constraints
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.trees import NO_TOKEN
 
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-PROCESSED = frozenset({*PENALTIES, "logit_bias", "min_new_tokens"})  # settings that add something to the programs
-PADDING = {"stop_ids": -1, "bias": (NO_TOKEN, 0.0)}
-FIXED_SIZES = {"stop_ids": 32, "bias": 304}  # of lists in a server's programs
-FIXED_CLASSES = 512  # kinds of tokens of a server's automata; SmolLM2's schemas have some 150
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
-LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
 # Keys of generation_config.json: settings that `sampling="model"` takes, and keys without an effect on the distribution of
 # a token. Lengths and stop ids have settings of their own.
 RECOMMENDED_SETTINGS = "temperature top_k top_p min_p repetition_penalty".split()
@@ -36,11 +29,9 @@ class Request:
     Attributes:
       ids: token ids of the prompt.
       settings: settings of the call with one value each, and the stop strings and temperatures that apply.
-      stop_ids: ids of the tokens that end the answer, padded with -1.
-      bias: ids of tokens with what is added to their logits, padded with `NO_TOKEN`.
-      automaton: tokens that may follow each other; None if no prompt of the call has a constraint.
-      automaton_sizes: numbers of states and classes to which a batch pads its automata.
-      changed_settings: names of the settings that any prompt of the call changes.
+      stop_ids: ids of the tokens that end the answer.
+      bias: ids of tokens with what is added to their logits.
+      automaton: tokens that may follow each other; None without a constraint.
       index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
       sample: index of the answer among those to the same prompt.
       number: index of the answer in its call.
@@ -48,11 +39,9 @@ class Request:
 
     ids: list[int]
     settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
-    stop_ids: tuple[int, ...] = (-1,) * LIST_SLOTS
+    stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     automaton: constraints.AutomatonTable | None = None
-    automaton_sizes: tuple[int, int] = (1, 1)
-    changed_settings: frozenset[str] = frozenset()
     index: int = 0
     sample: int = 0
     number: int = 0
@@ -60,10 +49,6 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.ids)
-
-    @property
-    def is_constrained(self) -> bool:
-        return any(getattr(self.settings, name) is not None for name in constraints.NAMES)
 
 
 def make_requests(
@@ -94,7 +79,6 @@ def make_requests(
     if len(indices) != len(prompts):
         raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
     requests: list[Request] = []
-    changed_settings = frozenset(changed(config))
     for number, (ids, index, settings) in enumerate(zip(prompts, indices, _split(config, len(prompts)), strict=True)):
         _check_prompt(number, ids, settings, verifier)
         temperature = 0.0 if settings.temperature < GREEDY_BELOW else settings.temperature
@@ -109,10 +93,9 @@ def make_requests(
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
         settings = replace(settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
         bias = tuple((settings.logit_bias or {}).items())
-        lists = {"stop_ids": end_ids, "bias": bias, "automaton": automaton}
-        request = Request(ids=ids, settings=settings, **lists, changed_settings=changed_settings, index=index)
+        request = Request(ids=ids, settings=settings, stop_ids=end_ids, bias=bias, automaton=automaton, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
-    return _padded(requests)
+    return requests
 
 
 def _split(config: GenerateConfig, num_prompts: int) -> list[GenerateConfig]:
@@ -143,53 +126,6 @@ def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifie
     expect(least <= most, "min_new_tokens", least, f"at most {most}")
     for token in settings.logit_bias or ():
         expect(0 <= token < verifier.vocab_size, "logit_bias of id", token, f"0 to {verifier.vocab_size - 1}")
-
-
-def _padded(requests: list[Request]) -> list[Request]:
-    """Returns the requests with lists of one length each, a multiple of LIST_SLOTS."""
-    for name, padding in PADDING.items():
-        longest = max(len(getattr(request, name)) for request in requests)
-        size = max(1, -(-longest // LIST_SLOTS)) * LIST_SLOTS
-        for number, request in enumerate(requests):
-            values = getattr(request, name)
-            requests[number] = replace(request, **{name: values + (padding,) * (size - len(values))})
-    return _with_automata(requests)
-
-
-def _with_automata(requests: list[Request]) -> list[Request]:
-    """Returns the requests with an automaton each, whose sizes in a batch are powers of two, if any has one."""
-    tables = [request.automaton for request in requests if request.automaton is not None]
-    if not tables:
-        return requests
-    states, classes = (1 << (max(table.next_qc.shape[axis] for table in tables) - 1).bit_length() for axis in (0, 1))
-    usual = constraints.allow_all(tables[0].class_v.size)
-    return [
-        replace(request, automaton=request.automaton or usual, automaton_sizes=(states, classes)) for request in requests
-    ]
-
-
-def with_fixed_sizes(request: Request, number: int, states: int, vocab_size: int) -> Request:
-    """Returns a request for programs that serve every setting of sampling, so that none of them compiles another one.
-
-    Args:
-      states: number of states of automata in the programs; 0: they have no automata.
-
-    Raises ValueError for more stop ids or biases than the programs take, and for a larger automaton.
-    """
-    lists = {}
-    for name, size in FIXED_SIZES.items():
-        values = [value for value in getattr(request, name) if value != PADDING[name]]
-        expect(len(values) <= size, f"number of {name}", len(values), f"at most {size}")
-        lists[name] = (*values, *[PADDING[name]] * (size - len(values)))
-    if states:
-        automaton = request.automaton or constraints.allow_all(vocab_size)
-        needed, classes = automaton.next_qc.shape
-        expect(needed <= states, "states of a schema", needed, f"at most {states}: start the server with --schema-states")
-        expect(classes <= FIXED_CLASSES, "kinds of tokens of a constraint", classes, f"at most {FIXED_CLASSES}")
-        lists |= {"automaton": automaton, "automaton_sizes": (states, FIXED_CLASSES)}
-    elif request.is_constrained:
-        raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
-    return replace(request, **lists, changed_settings=PROCESSED, number=number)
 
 
 def find_stops(

@@ -15,7 +15,7 @@ from treeflash_jax.decoding.processors import processor_name
 from treeflash_jax.engine.answer_text import AnswerText
 from treeflash_jax.engine.drawn_trees import DraftAgain, DrawnTree
 from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.scheduler import Scheduler
+from treeflash_jax.engine.schedule.scheduler import Scheduler
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 
@@ -198,8 +198,9 @@ class Reader:
         """
         if not slots:  # reading the state copies it to the host
             return []
-        scheduler, state, clock = self._scheduler, self._scheduler.state, self._scheduler.clock
-        plan, vocab_size = scheduler.plan, scheduler.plan.prefill.verifier.vocab_size
+        scheduler, state = self._scheduler, self._scheduler.state
+        runner, plan, clock = scheduler.runner, scheduler.runner.plan, scheduler.runner.clock
+        vocab_size = plan.prefill.verifier.vocab_size
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         arrays, log_probs, expected_bs = sharding.to_host((arrays, state.log_probs, state.expected_bs))
         results = []
@@ -210,7 +211,7 @@ class Reader:
             if ids[-1] >= vocab_size:  # no logit of this token was above -inf, and rounds ended there
                 ids = ids[:-1]
                 finished = "blocked"
-                _explain_no_token(request, len(ids), scheduler.weights.processor)
+                _explain_no_token(request, len(ids), runner.weights.processor)
             elif done and ids[-1] in request.stop_ids:
                 finished = "stop"
             else:

@@ -27,6 +27,7 @@ class Metrics:
         self.running = Gauge("running", "answers in slots", **place)
         self.waiting = Gauge("waiting", "answers that wait for a slot", **place)
         self.first_token = Histogram("first_token_seconds", "time to the first token", buckets=SECONDS, **place)
+        self.gap = Histogram("gap_seconds", "time between two pieces of an answer", buckets=SECONDS, **place)
         self.between = Histogram("token_seconds", "mean time between tokens of an answer", buckets=SECONDS, **place)
         self._num_rounds, self._num_added = 0, 0
 

@@ -14,13 +14,16 @@ from functools import partial
 from typing import Any
 
 from treeflash_jax.core.checks import clipped, expect
-from treeflash_jax.engine.batching import refill_size
+from treeflash_jax.engine.batching import SamplingSizes, refill_size
+from treeflash_jax.engine.constraints import allow_all
 from treeflash_jax.engine.defaults import choose_slots
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.requests import Request, with_fixed_sizes
+from treeflash_jax.engine.requests import Request
 from treeflash_jax.engine.results import Chunk, Reader, Result
-from treeflash_jax.engine.scheduler import Scheduler
+from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
+from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
@@ -28,6 +31,7 @@ ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
 TOP_LOG_PROBS = 5
 DEFAULT_CONTEXT = 8192
 CAPACITY_STEP = 256
+MOST_FAILURES = 3  # dispatches that fail one after the other before the device is taken for lost
 logger = logging.getLogger("treeflash_jax")
 
 
@@ -87,14 +91,16 @@ class Worker(threading.Thread):
         slots = options.slots or choose_slots(model.device, model.dtype)
         self._limit = slots + options.queue
         can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
-        self._schema_states = options.schema_states if can_follow else 0
+        self._sizes = SamplingSizes.for_server(options.schema_states if can_follow else 0, model.verifier.vocab_size)
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request
-        self._first_token_times: dict[int, float] = {}
+        self._first_times: dict[int, float] = {}  # of the first token of each answer
+        self._last_times: dict[int, float] = {}  # of its last piece
+        self._failures = 0  # dispatches that failed since the last one that did not
         self._num_unfinished = 0  # also those that the thread has not admitted yet
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._stops = False
+        self._stops = self._has_ended = False
         plan = model.plan(self.config, slots)
         if plan.why_plain is not None:
             logger.warning("decoding one token at a time: %s", plan.why_plain)
@@ -102,20 +108,29 @@ class Worker(threading.Thread):
         room = 1 + max(plan.path_length, plan.prefill.chunk)
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
         model.check_memory(batch=slots + refill_size(slots), capacity=capacity, drafts=plan.drafts, can_cut=True)
-        self._scheduler = Scheduler(
-            plan, model.weights, mesh=model.mesh, batch_size=slots, capacity=capacity, for_server=True
-        )
+        runner = Runner(plan, model.weights, model.mesh, can_cut=True)
+        self._scheduler = Scheduler(runner, self._sizes, batch_size=slots, capacity=capacity, is_open=True)
         self._reader = Reader(self._scheduler, model)
         metrics.watch(
             lambda: len(self._scheduler.slots.held), lambda: self._num_unfinished - len(self._scheduler.slots.held)
         )
-        self._warm_up(slots)
+        self._warm_up()
 
-    def _warm_up(self, slots: int) -> None:
-        requests = self.make_requests([[0]] * (slots + 1), max_new_tokens=2)
-        self._scheduler.submit(requests)
-        for _ in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
-            pass
+    def _warm_up(self) -> None:
+        """Runs every program once: a prompt, one that goes on from its caches, and rounds with automata."""
+        [first] = self.make_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
+        text = first.ids + self._decode(first)
+        [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
+        if self._sizes.automaton is not None:
+            second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
+        self._decode(second)
+
+    def _decode(self, request: Request) -> list[int]:
+        self._scheduler.submit([request])
+        for ready in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
+            ids = self._reader.read_results(ready)[0].ids if ready else []
+        self._reader.forget(request)
+        return ids
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.
@@ -129,19 +144,25 @@ class Worker(threading.Thread):
             raise ValueError(f"got {got}, expected at most {self.context} together (the server's context)")
         settings = {"seed": secrets.randbits(32)} | settings
         requests = self.model.make_requests(list(prompts), self.config, **settings)[1]
-        sizes = self._schema_states, self.model.verifier.vocab_size
-        return [with_fixed_sizes(request, next(self._numbers), *sizes) for request in requests]
+        for request in requests:
+            self._sizes.check(request)
+        return [replace(request, number=next(self._numbers)) for request in requests]
 
     def submit(self, submission: Submission) -> None:
-        """Queues the requests of a submission. Raises QueueFull, and ValueError for more than slots and queue hold."""
+        """Queues the requests of a submission.
+
+        Raises QueueFull, ValueError for more than slots and queue hold, and RuntimeError if decoding has ended.
+        """
         most = f"at most {self._limit}, those in slots and in the queue (--slots, --queue)"
         expect(len(submission.requests) <= self._limit, "number of answers", len(submission.requests), most)
         with self._lock:
             if self._num_unfinished + len(submission.requests) > self._limit:
                 got = f"{len(submission.requests)} answers to make besides {self._num_unfinished}"
                 raise QueueFull(f"got {got}, expected at most {self._limit} together; try again later")
+            if self._has_ended:
+                raise RuntimeError("decoding has ended; see the server's log")
             self._num_unfinished += len(submission.requests)
-        self._actions.put(partial(self._admit, submission))
+            self._actions.put(partial(self._admit, submission))
 
     def cancel(self, submission: Submission) -> None:
         """Drops what is left of a submission; its slots are free after the dispatch that is running."""
@@ -156,13 +177,37 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             while not self._stops:
-                self._run_actions()
-                if self._scheduler.slots.held or self._scheduler.slots.waiting:
-                    self._step()
+                try:
+                    self._run_actions()
+                    if self._scheduler.has_work:
+                        self._step()
+                except Exception as error:  # of the device: what has a slot is lost
+                    self._recover(error)
         except BaseException as error:
             self.error = error
             logger.exception("decoding ended")
-            self._fail(error)
+        self._end_submissions()
+
+    def _recover(self, error: Exception) -> None:
+        """Goes on without the answers that had a slot when a dispatch failed. Raises the error if too many have failed."""
+        logger.exception("a dispatch failed")
+        lost = [self._unfinished[request.number][0] for request in self._scheduler.recover()]
+        for submission in dict.fromkeys(lost):
+            self._drop(submission, RuntimeError(clipped(error)))
+        self._failures += 1
+        if self._failures == MOST_FAILURES:
+            raise error
+
+    def _end_submissions(self) -> None:
+        """Ends all submissions, also those that were not admitted yet; there are none after them."""
+        with self._lock:
+            self._has_ended = True
+        while not self._actions.empty():
+            self._actions.get()()
+        self._scheduler.recover()
+        reason = "the server ends" if self.error is None else f"decoding ended: {self.error}"
+        for submission in {submission for submission, _ in self._unfinished.values()}:
+            self._drop(submission, RuntimeError(clipped(reason)))
 
     def _run_actions(self) -> None:
         """Runs the actions that wait; without a request, waits for one."""
@@ -181,16 +226,11 @@ class Worker(threading.Thread):
 
     def _step(self) -> None:
         scheduler, held = self._scheduler, self._scheduler.slots.held
-        try:
-            ready = scheduler.step(ROUNDS_PER_DISPATCH, self._reader.find_stopped)
-        except Exception as error:  # of the device: the state is lost
-            logger.exception("a dispatch failed")
-            return self._fail(error)
+        ready = scheduler.step(ROUNDS_PER_DISPATCH, self._reader.find_stopped)
+        self._failures = 0
         now = time.perf_counter()
         for request in held.values():
-            if request.number not in self._first_token_times:
-                self._first_token_times[request.number] = now
-                self.metrics.first_token.observe(now - self._unfinished[request.number][0].since)
+            self._observe_piece(request, now)
         slots = [slot for slot in sorted(held) if slot in ready or self._unfinished[held[slot].number][0].streams]
         for slot in slots:
             request = held.get(slot)
@@ -203,14 +243,23 @@ class Worker(threading.Thread):
                 self._drop(submission, RuntimeError(clipped(error)))
                 continue
             if slot in ready:
-                self.metrics.observe(result, now - self._first_token_times[request.number])
+                self.metrics.observe(result, now - self._first_times[request.number])
                 self._close(request)
             submission.send(Piece(index, chunk, result, slot in ready))
         scheduler.slots.release([slot for slot in ready if slot in held])
 
+    def _observe_piece(self, request: Request, now: float) -> None:
+        if request.number in self._first_times:
+            self.metrics.gap.observe(now - self._last_times[request.number])
+        else:
+            self._first_times[request.number] = now
+            self.metrics.first_token.observe(now - self._unfinished[request.number][0].since)
+        self._last_times[request.number] = now
+
     def _close(self, request: Request) -> None:
         del self._unfinished[request.number]
-        self._first_token_times.pop(request.number, None)
+        self._first_times.pop(request.number, None)
+        self._last_times.pop(request.number, None)
         self._reader.forget(request)
         with self._lock:
             self._num_unfinished -= 1
@@ -221,11 +270,3 @@ class Worker(threading.Thread):
                 self._scheduler.cancel(request)
                 self._close(request)
         submission.send(reason)
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends all submissions, and begins with empty slots."""
-        self._scheduler.state = None
-        self._scheduler.slots.release([*self._scheduler.slots.held])
-        self._scheduler.slots.waiting.clear()
-        for submission in {submission for submission, _ in self._unfinished.values()}:
-            self._drop(submission, RuntimeError(clipped(error)))

@@ -1,0 +1,91 @@
+"""Admission: in which order, and how many at a time, waiting requests get slots."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from treeflash_jax.core import sharding
+from treeflash_jax.engine.batching import refill_size
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.schedule.prefill import Kept, Prefill
+from treeflash_jax.engine.schedule.slots import Slots
+
+
+@dataclass
+class Group:
+    """Requests whose prompts are read together.
+
+    Attributes:
+      requests: request of each slot that is reserved for the group.
+      rows: slot of each row of the prefill; a slot without a request, or None, is that of an unused row.
+      reused: number of prompt tokens of each row that were in caches before.
+      prefill: the reading of the prompts.
+    """
+
+    requests: dict[int, Request]
+    rows: list[int | None]
+    reused: list[int] = field(default_factory=list)
+    prefill: Prefill | None = None
+
+    def requests_of_rows(self) -> list[Request | None]:
+        return [self.requests.get(slot) for slot in self.rows]
+
+    def begin(self, prefill: Prefill, kept: Kept | None) -> None:
+        self.prefill = prefill
+        self.reused = [0] * len(self.rows) if kept is None else kept.count_b.tolist()
+
+
+class Admission:
+    """Requests that wait for a slot, first come, first served.
+
+    Args:
+      slots: the slots that they wait for.
+      mesh: mesh that the rows of a group are padded for; None for one device.
+    """
+
+    def __init__(self, slots: Slots, mesh: Any = None):
+        self.slots = slots
+        self.refill_size = sharding.pad_batch_size(refill_size(slots.size), mesh)
+        self.waiting: deque[Request] = deque()
+
+    @property
+    def next_refill(self) -> int:
+        """Number of requests that are admitted next, while others are decoded."""
+        return min(self.refill_size, len(self.waiting))
+
+    @property
+    def next_requests(self) -> list[Request]:
+        return [*islice(self.waiting, self.next_refill)]
+
+    @property
+    def is_refill_due(self) -> bool:
+        return bool(self.waiting) and len(self.slots.free) >= self.next_refill
+
+    @property
+    def enough_done(self) -> int:
+        """Number of sequences without a running answer at which rounds stop, so that others can be admitted."""
+        if not self.waiting:
+            return self.slots.size
+        return max(self.next_refill, self.slots.size - len(self.slots.held) + 1)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        self.waiting.extend(requests)
+
+    def make_group(self, wanted: Sequence[int | None], *, row_of_slot: bool = False) -> Group:
+        """Takes the first requests and reserves a slot for each of them.
+
+        Args:
+          wanted: slot that each request should get, if it is free; None: any.
+          row_of_slot: True gives the group a row for every slot of the batch, in their order; False a row for each request,
+            padded to the size of a refill.
+        """
+        slots = self.slots.reserve(wanted)
+        requests = {slot: self.waiting.popleft() for slot in slots}
+        unused = [None] * (self.refill_size - len(slots))
+        return Group(requests, [*range(self.slots.size)] if row_of_slot else [*slots, *unused])
+
+    def remove(self, request: Request) -> None:
+        """Drops a request, if it waits."""
+        self.waiting = deque(other for other in self.waiting if other is not request)

@@ -1,0 +1,152 @@
+"""Programs of a plan, and the reading of prompts by them, a few chunks per dispatch."""
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from treeflash_jax.core import programs, sharding
+from treeflash_jax.core.clock import Clock
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.engine.batching import Batch
+from treeflash_jax.models.caches import Cache
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs the compiled programs of one plan with its weights.
+
+    Attributes:
+      mesh: mesh of weights and states; None for one device.
+      can_cut: whether later prompts may begin with parts of the caches; see `caches.allocate`.
+      clock: time since the start, without compilation.
+    """
+
+    plan: DecodePlan
+    weights: Weights
+    mesh: Any = None
+    can_cut: bool = False
+    clock: Clock = field(default_factory=Clock)
+
+    def call(self, function: Any, *args: Any, **static: Any) -> Any:
+        """Runs a compiled program. A state that is passed in is donated: it cannot be used again."""
+        return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
+
+    def prepare(self, function: Any, *args: Any, **static: Any) -> programs.Program:
+        """Begins to compile a program on another thread."""
+        return programs.prepare(function, *args, mesh=self.mesh, clock=self.clock, **static)
+
+    def prefill(self, batch: Batch, first_b: jax.Array | None = None) -> DecodeState:
+        """Returns the state after whole prompts; see `Prefill`."""
+        prefill = Prefill(self, batch, first_b=first_b)
+        while not prefill.is_complete:
+            prefill.read(self.plan.prefill.passes)
+        return prefill.state
+
+
+class Kept(NamedTuple):
+    """Caches of earlier texts that the prompts of a batch go on from.
+
+    Attributes:
+      cache, drafter: as in `DecodeState`, one sequence for each prompt; donated.
+      count_b: number of positions to keep for each prompt, less than its length.
+      capacity: capacity of the caches.
+    """
+
+    cache: Cache
+    drafter: Any
+    count_b: np.ndarray
+    capacity: int
+
+
+class Prefill:
+    """Prompts of a batch while they are read: between two dispatches, others can be decoded, and Ctrl-C works.
+
+    Args:
+      kept: caches of the same capacity to begin with; None: empty ones.
+      first_b: first tokens of the answers if they are known; None: sampled.
+      will_decode: whether rounds of the same batch follow, whose program is then compiled at the same time.
+
+    Attributes:
+      state: state after the chunks read so far; complete with the first tokens after the last one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        batch: Batch,
+        kept: Kept | None = None,
+        *,
+        first_b: jax.Array | None = None,
+        will_decode: bool = False,
+    ):
+        tokens_bs, self._length_b, _ = batch
+        self._runner, self._first_b, self._plan = runner, first_b, runner.plan.prefill
+        length_b = sharding.to_host(self._length_b)
+        earlier: tuple[Any, ...] = None, None
+        unread = self._longest = int(np.max(length_b))
+        if kept is not None:
+            unread = int(np.max(length_b - kept.count_b))
+            count_b = sharding.place(jax.device_put(kept.count_b.astype(np.int32)), runner.mesh)
+            earlier = (kept.cache, kept.drafter), count_b
+        self._position = self._longest - unread
+        self._chunk = self._plan.chunk_size(tokens_bs.shape[1])
+        start = partial(
+            runner.call,
+            loops.init_state,
+            *batch,
+            *earlier,
+            runner.weights.processor,
+            plan=self._plan,
+            dtype=runner.weights.dtype,
+            can_cut=runner.can_cut,
+        )
+        self.state: DecodeState = start()
+        if self._compile(will_decode) and kept is None:
+            self._run_once(will_decode)
+            self.state = start()
+        self._reported = time.perf_counter()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._position >= self._longest
+
+    def read(self, passes: int) -> None:
+        """Reads up to `passes` chunks of every prompt; waits until they are read."""
+        self._reported = self._runner.clock.report_reading(self._position, self._longest, self._reported)
+        self.state = self._read(passes)
+        jax.block_until_ready(self.state)
+        self._position += passes * self._chunk
+
+    def _read(self, passes: int) -> DecodeState:
+        most, runner = jax.device_put(np.int32(passes)), self._runner
+        return runner.call(
+            loops.prefill_chunks, runner.weights, self.state, self._length_b, most, self._first_b, plan=self._plan
+        )
+
+    def _compile(self, will_decode: bool) -> bool:
+        """Compiles the programs; returns True if one of them has never run."""
+        runner, one = self._runner, jax.device_put(np.int32(1))
+        # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.
+        arguments = runner.weights, self.state, self._length_b, one, self._first_b
+        compiled = [runner.prepare(loops.prefill_chunks, *arguments, plan=self._plan)]
+        if will_decode:
+            compiled.append(runner.prepare(loops.decode, runner.weights, self.state, one, one, plan=runner.plan))
+        programs.wait(*compiled, clock=runner.clock)
+        return not all(program.has_run for program in compiled)
+
+    def _run_once(self, will_decode: bool) -> None:
+        """Runs new programs on one chunk and one round of a state that is thrown away; the clock counts it as compilation.
+
+        The first run of a program is slow: XLA for CPUs then loads the code of the bodies of its loops.
+        """
+        runner, one = self._runner, jax.device_put(np.int32(1))
+        with runner.clock.compiling("first run", "running new programs once"):
+            state = self._read(passes=1)
+            if will_decode:
+                state = runner.call(loops.decode, runner.weights, state, one, one, plan=runner.plan)
+            jax.block_until_ready(state)

@@ -1,0 +1,54 @@
+"""Reuse of prefixes: prompts that begin like a text whose caches exist go on from copies of these caches."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from treeflash_jax.core import sharding
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import DecodeState
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.schedule.prefill import Kept, Runner
+
+LEAST_REUSED = 64  # tokens; a shorter beginning is read again
+
+
+def count_reusable(state: DecodeState, ids: list[int], vocab_size: int) -> np.ndarray:
+    """Returns the number of first tokens of a prompt that the caches of each sequence can keep, [b]."""
+    tokens_bs, length_b = sharding.to_host((state.tokens_bs, state.cache.length_b))
+    prompt_s = np.full(state.capacity, -1)
+    prompt_s[: len(ids)] = ids[: state.capacity]
+    is_known_bs = np.arange(state.capacity) <= length_b[:, None]  # the last token is in no cache yet
+    same_b = np.cumprod((tokens_bs == prompt_s) & is_known_bs, axis=1).sum(axis=1)
+    is_damaged_b = np.take_along_axis(tokens_bs, length_b[:, None], axis=1)[:, 0] >= vocab_size  # NaN ended the answer
+    count_b = np.where(is_damaged_b, 0, np.maximum(same_b - 1, 0))  # a drafter's state may depend on the token after it
+    return sharding.to_host(state.cache.longest_cut(count_b.astype(np.int32)))
+
+
+def find_kept(
+    runner: Runner, state: DecodeState, requests: Sequence[Request], num_rows: int
+) -> tuple[list[int | None], Kept | None]:
+    """Returns the slot that each request should get, and copies of the caches that the rows of their prefill go on from.
+
+    A request should get the slot whose text it has at least half of in common; None: any. Copies nothing, and returns None
+    for the caches, if no prompt has LEAST_REUSED tokens in common with a slot.
+
+    Args:
+      num_rows: number of rows of the prefill; the first are those of the requests.
+    """
+    known_b = sharding.to_host(state.cache.length_b)
+    source_a, count_a = np.zeros((2, num_rows), np.int32)
+    wanted: list[int | None] = []
+    for row, request in enumerate(requests):
+        count_b = count_reusable(state, request.ids, runner.plan.prefill.verifier.vocab_size)
+        source = int(np.argmax(count_b))
+        is_reused = count_b[source] >= LEAST_REUSED
+        if is_reused:
+            source_a[row], count_a[row] = source, count_b[source]
+        wanted.append(source if is_reused and 2 * count_b[source] >= known_b[source] else None)
+    if not count_a.any():
+        return wanted, None
+    slots_a = sharding.place(jax.device_put(source_a), runner.mesh, over_batch=False)
+    cache, drafter = runner.call(loops.copy_slots, (state.cache, state.drafter), slots_a)
+    return wanted, Kept(cache, drafter, count_a, state.capacity)

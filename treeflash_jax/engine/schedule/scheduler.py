@@ -1,0 +1,272 @@
+"""Sequences decoded together in a fixed number of slots.
+
+The number of slots never changes, so that programs are compiled once. When enough sequences have finished, a group of
+waiting requests is prefilled in a smaller batch and moved into their slots ("continuous batching").
+
+Shape suffixes: b batch, a rows of a group.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax.core import sharding
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.automaton import Automaton
+from treeflash_jax.decoding.state import DecodeState
+from treeflash_jax.engine.batching import Batch, SamplingSizes, first_capacity, make_batch
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.schedule.admission import Admission, Group
+from treeflash_jax.engine.schedule.prefill import Kept, Prefill, Runner
+from treeflash_jax.engine.schedule.prefixes import find_kept
+from treeflash_jax.engine.schedule.session import Session
+from treeflash_jax.engine.schedule.slots import Slots
+
+FindStopped = Callable[[list[int]], list[int]]
+
+
+class Scheduler:
+    """Decodes requests in the slots of one batch, by the compiled programs of one plan.
+
+    `submit` takes requests at any time. A `step` reads a part of the prompts that are admitted, or runs rounds; the caller
+    reads the answers of finished slots from `state`, and releases the slots.
+
+    Args:
+      sizes: sizes of the requests' sampling settings.
+      capacity: capacity of the caches, large enough for every request; None: large enough for the prompts, and doubled when
+        an answer outgrows it.
+      is_open: whether requests keep coming, as in a server. Then prompts go on from the caches of any slot, a chunk of a
+        prompt alternates with rounds of the running answers, and rounds of answers without constraints run a program
+        without automata. Otherwise throughput comes first: an empty batch is filled at once, and rounds wait for prompts.
+
+    Attributes:
+      state: decoding state, donated to every program; None before the first prompts are read.
+      reused: number of prompt tokens in each slot that were in caches before.
+      is_interrupted: whether Ctrl-C ended the decoding.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sizes: SamplingSizes,
+        *,
+        batch_size: int = 1,
+        capacity: int | None = None,
+        is_open: bool = False,
+    ):
+        self.runner, self.sizes, self.is_open = runner, sizes, is_open
+        self.slots = Slots(sharding.pad_batch_size(batch_size, runner.mesh))
+        self.admission = Admission(self.slots, runner.mesh)
+        self.state: DecodeState | None = None
+        self.reused = np.zeros(self.slots.size, int)
+        self.is_interrupted = False
+        self._is_fixed, self._capacity = capacity is not None, capacity or 0
+        self._kept: Kept | None = None  # of a session, for the first prompt
+        self._group: Group | None = None  # whose prompts are being read
+        self._free_tables: dict[int, Automaton] = {}  # automata that allow everything, by number of rows
+
+    @property
+    def is_lost(self) -> bool:
+        """True if an interrupt fell between the donation of the state and its result."""
+        return self.state is None or self.state.end_b.is_deleted()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.admission.waiting or self.slots.held or self._group)
+
+    def submit(self, requests: Sequence[Request], session: Session | None = None) -> None:
+        """Queues requests; those without a free slot wait for one.
+
+        Args:
+          session: caches that may contain the beginning of the only prompt; taken from it.
+        """
+        if not self._is_fixed:
+            self._capacity = max(self._capacity, first_capacity(self.runner.plan, requests))
+        if session is not None:
+            self._kept = session.take_caches(self.runner, requests[0], self._capacity)
+            self._capacity = self._kept.capacity if self._kept else self._capacity
+        self.admission.add(requests)
+
+    def cancel(self, request: Request) -> None:
+        """Drops a request of an open scheduler: one that waits, one whose prompt is being read, or one with a slot."""
+        self.admission.remove(request)
+        held = [slot for slot, other in self.slots.held.items() if other is request]
+        if held:
+            self.end(held)
+        reserved = self._group.requests if self._group else {}
+        read = [slot for slot, other in reserved.items() if other is request]
+        for slot in read:
+            del reserved[slot]
+        if not reserved:
+            self._group = None
+        self.slots.release(held + read)
+
+    def recover(self) -> list[Request]:
+        """Drops the state after a failed dispatch and frees all slots; returns the requests whose answers are lost."""
+        lost = {**self.slots.held, **(self._group.requests if self._group else {})}
+        self.state = self._group = None
+        self.slots.release([*lost])
+        return [*lost.values()]
+
+    def step(self, max_rounds: int, find_stopped: FindStopped = lambda slots: []) -> list[int]:
+        """Reads prompts or runs up to `max_rounds` rounds, or both; returns the slots whose answers are finished.
+
+        Args:
+          find_stopped: function of slots, which returns those whose answers contain a stop string.
+        """
+        alternates = self.is_open and bool(self.slots.held)
+        if self.state is None and self.is_open:
+            self.state = self._empty_state()
+        is_reading = self._read_prompts(1 if alternates else self.runner.plan.prefill.passes)
+        if alternates or not is_reading:
+            self._run_rounds(max_rounds)
+        done_b = sharding.to_host(self.state.done_b)
+        ready = [slot for slot in sorted(self.slots.held) if done_b[slot]]
+        stopped = find_stopped([slot for slot in sorted(self.slots.held) if slot not in ready])
+        if stopped:
+            self.end(stopped)
+        return sorted(ready + stopped)
+
+    def end(self, slots: Sequence[int]) -> None:
+        """Marks sequences as done, so that rounds no longer wait for them."""
+        done_b = sharding.to_host(self.state.done_b).copy()
+        done_b[[*slots]] = True
+        self.state = self.state.replace(done_b=sharding.place(jnp.asarray(done_b), self.runner.mesh))
+
+    def decode_all(self, max_rounds: int, find_stopped: FindStopped) -> Iterator[list[int]]:
+        """Decodes all requests; yields the slots of finished answers after every `step`, and releases them.
+
+        After Ctrl-C, it yields all held slots, if the state can still be read.
+        """
+        try:
+            while self.has_work:
+                ready = self.step(max_rounds, find_stopped)
+                yield ready
+                self.slots.release(ready)
+        except KeyboardInterrupt:
+            if self.is_lost:
+                raise
+            self.is_interrupted = True
+            yield sorted(self.slots.held)
+
+    def compile_programs(self) -> None:
+        """Compiles the programs of the submitted requests, except for larger caches, without decoding."""
+        passes = self.runner.plan.prefill.passes
+        self._read_prompts(passes)
+        self._run_rounds(0)
+        if self.admission.waiting:
+            self.slots.release(sorted(self.slots.held)[: self.admission.refill_size])
+            self._read_prompts(passes)
+
+    def _read_prompts(self, passes: int) -> bool:
+        """Reads prompts of the next group, which gets its slots after the last; returns False if none is due.
+
+        Args:
+          passes: number of chunks per dispatch. An open scheduler reads one dispatch, any other the whole prompts.
+        """
+        if self._group is None:
+            self._begin_group()
+        if self._group is None:
+            return False
+        prefill = self._group.prefill
+        prefill.read(passes)
+        while not (prefill.is_complete or self.is_open):
+            prefill.read(passes)
+        if prefill.is_complete:
+            self._admit(self._group)
+            self._group = None
+        return True
+
+    def _begin_group(self) -> None:
+        """Makes a group of the requests whose turn it is, if it is anyone's."""
+        waiting = self.admission.waiting
+        fills_batch = not self.slots.held and len(waiting) >= self.slots.size and not self.is_open
+        if waiting and (self.state is None or fills_batch):
+            self._fill_batch()
+        elif self.admission.is_refill_due:
+            self._refill()
+
+    def _fill_batch(self) -> None:
+        """Begins a group for an empty batch: the row of each slot is the slot, and its state becomes that of the batch."""
+        kept, self._kept = self._kept, None
+        if self.state is not None:
+            self._capacity = max(self._capacity, self.state.capacity)
+            self.state = None  # frees its caches
+        count = min(self.slots.size, len(self.admission.waiting))
+        self._group = group = self.admission.make_group([None] * count, row_of_slot=True)
+        batch = self._make_batch(group.requests_of_rows(), self._capacity)
+        group.begin(Prefill(self.runner, batch, kept, will_decode=True), kept)
+
+    def _refill(self) -> None:
+        """Begins a group for free slots of a running batch."""
+        self._grow(self._capacity)
+        wanted, kept = [None] * self.admission.next_refill, None
+        if self.is_open:
+            wanted, kept = find_kept(self.runner, self.state, self.admission.next_requests, self.admission.refill_size)
+        self._group = group = self.admission.make_group(wanted)
+        batch = self._make_batch(group.requests_of_rows(), self.state.capacity)
+        group.begin(Prefill(self.runner, batch, kept), kept)
+
+    def _admit(self, group: Group) -> None:
+        """Moves the sequences of a group into its slots; they are the whole batch if there is none."""
+        if self.state is None:
+            self.state = group.prefill.state
+        else:
+            slots = [slot if slot in group.requests else -1 for slot in group.rows]
+            slots_a = sharding.place(jnp.asarray(slots, jnp.int32), self.runner.mesh, over_batch=False)
+            self.state = self.runner.call(loops.admit, self.state, group.prefill.state, slots_a)
+        for row, slot in enumerate(group.rows):
+            if slot in group.requests:
+                self.slots.hold(slot, group.requests[slot])
+                self.reused[slot] = group.reused[row]
+
+    def _run_rounds(self, max_rounds: int) -> None:
+        """Runs rounds until enough sequences are done; caches without room for a round are doubled before."""
+        if np.max(sharding.to_host(self.state.end_b)) + self.runner.plan.path_length > self.state.capacity:
+            self._grow(2 * self.state.capacity)
+        limits = jax.device_put((np.int32(max_rounds), np.int32(self.admission.enough_done)))
+        automata = self.state.sampling.automaton, self.state.automaton_b
+        is_lean = self.is_open and not any(request.automaton for request in self.slots.held.values())
+        state = _replace_automata(self.state) if is_lean else self.state
+        state = self.runner.call(loops.decode, self.runner.weights, state, *limits, plan=self.runner.plan)
+        self.state = _replace_automata(state, *automata) if is_lean else state
+
+    def _empty_state(self) -> DecodeState:
+        """Returns the state of an open scheduler that holds nothing, and begins to compile the programs of its rounds."""
+        runner = self.runner
+        batch = self._make_batch([None] * self.slots.size, self._capacity)
+        how = {"plan": runner.plan.prefill, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
+        state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **how)
+        one = jax.device_put(np.int32(1))
+        for form in (_replace_automata(state), state):
+            runner.prepare(loops.decode, runner.weights, form, one, one, plan=runner.plan)
+        return state.replace(done_b=sharding.place(jnp.ones(self.slots.size, bool), runner.mesh))
+
+    def _grow(self, capacity: int) -> None:
+        if self.state.capacity < capacity:
+            self.state = self.runner.call(loops.grow_caches, self.state, capacity=capacity)
+
+    def _make_batch(self, rows: Sequence[Request | None], capacity: int) -> Batch:
+        """Pads the requests of rows. Rows without constraints share tables, which are large in a server."""
+        is_free = not any(request and request.automaton for request in rows)
+        batch = make_batch(
+            rows,
+            self.sizes,
+            capacity=capacity,
+            dtype=self.runner.weights.dtype,
+            mesh=self.runner.mesh,
+            clock=self.runner.clock,
+            automaton=self._free_tables.get(len(rows)) if is_free else None,
+        )
+        sampling = batch[2]
+        if is_free and self.is_open and sampling.automaton is not None:
+            self._free_tables[len(rows)] = sampling.automaton
+        return batch
+
+
+def _replace_automata(state: DecodeState, automaton: Any = None, automaton_b: jax.Array | None = None) -> DecodeState:
+    """Returns the state with these automata; by default, without any."""
+    return state.replace(sampling=state.sampling.replace(automaton=automaton), automaton_b=automaton_b)

@@ -1,0 +1,67 @@
+"""Sessions: the caches of a conversation, kept between its answers."""
+
+import weakref
+from threading import Lock
+from typing import Any
+
+import jax
+import numpy as np
+
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import DecodeState, Weights
+from treeflash_jax.engine.batching import round_capacity
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.schedule.prefill import Kept, Runner
+from treeflash_jax.engine.schedule.prefixes import count_reusable
+
+
+class Session:
+    """A conversation whose caches are kept: prefill skips the tokens of a prompt that they already contain.
+
+    The answers are the same as without a session. If the chat template or the tokenizer encodes earlier messages
+    differently, the tokens before the first difference are reused. A stream has the caches to itself until it ends: another
+    one that starts meanwhile reads its whole prompt. A session keeps no weights.
+
+    Example:
+      >>> session = tf.Session()
+      >>> for piece in model.stream(messages, session=session): ...
+    """
+
+    def __init__(self):
+        self._kept: tuple[DecodeState, Any, list[weakref.ref]] | None = None  # state of the last answer, plan, weights
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        return f"Session({'empty' if self._kept is None else 'with the caches of its last answer'})"
+
+    def keep_caches(self, runner: Runner, state: DecodeState) -> None:
+        """Keeps the state of a batch whose slot 0 has decoded the answer."""
+        self._kept = state, runner.plan.prefill, [*map(weakref.ref, _arrays(runner.weights))]
+
+    def take_caches(self, runner: Runner, request: Request, capacity: int) -> Kept | None:
+        """Returns the caches for a prompt in slot 0 with its number of reusable tokens; None if there are none.
+
+        Args:
+          capacity: least capacity; that of the result also has room for the last chunk of the prompt, which may begin at
+            any position.
+        """
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        state, plan, arrays = kept
+        same_arrays = [id(array()) for array in arrays] == [id(array) for array in _arrays(runner.weights)]
+        if plan != runner.plan.prefill or not same_arrays:
+            return None
+        count_b = np.zeros(state.end_b.size, int)
+        count_b[0] = count_reusable(state, request.ids, plan.verifier.vocab_size)[0]
+        if not count_b[0]:
+            return None
+        capacity = max(capacity, state.capacity, round_capacity(request.length + plan.chunk))
+        if state.capacity < capacity:
+            state = runner.call(loops.grow_caches, state, capacity=capacity)
+        return Kept(state.cache, state.drafter, count_b, capacity)
+
+
+def _arrays(weights: Weights) -> list[jax.Array]:
+    return jax.tree.leaves((weights.verifier, weights.drafter))

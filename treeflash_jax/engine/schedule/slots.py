@@ -1,0 +1,48 @@
+"""Slots of a batch: who has which sequence of the decoding state."""
+
+from collections.abc import Sequence
+
+from treeflash_jax.engine.requests import Request
+
+
+class Slots:
+    """The one owner of slot numbers. Slot s is row s of every array of the decoding state.
+
+    A slot is free, reserved for a request whose prompt is being read, or held by a request whose answer is being decoded.
+
+    Attributes:
+      size: number of slots.
+      free: free slots, the longest free first.
+      held: request of each slot that is held.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.free = [*range(size)]
+        self.held: dict[int, Request] = {}
+        self._reserved: set[int] = set()
+
+    def reserve(self, wanted: Sequence[int | None]) -> list[int]:
+        """Reserves a slot for each of `wanted`: that one if it is free, otherwise the one that has been free longest."""
+        reserved = []
+        for slot in wanted:
+            if slot not in self.free:
+                slot = self.free[0]
+            self.free.remove(slot)
+            reserved.append(slot)
+        self._reserved |= {*reserved}
+        return reserved
+
+    def hold(self, slot: int, request: Request) -> None:
+        """Gives a reserved slot to its request. Raises KeyError for any other slot."""
+        self._reserved.remove(slot)
+        self.held[slot] = request
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Frees slots that are reserved or held. Raises KeyError for one that is free already."""
+        for slot in slots:
+            if slot in self.held:
+                del self.held[slot]
+            else:
+                self._reserved.remove(slot)
+            self.free.append(slot)
