@@ -1,0 +1,186 @@
+"""Every answer is that of its own call, however requests share the slots of a batch.
+
+Random prompts with settings of their own, many of them beginning alike, are answered one by one; then in batches of every
+size, on meshes, with arrivals, cancellations and failures in between, and in conversations.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from answers import slow_unless
+from conftest import needs_8_devices
+from own_calls import DRAFTED, PLAIN, Pool, few_tokens, make_pool
+
+import treeflash_jax as tf
+from treeflash_jax.core import programs
+from treeflash_jax.decoding import loops
+from treeflash_jax.engine.batching import SamplingSizes
+from treeflash_jax.engine.constraints import AutomatonTable
+from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.results import Reader
+from treeflash_jax.engine.schedule import prefixes
+from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.scheduler import Scheduler
+
+SIZES = (5, 16, 40)
+# Two states over twelve tokens; token 0 ends an answer in state 1 alone.
+TABLE = AutomatonTable(
+    np.array([[-1, 1, 0, -1], [1, 0, -1, 1]], np.int32), np.array([0, 1, 1, 1, 2, 2, 2, 3, 3, 1, 2, 3], np.int32)
+)
+
+
+def assert_batches_are_own_calls(pool: Pool, sizes: list[int], answers: int) -> None:
+    """Draws prompts until each batch size has given so many answers."""
+    rng = np.random.default_rng(1)
+    for size in sizes:
+        left = answers
+        while left > 0:
+            numbers = rng.integers(0, len(pool.prompts), min(left, rng.integers(1, 3 * size + 2))).tolist()
+            prompts, how = pool.draw(numbers)
+            got = [result.ids for result in pool.model.generate(prompts, batch_size=size, **how)]
+            wrong = [place for place, number in enumerate(numbers) if got[place] != pool.expected[number]]
+            assert not wrong, (size, numbers, wrong)
+            left -= len(numbers)
+
+
+@pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
+def test_answers_of_a_batch_are_those_of_own_calls(float64, draft):
+    model = few_tokens()
+    assert_batches_are_own_calls(make_pool(model, 90, **draft), SIZES, 120)
+
+
+def shift(logits_bnv: jax.Array, history: Any) -> jax.Array:
+    """A processor that depends on the text."""
+    return logits_bnv + 0.5 * jax.nn.one_hot(history.last_bn, logits_bnv.shape[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [PLAIN, DRAFTED | {"processor": shift, "presence_penalty": 0.5}])
+def test_answers_of_batches_of_every_size_are_those_of_own_calls(float64, draft):
+    model = few_tokens()
+    assert_batches_are_own_calls(make_pool(model, 90, **draft), [*range(1, 41)], 60)
+
+
+@needs_8_devices
+@pytest.mark.parametrize(
+    ("mesh", "draft"),
+    [((2, 1), PLAIN), *(slow_unless(False, mesh, DRAFTED) for mesh in ((1, 1), (2, 1), (4, 1), (2, 2)))],
+)
+def test_answers_on_a_mesh_are_those_of_own_calls(float64, mesh, draft):
+    pool = make_pool(few_tokens(), 60, **draft)
+    pool.model = few_tokens(tf.make_mesh(*mesh))
+    assert_batches_are_own_calls(pool, [8, 24] if mesh != (2, 1) else [8], 90)
+
+
+@dataclass
+class Flaky:
+    """A device whose programs fail now and then, before or after they took their donated arguments."""
+
+    rng: np.random.Generator
+    call: Any
+    share: float
+    failures: int = 0
+
+    def __call__(self, function, *args, **how):
+        fails = function in (loops.decode, loops.prefill_chunks, loops.admit) and self.rng.random() < self.share
+        if fails and self.rng.random() < 0.5:
+            self.call(function, *args, **how)
+        if fails:
+            self.failures += 1
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return self.call(function, *args, **how)
+
+
+@pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
+@pytest.mark.parametrize("slots", [3, slow_unless(False, 1), slow_unless(False, 18)])
+def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatch, draft, slots):
+    """Requests that arrive while others decode, are cancelled, have beginnings in common or a constraint, or are lost when
+    a dispatch fails; prompts of several chunks."""
+    monkeypatch.setattr(prefixes, "LEAST_REUSED", 4)
+    model, rng = few_tokens(), np.random.default_rng(2)
+    pool = make_pool(model, 60, **draft)
+    call = model.prepare([pool.prompts[0]], **draft, max_new_tokens=4)
+    plan = replace(call.plan, prefill=replace(call.plan.prefill, chunk=8))
+    sizes = SamplingSizes.for_server(4, model.verifier.vocab_size)
+    scheduler = Scheduler(Runner(plan, model.weights, can_cut=True), sizes, batch_size=slots, capacity=64, is_open=True)
+    reader, numbers = Reader(scheduler, model), Counter()
+    requests: dict[int, tuple[int, bool, Request]] = {}  # by number: number in the pool, whether it is constrained
+    constrained = make_constrained(model, pool, plan)
+    flaky = Flaky(rng, programs.call, 0.0)
+    monkeypatch.setattr(programs, "call", flaky)
+    fates = Counter()
+    while len(requests) < 150 or scheduler.has_work:
+        for _ in range(int(rng.integers(0, 3)) if len(requests) < 150 else 0):
+            place, has_rule = int(rng.integers(0, len(pool.prompts))), rng.random() < 0.2
+            prompts, how = pool.draw([place])
+            [request] = model.make_requests(prompts, **how)[1]
+            request = replace(request, number=len(requests), automaton=TABLE if has_rule else None)
+            requests[request.number] = place, has_rule, request
+            scheduler.submit([request])
+        waiting = [number for number in requests if number not in numbers]
+        if waiting and rng.random() < 0.1:
+            number = int(rng.choice(waiting))
+            scheduler.cancel(requests[number][2])
+            numbers[number], fates["cancelled"] = 1, fates["cancelled"] + 1
+        flaky.share = 0.02 if len(requests) > 20 else 0.0
+        try:
+            ready = scheduler.step(int(rng.integers(1, 4)))
+        except RuntimeError:
+            lost = scheduler.recover()
+            numbers.update(request.number for request in lost)
+            fates["lost"] += len(lost)
+            assert len(scheduler.slots.free) == slots
+            continue
+        for slot, result in zip(ready, reader.read_results(ready), strict=True):
+            request = scheduler.slots.held[slot]
+            place, has_rule, _ = requests[request.number]
+            assert result.ids == (constrained if has_rule else pool.expected)[place], (request.number, place, has_rule)
+            numbers[request.number] += 1
+            fates["answered"] += 1
+            fates["reused"] += result.reused > 0
+        scheduler.slots.release(ready)
+    assert set(numbers.values()) == {1} and len(numbers) == len(requests), "every request has one end"
+    assert sorted(scheduler.slots.free) == [*range(slots)]
+    assert flaky.failures > 2 and fates["answered"] > 100 and fates["cancelled"] > 5 and fates["reused"] > 20, fates
+
+
+def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> list[list[int]]:
+    """Answers of the pool's prompts under TABLE, each alone in the only slot of a scheduler."""
+    answers = []
+    for place in range(len(pool.prompts)):
+        prompts, how = pool.draw([place])
+        requests = [replace(request, automaton=TABLE) for request in model.make_requests(prompts, **how)[1]]
+        scheduler = Scheduler(Runner(plan, model.weights), SamplingSizes.fit(requests))
+        scheduler.submit(requests)
+        for ready in scheduler.decode_all(64, lambda slots: []):
+            results = Reader(scheduler, model).read_results(ready) if ready else []
+        answers.append(results[0].ids)
+    return answers
+
+
+@pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
+def test_answers_of_interleaved_conversations_are_those_without(float64, draft):
+    """Streams of several sessions in turns, some of which end early or go on from another text."""
+    model, rng = few_tokens(), np.random.default_rng(3)
+    how = {"max_new_tokens": 6, "temperature": 0.9, **draft}
+    sessions = [tf.Session() for _ in range(3)]
+    texts: list[list[int]] = [rng.integers(0, 12, 5 + i).tolist() for i in range(3)]
+    reused = 0
+    for _ in range(12):
+        streams = [model.stream(text, session=session, **how) for text, session in zip(texts, sessions, strict=True)]
+        left = int(rng.integers(0, 4))  # the stream of this conversation is not read to its end
+        results = [next(stream) if place == left else [*stream][-1] for place, stream in enumerate(streams)]
+        for stream in streams:
+            stream.close()
+        for place, (text, result) in enumerate(zip(texts, results, strict=True)):
+            expected = model.generate([text], batch_size=1, **how)[0].ids
+            if place != left:
+                assert result.ids == expected
+                reused += result.reused > 0
+            more = rng.integers(0, 12, 3).tolist()
+            texts[place] = (text + expected + more)[:100] if rng.random() < 0.8 else text[: len(text) // 2 + 1] + more
+    assert reused > 10

@@ -1,0 +1,113 @@
+"""The worker's thread: answers of many submissions are those of their own calls, also after dispatches that fail."""
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from own_calls import PLAIN, few_tokens, make_pool
+
+import treeflash_jax as tf
+from treeflash_jax.core import programs
+from treeflash_jax.decoding import loops
+from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.options import ServeOptions
+from treeflash_jax.serve.worker import MOST_FAILURES, Submission, Worker
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: out of memory"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with jax.enable_x64(True):
+        return make_pool(few_tokens(), 40, **PLAIN)
+
+
+@pytest.fixture
+def worker(float64, pool, monkeypatch):
+    """A worker with three slots, whose thread computes in float64 too."""
+    options = ServeOptions(slots=3, context=64, schema_states=0, queue=500)
+    worker = Worker(pool.model, tf.GenerateConfig(**PLAIN), Metrics(), options)
+    run = worker.run
+
+    def run_wide() -> None:
+        with jax.enable_x64(True):
+            run()
+
+    monkeypatch.setattr(worker, "run", run_wide)
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+def fail(monkeypatch, should_fail) -> None:
+    call = programs.call
+
+    def flaky(function, *args, **how):
+        if function in (loops.decode, loops.prefill_chunks) and should_fail():
+            raise RuntimeError(OUT_OF_MEMORY)
+        return call(function, *args, **how)
+
+    monkeypatch.setattr(programs, "call", flaky)
+
+
+async def ask(worker: Worker, pool, place: int, *, cancels: bool = False, streams: bool = False) -> Any:
+    """Returns the ids of an answer, an error, or None if it was cancelled."""
+    prompts, how = pool.draw([place])
+    how = {name: value[0] if isinstance(value, list) else value for name, value in how.items() if name != "builder"}
+    submission = Submission(worker.make_requests(prompts, **how), streams=streams)
+    worker.submit(submission)
+    if cancels:
+        worker.cancel(submission)
+    ids: list[int] = []
+    while True:
+        piece = await asyncio.wait_for(submission.pieces.get(), 120)
+        if piece is None or isinstance(piece, Exception):
+            return piece
+        ids += piece.chunk.ids
+        if piece.is_last:
+            assert ids == piece.result.ids
+            return ids
+
+
+def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch, caplog):
+    """Waves of requests, some cancelled; dispatches fail now and then, and what then had a slot gets an error."""
+    rng, fates = np.random.default_rng(0), Counter()
+    fail(monkeypatch, lambda: worker._failures < MOST_FAILURES - 1 and rng.random() < 0.04)
+
+    async def wave(count: int) -> None:
+        places = rng.integers(0, len(pool.prompts), count).tolist()
+        asked = [ask(worker, pool, p, cancels=rng.random() < 0.1, streams=rng.random() < 0.5) for p in places]
+        for place, got in zip(places, await asyncio.gather(*asked), strict=True):
+            fates[type(got).__name__] += 1
+            assert not isinstance(got, list) or got == pool.expected[place]
+            assert not isinstance(got, Exception) or str(got) == OUT_OF_MEMORY
+
+    with caplog.at_level(logging.CRITICAL, logger="treeflash_jax"):
+        for count in (1, 4, 40, 3, 60, 20):
+            asyncio.run(wave(count))
+    assert fates["list"] > 80 and fates["RuntimeError"] > 3, fates
+    assert worker.error is None and worker._num_unfinished == 0 and not worker._unfinished
+    assert not worker._first_times and not worker._last_times
+
+
+def test_a_worker_whose_device_is_lost_ends_every_submission(worker, pool, monkeypatch, caplog):
+    fail(monkeypatch, lambda: True)
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(ask(worker, pool, place) for place in range(20)))
+
+    with caplog.at_level(logging.CRITICAL, logger="treeflash_jax"):
+        answers = asyncio.run(run())
+    worker.join(60)
+    assert all(isinstance(answer, RuntimeError) for answer in answers)
+    assert str(worker.error) == OUT_OF_MEMORY and worker._num_unfinished == 0
+
+    async def ask_late() -> Any:
+        return await ask(worker, pool, 0)
+
+    with pytest.raises(RuntimeError, match="decoding has ended"):
+        asyncio.run(ask_late())
