@@ -11,6 +11,7 @@ from conftest import FEW_TOKENS, RANDOM_DRAFTER
 import treeflash_jax as tf
 
 PLAIN = {"builder": "none"}
+LONGEST = 14  # tokens of an answer
 DRAFTED = {"nodes": 4, "candidates": 4, "children": 4}
 LAYERS = replace(FEW_TOKENS, num_layers=1)
 DRAFTER = replace(RANDOM_DRAFTER, layers=LAYERS, mask_token_id=11, taps=(0, 1), num_target_layers=2)
@@ -35,6 +36,13 @@ class Pool:
         lists = {name: [values[number] for number in numbers] for name, values in self.settings.items()}
         return [self.prompts[number] for number in numbers], lists | self.shared
 
+    def wrong(self, numbers: list[int], limits: list[int], batch_size: int) -> list[int]:
+        """Returns which of these prompts a batch answers otherwise than their own calls, up to `limits` tokens."""
+        prompts, how = self.draw(numbers)
+        results = self.model.generate(prompts, batch_size=batch_size, **how | {"max_new_tokens": limits})
+        cases = enumerate(zip(numbers, limits, results, strict=True))
+        return [i for i, (number, limit, result) in cases if result.ids != self.expected[number][:limit]]
+
 
 def make_pool(model: tf.TreeFlash, count: int, **shared) -> Pool:
     rng = np.random.default_rng(0)
@@ -43,10 +51,10 @@ def make_pool(model: tf.TreeFlash, count: int, **shared) -> Pool:
     lengths = rng.integers(1, 25, count)
     prompts = [texts[i % 4, : lengths[i]].tolist() + rng.integers(0, vocab_size, i % 3).tolist() for i in range(count)]
     settings = {
-        "max_new_tokens": rng.choice([1, 1, 2, 4, 4, 9, 14], count).tolist(),
+        "max_new_tokens": [LONGEST] * count,
         "temperature": rng.choice([0.0, 0.8, 1.5], count).tolist(),
         "seed": [*range(count)],
-        "stop_ids": [[] if i % 4 else rng.integers(0, vocab_size, 2).tolist() for i in range(count)],
+        "stop_ids": [[] if i % 3 else rng.integers(0, vocab_size, 2).tolist() for i in range(count)],
     }
     pool = Pool(model, prompts, settings, shared, [])
     calls = (pool.draw([number]) for number in range(count))

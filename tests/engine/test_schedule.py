@@ -5,6 +5,7 @@ size, on meshes, with arrivals, cancellations and failures in between, and in co
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from answers import slow_unless
 from conftest import needs_8_devices
-from own_calls import DRAFTED, PLAIN, Pool, few_tokens, make_pool
+from own_calls import DRAFTED, LONGEST, PLAIN, Pool, few_tokens, make_pool
 
 import treeflash_jax as tf
 from treeflash_jax.core import programs
@@ -33,18 +34,24 @@ TABLE = AutomatonTable(
 )
 
 
-def assert_batches_are_own_calls(pool: Pool, sizes: list[int], answers: int) -> None:
-    """Draws prompts until each batch size has given so many answers."""
+def assert_batches_are_own_calls(pool: Pool, sizes: Sequence[int], answers: int) -> None:
+    """Draws prompts until each batch size has given so many answers.
+
+    Answers have limits of their own; or all have the same but for one, so that a batch ends together, in another order of
+    slots than it began.
+    """
     rng = np.random.default_rng(1)
     for size in sizes:
-        left = answers
-        while left > 0:
-            numbers = rng.integers(0, len(pool.prompts), min(left, rng.integers(1, 3 * size + 2))).tolist()
-            prompts, how = pool.draw(numbers)
-            got = [result.ids for result in pool.model.generate(prompts, batch_size=size, **how)]
-            wrong = [place for place, number in enumerate(numbers) if got[place] != pool.expected[number]]
-            assert not wrong, (size, numbers, wrong)
-            left -= len(numbers)
+        count = 0
+        while count < answers:
+            numbers = rng.integers(0, len(pool.prompts), rng.integers(1, 3 * size + 2)).tolist()
+            limits = rng.integers(1, LONGEST + 1, len(numbers))
+            if rng.random() < 0.5:
+                limits[:] = 4
+                limits[rng.integers(0, len(limits))] = 1
+            wrong = pool.wrong(numbers, limits.tolist(), size)
+            assert not wrong, (size, numbers, limits, wrong)
+            count += len(numbers)
 
 
 @pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
@@ -59,10 +66,13 @@ def shift(logits_bnv: jax.Array, history: Any) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [PLAIN, DRAFTED | {"processor": shift, "presence_penalty": 0.5}])
-def test_answers_of_batches_of_every_size_are_those_of_own_calls(float64, draft):
+@pytest.mark.parametrize(
+    ("draft", "sizes"),
+    [(PLAIN, range(1, 41)), (DRAFTED | {"processor": shift, "presence_penalty": 0.5}, (1, 3, 12, 21, 29, 37))],
+)
+def test_answers_of_batches_of_every_size_are_those_of_own_calls(float64, draft, sizes):
     model = few_tokens()
-    assert_batches_are_own_calls(make_pool(model, 90, **draft), [*range(1, 41)], 60)
+    assert_batches_are_own_calls(make_pool(model, 90, **draft), sizes, 60)
 
 
 @needs_8_devices
@@ -108,23 +118,27 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     sizes = SamplingSizes.for_server(4, model.verifier.vocab_size)
     scheduler = Scheduler(Runner(plan, model.weights, can_cut=True), sizes, batch_size=slots, capacity=64, is_open=True)
     reader, numbers = Reader(scheduler, model), Counter()
-    requests: dict[int, tuple[int, bool, Request]] = {}  # by number: number in the pool, whether it is constrained
+    requests: dict[int, tuple[list[int], Request]] = {}  # by number: the right answer, and the request
     constrained = make_constrained(model, pool, plan)
     flaky = Flaky(rng, programs.call, 0.0)
     monkeypatch.setattr(programs, "call", flaky)
     fates = Counter()
     while len(requests) < 150 or scheduler.has_work:
         for _ in range(int(rng.integers(0, 3)) if len(requests) < 150 else 0):
-            place, has_rule = int(rng.integers(0, len(pool.prompts))), rng.random() < 0.2
+            place, limit, has_rule = (
+                int(rng.integers(0, len(pool.prompts))),
+                int(rng.choice([1, 4, 9, LONGEST])),
+                rng.random() < 0.2,
+            )
             prompts, how = pool.draw([place])
-            [request] = model.make_requests(prompts, **how)[1]
+            [request] = model.make_requests(prompts, **how | {"max_new_tokens": limit})[1]
             request = replace(request, number=len(requests), automaton=TABLE if has_rule else None)
-            requests[request.number] = place, has_rule, request
+            requests[request.number] = (constrained if has_rule else pool.expected)[place][:limit], request
             scheduler.submit([request])
         waiting = [number for number in requests if number not in numbers]
         if waiting and rng.random() < 0.1:
             number = int(rng.choice(waiting))
-            scheduler.cancel(requests[number][2])
+            scheduler.cancel(requests[number][1])
             numbers[number], fates["cancelled"] = 1, fates["cancelled"] + 1
         flaky.share = 0.02 if len(requests) > 20 else 0.0
         try:
@@ -137,8 +151,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
             continue
         for slot, result in zip(ready, reader.read_results(ready), strict=True):
             request = scheduler.slots.held[slot]
-            place, has_rule, _ = requests[request.number]
-            assert result.ids == (constrained if has_rule else pool.expected)[place], (request.number, place, has_rule)
+            assert result.ids == requests[request.number][0], request
             numbers[request.number] += 1
             fates["answered"] += 1
             fates["reused"] += result.reused > 0
