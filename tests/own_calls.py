@@ -36,12 +36,11 @@ class Pool:
         lists = {name: [values[number] for number in numbers] for name, values in self.settings.items()}
         return [self.prompts[number] for number in numbers], lists | self.shared
 
-    def wrong(self, numbers: list[int], limits: list[int], batch_size: int) -> list[int]:
-        """Returns which of these prompts a batch answers otherwise than their own calls, up to `limits` tokens."""
-        prompts, how = self.draw(numbers)
-        results = self.model.generate(prompts, batch_size=batch_size, **how | {"max_new_tokens": limits})
-        cases = enumerate(zip(numbers, limits, results, strict=True))
-        return [i for i, (number, limit, result) in cases if result.ids != self.expected[number][:limit]]
+    def answer(self, number: int, limit: int, stop_ids: list[int]) -> list[int]:
+        """Returns the right answer to a prompt, whose longest one is known."""
+        ids = self.expected[number][:limit]
+        ends = [i for i, token in enumerate(ids) if token in stop_ids]
+        return ids[: ends[0] + 1] if ends else ids
 
 
 def make_pool(model: tf.TreeFlash, count: int, **shared) -> Pool:
@@ -51,12 +50,10 @@ def make_pool(model: tf.TreeFlash, count: int, **shared) -> Pool:
     lengths = rng.integers(1, 25, count)
     prompts = [texts[i % 4, : lengths[i]].tolist() + rng.integers(0, vocab_size, i % 3).tolist() for i in range(count)]
     settings = {
-        "max_new_tokens": [LONGEST] * count,
         "temperature": rng.choice([0.0, 0.8, 1.5], count).tolist(),
         "seed": [*range(count)],
-        "stop_ids": [[] if i % 3 else rng.integers(0, vocab_size, 2).tolist() for i in range(count)],
     }
-    pool = Pool(model, prompts, settings, shared, [])
+    pool = Pool(model, prompts, settings, {"max_new_tokens": LONGEST, "stop_ids": [], **shared}, [])
     calls = (pool.draw([number]) for number in range(count))
     pool.expected = [model.generate(prompts, batch_size=1, **how)[0].ids for prompts, how in calls]
     assert len({tuple(ids) for ids in pool.expected}) > count / 3, "answers have to differ"

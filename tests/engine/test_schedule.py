@@ -44,13 +44,19 @@ def assert_batches_are_own_calls(pool: Pool, sizes: Sequence[int], answers: int)
     for size in sizes:
         count = 0
         while count < answers:
-            numbers = rng.integers(0, len(pool.prompts), rng.integers(1, 3 * size + 2)).tolist()
-            limits = rng.integers(1, LONGEST + 1, len(numbers))
-            if rng.random() < 0.5:
+            ends_together = rng.random() < 0.5
+            total = int(rng.integers(2 * size if ends_together else 1, 3 * size + 2))
+            numbers = rng.integers(0, len(pool.prompts), total).tolist()
+            limits = rng.integers(1, LONGEST + 1, total)
+            stop_ids = [rng.integers(0, 12, rng.integers(0, 3)).tolist() for _ in numbers]
+            if ends_together:
                 limits[:] = 4
-                limits[rng.integers(0, len(limits))] = 1
-            wrong = pool.wrong(numbers, limits.tolist(), size)
-            assert not wrong, (size, numbers, limits, wrong)
+                limits[rng.integers(0, size)] = 1
+                stop_ids = [[] for _ in numbers]
+            prompts, how = pool.draw(numbers)
+            how |= {"max_new_tokens": limits.tolist(), "stop_ids": stop_ids, "batch_size": size}
+            for result, *case in zip(pool.model.generate(prompts, **how), numbers, limits, stop_ids, strict=True):
+                assert result.ids == pool.answer(*case), (size, case)
             count += len(numbers)
 
 
@@ -125,22 +131,21 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     fates = Counter()
     while len(requests) < 150 or scheduler.has_work:
         for _ in range(int(rng.integers(0, 3)) if len(requests) < 150 else 0):
-            place, limit, has_rule = (
-                int(rng.integers(0, len(pool.prompts))),
-                int(rng.choice([1, 4, 9, LONGEST])),
-                rng.random() < 0.2,
-            )
+            place, limit = int(rng.integers(0, len(pool.prompts))), int(rng.choice([1, 4, 9, LONGEST]))
+            has_rule = rng.random() < 0.2
             prompts, how = pool.draw([place])
-            [request] = model.make_requests(prompts, **how | {"max_new_tokens": limit})[1]
+            stop_ids = rng.integers(0, 12, rng.integers(0, 3)).tolist()
+            [request] = model.make_requests(prompts, **how | {"max_new_tokens": limit, "stop_ids": stop_ids})[1]
             request = replace(request, number=len(requests), automaton=TABLE if has_rule else None)
-            requests[request.number] = (constrained if has_rule else pool.expected)[place][:limit], request
+            expected = (constrained if has_rule else pool).answer(place, limit, stop_ids)
+            requests[request.number] = expected, request
             scheduler.submit([request])
         waiting = [number for number in requests if number not in numbers]
         if waiting and rng.random() < 0.1:
             number = int(rng.choice(waiting))
             scheduler.cancel(requests[number][1])
             numbers[number], fates["cancelled"] = 1, fates["cancelled"] + 1
-        flaky.share = 0.02 if len(requests) > 20 else 0.0
+        flaky.share = 0.03 if len(requests) > 20 else 0.0
         try:
             ready = scheduler.step(int(rng.integers(1, 4)))
         except RuntimeError:
@@ -158,11 +163,11 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
         scheduler.slots.release(ready)
     assert set(numbers.values()) == {1} and len(numbers) == len(requests), "every request has one end"
     assert sorted(scheduler.slots.free) == [*range(slots)]
-    assert flaky.failures > 2 and fates["answered"] > 100 and fates["cancelled"] > 5 and fates["reused"] > 20, fates
+    assert flaky.failures > 2 and fates["answered"] > 80 and fates["cancelled"] > 5 and fates["reused"] > 10, fates
 
 
-def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> list[list[int]]:
-    """Answers of the pool's prompts under TABLE, each alone in the only slot of a scheduler."""
+def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:
+    """The pool with answers under TABLE, each alone in the only slot of a scheduler."""
     answers = []
     for place in range(len(pool.prompts)):
         prompts, how = pool.draw([place])
@@ -172,7 +177,7 @@ def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> list[list[in
         for ready in scheduler.decode_all(64, lambda slots: []):
             results = Reader(scheduler, model).read_results(ready) if ready else []
         answers.append(results[0].ids)
-    return answers
+    return replace(pool, expected=answers)
 
 
 @pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])

@@ -57,7 +57,7 @@ def fail(monkeypatch, should_fail) -> None:
 async def ask(worker: Worker, pool, place: int, *, cancels: bool = False, streams: bool = False) -> Any:
     """Returns the ids of an answer, an error, or None if it was cancelled."""
     prompts, how = pool.draw([place])
-    how = {name: value[0] for name, value in how.items() if name != "builder"}
+    how = {name: value[0] if name in pool.settings else value for name, value in how.items() if name != "builder"}
     submission = Submission(worker.make_requests(prompts, **how), streams=streams)
     worker.submit(submission)
     if cancels:
