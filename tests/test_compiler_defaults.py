@@ -4,11 +4,24 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMOLLM2
+from conftest import SMOLLM2, needs_cpu
+
+from treeflash_jax.bench import shapes
+from treeflash_jax.core import parameters, programs, sharding
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.engine.batching import make_batch
+from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.plan import resolve
+from treeflash_jax.models import verifier
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ("Write a Python function that checks whether a word is a palindrome.", "Name three rivers.")
@@ -58,3 +71,26 @@ def test_rounds_of_the_shipped_pair(treeflash, tiny):
     for answer, result in zip(answers, expected, strict=True):
         assert answer["text"] == result.text
         np.testing.assert_allclose(answer["log_probs"], result.log_probs, atol=1e-3)
+
+
+@needs_cpu
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the numbers are those of jax 0.10")
+def test_programs_of_smollm2_have_few_instructions(as_users_compile):
+    """The first call compiles them: a prompt of up to 119 tokens, in float32."""
+    model, drafter = shapes.find_pair("smollm2", str(locate("smollm2", "drafter")))
+    one, counts = jax.ShapeDtypeStruct((), jnp.int32), {}
+    for builder in ("best-first", "none"):
+        config = GenerateConfig(builder=builder, nodes=8 if builder == "best-first" else None)
+        plan = resolve(config, model, drafter, dtype=jnp.dtype("float32"), device=sharding.device(), sequences=1)
+        weights = Weights(parameters.abstract(verifier.specs(model), jnp.float32, None))
+        if plan.drafts:
+            weights = weights.replace(drafter=parameters.abstract(drafter.specs(), jnp.float32, None))
+        batch = make_batch([], batch_size=1, capacity=384, dtype=jnp.float32)
+        state = jax.eval_shape(partial(loops.init_state, plan=plan.prefill, dtype=weights.dtype), *batch)
+        lowered = {f"decode {builder}": loops.decode.lower(weights, state, one, one, plan=plan)}
+        if plan.drafts:
+            lowered["prefill"] = loops.prefill_chunks.lower(weights, state, batch[1], one, plan=plan.prefill)
+        counts |= {name: programs.compile_lowered(x, None, name).as_text().count(" = ") for name, x in lowered.items()}
+    most = {"decode best-first": 26_300, "prefill": 18_200, "decode none": 14_400}
+    assert all(0.9 * most[name] < number <= most[name] for name, number in counts.items()), counts

@@ -36,7 +36,7 @@ from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.kv_cache import LayerKV
 
 QUARTERS = 4  # blocks of "streamed"
-SHORT = 384  # slots; programs of shorter caches have no loops over blocks, and compile faster
+SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which programs have no loops, and compile faster
 BLOCK = 8192  # slots that "blocked" reads at a time, at most
 TRAINING_CHUNK = 256  # queries
 
@@ -148,7 +148,8 @@ def _chunked(operands: Operands) -> jax.Array:
 def _streamed(operands: Operands) -> jax.Array:
     """Reads the quarters of the cache that hold the longest prefix; a short cache as "xla" does."""
     slots = 0 if operands.prefix is None else operands.prefix.num_slots
-    return _xla(operands) if slots < SHORT else _in_blocks(operands, QUARTERS)
+    is_short = slots < (SHORT_FOR_ONE_QUERY if operands.q_bthe.shape[1] == 1 else SHORT)
+    return _xla(operands) if is_short else _in_blocks(operands, QUARTERS)
 
 
 def _blocked(operands: Operands) -> jax.Array:
