@@ -111,3 +111,24 @@ def test_a_worker_whose_device_is_lost_ends_every_submission(worker, pool, monke
 
     with pytest.raises(RuntimeError, match="decoding has ended"):
         asyncio.run(ask_late())
+
+
+def test_an_error_between_two_answers_of_a_step_loses_the_second_alone(worker, pool, monkeypatch, caplog):
+    read, ended = worker._reader.read_chunks, []
+
+    def flaky(slots, ready):
+        ended.extend(slots)
+        if len(ended) == 2:
+            raise RuntimeError(OUT_OF_MEMORY)
+        return read(slots, ready)
+
+    async def run() -> list[Any]:
+        submission = Submission(worker.make_requests([[1, 2], [3]], max_new_tokens=3, **PLAIN))  # they end in one step
+        worker.submit(submission)
+        return [await asyncio.wait_for(submission.pieces.get(), 120) for _ in range(2)]
+
+    monkeypatch.setattr(worker._reader, "read_chunks", flaky)
+    with caplog.at_level(logging.CRITICAL, logger="treeflash_jax"):
+        first, error = asyncio.run(run())
+    assert len(first.result.ids) == 3 and str(error) == OUT_OF_MEMORY
+    assert asyncio.run(ask(worker, pool, 0)) == pool.expected[0] and worker.error is None

@@ -212,8 +212,8 @@ class Worker(threading.Thread):
     def _recover(self, error: Exception) -> None:
         """Goes on without the answers that had a slot when a dispatch failed. Raises the error if too many have failed."""
         logger.exception("a dispatch failed")
-        lost = [self._unfinished[request.number][0] for request in self._scheduler.recover()]
-        for submission in dict.fromkeys(lost):
+        lost = [self._unfinished.get(request.number) for request in self._scheduler.recover()]  # None: answered before
+        for submission in {submission for submission, _ in filter(None, lost)}:
             self._drop(submission, RuntimeError(clipped(error)))
         self._failures += 1
         if self._failures == MOST_FAILURES:
@@ -223,7 +223,7 @@ class Worker(threading.Thread):
         """Ends all submissions, also those that were not admitted yet; there are none after them."""
         with self._lock:
             self._has_ended = True
-        self._scheduler.recover()  # actions then need no device
+        self._scheduler.recover()  # before actions, which may cancel: the state may be lost
         while not self._actions.empty():
             self._actions.get()()
         reason = "the server ends" if self.error is None else f"decoding ended: {self.error}"
