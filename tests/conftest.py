@@ -249,3 +249,19 @@ def toy(tmp_path_factory) -> Path:
     import toy_training
 
     return toy_training.write(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def server(tiny) -> Iterator[Any]:
+    """A server of the pair `tiny`; yields its URL and its worker."""
+    from servers import running
+
+    with running(tiny) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=600, max_retries=0)

@@ -1,9 +1,21 @@
-"""What the tests of the server share: a chat, the sizes of the server in the tests, and its metrics."""
+"""What the tests of the server share: a server with its sizes, a chat, and metrics."""
 
 import re
+import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
+
+import treeflash_jax as tf
+from treeflash_jax.serve.app import make_app
+from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.options import ServeOptions
+from treeflash_jax.serve.process import Server, allowed_hosts
+from treeflash_jax.serve.worker import Worker
 
 CONTEXT, LIMIT = 384, 34
 CHAT = [{"role": "user", "content": "Sam has 2 cats and 3 dogs. How many animals?"}]
@@ -20,3 +32,20 @@ def wait_for(is_true, seconds: float = 120) -> None:
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@contextmanager
+def running(model: tf.TreeFlash) -> Iterator[SimpleNamespace]:
+    """Yields the URL and the worker of a server with two slots."""
+    metrics = Metrics()
+    options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
+    worker = Worker(model, tf.GenerateConfig(nodes=4), metrics, options)
+    worker.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    http = Server(make_app(worker, metrics, hosts=allowed_hosts(options), has_page=True), grace=1)
+    thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}", worker=worker)
+    http.should_exit = True
+    thread.join()
+    worker.stop()
