@@ -185,8 +185,9 @@ def test_check_compares_with_the_int8_verifier_and_says_so(capsys, monkeypatch, 
     words = "check --quantize int8 --candidates 8 --children 8 --nodes 16 --max-new-tokens 12".split()
     words += ["--prompt-ids=3 4 5", "--prompt-ids=17 3 2 40"]
     assert commands.main(words) == 0
-    verdict, counts, *cases = capsys.readouterr().out.splitlines()
+    verdict, counts, ends, *cases = capsys.readouterr().out.splitlines()
     assert verdict == "lossless: equal" and len(cases) == 2 and all("identical" in case for case in cases)
+    assert ends.startswith("tokens that end an answer: ")
     assert "exact with respect to the int8 verifier, whose own answers may differ from those of wider weights" in counts
     assert commands.main([*words, "--json"]) == 0
     for record in map(json.loads, capsys.readouterr().out.splitlines()):
