@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,24 +75,36 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
 
 
 def wait(*programs: "Program", clock: Clock) -> None:
-    """Waits until programs are compiled, which the clock counts as compilation.
+    """Waits until programs are compiled; see `as_compiled`."""
+    for _ in as_compiled(*programs, clock=clock):
+        pass
 
-    A program that takes over a second is announced with its number among those that are not compiled yet, and with the
-    time that it took in an earlier process, if that is known.
+
+def as_compiled(*programs: "Program", clock: Clock) -> Iterator[Program]:
+    """Yields programs in this order, each when it is compiled; the clock counts the waiting as compilation.
+
+    A program that takes over a second is announced with its number among those that are not compiled at first, and with
+    the time that it took in an earlier process, if that is known.
     """
     unfinished = [program for program in programs if not program.executable.done()]
-    for number, program in enumerate(unfinished, 1):
-        name, since = program.function.__name__, time.perf_counter()
-        text = f"compiling {name.replace('_', ' ')}"
-        if len(unfinished) > 1:
-            text += f", {number} of {len(unfinished)}"
-        seconds = _times and compile_times.estimate(_times, *program.labels)
-        if seconds:
-            text += f": about {max(1, round(seconds))} s, as last time"
-        with clock.compiling(name, text if Clock.has_announced else f"{text}; {_note()}", always=True):
-            futures.wait([program.executable])
-        if _times and not program.executable.exception():
-            compile_times.record(_times, *program.labels, time.perf_counter() - since)
+    for program in programs:
+        if not program.executable.done():
+            _wait_for(program, unfinished, clock)
+        yield program
+
+
+def _wait_for(program: Program, unfinished: Sequence[Program], clock: Clock) -> None:
+    name, since = program.function.__name__, time.perf_counter()
+    text = f"compiling {name.replace('_', ' ')}"
+    if len(unfinished) > 1:
+        text += f", {unfinished.index(program) + 1} of {len(unfinished)}"
+    seconds = _times and compile_times.estimate(_times, *program.labels)
+    if seconds:
+        text += f": about {max(1, round(seconds))} s, as last time"
+    with clock.compiling(name, text if Clock.has_announced else f"{text}; {_note()}", always=True):
+        futures.wait([program.executable])
+    if _times and not program.executable.exception():
+        compile_times.record(_times, *program.labels, time.perf_counter() - since)
 
 
 def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Program:

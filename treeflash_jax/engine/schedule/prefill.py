@@ -106,8 +106,7 @@ class Prefill:
             can_cut=runner.can_cut,
         )
         self.state: DecodeState = start()
-        if self._compile(will_decode) and kept is None:
-            self._run_once(will_decode)
+        if self._compile(will_decode, can_run=kept is None):
             self.state = start()
         self._reported = time.perf_counter()
 
@@ -128,25 +127,27 @@ class Prefill:
             loops.prefill_chunks, runner.weights, self.state, self._length_b, most, self._first_b, plan=self._plan
         )
 
-    def _compile(self, will_decode: bool) -> bool:
-        """Compiles the programs; returns True if one of them has never run."""
+    def _compile(self, will_decode: bool, can_run: bool) -> bool:
+        """Compiles the programs; returns True if one of them had never run, and they ran once on the state, which is lost.
+
+        The first run of a program is slow: XLA for CPUs then loads the code of the bodies of its loops. The clock counts it
+        as compilation; that of the prefill passes while rounds are compiled.
+        """
         runner, one = self._runner, jax.device_put(np.int32(1))
         # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.
         arguments = runner.weights, self.state, self._length_b, one, self._first_b
         compiled = [runner.prepare(loops.prefill_chunks, *arguments, plan=self._plan)]
         if will_decode:
             compiled.append(runner.prepare(loops.decode, runner.weights, self.state, one, one, plan=runner.plan))
-        programs.wait(*compiled, clock=runner.clock)
-        return not all(program.has_run for program in compiled)
-
-    def _run_once(self, will_decode: bool) -> None:
-        """Runs new programs on one chunk and one round of a state that is thrown away; the clock counts it as compilation.
-
-        The first run of a program is slow: XLA for CPUs then loads the code of the bodies of its loops.
-        """
-        runner, one = self._runner, jax.device_put(np.int32(1))
-        with runner.clock.compiling("first run", "running new programs once"):
-            state = self._read(passes=1)
-            if will_decode:
-                state = runner.call(loops.decode, runner.weights, state, one, one, plan=runner.plan)
-            jax.block_until_ready(state)
+        runs = can_run and not all(program.has_run for program in compiled)
+        state = self.state
+        for program in programs.as_compiled(*compiled, clock=runner.clock):
+            if not runs:
+                continue
+            with runner.clock.compiling("first run", "running new programs once"):
+                if program.function is loops.decode:
+                    state = runner.call(loops.decode, runner.weights, state, one, one, plan=runner.plan)
+                else:
+                    state = self._read(passes=1)
+                jax.block_until_ready(state)
+        return runs
