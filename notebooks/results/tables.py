@@ -477,6 +477,14 @@ def served() -> str:
     return section(header, rows, f"{runs['note']}:", runs["commands"])
 
 
+def long_prompts() -> str:
+    """Formats pauses of a stream while another client's long prompt is read."""
+    runs = read("serve_smollm2.json")["long_prompt"]
+    keys = "words", "server", "alone", "beside", "long_prompt"
+    header = "words | server | longest pause of the stream alone, s | beside the prompt, s | time to the prompt's answer, s"
+    return section(header, ([row[key] for key in keys] for row in runs["rows"]), runs["note"] + ":", runs["commands"])
+
+
 def schemas() -> str:
     """Formats answers that follow schemas, with drafts that obey them and drafts that do not."""
     runs = read("serve_smollm2.json")["schemas"]
@@ -497,7 +505,7 @@ def near_ties() -> str:
 SHOWN = (speeds, tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees)
 SHOWN += (round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
 SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu)
-SHOWN += (shipped_nodes, pod_minutes, heads, hybrid_rounds, served, schemas)
+SHOWN += (shipped_nodes, pod_minutes, heads, hybrid_rounds, served, schemas, long_prompts)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "latency": lambda: latency("tiny", "candidates, children", "candidates"),
     "latency-smollm2": lambda: latency("smollm2", "jax | dtype", "jax", "dtype"),

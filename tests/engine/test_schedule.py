@@ -166,7 +166,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
         scheduler.slots.release(ready)
     assert set(numbers.values()) == {1} and len(numbers) == len(requests), "every request has one end"
     assert sorted(scheduler.slots.free) == [*range(slots)]
-    assert flaky.failures > 2 and fates["answered"] > 80 and fates["cancelled"] > 5 and fates["reused"] > 10, fates
+    assert flaky.failures > 2 and fates["answered"] > 50 and fates["cancelled"] > 3 and fates["reused"] > 2, fates
 
 
 def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:

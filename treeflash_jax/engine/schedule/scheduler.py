@@ -39,7 +39,7 @@ class Scheduler:
       capacity: capacity of the caches, large enough for every request; None: large enough for the prompts, and doubled when
         an answer outgrows it.
       is_open: whether requests keep coming, as in a server. Then prompts go on from the caches of any slot, a chunk of a
-        prompt alternates with rounds of the running answers, and rounds of answers without constraints run a program
+        prompt alternates with a round of the running answers, and rounds of answers without constraints run a program
         without automata. Otherwise throughput comes first: an empty batch is filled at once, and rounds wait for prompts.
 
     Attributes:
@@ -112,7 +112,7 @@ class Scheduler:
         return [*lost.values()]
 
     def step(self, max_rounds: int, find_stopped: FindStopped = lambda slots: []) -> list[int]:
-        """Reads prompts or runs up to `max_rounds` rounds, or both; returns the slots whose answers are finished.
+        """Reads prompts or runs up to `max_rounds` rounds, or a chunk and one round; returns the slots of finished answers.
 
         Args:
           find_stopped: function of slots, which returns those whose answers contain a stop string.
@@ -122,7 +122,7 @@ class Scheduler:
             self.state = self._empty_state()
         is_reading = self._read_prompts(1 if alternates else self.runner.plan.prefill.passes)
         if alternates or not is_reading:
-            self._run_rounds(max_rounds)
+            self._run_rounds(1 if is_reading else max_rounds)
         done_b = sharding.to_host(self.state.done_b)
         ready = [slot for slot in sorted(self.slots.held) if done_b[slot]]
         stopped = find_stopped([slot for slot in sorted(self.slots.held) if slot not in ready])
