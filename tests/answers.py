@@ -70,8 +70,9 @@ def make_pair(
 
 def random_weights(specs: Any, seed: int = 0, scale: float = 0.3, dtype: Any = jnp.float32) -> Any:
     """Every weight random, also those that start at zero or one."""
-    specs = jax.tree.map(lambda spec: replace(spec, init="normal"), specs, is_leaf=parameters.is_spec)
-    return parameters.initialize(specs, jax.random.key(seed), dtype, scale)
+    rng = np.random.default_rng(seed)
+    make = lambda spec: jnp.asarray((scale * rng.normal(size=spec.shape)).astype(dtype))  # noqa: E731
+    return jax.tree.map(make, specs, is_leaf=parameters.is_spec)
 
 
 def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, DecodeState]:
@@ -105,6 +106,16 @@ def read_texts(weights: Any, config: Any, tokens_bt: Any, **options) -> tuple[ve
     mask_btt = verifier.causal_mask(batch, size)
     out = verifier.forward(weights, config, tokens_bt, jnp.arange(size)[None], mask_btt, **options)
     return out, verifier.logits(weights, out.hidden_btd)
+
+
+def assert_greedy(model: TreeFlash, prompts: list[list[int]], results: list[Result]) -> jax.Array:
+    """Asserts that answers consist of the likeliest tokens of a pass over each whole text; returns the pass's logits."""
+    texts = [prompt + result.ids for prompt, result in zip(prompts, results, strict=True)]
+    tokens_bt = np.stack([np.pad(text, (0, max(map(len, texts)) - len(text))) for text in texts])
+    logits_btv = read_texts(model.weights.verifier, model.verifier, tokens_bt)[1]
+    for likeliest_t, prompt, text in zip(np.argmax(logits_btv, axis=-1), prompts, texts, strict=True):
+        assert likeliest_t[len(prompt) - 1 : len(text) - 1].tolist() == text[len(prompt) :], prompt
+    return logits_btv
 
 
 def assert_same_positions(got: Any, expected: Any, length_b: Any, atol: float = 1e-12) -> None:

@@ -1,15 +1,17 @@
 """Attention layers with gates, partial rotation, windows and sinks, and norms that store their scale - 1, against NumPy."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import TREE, drafted_as_plain, draw, make_pair, random_weights, with_windows_and_sinks
-from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL
+from answers import assert_greedy, draw, make_pair, random_weights, with_windows_and_sinks
+from conftest import FEW_TOKENS, RANDOM_MODEL
 
-from treeflash_jax.models import layers, verifier
+from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.models import layers
 from treeflash_jax.models.config import Rope
 from treeflash_jax.models.layer_kinds import KINDS
 from treeflash_jax.models.layer_protocol import PassInputs
@@ -65,6 +67,22 @@ def attended(weights, config, x_td, positions, sees, window):
     return np.stack(out_td)
 
 
+@partial(jax.jit, static_argnames="name")
+def run_text_and_tree(weights, x_btd, name):
+    """Mixes a text of four positions, commits it, and mixes a tree after it."""
+    kind_name, config = CONFIGS[name]
+    kind = KINDS[kind_name]
+    state, length_b, got = kind.init(config, 1, 16, jnp.float64, can_cut=name != "ring"), jnp.zeros(1, jnp.int32), []
+    for part, sees, positions in ((slice(0, 4), np.tri(4), [0, 1, 2, 3]), (slice(4, 9), SEES, POSITIONS)):
+        positions_bt, mask_btu = jnp.asarray([positions]), jnp.asarray(sees[None], bool)
+        inputs = PassInputs(positions_bt, mask_btu, length_b, kind.prepare(config, positions_bt, mask_btu), "blocked")
+        y_btd, new = kind.mix(weights, config, x_btd[:, part], inputs, state.layer(0), None)
+        state = state.commit((new,), length_b, jnp.array([4]), None)
+        length_b = length_b + 4
+        got.append(y_btd[0])
+    return jnp.concatenate(got)
+
+
 @pytest.mark.parametrize("is_merged", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_text_and_a_tree_after_it(name, is_merged, float64):
@@ -80,15 +98,7 @@ def test_a_text_and_a_tree_after_it(name, is_merged, float64):
         weights = {key: x for key, x in weights.items() if key not in kind.merged} | kind.merge(weights)
         shapes = {key: spec.shape for key, spec in kind.specs(config, is_merged=True).items()}
         assert {key: x.shape for key, x in weights.items()} == shapes
-    state, length_b, got = kind.init(config, 1, 16, jnp.float64, can_cut=name != "ring"), jnp.zeros(1, jnp.int32), []
-    for part in (slice(0, 4), slice(4, 9)):
-        positions_bt, mask_btu = jnp.asarray([positions[part]]), jnp.asarray(sees[None, part, part])
-        inputs = PassInputs(positions_bt, mask_btu, length_b, kind.prepare(config, positions_bt, mask_btu), "blocked")
-        y_btd, new = kind.mix(weights, config, jnp.asarray(x_btd[:, part]), inputs, state.layer(0), None)
-        state = state.commit((new,), length_b, jnp.array([4]), None)
-        length_b = length_b + 4
-        got.append(y_btd[0])
-    np.testing.assert_allclose(np.concatenate(got), expected, atol=1e-12)
+    np.testing.assert_allclose(run_text_and_tree(weights, x_btd, name), expected, atol=1e-12)
 
 
 def test_norms_that_store_their_scale_less_one_are_rounded_once():
@@ -102,16 +112,11 @@ def test_norms_that_store_their_scale_less_one_are_rounded_once():
 
 
 @pytest.mark.parametrize("name", ["gated", "window"])
-def test_drafted_answers_are_those_of_one_token_decoding(name, float64):
+def test_drafted_answers_are_the_likeliest_tokens_of_a_pass_over_the_whole_text(name, float64):
     """Prompts of several chunks; with a window that ends inside the tree, layers of two kinds, biases and experts."""
     config = replace(FEW_TOKENS, **GATED) if name == "gated" else replace(with_windows_and_sinks(FEW_TOKENS), window=3)
-    drafter = replace(RANDOM_DRAFTER, layers=replace(FEW_TOKENS, num_layers=1), mask_token_id=11, taps=(0, 1))
-    model = make_pair(config, replace(drafter, num_target_layers=2), dtype=jnp.float64)
-    results = drafted_as_plain(model, [[7, 8, 9] * 50, [3]], TREE, max_new_tokens=24)
+    model, prompts = make_pair(config, NgramConfig(), dtype=jnp.float64), [[7, 8, 9] * 50, [3]]
+    results = model.generate(prompts, max_new_tokens=24, builder="best-first", nodes=8)
     assert max(result.tau for result in results) > 1.1
-    text = jnp.asarray([[7, 8, 9] * 50 + results[0].ids])
-    mask_btt = verifier.causal_mask(1, text.size)
-    forward = jax.jit(verifier.forward, static_argnums=1)  # its arrays are arguments, no constants
-    out = forward(model.weights.verifier, config, text, jnp.arange(text.size)[None], mask_btt)
-    logits_1tv = verifier.logits(model.weights.verifier, out.hidden_btd)
-    np.testing.assert_array_equal(jnp.argmax(logits_1tv[0, 149:-1], axis=-1), results[0].ids)
+    assert [len(result.ids) for result in results] == [24, 24]
+    assert_greedy(model, prompts, results)
