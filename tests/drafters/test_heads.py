@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import draw
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 from scipy.special import log_softmax
 
@@ -22,7 +23,7 @@ from treeflash_jax.engine.plan import resolve
 
 BATCH, V, D, DEPTHS = 3, 60, RANDOM_MODEL.hidden_size, RANDOM_DRAFTER.num_depths  # no other size is 60
 DRAFTER = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=V))
-TEMPERATURES = np.array([1.0, 0.7, 1.6])
+TEMPERATURES = np.float32([1.0, 0.7, 1.6])
 PATH_HEADS = [name for name, head in HEADS.items() if isinstance(head, PathHead)]
 TABLES = [name for name, head in HEADS.items() if head.is_trainable and name not in PATH_HEADS]
 
@@ -30,10 +31,8 @@ TABLES = [name for name, head in HEADS.items() if head.is_trainable and name not
 @pytest.fixture(scope="module")
 def block():
     """Random tables, hidden states of a block, and anchors."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    table_vd, other_vd = (0.3 * jax.random.normal(key, (V, D)) for key in keys[:2])
-    hidden_bid = jax.random.normal(keys[2], (BATCH, DEPTHS, D))
-    return Unembed(table_vd, other_vd, jnp.ones(D), 1e-6), hidden_bid, jnp.asarray([5, 40, 11], jnp.int32)
+    table_vd, other_vd = (0.3 * draw(V, D, seed=seed) for seed in (0, 1))
+    return Unembed(table_vd, other_vd, np.ones(D, np.float32), 1e-6), draw(BATCH, DEPTHS, D), np.int32([5, 40, 11])
 
 
 def sized(candidates: int, children: int, shortlist: int = 0, **others) -> BlockConfig:
@@ -43,15 +42,20 @@ def sized(candidates: int, children: int, shortlist: int = 0, **others) -> Block
 def make_weights(name: str):
     """Returns weights none of which is zero, so that the token before matters."""
     specs = HEADS[name].specs(DRAFTER)
-    return {key: 0.3 * jax.random.normal(jax.random.key(i), spec.shape) for i, (key, spec) in enumerate(specs.items())}
+    return {key: 0.3 * draw(*spec.shape, seed=i) for i, (key, spec) in enumerate(specs.items())}
 
 
-def expand(name: str, block, drafter: BlockConfig, ids_z=None):
+def logits(name: str, *arguments) -> np.ndarray:
+    return np.asarray(jax.jit(HEADS[name].logits, static_argnums=4)(*arguments))
+
+
+def expand(name: str, block, drafter: BlockConfig, ids_z=None, params=None):
     """Returns the compiled function that gives the table of a block, over all tokens or these, and its arguments."""
     unembed, hidden_bid, anchor_b = block
     if ids_z is not None:
         unembed = unembed.replace(unembed_vd=unembed.unembed_vd[ids_z], ids_v=jnp.asarray(ids_z))
-    arguments = make_weights(name), unembed, Block(hidden_bid, anchor_b, jnp.asarray(TEMPERATURES)), drafter
+    params = make_weights(name) if params is None else params
+    arguments = params, unembed, Block(hidden_bid, anchor_b, TEMPERATURES), drafter
     return jax.jit(HEADS[name].expand, static_argnums=3), arguments
 
 
@@ -65,7 +69,7 @@ def run(name: str, block, drafter: BlockConfig, ids_z=None):
 def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is_listed, ids_z):
     """With all tokens, or all of a draft vocabulary, as candidates and children, and as a shortlist."""
     unembed, hidden_bid, anchor_b = block
-    head, params, size = HEADS[name], make_weights(name), V if ids_z is None else ids_z.size
+    params, size = make_weights(name), V if ids_z is None else ids_z.size
     sizes = {"head_sizes": SelectorSizes(V)} if name == "selector" else {}
     table = run(name, block, sized(size, size, size if is_listed else 0, **sizes), ids_z)
     _, depths, contexts, _ = table.tokens_bimc.shape
@@ -76,11 +80,11 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is
             tokens, context = table.tokens_bimc[b, depth - 1], table.next_context_bimc[b, depth - 1]
             before_bim[b, depth, context[context >= 0]] = tokens[context >= 0]
     for depth in range(depths):
-        hidden_brd = jnp.repeat(hidden_bid[:, depth : depth + 1], contexts, axis=1)
-        logits_brv = head.logits(params, unembed, jnp.asarray(before_bim[:, depth]), hidden_brd, replace(DRAFTER, **sizes))
+        hidden_brd = np.repeat(hidden_bid[:, depth : depth + 1], contexts, axis=1)
+        logits_brv = logits(name, params, unembed, before_bim[:, depth], hidden_brd, replace(DRAFTER, **sizes))
         if ids_z is not None:
-            logits_brv = jnp.full_like(logits_brv, -jnp.inf).at[:, :, ids_z].set(logits_brv[:, :, ids_z])
-        expected = jax.nn.log_softmax(logits_brv / TEMPERATURES[:, None, None], axis=-1)
+            logits_brv = np.where(np.isin(np.arange(V), ids_z), logits_brv, -np.inf)
+        expected = log_softmax(logits_brv / TEMPERATURES[:, None, None], axis=-1)
         got = np.full((BATCH, contexts, V), -np.inf)
         np.put_along_axis(got, table.tokens_bimc[:, depth], table.log_probs_bimc[:, depth], axis=2)
         np.testing.assert_allclose(got, expected, atol=2e-5)
@@ -115,9 +119,9 @@ def test_lanes_along_a_path_are_the_logits_that_training_sees(block, name, prefi
     path_biw = np.stack([tokens_bwc[:, [0, 1], [1, 4]] for tokens_bwc, _ in offers], axis=1)
     anchor_b1w = np.broadcast_to(np.asarray(anchor_b)[:, None, None], (BATCH, 1, 2))
     before_bwi = np.moveaxis(np.concatenate([anchor_b1w, path_biw[:, :-1]], axis=1), 1, 2)
-    both_bmd, before_bm = jnp.tile(hidden_bid, (1, 2, 1)), jnp.asarray(before_bwi.reshape(BATCH, -1))
-    logits_bwiv = np.reshape(head.logits(params, unembed, before_bm, both_bmd, drafter), (BATCH, 2, DEPTHS, V))
-    marginal_biv = np.asarray(HEADS["marginal"].logits({}, unembed, anchor_b, hidden_bid, drafter))
+    both_bmd, before_bm = np.tile(hidden_bid, (1, 2, 1)), before_bwi.reshape(BATCH, -1)
+    logits_bwiv = np.reshape(logits(name, params, unembed, before_bm, both_bmd, drafter), (BATCH, 2, DEPTHS, V))
+    marginal_biv = logits("marginal", {}, unembed, anchor_b, hidden_bid, drafter)
     for depth, (tokens_bwc, log_probs_bwc) in enumerate(offers):
         scores_bwv = logits_bwiv[:, :, depth] / TEMPERATURES[:, None, None]
         if depth >= prefix:
@@ -130,16 +134,20 @@ def test_lanes_along_a_path_are_the_logits_that_training_sees(block, name, prefi
 
 @pytest.mark.parametrize("name", [name for name, head in HEADS.items() if head.is_trainable])
 def test_a_fresh_head_drafts_from_the_marginals(block, name):
-    unembed, hidden_bid, anchor_b = block
-    fresh = parameters.initialize(HEADS[name].specs(DRAFTER), jax.random.key(0))
-    given = unembed, Block(hidden_bid, anchor_b, jnp.ones(BATCH)), sized(V, 5)
-    got, plain = (HEADS[head].expand(params, *given) for head, params in ((name, fresh), ("marginal", {})))
-    for depth in range(DEPTHS):
-        tokens_bwc, log_probs_bwc = got.children(jnp.int32(depth), got.start(1))
+    fresh, depths = parameters.initialize(HEADS[name].specs(DRAFTER), jax.random.key(0)), DEPTHS
+    if name in PATH_HEADS:
+        depths = 1
+    function, arguments = expand(name, block, sized(V, 5), params=fresh)
+
+    @partial(jax.jit, static_argnums=3)
+    def children(*arguments):
+        expander = function(*arguments)
+        return [expander.children(jnp.int32(depth), expander.start(1)) for depth in range(depths)]
+
+    plain = run("marginal", block, sized(V, 5))
+    for depth, (tokens_bwc, log_probs_bwc) in enumerate(children(*arguments)):
         np.testing.assert_array_equal(tokens_bwc[:, 0], plain.tokens_bimc[:, depth, 0])
         np.testing.assert_allclose(log_probs_bwc[:, 0], plain.log_probs_bimc[:, depth, 0], atol=2e-5)
-        if name in PATH_HEADS:
-            break
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -159,11 +167,11 @@ def test_log_probabilities_of_narrow_weights_are_in_float32(block, name):
 def test_a_short_list_keeps_the_mass_of_what_it_leaves_out(block):
     """Low rank: contexts are distributions over the vocabulary in which tokens off the list have their marginal logits."""
     unembed, hidden_bid, anchor_b = block
-    head, params = HEADS["lowrank"], make_weights("lowrank")
-    table = head.expand(params, unembed, Block(hidden_bid, anchor_b, jnp.ones(BATCH)), sized(4, 3))
+    function, (params, *_) = expand("lowrank", block, sized(4, 3))
+    table = function(params, unembed, Block(hidden_bid, anchor_b, np.ones(BATCH, np.float32)), sized(4, 3))
     before = unembed, anchor_b[:, None], hidden_bid[:, :1], DRAFTER
-    logits = HEADS["marginal"].logits({}, *before), head.logits(params, *before)
-    marginal, moved = (np.array(x[:, 0], np.float64) for x in logits)
+    both = logits("marginal", {}, *before), logits("lowrank", params, *before)
+    marginal, moved = (np.array(x[:, 0], np.float64) for x in both)
     for b in range(BATCH):
         listed = np.argsort(-marginal[b], kind="stable")[:4]
         marginal[b, listed] = moved[b, listed]
@@ -186,12 +194,12 @@ def short_list(size: int) -> BlockConfig:
 def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_own(block, size):
     """The list, and the mass off it, by hand: scores of the head's full contexts, mass off the list from the marginals."""
     table, (unembed, hidden_bid, anchor_b) = run("mlp", block, short_list(size)), block
-    marginal_biv = np.asarray(HEADS["marginal"].logits({}, unembed, anchor_b, hidden_bid, DRAFTER), np.float64)
+    marginal_biv = logits("marginal", {}, unembed, anchor_b, hidden_bid, DRAFTER).astype(np.float64)
     likely_biv = np.argsort(-marginal_biv, axis=-1, kind="stable")
     anchor_b1m = np.broadcast_to(np.asarray(anchor_b)[:, None, None], (BATCH, 1, M))
-    before_bx = jnp.asarray(np.concatenate([anchor_b1m, likely_biv[:, :-1, :M]], axis=1).reshape(BATCH, -1))
-    hidden_bxd = jnp.repeat(hidden_bid, M, axis=1)
-    corrected_bxv = HEADS["mlp"].logits(make_weights("mlp"), unembed, before_bx, hidden_bxd, DRAFTER)
+    before_bx = np.concatenate([anchor_b1m, likely_biv[:, :-1, :M]], axis=1).reshape(BATCH, -1)
+    hidden_bxd = np.repeat(hidden_bid, M, axis=1)
+    corrected_bxv = logits("mlp", make_weights("mlp"), unembed, before_bx, hidden_bxd, DRAFTER)
     corrected_bimv = np.asarray(corrected_bxv, np.float64).reshape(BATCH, DEPTHS, M, V)
     assert table.tokens_bimc.shape[-1] == min(K, size * DEPTHS)
     for b, temperature in enumerate(TEMPERATURES):

@@ -125,12 +125,17 @@ def test_on_other_platforms_than_a_cpu_no_level_is_a_branch(shared, monkeypatch)
 def test_the_network_runs_below_tokens_of_n_grams(shared):
     """Below a token that it cannot draft itself, its next tokens are those of a rollout, and the n-gram still agrees."""
     foreign = next(token for token in range(VOCAB) if token not in shared["ids"])
-    match = jnp.full((BATCH, 1, DEPTHS), foreign), jnp.full((BATCH, 1), 3), jnp.zeros((BATCH, 1)), jnp.zeros(BATCH)
-    joined, first = ngram.JoinedExpander(expander(shared), ngram.Continuations(*match)), jnp.int32(0)
-    state = joined.start(1)
-    child_bw = jnp.argmax(joined.children(first, state)[0] == foreign, axis=-1)
-    lanes, agrees_bwm = joined.follow(first, state, child_bw)
-    assert agrees_bwm.all() and joined.continues(first, state).all()
+    match = np.full((BATCH, 1, DEPTHS), foreign), np.full((BATCH, 1), 3), np.zeros((BATCH, 1)), np.zeros(BATCH)
+
+    @jax.jit
+    def run(shared):
+        joined, first = ngram.JoinedExpander(expander(shared), ngram.Continuations(*match)), jnp.int32(0)
+        state = joined.start(1)
+        child_bw = jnp.argmax(joined.children(first, state)[0] == foreign, axis=-1)
+        return *joined.follow(first, state, child_bw), joined.continues(first, state)
+
+    lanes, agrees_bwm, goes_on = run(shared)
+    assert agrees_bwm.all() and goes_on.all()
     for b in range(BATCH):
         tokens, log_probs = Rollout(shared, b).children((foreign,))
         np.testing.assert_array_equal(lanes.tokens_bwc[b, 0], tokens)

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_pair
+from answers import make_pair, random_weights
 from conftest import RANDOM_MODEL
 from extending import goes_through_everything
 from refusals import refused
 
 import treeflash_jax as tf
-from treeflash_jax.core import parameters
 from treeflash_jax.drafters import LanguageModelConfig
 from treeflash_jax.engine import pairs
 from treeflash_jax.formats import model_files
@@ -55,7 +54,7 @@ def test_a_tree_is_drawn_from_the_anchor_that_the_round_had(how):
 def test_a_folder_of_a_language_model_drafts_and_what_does_not_fit_is_refused(tmp_path):
     big, small, other = (tmp_path / name for name in ("big", "small", "other"))
     for folder, config in ((big, RANDOM_MODEL), (small, SMALL), (other, replace(SMALL, vocab_size=60))):
-        weights = parameters.initialize(verifier.specs(config), jax.random.key(3))
+        weights = random_weights(verifier.specs(config))
         model_files.save_verifier(folder, config, weights, jnp.float32)
     model = tf.load(big, drafter=small, dtype="float32")
     assert model.drafter == LanguageModelConfig(layers=model_files.read_verifier_config(small))

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from treeflash_jax.formats import model_files
 
 MATCHES = 6
 CONFIG = NgramConfig(longest=4, shortest=2, num_depths=5, matches=MATCHES)
+ONE_LAYER = replace(RANDOM_MODEL, num_layers=1)
 JOINED = NgramConfig(shortest=1, matches=MATCHES)
 
 
@@ -28,12 +30,8 @@ def inputs(texts: list[list[int]], depths: int, temperature: float = 1.0) -> Inp
     tokens_bs = np.zeros((len(texts), 48), np.int32)
     for b, text in enumerate(texts):
         tokens_bs[b, : len(text)] = text
-    length_b, temperature_b = jnp.asarray([len(text) for text in texts]), jnp.full(len(texts), temperature)
-    return Inputs({}, None, None, None, temperature_b, depths, jnp.asarray(tokens_bs), length_b)
-
-
-def offered(texts: list[list[int]], temperature: float = 1.0) -> ngram.Continuations:
-    return CONFIG.draft(inputs(texts, CONFIG.num_depths, temperature))
+    length_b, temperature_b = np.int32([len(text) for text in texts]), np.full(len(texts), temperature, np.float32)
+    return Inputs({}, None, None, None, temperature_b, depths, tokens_bs, length_b)
 
 
 def continuations(text: list[int], config: NgramConfig = CONFIG) -> list[tuple[float, list[int]]]:
@@ -62,12 +60,24 @@ def distribution(matches: list[tuple[float, list[int]]], path: tuple[int, ...], 
     return {token: weight / total for token, weight in weights.items()}
 
 
+@partial(jax.jit, static_argnames="num_nodes")
+def build(tokens_bs, length_b, temperature_b, anchor_b, num_nodes: int):
+    given = Inputs({}, None, None, None, temperature_b, CONFIG.num_depths, tokens_bs, length_b)
+    return trees.best_first(CONFIG.draft(given), anchor_b, num_nodes)
+
+
+def grown(texts: list[list[int]], temperature: float, num_nodes: int):
+    """Returns the trees of some texts, in NumPy."""
+    given = inputs(texts, CONFIG.num_depths, temperature)
+    anchor_b = np.int32([text[-1] for text in texts])
+    return jax.tree.map(np.asarray, build(given.tokens_bs, given.length_b, given.temperature_b, anchor_b, num_nodes))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_trees_hold_what_followed_earlier(temperature):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, size, rng.integers(1, 44)).tolist() for size in (2, 2, 3, 3, 4, 6) * 6]
-    build = jax.jit(lambda params: trees.best_first(params, jnp.zeros(len(texts), jnp.int32), 9))
-    built, sizes = jax.tree.map(np.asarray, build(offered(texts, temperature))), set()
+    built, sizes = grown(texts, temperature, 9), set()
     for b, text in enumerate(texts):
         matches, drafted = continuations(text), paths(built, b)
         everything = {tuple(result[:depth]) for _, result in matches for depth in range(1, CONFIG.num_depths + 1)}
@@ -83,10 +93,9 @@ def test_low_drafter_temperatures_keep_the_likeliest_continuations():
     """Weights that all underflow would be NaN, which a search ranks first."""
     text = [1, 2, 3, 9, 8, 7, 5, 2, 3, 4, 6, 1, 2, 3]
     for temperature in (0.05, 0.01, 1e-3, 1e-5):
-        table = offered([text], temperature)
-        tree = trees.best_first(table, jnp.asarray([text[-1]]), 8)
+        tree = grown([text], temperature, 8)
         assert np.isfinite(np.where(tree.valid_bn, tree.log_prob_bn, 0)).all()
-        assert np.asarray(tree.tokens_bn)[0, :4].tolist() == [3, 9, 8, 7], temperature
+        assert tree.tokens_bn[0, :4].tolist() == [3, 9, 8, 7], temperature
 
 
 def test_a_chain_that_follows_no_path_is_not_joined(tiny):
@@ -103,11 +112,12 @@ def test_a_table_is_joined_by_what_followed_earlier():
         next_context_bimc=jnp.array([[[[0, -1]], [[-1, -1]]]]),
     )
     joined = ngram.join(table, inputs([text], 2), MATCHES)
+    children = jax.jit(lambda joined, depth, state: (*joined.children(depth, state), joined.continues(depth, state)))
     matches = continuations(text, JOINED)
 
     def assert_mixture(depth: int, state, path: tuple[int, ...], p: dict[int, float], length: int) -> tuple[list, list]:
         """Compares with table `p` and n-grams of this length; returns the tokens, and whether each continues."""
-        arrays = *joined.children(jnp.int32(depth), state), joined.continues(jnp.int32(depth), state)
+        arrays = children(joined, jnp.int32(depth), state)
         tokens, log_probs, is_open = (np.asarray(x)[0, 0] for x in arrays)
         assert [*log_probs] == sorted(log_probs, reverse=True), "likeliest first"
         kept = np.isfinite(log_probs)
@@ -126,7 +136,7 @@ def test_a_table_is_joined_by_what_followed_earlier():
 
 def test_without_a_match_the_verifier_reads_only_the_anchor():
     """A round has two passes to choose from: one over the tree, one over a single token of each sequence."""
-    model = make_pair(RANDOM_MODEL, NgramConfig())
+    model = make_pair(ONE_LAYER, NgramConfig())
     plan, state = prefilled(model, [[1, 2]], nodes=8)
     text = loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
     found = re.findall(r"dot_general .* -> tensor<(?:(?:1x)?(\d+)x64|64x(\d+))xf32>", text)  # up, gate and vocabulary
@@ -145,7 +155,7 @@ def test_ngram_is_a_name_of_a_drafter(tmp_path):
 
 
 def test_rounds_without_a_draft_are_no_reason_to_warn(caplog):
-    model = make_pair(RANDOM_MODEL, NgramConfig())
+    model = make_pair(ONE_LAYER, NgramConfig())
     text = model.generate([[1, 2]], max_new_tokens=60, stop_ids=(), nodes=8, batch_size=3, temperature=2.0)[0]
     assert len(text.accept_lengths) > 50 and text.tau < 1.2
     assert "tau is" not in caplog.text

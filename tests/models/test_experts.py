@@ -27,6 +27,9 @@ def run_every_form(*operands, limit):
     return {form.__name__: form(*operands, limit) for form in forms}
 
 
+route, mixture = (jax.jit(function, static_argnames="config") for function in (experts.route, experts.mixture))
+
+
 def make_weights(config, seed: int = 0):
     return jax.tree.map(np.array, random_weights(experts.specs(config), seed, 0.7, jnp.float64))
 
@@ -88,7 +91,7 @@ def test_every_form_is_the_loop_over_tokens_and_experts(name):
         for part in ("expert_gate", "expert_up", "expert_down"):
             weights = weights | {part: np.asarray(given[part].values * given[part].scale[:, None])}
     expected_nd, expected_nk = oracle(weights, config, x_nd)
-    weight_nk, ids_nk = experts.route(weights, config, jnp.asarray(x_nd))
+    weight_nk, ids_nk = route(weights, config, x_nd)
     np.testing.assert_array_equal(ids_nk, expected_nk)
     counts_x = np.bincount(np.ravel(ids_nk), minlength=6)
     expect = {"ties": counts_x[:2].sum() == 18, "one expert for all": counts_x[4] == 9}
@@ -96,14 +99,14 @@ def test_every_form_is_the_loop_over_tokens_and_experts(name):
     without_nd, _ = oracle({key: x for key, x in weights.items() if key != "expert_down_bias"}, config, x_nd)
     for form, got_nd in run_every_form(given, jnp.asarray(x_nd), weight_nk, ids_nk, limit=config.swiglu_limit).items():
         np.testing.assert_allclose(got_nd, without_nd, atol=1e-12, err_msg=form)
-    got_btd = experts.mixture(given, config, jnp.asarray(x_nd)[None])
+    got_btd = mixture(given, config, x_nd[None])
     np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)
 
 
 def test_more_tokens_than_a_block_are_run_block_by_block():
     weights = make_weights(CONFIG)
     x_nd = np.random.default_rng(1).normal(size=(expert_sums.BLOCK + 3, 8))
-    got_btd = jax.jit(lambda weights, x: experts.mixture(weights, CONFIG, x))(weights, jnp.asarray(x_nd)[None])
+    got_btd = mixture(weights, CONFIG, x_nd[None])
     np.testing.assert_allclose(got_btd[0], oracle(weights, CONFIG, x_nd)[0], atol=1e-12)
 
 
