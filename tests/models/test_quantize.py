@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -28,6 +29,7 @@ from treeflash_jax.models import layers, quantized, verifier
 from treeflash_jax.models.quantized import Quantized, quantize
 from treeflash_jax.models.vocab import embed, unembed
 
+SMALL = replace(RANDOM_MODEL, num_layers=1)
 LAYER = layers.layer_specs(RANDOM_MODEL)
 PRODUCTS = {"q": ("btd,hed->bthe", (2,)), "down": ("btf,df->btd", (1,)), "o": ("bthe,dhe->btd", (1, 2))}
 
@@ -38,7 +40,8 @@ def widened(weight: Quantized, inputs: tuple[int, ...]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def int8() -> tf.TreeFlash:
-    return tf.load(**FOLDERS, quantize="int8")
+    drafter = replace(RANDOM_DRAFTER, taps=(0, 0), num_target_layers=1)
+    return shapes.random_pair(SMALL, drafter, jnp.float32, None, "int8")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -66,15 +69,16 @@ def test_values_and_scales_by_hand(name, dtype):
 def test_linear_is_the_product_with_the_rounded_weight(name):
     weight, (equation, inputs) = draw(*LAYER[name].shape), PRODUCTS[name]
     x = draw(2, 3, *(weight.shape[axis] for axis in inputs))
-    small = quantize(jnp.asarray(weight), inputs)
+    small = jax.jit(quantize, static_argnums=1)(weight, inputs)
     expected = np.einsum(equation, x, widened(small, inputs))
-    product = layers.merge_heads({"o": small}, x) if name == "o" else quantized.product(equation, x, small)
+    run = layers.merge_heads if name == "o" else partial(quantized.product, equation)
+    product = jax.jit(run)(*(({"o": small}, x) if name == "o" else (x, small)))
     np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_sums_of_float16_do_not_overflow():
-    weight = quantize(jnp.full((4096, 4), 0.01, jnp.float16), (0,))
-    product = quantized.product("bi,io->bo", jnp.full((1, 4096), 1.0, jnp.float16), weight)
+    run = jax.jit(lambda x, weight: quantized.product("bi,io->bo", x, quantize(weight, (0,))))
+    product = run(np.ones((1, 4096), np.float16), np.full((4096, 4), 0.01, np.float16))
     assert product.dtype == jnp.float16 and abs(float(product[0, 0]) - 40.96) < 0.1, "of values up to 127, 520,192"
 
 
@@ -93,10 +97,10 @@ def test_loops_carry_int8_and_no_wide_copy():
 
 def test_embedding_positions_and_logits():
     table, ids, hidden = draw(64, 32), np.array([[3, 0], [63, 3]]), draw(2, 3, 32)
-    small = quantize(jnp.asarray(table), (1,))
-    np.testing.assert_allclose(embed(small, ids), widened(small, (1,))[ids], rtol=1e-6)
-    np.testing.assert_allclose(unembed(small, hidden), hidden @ widened(small, (1,)).T, rtol=1e-5, atol=1e-4)
-    assert embed(small.replace(scale=small.scale.astype(jnp.bfloat16)), ids).dtype == jnp.bfloat16
+    small = jax.jit(quantize, static_argnums=1)(table, (1,))
+    np.testing.assert_allclose(jax.jit(embed)(small, ids), widened(small, (1,))[ids], rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(unembed)(small, hidden), hidden @ widened(small, (1,)).T, rtol=1e-5, atol=1e-4)
+    assert jax.eval_shape(embed, small.replace(scale=small.scale.astype(jnp.bfloat16)), ids).dtype == jnp.bfloat16
 
 
 @pytest.mark.slow
@@ -115,15 +119,15 @@ def test_a_mesh_answers_as_one_device_does():
 
 
 @needs_8_devices
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_loading_quantises_what_the_files_hold(dtype):
-    for mesh in (None, tf.make_mesh(4, 2)):
-        config, wide = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh)
-        _, small = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh, quantize="int8")
-        quantise = lambda spec, weight: quantize(weight, spec.inputs) if spec.inputs else weight  # noqa: E731
-        assert_same(small, jax.tree.map(quantise, verifier.specs(config), wide, is_leaf=parameters.is_spec))
-        assert small["embed"].dtype == dtype
-        assert [quantized.quantization_scheme(weights) for weights in (small, wide)] == ["int8", None]
+@pytest.mark.parametrize("dtype, sizes", [(jnp.float32, None), (jnp.bfloat16, (4, 2))])
+def test_loading_quantises_what_the_files_hold(dtype, sizes):
+    mesh, quantise = sizes and tf.make_mesh(*sizes), jax.jit(quantize, static_argnums=1)
+    config, wide = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh)
+    _, small = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh, quantize="int8")
+    rounded = lambda spec, weight: quantise(weight, spec.inputs) if spec.inputs else weight  # noqa: E731
+    assert_same(small, jax.tree.map(rounded, verifier.specs(config), jax.device_get(wide), is_leaf=parameters.is_spec))
+    assert small["embed"].dtype == dtype
+    assert [quantized.quantization_scheme(weights) for weights in (small, wide)] == ["int8", None]
 
 
 def test_loading_holds_one_wide_matrix_at_a_time(monkeypatch):
@@ -162,9 +166,9 @@ def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
 
 
 def test_programs_compile_from_int8_shapes():
-    plan = DecodePlan(prefill=PrefillPlan(verifier=RANDOM_MODEL, chunk=32))
+    plan = DecodePlan(prefill=PrefillPlan(verifier=SMALL, chunk=32))
     _, decode = compile_programs(plan, tf.make_mesh(1, 1), 1, 256, jnp.float32, "int8")
-    needs = footprint(RANDOM_MODEL, dtype=jnp.float32, batch=1, capacity=256, quantize="int8")
+    needs = footprint(SMALL, dtype=jnp.float32, batch=1, capacity=256, quantize="int8")
     assert 0 <= decode.memory_analysis().argument_size_in_bytes - needs.total < 4096  # token buffers
 
 
