@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from answers import slow_unless
+from answers import random_weights, slow_unless
 from conftest import FEW_TOKENS
 from refusals import refused
 
@@ -19,7 +19,6 @@ from train.data.packing import Batch, Document
 from train.runtime import run_config
 from train.stages import drafting
 from train.stages.registry import read_stage
-from treeflash_jax.core import parameters
 from treeflash_jax.drafters import Eagle3Config, Inputs, MtpConfig, mtp_drafter
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
@@ -39,7 +38,7 @@ def make_batch() -> Batch:
     """One sequence with two documents and padding; the first two tokens of each are a prompt."""
     rng = np.random.default_rng(0)
     documents = [Document(rng.integers(0, 12, n), np.arange(n) >= 2) for n in LENGTHS]
-    return jax.tree.map(jnp.asarray, packing.pack(documents, SIZE)[0])
+    return packing.pack(documents, SIZE)[0]
 
 
 @partial(jax.jit, static_argnames=("model", "drafter"))
@@ -86,9 +85,8 @@ def test_a_step_is_what_drafting_gives(kind):
     with jax.enable_x64(True):
         model, network = NETWORKS[kind]
         drafter = network.drafter
-        vocabulary = drafter.draft_vocab_size or 12
-        weights = parameters.initialize(verifier.specs(model), jax.random.key(0), jnp.float64, scale=0.5)
-        drafting = parameters.initialize(drafter.specs(), jax.random.key(1), jnp.float64, scale=0.5)
+        vocabulary, specs = drafter.draft_vocab_size or 12, (verifier.specs(model), drafter.specs())
+        weights, drafting = (random_weights(spec, seed, 0.5, jnp.float64) for seed, spec in enumerate(specs))
         packed = make_batch()
         if vocabulary < 12:  # what follows in the documents can be drafted: the rollout takes it
             drafting["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)
@@ -167,8 +165,9 @@ def test_positions_are_drawn_among_those_that_predict_an_answer():
     """Up to `anchors` distinct positions, and other ones with another key."""
     packed, settings = make_batch(), stage.RolloutConfig(steps=STEPS, anchors=8, chunk=4)
     keys = jax.random.split(jax.random.key(0), 5)[:, None]
-    drawn = [tuple(map(np.asarray, stage.draw_positions(packed, settings, key))) for key in keys]
+    draw = jax.jit(stage.draw_positions, static_argnums=1)
+    drawn = [tuple(map(np.asarray, draw(packed, settings, key))) for key in keys]
     for index, is_there in drawn:
         assert sorted(index[is_there].tolist()) == [0, 1, 2, 3, 4, 7, 8]  # 5 answer tokens, then 2
-    few = [stage.draw_positions(packed, stage.RolloutConfig(steps=STEPS, anchors=4), key)[0].tolist() for key in keys]
+    few = [draw(packed, stage.RolloutConfig(steps=STEPS, anchors=4), key)[0].tolist() for key in keys]
     assert len({tuple(sorted(step[0])) for step in few}) > 1 and all(len({*step[0]}) == 4 for step in few)

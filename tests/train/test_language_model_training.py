@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
+from answers import random_weights
 from refusals import refused
 from toy_training import MODEL
 
@@ -15,15 +15,14 @@ from train.data import packing
 from train.language_model import LanguageModelStage, language_model_sums
 from train.runtime import run_config
 from train.stages import drafting, registry
-from treeflash_jax.core import parameters
 from treeflash_jax.drafters import LanguageModelConfig
 from treeflash_jax.models import verifier
 
 ROWS = packing.Batch(
-    tokens_bt=jnp.asarray([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]),
-    segments_bt=jnp.asarray([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2]]),
-    positions_bt=jnp.asarray([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]),
-    weights_bt=jnp.asarray([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1.0]]),
+    tokens_bt=np.int32([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]),
+    segments_bt=np.int32([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2]]),
+    positions_bt=np.int32([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]),
+    weights_bt=np.float32([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1]]),
 )
 DRAFTER = LanguageModelConfig(layers=replace(MODEL, num_layers=2))
 
@@ -38,8 +37,8 @@ def toml(toy):
 @pytest.fixture(scope="module")
 def case():
     """Weights of the verifier and of its first two layers, a padded batch and its key."""
-    weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), scale=0.3)
-    batch = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 22))), ROWS)
+    weights = random_weights(verifier.specs(MODEL))
+    batch = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 22))), ROWS)
     return weights, weights | {"groups": [weights["groups"][0][:2]]}, batch, jax.random.split(jax.random.key(2), 1)
 
 
@@ -49,7 +48,7 @@ def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml, case):
     def sums(vocabulary):
         settings = registry.read_stage(toml, [f"vocabulary={vocabulary}", "loss=forward-kl"])
         arguments = dict(settings=settings, verifier=MODEL, drafter=DRAFTER)
-        return language_model_sums(small, {"verifier": weights}, batch, keys, **arguments)
+        return jax.jit(partial(language_model_sums, **arguments))(small, {"verifier": weights}, batch, keys)
 
     whole, every, some = (sums(size) for size in (0, MODEL.vocab_size, 40))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), every, whole)

@@ -297,6 +297,7 @@ def test_a_tokenizer_and_a_model_are_trained_and_read(tmp_path):
     source = Source(path=str(write_lines(tmp_path / "set.jsonl", [GOOD] * 20)), hold_out=0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     words = [f"run={tmp_path}/run", f"tokenizer={tmp_path}/tokenizer", "vocab_size=300", "data.sequence_length=64"]
+    words += ["model.num_hidden_layers=1"]
     words += ["loop.steps=6", "loop.batch=8", "loop.log_every=1", "mesh.data=1", "optimizer.learning_rate=1e-2"]
     shipped = Path(__file__).parents[2] / "configs" / "shipped" / "from_scratch.toml"
     words += [f"model.{name}={size}" for name, size in sizes.items()]

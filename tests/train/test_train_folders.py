@@ -46,9 +46,16 @@ def untrained(monkeypatch):
 
     monkeypatch.setattr(loop, "fit", fit)
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
+    monkeypatch.setattr(drafting, "step_flops", lambda *_: 1.0)
 
 
-def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, untrained, capsys):
+@pytest.fixture
+def unmeasured(untrained, monkeypatch):
+    """Exports do not measure tau either."""
+    monkeypatch.setattr(export, "measure_tau", lambda *_: (None, ""))
+
+
+def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, unmeasured, capsys):
     settings = toy_training.settings(toy, "run=gs://bucket/run")
     folder = files.absolute(settings.run)
     claim(folder, settings)
@@ -82,7 +89,7 @@ def trained(toy, tmp_path, untrained):
     return settings
 
 
-def test_exports_replace_exports_alone(trained, tmp_path):
+def test_exports_replace_exports_alone(trained, unmeasured, tmp_path):
     exported = lambda out, **more: export.main(export.ExportConfig(run=trained.run, out=str(out), **more))  # noqa: E731
     (tmp_path / "project").mkdir()
     for name in ("README.md", "config.json", "model.safetensors"):
@@ -138,11 +145,10 @@ def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, mon
     (None, [], None), ("seed = 0", [], False), ("thinking = true", [], True),
     ("thinking = true", ["data.thinking=false"], False), (None, ["data.thinking=true"], True),
 ])  # fmt: skip
-def test_drafters_record_how_the_answers_were_made(tmp_path, untrained, monkeypatch, answered, given, expected):
+def test_drafters_record_how_the_answers_were_made(tmp_path, unmeasured, answered, given, expected):
     toml, beside = toy_training.write(tmp_path), tmp_path / "responses.jsonl.settings.toml"
     if answered is not None:
         beside.write_text(answered)
-    monkeypatch.setattr(export, "measure_tau", lambda *_: (None, ""))
     head.main(toy_training.settings(toml, *given))
     beside.unlink(missing_ok=True)
     export.main(export.ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))

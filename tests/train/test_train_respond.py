@@ -180,7 +180,7 @@ def test_answers_of_another_verifier_are_not_added(model, settings, whole, tmp_p
 
 def test_a_larger_limit_adds_answers_and_keeps_those_there(model, settings, questions):
     def limited(limit):
-        return replace(settings, sources=(replace(questions, limit=limit),), batch=limit)  # no answer depends on `batch`
+        return replace(settings, sources=(replace(questions, limit=limit),))
 
     out = Path(settings.out)
     respond.main(limited(4))

@@ -120,30 +120,30 @@ def test_gradients_add_up_in_float32():
 
 def test_weights_with_inputs_alone_decay_and_the_gradient_is_clipped():
     specs = SPECS | {"bias": Spec((2, 4), (None, "ffn")), "table": Spec((6, 4), ("vocab", None), inputs=(1,))}
-    params = jax.tree.map(jnp.asarray, weights()[0]) | {"bias": jnp.ones((2, 4)), "table": jnp.ones((6, 4))}
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    params = weights()[0] | {"bias": np.ones((2, 4), np.float32), "table": np.ones((6, 4), np.float32)}
+    zeros = jax.tree.map(np.zeros_like, params)
     for name in ("adamw", "muon"):
         config = dataclasses.replace(OPTIMIZER, name=name, warmup=0.0, adam_learning_rate=0.1)
         transform = training_state.make_optimizer(config, 4, specs)
-        _, memory = transform.update(zeros, transform.init(params), params)
-        updates, _ = transform.update(zeros, memory, params)  # the first step's rate is 0
+        update = jax.jit(transform.update)
+        _, memory = update(zeros, jax.jit(transform.init)(params), params)
+        updates, _ = update(zeros, memory, params)  # the first step's rate is 0
         for matrix in ("gate", "table"):
             close(updates[matrix], -0.1 * 0.5 * params[matrix])
         assert not np.any(updates["scale"]) and not np.any(updates["bias"]), name
     grads = jax.tree.map(lambda x: 100 * x, params)
     transform = training_state.make_optimizer(OPTIMIZER, 4, specs)
-    _, memory = transform.update(grads, transform.init(params), params)
+    _, memory = jax.jit(transform.update)(grads, jax.jit(transform.init)(params), params)
     np.testing.assert_allclose(optax.tree.norm(memory[1][0].mu) / (1 - OPTIMIZER.b1), 1.0, rtol=1e-5)
 
 
 def test_muon_turns_matrices_alone():
     """Orthogonal updates of root mean square 0.2 on linear maps; AdamW with its own rate on the rest."""
     config = dataclasses.replace(OPTIMIZER, name="muon", warmup=0.0, weight_decay=0.0, adam_learning_rate=0.01, clip=1e9)
-    params = jax.tree.map(jnp.asarray, weights()[0])
-    transform = training_state.make_optimizer(config, 4, SPECS)
-    memory = transform.init(params)
+    params, transform = weights()[0], training_state.make_optimizer(config, 4, SPECS)
+    memory, update = jax.jit(transform.init)(params), jax.jit(transform.update)
     for _ in range(2):
-        updates, memory = transform.update(params, memory, params)
+        updates, memory = update(params, memory, params)
     values = np.linalg.svd(updates["gate"], compute_uv=False)
     assert values.max() < 2 * values.min(), "its singular values are alike"
     np.testing.assert_allclose(np.sqrt(np.mean(updates["gate"] ** 2)), 0.1 * 0.2, rtol=0.2)
