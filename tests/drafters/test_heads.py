@@ -154,13 +154,13 @@ def test_a_fresh_head_drafts_from_the_marginals(block, name):
 def test_log_probabilities_of_narrow_weights_are_in_float32(block, name):
     unembed, hidden_bid, anchor_b = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, block)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_weights(name))
-    narrow = Block(hidden_bid, anchor_b, jnp.ones(BATCH), hidden_bid[:, 0])
+    narrow = Block(hidden_bid, anchor_b, np.ones(BATCH, np.float32), hidden_bid[:, 0])
 
-    def children():
+    def children(params, unembed, narrow):
         expander = HEADS[name].expand(params, unembed, narrow, sized(6, 5))
         return expander.children(jnp.int32(0), expander.start(1))
 
-    tokens, log_probs = jax.eval_shape(children)
+    tokens, log_probs = jax.eval_shape(children, params, unembed, narrow)
     assert (tokens.dtype, log_probs.dtype) == (jnp.int32, jnp.float32)
 
 

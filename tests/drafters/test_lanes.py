@@ -128,13 +128,13 @@ def test_the_network_runs_below_tokens_of_n_grams(shared):
     match = np.full((BATCH, 1, DEPTHS), foreign), np.full((BATCH, 1), 3), np.zeros((BATCH, 1)), np.zeros(BATCH)
 
     @jax.jit
-    def run(shared):
+    def run(shared, match):
         joined, first = ngram.JoinedExpander(expander(shared), ngram.Continuations(*match)), jnp.int32(0)
         state = joined.start(1)
         child_bw = jnp.argmax(joined.children(first, state)[0] == foreign, axis=-1)
         return *joined.follow(first, state, child_bw), joined.continues(first, state)
 
-    lanes, agrees_bwm, goes_on = run(shared)
+    lanes, agrees_bwm, goes_on = run(shared, match)
     assert agrees_bwm.all() and goes_on.all()
     for b in range(BATCH):
         tokens, log_probs = Rollout(shared, b).children((foreign,))

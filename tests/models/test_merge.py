@@ -28,18 +28,18 @@ def test_merged_weights_give_the_same_hidden_states_keys_and_values(kind, float6
     specs = verifier.specs(config)
     weights = random_weights(specs, dtype=jnp.float64)
     weights = jax.tree.map(lambda spec, x: quantized.compress(x, spec, scheme), specs, weights, is_leaf=parameters.is_spec)
-    tokens_bt, positions_bt = np.array([[3, 1, 4]]), np.array([[0, 1, 2]])
+    inputs = np.array([[3, 1, 4]]), np.array([[0, 1, 2]]), np.tri(3, dtype=bool)[None]
 
     @jax.jit
-    def run(weights):
-        out = verifier.forward(weights, config, tokens_bt, positions_bt, np.tri(3, dtype=bool)[None])
+    def run(weights, *inputs):
+        out = verifier.forward(weights, config, *inputs)
         return out.hidden_btd, out.new
 
-    separate = run(weights)
+    separate = run(weights, *inputs)
     verifier.merge(weights, config)
     expected = parameters.abstract(verifier.specs(config, scheme, is_merged=True), jnp.float64)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), weights) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
-    jax.tree.map(lambda got, x: np.testing.assert_allclose(got, x, atol=1e-12), run(weights), separate)
+    jax.tree.map(lambda got, x: np.testing.assert_allclose(got, x, atol=1e-12), run(weights, *inputs), separate)
 
 
 @pytest.mark.slow
