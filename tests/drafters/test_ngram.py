@@ -111,7 +111,9 @@ def test_a_table_is_joined_by_what_followed_earlier():
         log_probs_bimc=jnp.log(jnp.array([[[[0.5, 0.25]], [[0.75, 0.125]]]])),
         next_context_bimc=jnp.array([[[[0, -1]], [[-1, -1]]]]),
     )
-    joined = ngram.join(table, inputs([text], 2), MATCHES)
+    given = inputs([text], 2)
+    join = jax.jit(lambda tokens_bs: ngram.join(table, replace(given, tokens_bs=tokens_bs), MATCHES))
+    joined = join(given.tokens_bs)
     children = jax.jit(lambda joined, depth, state: (*joined.children(depth, state), joined.continues(depth, state)))
     matches = continuations(text, JOINED)
 

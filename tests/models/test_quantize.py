@@ -22,6 +22,7 @@ from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
+from treeflash_jax.drafters import NgramConfig
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.formats import model_files
@@ -40,8 +41,7 @@ def widened(weight: Quantized, inputs: tuple[int, ...]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def int8() -> tf.TreeFlash:
-    drafter = replace(RANDOM_DRAFTER, taps=(0, 0), num_target_layers=1)
-    return shapes.random_pair(SMALL, drafter, jnp.float32, None, "int8")
+    return shapes.random_pair(SMALL, NgramConfig(), jnp.float32, quantize="int8")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -186,7 +186,7 @@ def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
 def test_check_compares_with_the_int8_verifier_and_says_so(capsys, monkeypatch, int8):
     requested = []
     monkeypatch.setattr(loading, "load", lambda **sizes: requested.append(sizes["quantize"]) or int8)
-    words = "check --quantize int8 --candidates 8 --children 8 --nodes 16 --max-new-tokens 12".split()
+    words = "check --quantize int8 --nodes 16 --max-new-tokens 12".split()
     words += ["--prompt-ids=3 4 5", "--prompt-ids=17 3 2 40"]
     assert commands.main(words) == 0
     verdict, counts, ends, *cases = capsys.readouterr().out.splitlines()

@@ -49,11 +49,12 @@ def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, mode
     weights = random_weights(verifier.specs(model), dtype=jnp.float64)
     batch, count = toy_training.make_batch(LENGTHS, SIZE), 0
     packed = jax.jit(partial(teach, config=model, taps=(0, 1), attention=attention))(weights, batch=batch)
+    packed = jax.device_get(packed)
     for b in range(2):
         for segment in range(1, batch.segments_bt[b].max() + 1):
             members = np.flatnonzero(batch.segments_bt[b] == segment)
             text = np.pad(batch.tokens_bt[b, members], (0, SIZE - len(members)))[None]
-            alone, _ = read_texts(weights, model, text, taps=(0, 1))
+            alone, _ = jax.device_get(read_texts(weights, model, text, taps=(0, 1)))
             for got, want in ((packed.features_btj, alone.features_btj), (packed.hidden_btd, alone.hidden_btd)):
                 np.testing.assert_allclose(got[b, members], want[0, : len(members)], atol=1e-10)
             count += 1
