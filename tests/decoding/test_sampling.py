@@ -11,7 +11,8 @@ def test_every_prompt_has_its_own_settings(tiny):
     text = tiny.generate(CHATS[:1], max_new_tokens=40, batch_size=2, **TREE)[0].text
     settings = {
         "max_new_tokens": [40, 3, 30], "temperature": [0.0, 0.8, 1.2], "top_k": [0, 9, 0], "top_p": [1.0, 1.0, 0.95],
-        "min_p": [0.0, 0.2, 0.01], "seed": [1, 2, 3], "stop": [[text[-8:]], [], []], "stop_ids": [[], [2], [*range(12, 20)]],
+        "min_p": [0.0, 0.2, 0.01], "seed": [1, 2, 3], "stop": [[text[-8:]], [], []],
+        "stop_ids": [[], [2], [*range(12, 20)]],
     }  # fmt: skip
     together = tiny.generate(CHATS, batch_size=2, **settings, **TREE)
     for number, (chat, result) in enumerate(zip(CHATS, together, strict=True)):
