@@ -122,7 +122,7 @@ def test_drafted_output_is_one_token_output(float64, kind, name, verifier):
     if hasattr(pair.drafter, "block_size"):
         draft = {option: value for option, value in draft.items() if option != "depths"} | {"candidates": 6}
     if kind == "ngram":  # texts with answers that repeat themselves
-        plain = pair.generate(TEXTS, builder="none", max_new_tokens=40, stop_ids=())
+        plain = pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=30, stop_ids=())
         texts = [[*result.prompt_ids, *result.ids] for result in plain]
     accepted = cut = 0
     for settings in ({}, MIXED, MIXED | {"seed": 4, "max_new_tokens": 1}):

@@ -39,7 +39,6 @@ def test_logits_are_those_of_transformers(depths):
     requests = make_requests([prompt for prompt, _ in parts], config, RANDOM_MODEL)
     tokens_bs, length_b, sampling = make_batch(requests, SamplingSizes.fit(requests), capacity=32, dtype=jnp.float32)
     state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
-    state = processors.init_processors(state, STORED["logits"].shape[1])
     paths = np.full((len(parts), 1, depths), NO_TOKEN)
     answers = np.zeros((len(parts), 12), np.int32)
     kept = []
@@ -47,12 +46,18 @@ def test_logits_are_those_of_transformers(depths):
         cut = max(0, len(answer) - depths)
         paths[number, 0, : len(answer) - cut], answers[number, :cut] = answer[cut:], answer[:cut]
         kept.append(cut)
-    state = processors.count_tokens(state.replace(end_b=length_b + jnp.asarray(kept)), answers, jnp.asarray(kept))
-    processed = processors.process(jnp.asarray(STORED["logits"][:, None]), state, jnp.asarray(paths))
+
+    @jax.jit
+    def read(state, kept_b, logits_bnv):
+        state = processors.init_processors(state, logits_bnv.shape[2])
+        state = processors.count_tokens(state.replace(end_b=state.end_b + kept_b), answers, kept_b)
+        processed_bnv = processors.process(logits_bnv, state, jnp.asarray(paths))
+        every_id = jnp.broadcast_to(jnp.arange(logits_bnv.shape[2]), logits_bnv.shape)
+        return processed_bnv, jnp.exp(accepting.make_target(processed_bnv, sampling).gather(every_id))
+
+    processed, probabilities = read(state, np.array(kept, np.int32), STORED["logits"][:, None])
     np.testing.assert_allclose(processed[:, 0], STORED["processed"], atol=1e-5)
-    target = accepting.make_target(processed, sampling)
-    every_id = jnp.broadcast_to(jnp.arange(processed.shape[-1]), processed.shape)
-    np.testing.assert_allclose(jnp.exp(target.gather(every_id))[:, 0], STORED["probabilities"], atol=1e-5)
+    np.testing.assert_allclose(probabilities[:, 0], STORED["probabilities"], atol=1e-5)
 
 
 ENDS = {"min_new_tokens": [5, 25, 0], "stop_ids": [[2, 5], [1, 3, 7], [4]]}
@@ -160,7 +165,7 @@ def test_a_function_sees_the_last_token_of_every_node(float64, small):
     settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 3}
     settings |= {"processor": jax.tree_util.Partial(forbid, is_even_v, is_even_v)}
     pair = accepted_pair("language_model")
-    results = drafted_as_plain(pair, TEXTS, DRAFT, **settings)
+    results = pair.generate(TEXTS, **DRAFT, **settings)
     texts = [[prompt[-1], *result.ids] for prompt, result in zip(TEXTS, results, strict=True)]
     assert not any(a % 2 == b % 2 == 0 for text in texts for a, b in itertools.pairwise(text))
     assert max(length for result in results for length in result.accept_lengths) > 1
@@ -223,6 +228,7 @@ def test_a_processor_that_allows_nothing_ends_that_answer_alone(small, how, capl
     assert [result.finished for result in results] == ["length", "blocked", "length"]
     assert [results[i].ids for i in (0, 2)] == [plain[i].ids for i in (0, 2)]
     blocked = results[1]
+    assert "builder" in how or max(plain[1].accept_lengths) > 2, "control: the answer is blocked inside an accepted path"
     assert blocked.ids == plain[1].ids[:4] and blocked.text == small.tokenizer.decode(blocked.ids)
     assert 1 + sum(blocked.accept_lengths) == 4
 
