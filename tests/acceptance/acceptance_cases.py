@@ -91,8 +91,7 @@ class World:
             here = len(node), at, slice(len(context.tokens))
             tokens[here], log_probs[here] = context.tokens, context.log_probs
             next_context[here] = [at * children + i if goes else -1 for i, goes in enumerate(context.continues)]
-        arrays = (jnp.asarray(x) for x in (tokens, log_probs, next_context))
-        return TransitionTable(*(jnp.broadcast_to(x, (batch, *x.shape)) for x in arrays))
+        return TransitionTable(*(np.broadcast_to(x, (batch, *x.shape)) for x in (tokens, log_probs, next_context)))
 
     def noise(self, case: Case, drafts: list[tuple[float, oracle.Tree]]) -> np.ndarray:
         """Gumbel noise [b, n, c] that makes the library draw what the oracle drew."""
@@ -112,9 +111,9 @@ class World:
 
     def build(self, case: Case, noise: np.ndarray):
         build = partial(trees.BUILDERS[case.builder].build, num_nodes=case.nodes, shape=case.shape)
-        anchor_b = jnp.zeros(noise.shape[0], jnp.int32)
+        anchor_b = np.zeros(noise.shape[0], np.int32)
         built = jax.jit(lambda table, noise: build(table, anchor_b, noise_bnc=noise))
-        return built(self.table(len(noise)), jnp.asarray(noise))
+        return built(self.table(len(noise)), noise)
 
 
 def read(tree, proposal, b: int, vocabulary: int):
@@ -153,6 +152,7 @@ def node_logits(p: oracle.Distribution, prefixes: list[oracle.Prefix], nodes: in
     return np.stack(logits + [logits[0]] * (nodes - len(logits)))
 
 
+@partial(jax.jit, static_argnames="nodes")
 def padded(tree, proposal, nodes: int):
     """Pads a tree and its proposal to `nodes` nodes: all cases share the compiled rules."""
     missing = nodes - tree.tokens_bn.shape[1]
@@ -225,12 +225,12 @@ def library_distribution(world: World, case: Case, rule: str, edge: float = 1e-9
         prefixes_of.append(prefixes)
     places = np.asarray(places)
     logits = np.stack([node_logits(world.unfiltered, prefixes, NODES) for prefixes in prefixes_of])
-    tree, proposal = padded(tree, proposal, NODES)
+    whole = *jax.tree.map(np.asarray, padded(tree, proposal, NODES)), logits
     for at in range(0, len(places), BATCH):
         b_here, chances_here = places[at : at + BATCH], chances[at : at + BATCH]
         full = np.resize(np.arange(at, at + len(b_here)), BATCH)
-        inputs = jax.tree.map(lambda x, b=places[full]: x[b], (tree, proposal, jnp.asarray(logits)))
-        last_b, following_bv = accepted(rule, *inputs, jnp.asarray(np.stack(coins)[full]), world.top_p)
+        inputs = jax.tree.map(lambda x, b=places[full]: x[b], whole)
+        last_b, following_bv = accepted(rule, *inputs, np.stack(coins)[full], world.top_p)
         walks = b_here, chances_here, np.asarray(last_b), np.asarray(following_bv)
         for b, chance, last, following in zip(*walks, strict=False):
             prefix = prefixes_of[b][last]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from refusals import refused
+from scipy import special
 
 from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance import RULES, check_lossless
@@ -141,25 +142,22 @@ def grow(builder: str, nodes: int, shape: TreeShape, table, key_b, padded_nodes:
     return cases.padded(*grown, padded_nodes)
 
 
-@pytest.fixture(scope="module")
-def forest():
-    """Two trees of every kind in one batch, with verifier logits for their nodes."""
+@cache
+def forest(*names: str):
+    """Two trees of each of these kinds in one batch, with verifier logits for their nodes."""
     rng = np.random.default_rng(5)
     shape = (2, DEPTHS, 6, CHILDREN)
-    log_probs = jax.nn.log_softmax(2 * rng.normal(size=(*shape[:3], VOCABULARY))).astype(np.float32)
-    order = np.argsort(-np.asarray(log_probs), axis=-1)[..., :CHILDREN]
+    log_probs = special.log_softmax(2 * rng.normal(size=(*shape[:3], VOCABULARY)), axis=-1).astype(np.float32)
+    order = np.argsort(-log_probs, axis=-1)[..., :CHILDREN].astype(np.int32)
     next_context = np.where(rng.random(shape) < 0.2, -1, rng.integers(0, 6, shape))
     next_context[:, -1] = -1
-    table = trees.TransitionTable(
-        jnp.asarray(order, jnp.int32), jnp.take_along_axis(log_probs, order, axis=-1), jnp.asarray(next_context, jnp.int32)
-    )
-    grown = [grow(*case, table, jax.random.split(jax.random.key(i), 2), NODES) for i, case in enumerate(LARGE.values())]
-    drawn, proposal = jax.tree.map(lambda *x: jnp.concatenate(x), *grown)
-    q = jnp.zeros((*drawn.tokens_bn.shape, VOCABULARY))
-    at = jnp.arange(q.shape[0])[:, None, None], jnp.arange(NODES)[:, None], proposal.support_bnc
-    q = q.at[at].set(jnp.exp(proposal.log_q_bnc))
-    logits = jnp.log(q + 0.02) + 1.2 * jax.random.normal(jax.random.key(9), q.shape)
-    return drawn, proposal, logits
+    table = trees.TransitionTable(order, np.take_along_axis(log_probs, order, axis=-1), next_context.astype(np.int32))
+    grown = [grow(*LARGE[name], table, jax.random.split(jax.random.key(i), 2), NODES) for i, name in enumerate(names)]
+    drawn, proposal = jax.tree.map(lambda *x: np.concatenate(x), *grown)
+    q = np.zeros((*drawn.tokens_bn.shape, VOCABULARY + 1), np.float32)  # the last place is that of NO_TOKEN
+    np.put_along_axis(q, np.minimum(proposal.support_bnc, VOCABULARY), np.exp(proposal.log_q_bnc), axis=-1)
+    q = q[..., :VOCABULARY]
+    return drawn, proposal, np.log(q + 0.02) + 1.2 * rng.normal(size=q.shape).astype(np.float32)
 
 
 @partial(jax.jit, static_argnames="rule")
@@ -169,8 +167,8 @@ def make_weights(rule: str, drawn, proposal, logits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_weights_of_large_trees_are_the_oracles(forest, rule):
-    drawn, proposal, logits = forest
+def test_weights_of_large_trees_are_the_oracles(rule):
+    drawn, proposal, logits = forest(*LARGE)
     got_bn = np.asarray(make_weights(rule, drawn, proposal, logits))
     p_bnv = np.asarray(jax.nn.softmax(np.asarray(logits, np.float64), axis=-1), np.float64)
     p_bnv /= p_bnv.sum(-1, keepdims=True)
@@ -188,14 +186,15 @@ def test_weights_of_large_trees_are_the_oracles(forest, rule):
     assert checked > 10 and (rule != "traversal" or checked > 400)
 
 
-def test_rules_that_are_equal_on_one_path_or_on_fixed_nodes(forest):
+def test_rules_that_are_equal_on_one_path_or_on_fixed_nodes():
     """One-hot proposals: no rule accepts more or less than the verifier's mass on each node."""
-    weights = {rule: np.asarray(make_weights(rule, *forest)) for rule in RULES}
+    grown = forest("one path", "fixed")
+    weights = {rule: np.asarray(make_weights(rule, *grown)) for rule in RULES}
     for rules in (("block", "traversal", "multi-path-block"), ("rejection", "recursive", "naive-tree", "k-sequential")):
         for rule in rules[1:]:
             np.testing.assert_allclose(weights[rule][:2], weights[rules[0]][:2], atol=2e-6)
     assert (weights["block"][:2].sum(1) != weights["rejection"][:2].sum(1)).all()
-    assert (np.asarray(forest[1].kind_bx)[-2:] == DETERMINISTIC).all()
+    assert (grown[1].kind_bx[-2:] == DETERMINISTIC).all()
     for rule in ("recursive", "naive-tree", "traversal"):
         np.testing.assert_allclose(weights[rule][-2:], weights["sample-and-match"][-2:], atol=2e-6)
 
@@ -207,21 +206,26 @@ SMALL |= {"without-replacement": cases.without_replacement_case(5, 4), "hybrid":
 SMALL_LOSSLESS = [(name, rule) for name, rule in TESTED if name in SMALL]
 COINS = np.concatenate([[0.0, 1 - 2**-24], np.random.default_rng(0).random(510)]).astype(np.float32)
 P = np.array([0.5, 0.3, 0.1, 0.06, 0.04])
+GUMBEL = np.random.default_rng(1).gumbel(size=(len(COINS), len(P))).astype(np.float32)
 
 
-def small(name: str, q, logits_v):
-    """Trees from the node `q` at both depths, logits that all nodes share, one coin for all tests of a tree, and noise."""
+@cache
+def small_trees(name: str, q: tuple[float, ...]):
+    """Trees from the node `q` at both depths."""
     case, q = SMALL[name], np.asarray(q, np.float32)
     order = np.argsort(-q, kind="stable")
     with np.errstate(divide="ignore"):
         log_q = np.log(q[order])
-    next_context = np.array([0, -1])[:, None, None]
-    arrays = (np.broadcast_to(x, (len(COINS), 2, 1, len(q))) for x in (order.astype(np.int32), log_q, next_context))
-    table = trees.TransitionTable(*map(jnp.asarray, arrays))
-    drawn, proposal = grow(case.builder, case.nodes, case.shape, table, jax.random.split(jax.random.key(0), len(COINS)), 7)
-    logits = jnp.broadcast_to(jnp.asarray(logits_v, jnp.float32), (len(COINS), 7, len(q)))
-    coins = jnp.broadcast_to(COINS[:, None], (len(COINS), 6))
-    return drawn, proposal, logits, coins, jax.random.gumbel(jax.random.key(1), (len(COINS), len(q)))
+    next_context = np.array([0, -1], np.int32)[:, None, None]
+    table = (np.broadcast_to(x, (len(COINS), 2, 1, len(q))) for x in (order.astype(np.int32), log_q, next_context))
+    key_b = jax.random.split(jax.random.key(0), len(COINS))
+    return grow(case.builder, case.nodes, case.shape, trees.TransitionTable(*table), key_b, 7)
+
+
+def small(name: str, q, logits_v):
+    """Trees of `small_trees`, logits that all nodes share, one coin for all tests of a tree, and noise."""
+    logits = np.broadcast_to(logits_v.astype(np.float32), (len(COINS), 7, len(q)))
+    return *small_trees(name, tuple(q)), logits, np.broadcast_to(COINS[:, None], (len(COINS), 6)), GUMBEL
 
 
 @partial(jax.jit, static_argnames="rule")
@@ -295,26 +299,37 @@ def test_later_siblings_of_a_confident_drafter(rule, spare):
     np.testing.assert_allclose(make_weights(rule, drawn, proposal, logits), [[1, 0.3, 2 / 3], [1, 0.3, 0.7]], atol=1e-5)
 
 
+@jax.jit
+def read_target(logits_bnv, temperature_b, top_k_b, top_p_b, node_b, token_bc, mass_bc):
+    """Log-probabilities of all tokens at the first nodes, and the residual at others after tokens of these masses."""
+    full = partial(jnp.broadcast_to, shape=logits_bnv.shape[:1])
+    target = acceptance.target_distribution(logits_bnv, full(temperature_b), full(top_k_b), full(top_p_b))
+    log_p = target.gather(jnp.broadcast_to(jnp.arange(logits_bnv.shape[-1]), logits_bnv.shape))
+    return log_p[:, 0], target.residual(node_b, token_bc, mass_bc)
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 0.2])
 def test_probabilities_at_low_temperature(temperature):
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(38 + rng.random((64, 1, 1)) - temperature * rng.exponential(2, (64, 1, 8)), jnp.float32)
-    expected = jax.nn.softmax(np.asarray(logits - logits.max(axis=-1, keepdims=True)) / temperature)
-    target = cases.target_distribution(logits, temperature)
-    np.testing.assert_allclose(jnp.exp(target.gather(jnp.broadcast_to(jnp.arange(8), logits.shape))), expected, atol=1e-6)
-    everything_bv = target.residual(jnp.zeros(64, jnp.int32), jnp.zeros((64, 1), jnp.int32), expected[:, 0, :1])
-    np.testing.assert_allclose(jnp.exp(everything_bv), expected[:, 0], atol=1e-6)
+    logits = (38 + rng.random((64, 1, 1)) - temperature * rng.exponential(2, (64, 1, 8))).astype(np.float32)
+    expected = special.softmax((logits - logits.max(axis=-1, keepdims=True)) / temperature, axis=-1)
+    node_b, token_b1, mass_b1 = np.zeros(64, np.int32), np.zeros((64, 1), np.int32), expected[:, 0, :1]
+    log_p, everything_bv = read_target(logits, temperature, 0, 1.0, node_b, token_b1, mass_b1)
+    np.testing.assert_allclose(np.exp(log_p), expected[:, 0], atol=1e-6)
+    np.testing.assert_allclose(np.exp(everything_bv), expected[:, 0], atol=1e-6)
 
 
 def test_a_node_with_nothing_left_is_the_verifiers_distribution():
-    target = cases.target_distribution(jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (1, 2, 5)))
-    node_b, nothing = jnp.array([1]), jnp.zeros((1, 5))
-    np.testing.assert_allclose(jax.nn.softmax(target.residual(node_b, jnp.arange(5)[None], nothing))[0], P, atol=1e-6)
-    off_support = jax.nn.softmax(target.residual(node_b, jnp.array([[4, 1]]), nothing[:, :2]))[0]
-    np.testing.assert_allclose(off_support, oracle.normalised(P * [1, 0, 1, 1, 0]), atol=1e-6)
-    negligible = cases.target_distribution(jnp.array([[[0.0, -1.0, -140.0]]]))
-    left = negligible.residual(jnp.array([0]), jnp.array([[0, 1]]), nothing[:, :2])[0]
-    np.testing.assert_allclose(jax.nn.softmax(left), jax.nn.softmax(jnp.array([0.0, -1.0, -140.0])), atol=1e-6)
+
+    def residual(logits_v, tokens: list[int]) -> np.ndarray:
+        logits = np.broadcast_to(np.asarray(logits_v, np.float32), (1, 2, len(logits_v)))
+        nothing = np.zeros((1, len(tokens)), np.float32)
+        return special.softmax(read_target(logits, 1.0, 0, 1.0, np.array([1]), np.array([tokens]), nothing)[1][0])
+
+    np.testing.assert_allclose(residual(np.log(P), [0, 1, 2, 3, 4]), P, atol=1e-6)
+    np.testing.assert_allclose(residual(np.log(P), [4, 1]), oracle.normalised(P * [1, 0, 1, 1, 0]), atol=1e-6)
+    negligible = [0.0, -1.0, -140.0]
+    np.testing.assert_allclose(residual(negligible, [0, 1]), special.softmax(negligible), atol=1e-6)
 
 
 def test_lossy_combinations_are_refused_with_the_reason():
@@ -328,27 +343,30 @@ def test_lossy_combinations_are_refused_with_the_reason():
             refused(partial(check_lossless, rule, "deterministic"), "lossless here: sample-and-match")
 
 
+@jax.jit
+def sample_target(logits_bnv, temperature, top_k, top_p, noise_bnv):
+    full = partial(jnp.full, logits_bnv.shape[:1])
+    return acceptance.target_distribution(logits_bnv, full(temperature), full(top_k), full(top_p)).sample(noise_bnv)
+
+
 @pytest.mark.parametrize("top_k, top_p", [(1, 1.0), (0, 1e-6), (2, 0.3)])
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 def test_the_token_at_the_cut_is_kept(top_k, top_p, temperature):
     """Filters that leave one token leave all of the mass on it, in whatever a rule reads of a node."""
-    logits = jnp.asarray(np.random.default_rng(0).permuted(np.tile(np.arange(96.0), (8, 1)), axis=1), jnp.bfloat16)[:, None]
-    full = partial(jnp.full, (8,))
-    target = acceptance.target_distribution(logits, full(temperature), full(top_k), full(top_p))
-    best = jnp.argmax(logits[:, 0], axis=-1)
-    noise = jax.random.gumbel(jax.random.key(0), logits.shape) * 100
-    np.testing.assert_array_equal(target.sample(noise)[:, 0], best)
-    log_p = target.gather(jnp.broadcast_to(jnp.arange(96), logits.shape))[:, 0]
-    left = target.residual(jnp.zeros(8, jnp.int32), (best[:, None] + 1) % 96, jnp.zeros((8, 1)))
-    for context in (log_p, left):
-        np.testing.assert_allclose(jnp.exp(context), jax.nn.one_hot(best, 96), atol=1e-6)
+    rng = np.random.default_rng(0)
+    logits = rng.permuted(np.tile(np.arange(96.0), (8, 1)), axis=1)[:, None].astype(jnp.bfloat16)
+    best, noise = np.argmax(logits[:, 0], axis=-1), 100 * rng.gumbel(size=logits.shape).astype(np.float32)
+    np.testing.assert_array_equal(sample_target(logits, temperature, top_k, top_p, noise)[:, 0], best)
+    nothing = np.zeros((8, 1), np.float32)
+    for context in read_target(logits, temperature, top_k, top_p, np.zeros(8, np.int32), (best[:, None] + 1) % 96, nothing):
+        np.testing.assert_allclose(np.exp(context), np.eye(96)[best], atol=1e-6)
 
 
 def test_nodes_of_one_batch_have_filters_of_their_own():
     """Number of tokens that each node keeps, of p = (1/2, 1/4, ...) at temperature 1."""
-    logits = jnp.broadcast_to(-np.log(2) * jnp.arange(12.0), (6, 1, 12))
-    temperature, top_k = jnp.asarray([1, 0.5, 2, 1, 1, 0]), jnp.asarray([0, 0, 0, 3, 0, 3])
-    target = acceptance.target_distribution(logits, temperature, top_k, jnp.asarray([0.9, 0.9, 0.9, 1, 1, 0.9]))
-    log_p = target.gather(jnp.broadcast_to(jnp.arange(12), logits.shape))[:, 0]
-    np.testing.assert_array_equal(jnp.isfinite(log_p).sum(axis=1), [4, 2, 7, 3, 12, 1])
-    np.testing.assert_allclose(jnp.exp(log_p).sum(axis=1), 1, atol=1e-6)
+    logits = np.broadcast_to(-np.log(2) * np.arange(12), (6, 1, 12)).astype(np.float32)
+    temperature, top_p = np.array([[1, 0.5, 2, 1, 1, 0], [0.9, 0.9, 0.9, 1, 1, 0.9]], np.float32)
+    nothing = np.zeros(6, np.int32), np.zeros((6, 1), np.int32), np.zeros((6, 1), np.float32)
+    log_p = np.asarray(read_target(logits, temperature, np.array([0, 0, 0, 3, 0, 3]), top_p, *nothing)[0])
+    np.testing.assert_array_equal(np.isfinite(log_p).sum(axis=1), [4, 2, 7, 3, 12, 1])
+    np.testing.assert_allclose(np.exp(log_p).sum(axis=1), 1, atol=1e-6)

@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import SIZES, make_pair, planned_batch, prefilled, read_texts, slow_unless
+from answers import SIZES, make_pair, planned_batch, read_texts, slow_unless
 from compiled import copies_in_loops
-from conftest import RANDOM_DRAFTER, RANDOM_MODEL, random_pair
+from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from refusals import refused
 
 from treeflash_jax import TreeFlash, make_mesh
 from treeflash_jax.core import clock, parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
+from treeflash_jax.drafters import NgramConfig
 from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.requests import make_requests
 from treeflash_jax.engine.results import Result
@@ -26,6 +27,11 @@ from treeflash_jax.models import verifier
 
 TREE = {"nodes": 16} | SIZES
 PROMPT = [3, 4, 5, 17, 29]
+
+
+def small_pair(mesh: jax.sharding.Mesh | None = None) -> TreeFlash:
+    """A pair whose programs compile soon."""
+    return make_pair(FEW_TOKENS, NgramConfig(num_depths=3), mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +97,8 @@ def test_prefill_and_rounds_in_bfloat16_make_float32_logits_on_a_cpu(monkeypatch
 @pytest.mark.parametrize("sizes", [None, slow_unless(False, (2, 2))])
 def test_a_stacked_cache_holds_what_one_array_per_layer_does(sizes):
     """After prefill, growth of the caches and rounds."""
-    model = random_pair(sizes and make_mesh(*sizes))
-    plan, batch = planned_batch(model, [PROMPT, PROMPT[1:]], **TREE)
+    model, prompts = small_pair(sizes and make_mesh(*sizes)), [[3, 4, 5, 7, 9], [4, 5, 7, 9]]
+    plan, batch = planned_batch(model, prompts, nodes=4, children=4)
 
     def run(stacks_cache: bool) -> DecodeState:
         here = replace(plan, prefill=replace(plan.prefill, stacks_cache=stacks_cache))
@@ -101,10 +107,10 @@ def test_a_stacked_cache_holds_what_one_array_per_layer_does(sizes):
         return runner.call(loops.decode, model.weights, state, jnp.int32(8), plan=here)
 
     separate, stacked = run(False), run(True)
-    assert (len(separate.cache.states), len(stacked.cache.states)) == (RANDOM_MODEL.num_layers, 1)
+    assert (len(separate.cache.states), len(stacked.cache.states)) == (FEW_TOKENS.num_layers, 1)
     np.testing.assert_array_equal(stacked.tokens_bs, separate.tokens_bs)
     length = int(jnp.min(separate.cache.length_b))
-    assert length >= len(PROMPT[1:]) + 8
+    assert length >= len(prompts[1]) + 8
     expected = jax.tree.map(lambda *layers: np.concatenate(layers, axis=1), *separate.cache.states)
     for got, wanted in zip(*map(jax.tree.leaves, (stacked.cache.states, expected)), strict=True):
         np.testing.assert_allclose(got[:, :, :, :length], wanted[:, :, :, :length], atol=1e-5)
@@ -199,8 +205,8 @@ def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
     monkeypatch.setattr(clock, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(clock.Clock, "has_announced", False)
     caplog.set_level(logging.INFO, logger="treeflash_jax")
-    model = random_pair()
-    settings = {"nodes": 4, "candidates": 4, "children": 4, "max_new_tokens": 20, "batch_size": 2}
+    model, prompts = small_pair(), [[3, 4, 5], [7, 8], [9]]
+    settings = {"nodes": 4, "children": 4, "max_new_tokens": 20, "batch_size": 2}
     assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) > 0
     note, *others = [record.message for record in caplog.records]
     assert note.startswith("compiling, once for this batch size, length and tree")
@@ -208,22 +214,34 @@ def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
     compiled = programs.compiled()
     functions = {loops.make_keys, loops.init_state, loops.prefill_chunks, loops.decode, loops.admit}
     assert {program.function for program in compiled} == functions
-    results = model.generate([PROMPT, [7, 8], [9]], temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
+    results = model.generate(prompts, temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
     assert programs.compiled() == compiled and [result.compile_seconds for result in results] == [0, 0, 0]
     assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) == 0 and len(caplog.records) == 1 + len(others)
-    model.generate([PROMPT, [7, 8], [9]], **settings | {"max_new_tokens": 200})
+    model.generate(prompts, **settings | {"max_new_tokens": 200})
     assert programs.compiled() == compiled, "caches do not depend on the length of answers"
     refused(lambda: model.warmup(prompt_tokens=5000, nodes=4), "5000 prompt tokens")
 
 
+def test_the_first_call_is_as_fast_as_later_ones():
+    """Neither compilation nor the slow first run of a program counts; one of three tries, since other programs run too."""
+    model = random_pair()
+
+    def is_as_fast() -> bool:
+        programs.clear()
+        first, *later = (model.generate(PROMPT, max_new_tokens=20, nodes=4, **SIZES)[0].seconds for _ in range(5))
+        return first < 2 * max(later)
+
+    assert any(is_as_fast() for _ in range(3))
+
+
 def test_programs_that_were_not_used_for_longest_go(monkeypatch):
     programs.clear()
-    monkeypatch.setattr(programs, "MOST_PROGRAMS", 6)  # three of any tree, and those of the rounds of three trees
-    model = random_pair()
-    seconds = [model.generate(PROMPT, nodes=n, **SIZES)[0].compile_seconds for n in (2, 3, 4, 2, 5, 2, 4, 3)]
-    assert [s > 0 for s in seconds] == [True, True, True, False, True, False, False, True]
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 5)  # three of any tree, and those of the rounds of two trees
+    model = small_pair()
+    seconds = [model.generate([3, 4, 5], max_new_tokens=2, nodes=n)[0].compile_seconds for n in (2, 3, 2, 4, 2, 3)]
+    assert [s > 0 for s in seconds] == [True, True, False, True, False, True]
     monkeypatch.setattr(programs, "_count_memory_maps", lambda: 10**6 if len(programs.compiled()) > 3 else 0)
-    model.generate(PROMPT, nodes=6, **SIZES)
+    model.generate([3, 4, 5], max_new_tokens=2, nodes=4)
     assert len(programs.compiled()) == 4
 
 
@@ -232,19 +250,10 @@ def test_equal_layers_are_traced_and_lowered_once():
 
     def lowered(num_layers: int) -> str:
         model = make_pair(replace(RANDOM_MODEL, num_layers=num_layers), RANDOM_DRAFTER)
-        plan, state = prefilled(model, [PROMPT], nodes=8, **SIZES)
+        plan, batch = planned_batch(model, [PROMPT], nodes=8, **SIZES)
+        state = jax.eval_shape(partial(loops.prefill, plan=plan.prefill), model.weights, *batch)
         return loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
 
     few, many = lowered(3), lowered(6)
     assert many.count("stablehlo.dot_general") == few.count("stablehlo.dot_general")
     assert many.count("dynamic_update_slice") == few.count("dynamic_update_slice")
-
-
-def test_the_first_call_is_as_fast_as_later_ones():
-    """Neither compilation nor the slow first run of a program counts; the best of three, since other programs run too."""
-    model, ratios = random_pair(), []
-    for _ in range(3):
-        programs.clear()
-        first, *later = (model.generate(PROMPT, max_new_tokens=20, nodes=4, **SIZES)[0].seconds for _ in range(5))
-        ratios.append(first / max(later))
-    assert min(ratios) < 2, ratios

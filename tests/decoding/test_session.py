@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import make_pair, slow_unless, with_windows_and_sinks
-from conftest import RANDOM_MODEL
-from test_every_drafter import KINDS
+from test_every_drafter import KINDS, ONE_LAYER
 
 import treeflash_jax as tf
 from treeflash_jax.core import clock
@@ -22,22 +21,22 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
     return result.ids
 
 
-WINDOWS = with_windows_and_sinks(RANDOM_MODEL)
-KEPT = [(RANDOM_MODEL, None), (WINDOWS, "block"), (RANDOM_MODEL, "language_model")]
+WINDOWS = with_windows_and_sinks(ONE_LAYER)
+KEPT = [(ONE_LAYER, None), (WINDOWS, "block"), (ONE_LAYER, "language_model")]
 
 
 @pytest.mark.parametrize(("verifier", "kind"), [slow_unless(kind is None, verifier, kind) for verifier, kind in KEPT])
 def test_answers_with_kept_caches_are_those_without(verifier, kind):
     """Four turns in float64: a prompt that goes on, one whose earlier message changed, one that outgrows the caches.
 
-    Sampled answers have penalties: those of an earlier turn are part of the prompt.
+    Answers have penalties: those of an earlier turn are part of the prompt.
     """
-    settings = {"max_new_tokens": 20, **({"nodes": 8, "children": 4} if kind else {})}
+    settings = {"max_new_tokens": 20, "repetition_penalty": 1.3, "presence_penalty": 0.5}
+    settings |= {"nodes": 8, "children": 4} if kind else {}
     with jax.enable_x64(True):
         model = make_pair(verifier, KINDS.get(kind), dtype=jnp.float64)
         for temperature in (0.0, 0.8):
             rng, session, counts = np.random.default_rng(0), tf.Session(), []
-            settings |= {"repetition_penalty": 1.3, "presence_penalty": 0.5} if temperature else {}
             prompt, lengths = rng.integers(0, 64, 75).tolist(), []
             for turn, more in enumerate((3, 40, 80, 0)):
                 alone = answer(model, prompt, None, **settings, temperature=temperature)
@@ -52,11 +51,16 @@ def test_answers_with_kept_caches_are_those_without(verifier, kind):
             assert [counts[i] for i in (1, 3)] == [lengths[i - 1] for i in (1, 3)], "all but the last token"
 
 
-def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tiny):
+@pytest.fixture(scope="module")
+def small(short) -> tf.TreeFlash:
+    return tf.load(verifier=short, drafter=None)
+
+
+def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(small):
     session, settings = tf.Session(), {"max_new_tokens": 4, "builder": "none"}
-    answer(tiny, [5, 6, 7, 8], session, **settings)
-    plan = tiny.prepare([[5, 6, 7, 8]], **settings).plan
-    same, other = Runner(plan, tiny.weights), Runner(plan, jax.tree.map(jnp.copy, tiny.weights))
+    answer(small, [5, 6, 7, 8], session, **settings)
+    plan = small.prepare([[5, 6, 7, 8]], **settings).plan
+    same, other = Runner(plan, small.weights), Runner(plan, jax.tree.map(jnp.copy, small.weights))
     state, request = session._kept[0], Request(ids=[5, 6, 7, 8])
     kept = session.take_caches(same, request, 256)
     assert kept.count_b.tolist() == [3] and kept.cache is state.cache
@@ -65,37 +69,37 @@ def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tin
     assert session.take_caches(other, request, 256) is None
 
 
-def test_a_stream_has_the_caches_of_a_session_to_itself(tiny):
+def test_a_stream_has_the_caches_of_a_session_to_itself(small):
     """Another that starts meanwhile has fresh ones; one that is not read to its end gives them back."""
     session, prompts, settings = tf.Session(), ([5, 6, 7], [9, 8]), {"max_new_tokens": 6, "builder": "none"}
-    expected = [answer(tiny, prompt, None, **settings) for prompt in prompts]
-    streams = [tiny.stream(prompt, session=session, rounds_per_dispatch=1, **settings) for prompt in prompts]
+    expected = [answer(small, prompt, None, **settings) for prompt in prompts]
+    streams = [small.stream(prompt, session=session, rounds_per_dispatch=1, **settings) for prompt in prompts]
     for stream in streams:
         next(stream)
     assert "empty" in repr(session)
     assert [[*stream][-1].ids for stream in reversed(streams)] == expected[::-1]
-    left = tiny.stream([9, 8, 1], session=session, rounds_per_dispatch=1, **settings)
+    left = small.stream([9, 8, 1], session=session, rounds_per_dispatch=1, **settings)
     next(left)
     left.close()
-    assert "empty" not in repr(session) and answer(tiny, prompts[0], session, **settings) == expected[0]
+    assert "empty" not in repr(session) and answer(small, prompts[0], session, **settings) == expected[0]
 
 
-def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog):
+def test_a_prompt_is_read_in_pieces_that_are_reported(small, monkeypatch, caplog):
     monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
     config = tf.GenerateConfig(builder="none", max_new_tokens=4)
-    chunk = tiny.plan(config).prefill.chunk
+    chunk = small.plan(config).prefill.chunk
     length = 2 * chunk + 5
     with caplog.at_level(logging.WARNING, logger="treeflash_jax"):
-        tiny.generate([list(range(length))], config)
+        small.generate([list(range(length))], config)
     lines = [record.message for record in caplog.records if record.message.startswith("reading")]
     assert lines[1:] == [f"reading the prompt: {n:,} of {length:,} tokens" for n in (chunk, 2 * chunk)]
 
 
 def test_caches_grow_with_a_long_answer(monkeypatch):
     """To twice their size; the tokens are those of an answer whose caches had room at first."""
-    model, prompt = make_pair(RANDOM_MODEL, KINDS["block"]), [1, 2, 3] * 5
+    model, prompt = make_pair(ONE_LAYER, KINDS["block"]), [1, 2, 3] * 5
     settings = {"max_new_tokens": 300, "nodes": 4, "children": 4, "candidates": 4}
-    expected = answer(model, prompt, None, **settings)
+    expected = answer(model, prompt, None, max_new_tokens=300, builder="none")
     monkeypatch.setattr(batching, "ROOM", 100)
     scheduler = model.schedule(model.prepare([prompt], **settings))
     [*scheduler.decode_all(8, lambda slots: [])]

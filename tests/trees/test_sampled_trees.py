@@ -85,13 +85,13 @@ def table_of_equal_nodes() -> trees.TransitionTable:
 def test_only_nodes_with_drawn_children_have_a_proposal_distribution(name):
     """Regression: k-sequential computed NaN at a leaf above the deepest level of its batch if p = q there."""
     table = table_of_equal_nodes()
-    noise_bnc = trees.draw_noise(jax.random.split(jax.random.key(0), 5), table, 8)
-    build = trees.BUILDERS[name].build
-    tree, proposal = build(table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape(), noise_bnc)
+    noise_bnc = jax.jit(partial(trees.draw_noise, num_nodes=8))(jax.random.split(jax.random.key(0), 5), table)
+    build = partial(trees.BUILDERS[name].build, table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape())
+    tree, proposal = jax.tree.map(np.asarray, jax.jit(build)(noise_bnc))
     is_drawn_bx = (proposal.node_bx > 0) & (proposal.kind_bx != DETERMINISTIC)
-    parent_bx = jnp.where(is_drawn_bx, trees.pick(tree.parent_bn, proposal.node_bx), -1)
-    has_draws_bn = jnp.any(parent_bx[:, None] == jnp.arange(tree.tokens_bn.shape[1])[:, None], axis=-1)
-    np.testing.assert_array_equal(jnp.any(jnp.isfinite(proposal.log_q_bnc), axis=-1), has_draws_bn)
+    parent_bx = np.where(is_drawn_bx, np.take_along_axis(tree.parent_bn, proposal.node_bx, axis=1), -1)
+    has_draws_bn = np.any(parent_bx[:, None] == np.arange(tree.tokens_bn.shape[1])[:, None], axis=-1)
+    np.testing.assert_array_equal(np.any(np.isfinite(proposal.log_q_bnc), axis=-1), has_draws_bn)
 
 
 @pytest.mark.parametrize("shape", [{}, {"branches": 1}, {"branches": 3, "trunk": 1}], ids=str)
@@ -100,6 +100,6 @@ def test_sizes_are_those_of_the_trees(name, shape):
     """Paths that end at the last depth leave nodes over: plans and records have the number that is verified."""
     builder, table, shape = trees.BUILDERS[name], table_of_equal_nodes(), trees.TreeShape(**shape)
     for nodes in (2, 5, 64):
-        noise_bnc = jax.random.gumbel(jax.random.key(0), (5, nodes, 4))
+        noise_bnc = jax.ShapeDtypeStruct((5, nodes, 4), jnp.float32)
         tree, _ = jax.eval_shape(partial(builder.build, table, jnp.zeros(5, jnp.int32), nodes, shape), noise_bnc)
         assert tree.tokens_bn.shape[1] == builder.size(4, nodes, shape) <= nodes
