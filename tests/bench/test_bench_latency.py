@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import make_pair, prefilled
-from conftest import DATA, FEW_TOKENS, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from conftest import DATA, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 from model_files import assert_same
-from own_calls import DRAFTER, LAYERS
+from own_calls import LAYERS
 from refusals import mistake, refused
 
 from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
@@ -42,10 +42,9 @@ def make_plans(model, *nodes, **settings):
 
 
 @pytest.fixture(scope="module")
-def bench() -> phases.Bench:
+def bench(trained) -> phases.Bench:
     """A pair that accepts several tokens a round, so that a wrong tree commits something else."""
-    model = make_pair(FEW_TOKENS, DRAFTER)
-    return phases.Bench(model, make_plans(model, 3, 8, attention="xla"), batch=2, context=40)
+    return phases.Bench(trained, make_plans(trained, 3, 8, attention="xla"), batch=2, context=40)
 
 
 def test_a_draft_is_timed_without_copying_what_it_passes_on():
