@@ -152,7 +152,7 @@ def test_broken_tokenizer_files(tiny, tmp_path):
 
 
 def test_arguments_of_functions(trained, monkeypatch):
-    result = trained.generate([5, 6], max_new_tokens=2, nodes=2, candidates=2, children=2, ngrams=0)[0]
+    result = trained.generate([5, 6], max_new_tokens=2)[0]
     for indices in ([-1], ["0"], [0.5], 3, "0", [2**32], [None], [0, 1]):
         refused(lambda indices=indices: trained.generate([[1]], indices=indices), "indices")
     for index in ("x", None, 1.5, -1, 10**9):

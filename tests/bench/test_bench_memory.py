@@ -15,11 +15,10 @@ from unittest.mock import Mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import own_calls
 import pytest
-from answers import make_pair, planned_batch
+from answers import planned_batch
 from compiled import moved_shapes
-from conftest import FEW_TOKENS, FOLDERS, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from conftest import FOLDERS, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.experimental import topologies as jax_topologies
 from jax.sharding import AbstractMesh
 from refusals import mistake, refused
@@ -100,7 +99,7 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(small_pair, sizes):
 
 @needs_8_devices
 def test_programs_compiled_from_shapes_take_what_real_ones_take():
-    model = make_pair(FEW_TOKENS, own_calls.DRAFTER, mesh=tf.make_mesh(4, 2))
+    model = random_pair(tf.make_mesh(4, 2))
     plan, batch = planned_batch(model, [[1]] * 4, nodes=4, candidates=4, children=4, ngrams=0)
     state = Runner(plan, model.weights, model.mesh).prefill(batch)
     _, decode = memory.compile_programs(plan, model.mesh, 4, 256, jnp.float32)

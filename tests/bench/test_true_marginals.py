@@ -2,18 +2,15 @@
 
 import itertools
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from answers import make_pair
-from conftest import RANDOM_MODEL
+from conftest import RANDOM_MODEL, random_pair
 
 from treeflash_jax.models import verifier
 
-MODEL = replace(RANDOM_MODEL, num_layers=1)
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "notebooks/results/true_marginals.py"))
 
 
@@ -21,21 +18,21 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "notebooks/results/true_
 def distributions(weights, ids_bt: jax.Array) -> jax.Array:
     """The verifier's distribution of the token after each text."""
     positions = jnp.broadcast_to(jnp.arange(ids_bt.shape[1]), ids_bt.shape)
-    out = verifier.forward(weights, MODEL, ids_bt, positions, verifier.causal_mask(*ids_bt.shape))
+    out = verifier.forward(weights, RANDOM_MODEL, ids_bt, positions, verifier.causal_mask(*ids_bt.shape))
     return jax.nn.softmax(verifier.logits(weights, out.hidden_btd[:, -1]))
 
 
 def test_marginals_average_over_continuations():
-    weights, text, size = make_pair(MODEL, None).weights.verifier, np.array([[5, 9, 2]]), MODEL.vocab_size
+    weights, text, size = random_pair().weights.verifier, jnp.array([[5, 9, 2]]), RANDOM_MODEL.vocab_size
     weights = weights | {"norm": 4.0 * weights["norm"]}  # far from uniform
-    first = np.asarray(distributions(weights, text))[0]
-    texts = np.concatenate([np.tile(text, (size, 1)), np.arange(size)[:, None]], axis=1)
-    second = first @ np.asarray(distributions(weights, texts))
-    sizes = dict(config=MODEL, samples=2000, depths=2)
-    ids, probabilities = SCRIPT["marginals"](weights, np.pad(text, ((0, 0), (0, 5))), 3, jax.random.key(0), **sizes)
+    first = distributions(weights, text)[0]
+    texts = jnp.concatenate([jnp.tile(text, (size, 1)), jnp.arange(size)[:, None]], axis=1)
+    second = first @ distributions(weights, texts)
+    sizes = dict(config=RANDOM_MODEL, samples=2000, depths=2)
+    ids, probabilities = SCRIPT["marginals"](weights, jnp.pad(text, ((0, 0), (0, 5))), 3, jax.random.key(0), **sizes)
     for exact, kept, estimate, tolerance in zip((first, second), ids, probabilities, (1e-5, 0.01), strict=True):
-        np.testing.assert_allclose(estimate, exact[np.asarray(kept)], atol=tolerance)
-        assert np.isclose(exact[int(kept[0])], exact.max(), atol=tolerance) and exact.max() > 0.1
+        np.testing.assert_allclose(estimate, exact[kept], atol=tolerance)
+        assert np.isclose(exact[kept[0]], jnp.max(exact), atol=tolerance) and jnp.max(exact) > 0.1
 
 
 def test_trees_hold_the_likeliest_paths_and_an_answer_is_followed_as_far_as_they_hold_it():
