@@ -29,6 +29,7 @@ from treeflash_jax.formats.architectures import ARCHITECTURES, dense
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
 
 PROMPT = [3, 4, 5]
+DRAFT = SMALL | {"ngrams": 0}
 IDS = " ".join(map(str, PROMPT))
 COMMAND = ["--verifier", str(FOLDERS["verifier"]), "--drafter", str(FOLDERS["drafter"]), "--prompt-ids", IDS]
 
@@ -118,9 +119,9 @@ def _fork(expander, anchor_b, num_nodes, shape, noise_bnc):
 
 def test_a_builder(monkeypatch, trained, capsys):
     monkeypatch.setitem(trees.BUILDERS, "fork", trees.Builder(_fork))
-    [drafted] = drafted_as_plain(trained, [PROMPT], {"builder": "fork"} | SMALL, max_new_tokens=12)
+    [drafted] = drafted_as_plain(trained, [PROMPT], {"builder": "fork"} | DRAFT, max_new_tokens=12)
     assert 1 < max(drafted.accept_lengths) <= 3
-    assert generated(capsys, *COMMAND, "--builder", "fork", *OPTIONS) == drafted.ids
+    assert generated(capsys, *COMMAND, "--builder", "fork", *OPTIONS, "--ngrams=0") == drafted.ids
 
 
 # An acceptance rule: never more than one drafted token, which is lossless as well.
@@ -141,9 +142,9 @@ class OneAtMost(SampleAndMatch):
 
 def test_an_acceptance_rule(monkeypatch, trained, capsys):
     monkeypatch.setitem(RULES, "one at most", OneAtMost())
-    [drafted] = drafted_as_plain(trained, [PROMPT], {"acceptance": "one at most"} | SMALL, max_new_tokens=12)
+    [drafted] = drafted_as_plain(trained, [PROMPT], {"acceptance": "one at most"} | DRAFT, max_new_tokens=12)
     assert max(drafted.accept_lengths) == 2
-    assert generated(capsys, *COMMAND, "--acceptance", "one at most", *OPTIONS) == drafted.ids
+    assert generated(capsys, *COMMAND, "--acceptance", "one at most", *OPTIONS, "--ngrams=0") == drafted.ids
     refused(lambda: trained.generate(PROMPT, acceptance="one at most", builder="paths"), "a tree of no random nodes")
 
 
