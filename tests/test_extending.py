@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from answers import drafted_as_plain
-from extending import ASK, CHAT, OPTIONS, SMALL, generated, goes_through_everything
+from answers import drafted_as_plain, slow_unless
+from conftest import FOLDERS
+from extending import OPTIONS, SMALL, generated, goes_through_everything
 from refusals import refused
 from safetensors.numpy import load_file
 
@@ -26,6 +27,11 @@ from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES, dense
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
+
+PROMPT = [3, 4, 5]
+DRAFT = SMALL | {"ngrams": 0}
+IDS = " ".join(map(str, PROMPT))
+COMMAND = ["--verifier", str(FOLDERS["verifier"]), "--drafter", str(FOLDERS["drafter"]), "--prompt-ids", IDS]
 
 # Heads: those of the page that explains how to write one, taken from it.
 
@@ -80,16 +86,20 @@ def test_a_weight_that_files_cannot_hold_is_refused_before_training(page, monkey
     assert not (run / "log.jsonl").exists()
 
 
-def test_an_expander_works_with_all_defaults_of_a_cpu(page, tiny):
+@pytest.mark.parametrize("settings", [
+    {"nodes": 8},
+    slow_unless(False, {"nodes": 8, "builder": "hybrid", "acceptance": "sample-and-match", "temperature": 1.0}),
+])  # fmt: skip
+def test_an_expander_works_with_all_defaults_of_a_cpu(page, trained, settings):
     """Its tree is joined with n-grams, which follow tokens that it did not offer."""
-    config = replace(tiny.drafter, head="unrepeated")
-    model = tf.TreeFlash(tiny.verifier, Weights(tiny.weights.verifier, tiny.weights.drafter | {"head": {}}), drafter=config)
-    prompt = tiny.encode(CHAT)
-    for settings in ({"nodes": 8}, {"nodes": 8, "builder": "hybrid", "acceptance": "sample-and-match", "temperature": 1.0}):
-        assert model.plan(tf.GenerateConfig(**settings)).drafter.ngrams
-        sampling = {"temperature": settings.pop("temperature", 0.0), "seed": 2, "max_new_tokens": 24, "stop_ids": ()}
-        [drafted] = drafted_as_plain(model, [[*prompt, *prompt]], settings, **sampling)
-        assert drafted.tau > 1
+    config = replace(trained.drafter, head="unrepeated")
+    weights = Weights(trained.weights.verifier, trained.weights.drafter | {"head": {}})
+    model = tf.TreeFlash(trained.verifier, weights, drafter=config)
+    assert model.plan(tf.GenerateConfig(**settings)).drafter.ngrams
+    draft = {name: value for name, value in settings.items() if name != "temperature"}
+    sampling = {"temperature": settings.get("temperature", 0.0), "seed": 2, "max_new_tokens": 24, "stop_ids": ()}
+    [drafted] = drafted_as_plain(model, [PROMPT * 5], draft, **sampling)
+    assert drafted.tau > 1
 
 
 def test_an_expander_without_a_method_says_which(page, tiny):
@@ -107,11 +117,11 @@ def _fork(expander, anchor_b, num_nodes, shape, noise_bnc):
     return trees.first(trees.best_first(expander, anchor_b, 3, lanes=1), min(num_nodes, 3)), None
 
 
-def test_a_builder(monkeypatch, tiny, capsys):
+def test_a_builder(monkeypatch, trained, capsys):
     monkeypatch.setitem(trees.BUILDERS, "fork", trees.Builder(_fork))
-    [drafted] = drafted_as_plain(tiny, [CHAT], {"builder": "fork"} | SMALL, max_new_tokens=12)
+    [drafted] = drafted_as_plain(trained, [PROMPT], {"builder": "fork"} | DRAFT, max_new_tokens=12)
     assert 1 < max(drafted.accept_lengths) <= 3
-    assert generated(capsys, "--verifier", "tiny", *ASK, "--builder", "fork", *OPTIONS) == drafted.ids
+    assert generated(capsys, *COMMAND, "--builder", "fork", *OPTIONS, "--ngrams=0") == drafted.ids
 
 
 # An acceptance rule: never more than one drafted token, which is lossless as well.
@@ -130,12 +140,12 @@ class OneAtMost(SampleAndMatch):
         return taken.replace(length_b=length_b, bonus_b=bonus_b)
 
 
-def test_an_acceptance_rule(monkeypatch, tiny, capsys):
+def test_an_acceptance_rule(monkeypatch, trained, capsys):
     monkeypatch.setitem(RULES, "one at most", OneAtMost())
-    [drafted] = drafted_as_plain(tiny, [CHAT], {"acceptance": "one at most"} | SMALL, max_new_tokens=12)
+    [drafted] = drafted_as_plain(trained, [PROMPT], {"acceptance": "one at most"} | DRAFT, max_new_tokens=12)
     assert max(drafted.accept_lengths) == 2
-    assert generated(capsys, "--verifier", "tiny", *ASK, "--acceptance", "one at most", *OPTIONS) == drafted.ids
-    refused(lambda: tiny.generate(CHAT, acceptance="one at most", builder="paths"), "a tree of no random nodes")
+    assert generated(capsys, *COMMAND, "--acceptance", "one at most", *OPTIONS, "--ngrams=0") == drafted.ids
+    refused(lambda: trained.generate(PROMPT, acceptance="one at most", builder="paths"), "a tree of no random nodes")
 
 
 # An architecture: Qwen3 under other names, with a key of its own that must not change the numbers.
@@ -153,21 +163,22 @@ TOY_ARCHITECTURE = Architecture(
 )
 
 
-def test_an_architecture(monkeypatch, tiny, tmp_path, capsys):
+def test_an_architecture(monkeypatch, short, tmp_path, capsys):
+    """Answers are those of the same weights as Qwen3."""
     monkeypatch.setitem(ARCHITECTURES, "toy", TOY_ARCHITECTURE)
-    config, folder = replace(tiny.verifier, model_type="toy"), tmp_path / "verifier"
-    model_files.save_verifier(folder, config, tiny.weights.verifier, jnp.float32)
+    qwen3 = tf.load(short)
+    config, folder = replace(qwen3.verifier, model_type="toy"), tmp_path / "verifier"
+    model_files.save_verifier(folder, config, qwen3.weights.verifier, jnp.float32)
     raw = json.loads((folder / "config.json").read_text())
     assert raw["words"] == config.vocab_size and "vocab_size" not in raw
     assert {"the.norm", "model.layers.0.toy.q"} < load_file(folder / "model.safetensors").keys()
     (folder / "config.json").write_text(json.dumps(raw | {"logit_scale": 1.0, "recipe": "ours"}))
-    model = tf.load(verifier=folder, drafter="tiny")
+    model, plain = tf.load(verifier=folder, drafter="ngram"), {"max_new_tokens": 12, "stop_ids": ()}
     assert model.verifier == config
-    prompt = tiny.encode(CHAT)
-    plain = tiny.generate([prompt], max_new_tokens=12, builder="none")
-    drafted_as_plain(model, [prompt], SMALL, plain=plain, max_new_tokens=12)
-    words = ["--verifier", str(folder), "--drafter", "tiny", "--prompt-ids", " ".join(map(str, prompt))]
-    assert generated(capsys, *words, *OPTIONS) == plain[0].ids
+    expected = qwen3.generate(PROMPT, builder="none", **plain)
+    drafted_as_plain(model, [PROMPT], {"nodes": 4}, plain=expected, **plain)
+    words = ["--verifier", str(folder), "--drafter", "ngram", "--prompt-ids", IDS, "--stop-ids", ""]
+    assert generated(capsys, *words, "--nodes", "4") == expected[0].ids
     assert main(["bench", "memory", "--shape", str(folder), "--no-compile", "--dtype", "float32"]) == 0
     for change, word in (({"logit_scale": 2.0}, "logit_scale"), ({"clip_qkv": 3}, "clip_qkv")):
         (folder / "config.json").write_text(json.dumps(raw | change))

@@ -84,11 +84,11 @@ def assert_likeliest(model: tf.TreeFlash, text: list[int], ids: list[int]) -> No
 def test_a_kind_of_layer(float64):
     """Trees, prompts in chunks, caches that grow, and sequences that are admitted into others' places."""
     model = make_pair(CONFIG, DRAFTER, dtype=jnp.float64)
-    [result, *_] = drafted_as_plain(model, TEXTS, TREE, max_new_tokens=40, batch_size=2)
-    assert result.tau > 1.1
-    assert_likeliest(model, TEXTS[0], result.ids)
-    for settings in ({"builder": "walk"}, {"ngrams": 2}):
-        drafted_as_plain(model, TEXTS[:2], TREE | settings, max_new_tokens=24, temperature=0.8)
+    settings = {"max_new_tokens": 40, "batch_size": 2, "temperature": [0.0, 0.8, 0.8]}
+    results = drafted_as_plain(model, TEXTS, TREE, **settings)
+    assert results[0].tau > 1.1
+    assert_likeliest(model, TEXTS[0], results[0].ids)
+    drafted_as_plain(model, TEXTS, TREE | {"builder": "walk", "ngrams": 2}, plain=results, **settings)
 
 
 @pytest.mark.slow

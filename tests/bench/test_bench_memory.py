@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import planned_batch, prefilled
+from answers import planned_batch
 from compiled import moved_shapes
 from conftest import FOLDERS, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.experimental import topologies as jax_topologies
@@ -71,11 +71,18 @@ def bytes_on_one_device(tree) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.fixture(scope="module")
+def small_pair() -> tf.TreeFlash:
+    """A random pair on one device."""
+    return random_pair()
+
+
 @needs_8_devices
 @pytest.mark.parametrize("sizes", [None, (4, 2), (2, 4)])
-def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
-    model = random_pair(sizes and tf.make_mesh(*sizes))
-    _, state = prefilled(model, [[1]] * 4)
+def test_weights_and_caches_are_the_bytes_of_real_arrays(small_pair, sizes):
+    model = random_pair(tf.make_mesh(*sizes)) if sizes else small_pair
+    plan, batch = planned_batch(model, [[1]] * 4, builder="best-first")
+    state = programs.call(loops.init_state, *batch, mesh=model.mesh, plan=plan.prefill, dtype=model.dtype)
     count = partial(footprint, RANDOM_MODEL, RANDOM_DRAFTER, batch=4, capacity=256)
     whole = count(mesh=model.mesh, dtype=jnp.float32)
     assert asdict(whole) == {
@@ -93,7 +100,7 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
 @needs_8_devices
 def test_programs_compiled_from_shapes_take_what_real_ones_take():
     model = random_pair(tf.make_mesh(4, 2))
-    plan, batch = planned_batch(model, [[1]] * 4, nodes=8, candidates=4, children=4)
+    plan, batch = planned_batch(model, [[1]] * 4, nodes=4, candidates=4, children=4, ngrams=0)
     state = Runner(plan, model.weights, model.mesh).prefill(batch)
     _, decode = memory.compile_programs(plan, model.mesh, 4, 256, jnp.float32)
     held = decode.memory_analysis()
@@ -385,18 +392,24 @@ def test_impossible_requests_are_refused_before_any_compute(no_compute, monkeypa
     refused(lambda: trained.generate([[1], [2]], max_new_tokens=8, nodes=16), "caches")
 
 
-def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):
-    call, held = programs.call, []
+def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, small_pair):
+    call, held, allocated = programs.call, [], []
+
+    def count() -> int:
+        return sum(x.shape[2:4] == (small_pair.verifier.num_kv_heads, 384) for x in jax.live_arrays())
 
     def counted(function, *args, **static):
-        if function is loops.init_state:
-            held.append(sum(x.shape[1:3] == (trained.verifier.num_kv_heads, 384) for x in jax.live_arrays()))
-        return call(function, *args, **static)
+        if function is not loops.init_state:
+            return call(function, *args, **static)
+        held.append(count())
+        state = call(function, *args, **static)
+        allocated.append(count() - held[-1])
+        return state
 
     monkeypatch.setattr(programs, "call", counted)
     gc.collect()  # caches of earlier tests
-    trained.generate([[1]] * 3, max_new_tokens=4, batch_size=1, builder="none")
-    assert len(held) >= 3 and len({*held}) == 1
+    small_pair.generate([[1]] * 3, max_new_tokens=4, batch_size=1, builder="none")
+    assert len(held) >= 3 and len({*held}) == 1 and min(allocated) > 0
 
 
 @needs_8_devices

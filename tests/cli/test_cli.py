@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +22,7 @@ from treeflash_jax.bench import check
 from treeflash_jax.cli import commands, demo
 from treeflash_jax.cli.chat_commands import parse_value
 from treeflash_jax.cli.commands import main
+from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core.settings import default_text, option_values
 from treeflash_jax.engine import loading
 from treeflash_jax.formats import hub
@@ -65,10 +64,10 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
 
     monkeypatch.setattr(loading, "load", lambda **_: tiny)
     monkeypatch.setattr(tf.TreeFlash, "stream", watched)
-    assert main("generate Count to four. --max-new-tokens 8 --nodes 8 --candidates 4 --children 4".split()) == 0
+    assert main("generate Count to four. --max-new-tokens 12 --builder none".split()) == 0
     assert len([text for text in printed if text.strip()]) > 1
     printed.append(capsys.readouterr().out)
-    answer = tiny.generate("Count to four.", max_new_tokens=8, nodes=8, candidates=4, children=4)[0]
+    answer = tiny.generate("Count to four.", max_new_tokens=12, builder="none")[0]
     assert "".join(printed) == answer.text + "\n"
 
 
@@ -168,54 +167,43 @@ def test_choices_that_look_like_a_list_are_noted(heard, caplog):
     assert parse_value("choices", "yes,no") == ("yes,no",) and "/set choices [" in caplog.text
 
 
-@pytest.fixture(scope="module")
-def parse_in_process():
-    """Starts a process that prints the prompts of `generate`; returns it."""
-    code = "import sys; from treeflash_jax.cli import commands, prompt_options; "
-    code += "print(prompt_options.parse_prompts(commands.parser().parse_args(sys.argv[1:])))"
-    environment = os.environ | {"PYTHONPATH": str(Path(tf.__file__).parents[1])}
-
-    def start(words, shell=(), **streams):
-        command = [*shell, sys.executable, "-c", code, "generate", *words]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
-
-    return start
-
-
-def test_words_take_text_that_is_piped_and_no_other_standard_input(parse_in_process, tmp_path):
+def test_words_take_text_that_is_piped_and_no_other_standard_input(monkeypatch, caplog, tmp_path):
     """A file from its start and a pipe with text are read; the rest of a file, silent pipes and no input are not."""
     notes = tmp_path / "notes.txt"
     notes.write_text("first\nsecond\n")
+    pipes = {name: os.pipe() for name in ("silent", "text", "ended")}  # the first stays open
+    os.write(pipes["text"][1], b"text\n")
+    os.close(pipes["text"][1])
+    os.close(pipes["ended"][1])
     begun = notes.open()
     os.lseek(begun.fileno(), len("first\n"), os.SEEK_SET)  # as `while read line` leaves it
-    silent, writer = os.pipe()  # open as long as this process
-    piped = {"stdin": subprocess.PIPE}
     cases = {
-        "file": ({"stdin": notes.open()}, "Sum:\nfirst\nsecond"),
-        "begun": ({"stdin": begun}, "Sum:"),
-        "null": ({"stdin": subprocess.DEVNULL}, "Sum:"),
-        "closed": ({"shell": ["sh", "-c", 'exec "$0" "$@" <&-']}, "Sum:"),
-        "silent": ({"stdin": silent}, "Sum:"),
-        "text": (piped, "Sum:\ntext"),
-        "ended": (piped, "Sum:"),
+        "file": (notes.open(), "Sum:\nfirst\nsecond"),
+        "begun": (begun, "Sum:"),
+        "null": (open(os.devnull), "Sum:"),
+        "closed": (None, "Sum:"),  # what Python makes of it
+        "silent": (open(pipes["silent"][0]), "Sum:"),
+        "text": (open(pipes["text"][0]), "Sum:\ntext"),
+        "ended": (open(pipes["ended"][0]), "Sum:"),
     }
-    processes = {name: parse_in_process(["Sum:"], **streams) for name, (streams, _) in cases.items()}
-    processes["text"].stdin.write(b"text\n")
-    for name in ("text", "ended"):
-        processes[name].stdin.close()
-        processes[name].stdin = None
-    for name, process in processes.items():
-        out, err = process.communicate(timeout=600)
-        assert (process.returncode, out.decode()) == (0, f"{[cases[name][1]]}\n"), (name, err)
-        assert (b"- waits for" in err) == (name == "silent"), (name, err)
-    os.close(writer)
+    arguments = commands.parser().parse_args(["generate", "Sum:"])
+    for name, (stream, expected) in cases.items():
+        caplog.clear()
+        monkeypatch.setattr("sys.stdin", stream)
+        assert parse_prompts(arguments) == [expected], name
+        assert ("- waits for" in caplog.text) == (name == "silent"), name
+    for stream, _ in cases.values():
+        if stream is not None:
+            stream.close()
+    os.close(pipes["silent"][1])
 
 
 def test_several_answers_have_numbers_and_one_line_about_the_speed(tiny, monkeypatch, capsys):
     monkeypatch.setattr(loading, "load", lambda **_: tiny)
     prompts = ["Count to four.", "Name a river."]
-    command = ["generate", *prompts, *"--samples 2 --max-new-tokens 4 --builder none --temperature 1".split()]
-    answers = tiny.generate(prompts, samples=2, max_new_tokens=4, builder="none", temperature=1.0)
+    settings = {"samples": 2, "max_new_tokens": 4, "builder": "none", "temperature": 1.0, "batch_size": 1}
+    command = ["generate", *prompts, *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items())]
+    answers = tiny.generate(prompts, **settings)
     numbers = [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert main(command) == 0
     out, err = capsys.readouterr()
@@ -295,6 +283,7 @@ def test_ctrl_c_in_a_stream_ends_the_demo(monkeypatch):
     """A stream ends with what there is of its answer; the demo does not go on with the next one."""
     chunks = [tf.Chunk(ids=[1], text="One", rounds=0), tf.Result.unanswered([1])]
     monkeypatch.setattr(tf.TreeFlash, "stream", lambda *_, **__: iter(chunks))
+    monkeypatch.setattr(tf.TreeFlash, "warmup", lambda *_, **__: None)
     assert main(["demo", "--pair", "tiny"]) == 130
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from copy import copy
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -24,13 +25,26 @@ from treeflash_jax.cli.chat_commands import COMMANDS, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
+from treeflash_jax.decoding.accepting import target_noise
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.prompts import read_messages
 from treeflash_jax.engine.requests import Request
 from treeflash_jax.formats import model_files
 
+# `find_divergence` compiles its noise anew in every call; here once.
+NOISE = jax.jit(target_noise, static_argnums=1)
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
+
+
+@pytest.fixture(scope="module")
+def random() -> TreeFlash:
+    return random_pair()
+
+
+@pytest.fixture(autouse=True)
+def compile_noise_once(monkeypatch):
+    monkeypatch.setattr(bench_check, "target_noise", NOISE)
 
 
 def test_commands_that_ctrl_c_ended_say_so_and_fail(monkeypatch, capsys):
@@ -43,9 +57,9 @@ def test_commands_that_ctrl_c_ended_say_so_and_fail(monkeypatch, capsys):
     assert main(["generate", *prompts]) == 130 and ", interrupted]" in capsys.readouterr().err
 
 
-def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, capsys):
-    model = random_pair()
-    sizes = {"max_new_tokens": 12, "nodes": 8, "candidates": 4, "children": 4}
+def test_check_finds_the_first_difference_and_says_what_it_means(random, monkeypatch, capsys):
+    model = copy(random)
+    sizes = {"max_new_tokens": 12, "nodes": 4, "candidates": 4, "children": 4, "ngrams": 0}
     [honest] = compare_decodings(model, [[1, 2, 3]], **sizes)
     assert honest.divergence is None
     monkeypatch.setattr(loading, "load", lambda **_: model)
@@ -99,25 +113,24 @@ def test_the_verdict_names_the_first_difference_and_an_error_before_a_near_tie()
         assert bench_check.describe_verdict(answers) == expected
 
 
-def test_the_gap_counts_the_noise_that_draws_the_token():
+def test_the_gap_counts_the_noise_that_draws_the_token(random):
     """The drawn token has the largest score, so its distances to two others differ by the distance between these."""
-    model, prompts = random_pair(), [[1, 2, 3], [5]]
-    drawn = model.generate(prompts, builder="none", max_new_tokens=4, temperature=20.0, seed=7)[1].ids
-    row = Request(ids=prompts[1], settings=tf.GenerateConfig(temperature=20.0, seed=7), index=1)
+    [drawn] = random.generate([[5]], builder="none", max_new_tokens=4, temperature=20.0, seed=7, indices=[1])
+    drawn, row = drawn.ids, Request(ids=[5], settings=tf.GenerateConfig(temperature=20.0, seed=7), index=1)
     for index, token in enumerate(drawn):
         first, *others = (i for i in range(10) if i != token)
-        at = {i: find_divergence(model, row, [*drawn[:index], i], drawn).gap for i in (first, *others)}
-        between = [find_divergence(model, row, [*drawn[:index], i], [*drawn[:index], first]).gap for i in others]
+        at = {i: find_divergence(random, row, [*drawn[:index], i], drawn).gap for i in (first, *others)}
+        between = [find_divergence(random, row, [*drawn[:index], i], [*drawn[:index], first]).gap for i in others]
         np.testing.assert_allclose([abs(at[i] - at[first]) for i in others], between, rtol=1e-3, atol=1e-3)
 
 
 @pytest.fixture
-def judge(monkeypatch):
+def judge(random, monkeypatch):
     """Judges two tokens by given logits; returns whether they are a near-tie, for 16 seeds."""
 
     def judge(logits, drafted: int, plain: int, temperature: float = 1.0, dtype=jnp.float32, **filters) -> np.ndarray:
-        model, call = random_pair(), programs.call
-        model.weights = jax.tree.map(lambda x: x.astype(dtype), model.weights)
+        model, call = copy(random), programs.call
+        model.weights = jax.tree.map(lambda x: np.asarray(x).astype(dtype), random.weights)
         given = lambda function, *arguments, **how: (  # noqa: E731
             np.float32(logits) if function is bench_check._logits_at else call(function, *arguments, **how)
         )
@@ -150,15 +163,14 @@ def test_a_token_that_rounding_moves_across_a_filter_is_a_near_tie(judge):
     assert not judge(logits_v[[0, 1, 1, 3]], 0, 2, temperature=0.0, top_k=2).any(), "greedy decoding has no filters"
 
 
-def test_the_gap_is_that_of_processed_logits():
+def test_the_gap_is_that_of_processed_logits(random):
     """Raised by 1.5 beside the other tokens, each token is so much closer to, or further above, all others."""
-    model = random_pair()
-    answer = model.generate([[1, 2, 3]], builder="none", max_new_tokens=6)[0].ids
+    answer = random.generate([[1, 2, 3]], builder="none", max_new_tokens=6)[0].ids
     [drawn, other] = answer[5], (answer[5] + 1) % 64
 
     def gap(**settings) -> float:
-        [request] = model.prepare([1, 2, 3], **settings).requests
-        return find_divergence(model, request, [*answer[:5], other], answer).gap
+        [request] = random.prepare([1, 2, 3], **settings).requests
+        return find_divergence(random, request, [*answer[:5], other], answer).gap
 
     np.testing.assert_allclose(gap(logit_bias={drawn: 1.5}), gap() + 1.5, rtol=1e-5)
     often = answer[:5].count(drawn) - answer[:5].count(other)
@@ -211,7 +223,7 @@ def converse(monkeypatch, capsys):
 
 def test_chat_streams_turns_and_survives_mistakes(converse):
     turns = "/tree", "Sam has 2 cats and 3 dogs. How many pets?", "/tree", "x " * 4000, "/reset", "/hepl", "/help"
-    printed = converse(*turns, options=["--max-new-tokens", "24"])
+    printed = converse(*turns, options=["--max-new-tokens", "24", "--ngrams", "0"])
     assert "no draft tree yet" in printed and "tau" in printed and "(anchor; " in printed
     assert "context" in printed and "error: got command /hepl; did you mean /help?\n" in printed
     assert [line.split()[0] for line in printed.splitlines() if line.startswith("/")] == ["/help", *COMMANDS]

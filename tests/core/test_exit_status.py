@@ -45,8 +45,9 @@ def test_a_reader_that_has_ended_ends_the_command_quietly(words):
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize("command", ["treeflash_jax generate --verifier tiny Hello", "train.head configs/tiny/head.toml"])
-@pytest.mark.parametrize("platform", ["cuda", "none"])
+@pytest.mark.parametrize("command, platform", [
+    ("treeflash_jax generate --verifier tiny Hello", "cuda"), ("train.head configs/tiny/head.toml", "none"),
+])  # fmt: skip
 def test_a_platform_that_is_not_here_is_one_line(command, platform, tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": platform, "TREEFLASH_TESTS_CACHE": str(tmp_path)}
     ended = subprocess.run(

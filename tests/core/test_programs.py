@@ -19,14 +19,25 @@ from treeflash_jax.core import programs
 programs.keep_programs()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(7)).block_until_ready()
-print(json.dumps(jax.config.jax_compilation_cache_dir))
+print(json.dumps([jax.config.jax_compilation_cache_dir, str(programs._times)]))
 """
+WISHES = """
+import json, os, pathlib, jax
+from treeflash_jax.core import programs
 
+def keep(folder=None, enabled=True):
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    programs.keep_programs()
+    return jax.config.jax_compilation_cache_dir
 
-NO_HOME = """
-import pathlib
 def home(cls): raise RuntimeError("no home")
-pathlib.Path.home = classmethod(home)
+
+kept = [keep(folder="mine"), keep(enabled=False)]
+pathlib.Path(os.environ["XDG_CACHE_HOME"], "treeflash").write_text("")  # fails if a call above has made this folder
+kept.append(keep())
+os.environ["XDG_CACHE_HOME"], pathlib.Path.home = "", classmethod(home)
+print(json.dumps([*kept, keep()]))
 """
 
 
@@ -42,26 +53,21 @@ def test_programs_are_kept_and_found_again(tmp_path):
     folder = tmp_path / "treeflash" / "programs"
     kept = []
     for _ in range(2):
-        assert run(tmp_path) == str(folder)
+        assert run(tmp_path) == [str(folder), str(folder.parent / "compile_times.json")]
         kept.append({path.name: path.stat().st_ino for path in folder.rglob("*-cache")})
     assert kept[0] == kept[1] != {}
-    times = run(tmp_path, SCRIPT + "print(json.dumps(str(programs._times)))")
-    assert times == str(folder.parent / "compile_times.json"), "their seconds are kept beside them"
 
 
 def test_other_wishes_are_respected(tmp_path):
-    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine")) == str(tmp_path / "mine")
-    assert run(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false") is None
-    assert run(tmp_path, NO_HOME + SCRIPT, XDG_CACHE_HOME="") is None
-    (tmp_path / "treeflash").write_text("")  # fails if a run above has made this folder, which now cannot be made
-    assert run(tmp_path) is None
+    """A folder of the user's, no cache, a folder that cannot be made, and no home."""
+    assert run(tmp_path, WISHES) == ["mine", None, None, None]
 
 
 LIBRARY = """
 import json, jax
 import treeflash_jax as tf
 before = dict(jax.config.values)
-tf.load("tiny", mesh={mesh}).generate("3 + 4", max_new_tokens=2)
+tf.load("tiny", mesh={mesh}).generate("3 + 4", max_new_tokens=2, builder="none")
 print(json.dumps({{name: str(value) for name, value in jax.config.values.items() if value != before[name]}}))
 """
 COMMAND = """

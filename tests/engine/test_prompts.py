@@ -163,7 +163,7 @@ def test_thinking_is_a_setting_of_the_model_that_its_drafter_should_share(tmp_pa
 
 
 def test_a_stream_takes_one_prompt_alone_or_in_a_list(tiny):
-    alone, in_a_list = (list(tiny.stream(prompt, max_new_tokens=1))[-1] for prompt in (CHAT, [CHAT]))
+    alone, in_a_list = (list(tiny.stream(prompt, max_new_tokens=1, builder="none"))[-1] for prompt in (CHAT, [CHAT]))
     assert alone.prompt_ids == in_a_list.prompt_ids and alone.ids == in_a_list.ids
     for several, settings, words in (
         ([CHAT, CHAT], {}, "2 prompts, expected"), ([], {}, "no prompts, expected"), (CHAT, {"samples": 2}, "samples 2"),

@@ -39,7 +39,7 @@ def running(model: tf.TreeFlash) -> Iterator[SimpleNamespace]:
     """Yields the URL and the worker of a server with two slots."""
     metrics = Metrics()
     options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
-    worker = Worker(model, tf.GenerateConfig(nodes=4), metrics, options)
+    worker = Worker(model, tf.GenerateConfig(nodes=4, ngrams=0), metrics, options)
     worker.start()
     listener = socket.create_server(("127.0.0.1", 0))
     http = Server(make_app(worker, metrics, hosts=allowed_hosts(options), has_page=True), grace=1)

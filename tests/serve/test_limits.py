@@ -19,7 +19,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, strategies
 from refusals import refused
-from servers import CHAT, LIMIT
+from servers import CHAT, CONTEXT, LIMIT
 
 import treeflash_jax as tf
 from treeflash_jax.engine import constraints, pairs
@@ -31,6 +31,7 @@ from treeflash_jax.serve.api_forms import ChatBody, CompletionBody
 from treeflash_jax.serve.app import COMPILING, READING, make_app
 from treeflash_jax.serve.limits import parse_body
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.process import Server
 from treeflash_jax.serve.threads import Compiler
 from treeflash_jax.serve.worker import Piece, QueueFull, Submission, Worker
@@ -138,13 +139,18 @@ def test_the_work_of_one_client_stops_no_other():
             ends.wait(60)
         return [[1]]
 
+    def count_threads() -> int:
+        return len([thread for thread in threading.enumerate() if thread.name == "treeflash request"])
+
     async def run() -> None:
         async with client_of(stub_worker(encode=encode, _limit=99)) as http:
             slow = [asyncio.create_task(http.post("/v1/completions", json={"prompt": "slow"})) for _ in range(READING - 1)]
             fast = await asyncio.wait_for(http.post("/v1/completions", json={"prompt": "fast"}), 30)
             slow += [asyncio.create_task(http.post("/v1/completions", json={"prompt": "slow"})) for _ in range(30)]
+            while count_threads() < READING:
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
-            assert len([thread for thread in threading.enumerate() if thread.name == "treeflash request"]) == READING
+            assert count_threads() == READING
             for path in ("/health", "/metrics"):
                 assert (await asyncio.wait_for(http.get(path), 30)).status_code == 200
             assert fast.status_code == 200 and not any(task.done() for task in slow)
@@ -333,23 +339,6 @@ def test_an_answer_that_cannot_be_written_is_an_error_of_the_server(path):
     assert good.endswith("data: [DONE]") and "error" not in good
 
 
-def test_a_full_queue_is_an_error_for_now(server, tiny):
-    bias = {token: -100 for token in tiny.stop_ids}
-    requests = server.worker.make_requests([[5, 6, 7]], samples=LIMIT, logit_bias=bias)
-
-    async def fill() -> None:
-        submission = Submission(requests)
-        server.worker.submit(submission)
-        try:
-            with pytest.raises(QueueFull, match=f"got 1 answers .* at most {LIMIT} together; try again later"):
-                server.worker.submit(Submission(requests[:1]))
-        finally:
-            server.worker.cancel(submission)
-            assert await submission.pieces.get() is None
-
-    asyncio.run(fill())
-
-
 def test_a_key_is_checked():
     """For all but /health, whose answer says nothing."""
 
@@ -364,14 +353,17 @@ def test_a_key_is_checked():
     asyncio.run(run())
 
 
-def test_random_bodies_are_refused_or_queued(server):
+def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
     """Bodies of the API's own schema: never an error of the server, and one line each."""
+    monkeypatch.setattr(Worker, "_warm_up", lambda worker: None)  # nothing is decoded
+    options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
+    real = Worker(tiny, tf.GenerateConfig(nodes=4), Metrics(), options)
 
     def refuse(call) -> None:
         raise QueueFull("full")
 
     names = "encode", "compile", "make_requests", "check_room", "text_limit", "context"
-    worker = stub_worker(model=server.worker.model, submit=refuse, **{name: getattr(server.worker, name) for name in names})
+    worker = stub_worker(model=tiny, submit=refuse, **{name: getattr(real, name) for name in names})
     schema = schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
     statuses = set()
     for path in ("/v1/chat/completions", "/v1/completions"):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import jsonschema
@@ -10,20 +11,23 @@ import openai
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from refusals import refused
 from servers import CHAT, CONTEXT, GREEDY, LIMIT, metric, wait_for
 
 import treeflash_jax as tf
 from treeflash_jax.core import programs
 from treeflash_jax.serve.limits import MOST_BYTES
-from treeflash_jax.serve.metrics import Metrics
-from treeflash_jax.serve.options import ServeOptions
-from treeflash_jax.serve.worker import Worker
 
+PROCESSED = {"frequency_penalty": 0.5, "logit_bias": {7: 2.0, 9: -3.0}}
 LARGE = {"type": "string", "pattern": "[a-z]{300}"}  # more states than the server's
 
 
-def test_concurrent_chats_are_those_of_generate_and_compile_nothing(tiny, server, client):
+@pytest.fixture(scope="module")
+def generate(tiny):
+    """Answers of `generate`, one token at a time; of calls with penalties and biases, all by the same two programs."""
+    return partial(tiny.generate, builder="none", batch_size=1, top_log_probs=2)
+
+
+def test_concurrent_chats_are_those_of_generate_and_compile_nothing(generate, server, client):
     before = programs.compiled()
     chats = [[{"role": "user", "content": f"Sam has {i} cats. How many legs have they?"}] for i in range(16)]
     settings = {
@@ -45,7 +49,7 @@ def test_concurrent_chats_are_those_of_generate_and_compile_nothing(tiny, server
     with ThreadPoolExecutor(16) as pool:
         answers = [*pool.map(ask, range(16))]
     assert programs.compiled() == before, "settings of requests are data"
-    expected = tiny.generate(chats, nodes=4, **settings)
+    expected = generate(chats, **settings)
     assert [answer.message.content for answer in answers] == [result.text for result in expected]
     reasons = {"stop": "stop", "length": "length"}
     assert [answer.finish_reason for answer in answers] == [reasons[result.finished] for result in expected]
@@ -71,12 +75,12 @@ def test_streams_have_the_text_and_usage_of_whole_answers(server, client):
     assert lines[-2:] == ["data: [DONE]", ""] and "usage" not in lines[0]
 
 
-def test_several_prompts_samples_and_log_probabilities(tiny, client):
+def test_several_prompts_samples_and_log_probabilities(tiny, generate, client):
     prompts = ["Sam has 2", "There are 5 red"]
-    given = {"temperature": 0.9, "seed": 7}
+    given = {"temperature": 0.9, "seed": 7, **PROCESSED}
     whole = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=6, logprobs=2, **given)
     Completion.model_validate(whole.model_dump(), strict=True)
-    expected = tiny.generate([*map(tf.Text, prompts)], nodes=4, samples=2, max_new_tokens=6, top_log_probs=2, **given)
+    expected = generate([*map(tf.Text, prompts)], samples=2, max_new_tokens=6, **given)
     assert [choice.text for choice in whole.choices] == [result.text for result in expected]
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     ids = [tiny.encode(tf.Text(prompt)) for prompt in prompts]
@@ -97,15 +101,15 @@ def test_several_prompts_samples_and_log_probabilities(tiny, client):
     assert [entry for log_probs in streamed if log_probs for entry in log_probs.content] == content
 
 
-def test_prompts_that_begin_alike_are_read_once(tiny, server, client):
+def test_prompts_that_begin_alike_are_read_once(tiny, generate, server, client):
     """The next turn of a chat, the same chat again, and another chat with the same system prompt."""
-    system = {"role": "system", "content": "Sam counts red and blue cats. " * 12}
+    system = {"role": "system", "content": "Sam counts red and blue cats. " * 8}
     first = [system, {"role": "user", "content": "How many cats?"}]
     reused = metric(server, "reused_tokens_total")
 
     def ask(chat: list) -> tuple[str, int]:
-        answer = client.chat.completions.create(model="tiny", messages=chat, max_tokens=12, **GREEDY)
-        assert answer.choices[0].message.content == tiny.generate([chat], nodes=4, max_new_tokens=12)[0].text
+        answer = client.chat.completions.create(model="tiny", messages=chat, max_tokens=12, **GREEDY, **PROCESSED)
+        assert answer.choices[0].message.content == generate([chat], max_new_tokens=12, **PROCESSED)[0].text
         assert answer.usage.prompt_tokens == len(tiny.encode(chat))
         return answer.choices[0].message.content, answer.usage.prompt_tokens_details.cached_tokens
 
@@ -182,14 +186,6 @@ def test_paths_models_and_health(server, client):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="got echo True, expected false"):
         client.completions.create(model="tiny", prompt="x", echo=True)
-
-
-def test_the_shortest_context_has_room_for_the_warm_up(tiny):
-    refused(lambda: ServeOptions(context=2), "got context 2, expected at least 3")
-    assert (
-        Worker(tiny, tf.GenerateConfig(nodes=4), Metrics(), ServeOptions(slots=2, context=3, schema_states=256)).context
-        == 3
-    )
 
 
 def test_clients_that_leave_free_their_slots(tiny, server, client):

@@ -9,14 +9,16 @@ import jax
 import numpy as np
 import pytest
 from own_calls import PLAIN, few_tokens, make_pool
+from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
-from treeflash_jax.serve.worker import MOST_FAILURES, Submission, Worker
+from treeflash_jax.serve.worker import MOST_FAILURES, QueueFull, Submission, Worker
 
+LIMIT = 503
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: out of memory"
 
 
@@ -29,7 +31,7 @@ def pool():
 @pytest.fixture
 def worker(float64, pool, monkeypatch):
     """A worker with three slots, whose thread computes in float64 too."""
-    options = ServeOptions(slots=3, context=64, schema_states=0, queue=500)
+    options = ServeOptions(slots=3, context=64, schema_states=0, queue=LIMIT - 3)
     worker = Worker(pool.model, tf.GenerateConfig(**PLAIN), Metrics(), options)
     run = worker.run
 
@@ -73,6 +75,12 @@ async def ask(worker: Worker, pool, place: int, *, cancels: bool = False, stream
             return ids
 
 
+def test_the_shortest_context_has_room_for_the_warm_up(float64, pool):
+    refused(lambda: ServeOptions(context=2), "got context 2, expected at least 3")
+    options = ServeOptions(slots=3, context=3, schema_states=0)
+    assert Worker(pool.model, tf.GenerateConfig(**PLAIN), Metrics(), options).context == 3
+
+
 def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch, caplog):
     """Waves of requests, some cancelled; dispatches fail now and then, and what then had a slot gets an error."""
     rng, fates = np.random.default_rng(0), Counter()
@@ -92,6 +100,22 @@ def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch
     assert fates["list"] > 80 and fates["RuntimeError"] > 3, fates
     assert worker.error is None and worker._num_unfinished == 0 and not worker._unfinished
     assert not worker._first_times and not worker._last_times
+
+
+def test_a_full_queue_is_an_error_for_now(worker):
+    requests = worker.make_requests([[5, 6, 7]] * LIMIT)
+
+    async def fill() -> None:
+        submission = Submission(requests)
+        worker.submit(submission)
+        try:
+            with pytest.raises(QueueFull, match=f"got 1 answers .* at most {LIMIT} together; try again later"):
+                worker.submit(Submission(requests[:1]))
+        finally:
+            worker.cancel(submission)
+            assert await submission.pieces.get() is None
+
+    asyncio.run(fill())
 
 
 def test_a_worker_whose_device_is_lost_ends_every_submission(worker, pool, monkeypatch, caplog):
