@@ -25,9 +25,9 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
 from treeflash_jax.engine import loading
+from treeflash_jax.engine.call.prompts import read_messages
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.prompts import read_messages
-from treeflash_jax.engine.requests import Request
 from treeflash_jax.formats import model_files
 
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()

@@ -13,10 +13,10 @@ from test_hybrid_decoding import hybrid_pair
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.batching import SamplingSizes, choose_batch_size
-from treeflash_jax.engine.results import Reader
+from treeflash_jax.engine.answers.results import Reader
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.admission import Admission
+from treeflash_jax.engine.schedule.batching import SamplingSizes, choose_batch_size
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.schedule.slots import Slots

@@ -13,8 +13,8 @@ from refusals import refused
 from tokenizers.processors import TemplateProcessing
 
 import treeflash_jax as tf
-from treeflash_jax.engine import prompts
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.call import prompts
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Name a colour."}]

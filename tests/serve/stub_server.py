@@ -5,7 +5,8 @@ import threading
 import time
 from types import SimpleNamespace
 
-from treeflash_jax.engine import constraints, pairs
+from treeflash_jax.engine import constraints
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import process
 from treeflash_jax.serve.options import ServeOptions

@@ -22,8 +22,9 @@ from refusals import refused
 from servers import CHAT, LIMIT
 
 import treeflash_jax as tf
-from treeflash_jax.engine import constraints, pairs
-from treeflash_jax.engine.results import Chunk, Result
+from treeflash_jax.engine import constraints
+from treeflash_jax.engine.answers.results import Chunk, Result
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import limits

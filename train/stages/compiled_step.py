@@ -13,7 +13,7 @@ from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
 from treeflash_jax.bench import shapes
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.engine.defaults import choose_training_attention
+from treeflash_jax.engine.settings.defaults import choose_training_attention
 
 
 def read_settings(words: Sequence[str]) -> DraftingStage:

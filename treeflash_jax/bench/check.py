@@ -14,13 +14,13 @@ from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
 from treeflash_jax.decoding.state import DecodeState, Sampling
-from treeflash_jax.engine import defaults
-from treeflash_jax.engine.batching import SamplingSizes, make_batch
+from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.engine.call.prompts import Prompt
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.plan import NO_DRAFTER
-from treeflash_jax.engine.prompts import Prompt
-from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
+from treeflash_jax.engine.settings import defaults
+from treeflash_jax.engine.settings.plan import NO_DRAFTER
 from treeflash_jax.models import verifier
 
 NEAR_TIE = 1e-4  # largest change of two logits' difference that counts as rounding, in any dtype, or

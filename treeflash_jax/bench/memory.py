@@ -32,12 +32,12 @@ from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.engine.batching import SERVER_CLASSES, SamplingSizes, make_batch, round_capacity
-from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model_options import ModelOptions
-from treeflash_jax.engine.plan import resolve
+from treeflash_jax.engine.schedule.batching import SERVER_CLASSES, SamplingSizes, make_batch, round_capacity
+from treeflash_jax.engine.settings.defaults import merges_weights
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.model_options import ModelOptions
+from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import verifier
 from treeflash_jax.models.quantized import NONE
 

@@ -15,16 +15,16 @@ from typing import Any
 
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine import constraints
-from treeflash_jax.engine.batching import SamplingSizes, refill_size
-from treeflash_jax.engine.defaults import choose_slots
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.answers.results import Chunk, Reader, Result
+from treeflash_jax.engine.call.prompts import Prompt, encode, encode_each
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.prompts import Prompt, encode, encode_each
-from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.results import Chunk, Reader, Result
+from treeflash_jax.engine.schedule.batching import SamplingSizes, refill_size
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.engine.settings.defaults import choose_slots
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions

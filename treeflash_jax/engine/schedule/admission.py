@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from treeflash_jax.core import sharding
-from treeflash_jax.engine.batching import refill_size
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.schedule.batching import refill_size
 from treeflash_jax.engine.schedule.prefill import Kept, Prefill
 from treeflash_jax.engine.schedule.slots import Slots
 

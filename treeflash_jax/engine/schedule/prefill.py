@@ -12,7 +12,7 @@ from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.engine.batching import Batch
+from treeflash_jax.engine.schedule.batching import Batch
 from treeflash_jax.models.caches import Cache
 
 

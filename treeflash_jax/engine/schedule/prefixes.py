@@ -8,7 +8,7 @@ import numpy as np
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.prefill import Kept, Runner
 
 LEAST_REUSED = 64  # tokens; a shorter beginning is read again

@@ -17,9 +17,9 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.engine.batching import Batch, SamplingSizes, first_capacity, make_batch
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.admission import Admission, Group
+from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity, make_batch
 from treeflash_jax.engine.schedule.prefill import Kept, Prefill, Runner
 from treeflash_jax.engine.schedule.prefixes import find_kept
 from treeflash_jax.engine.schedule.session import Session

@@ -9,8 +9,8 @@ import numpy as np
 
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState, Weights
-from treeflash_jax.engine.batching import round_capacity
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.schedule.batching import round_capacity
 from treeflash_jax.engine.schedule.prefill import Kept, Runner
 from treeflash_jax.engine.schedule.prefixes import count_reusable
 

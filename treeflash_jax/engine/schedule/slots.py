@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
 
 
 class Slots:

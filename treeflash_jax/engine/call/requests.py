@@ -9,7 +9,7 @@ from treeflash_jax.core.checks import clipped, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine import constraints
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 

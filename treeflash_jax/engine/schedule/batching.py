@@ -16,8 +16,8 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.engine import constraints
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.trees import NO_TOKEN
 
 # Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
