@@ -17,11 +17,11 @@ from conftest import needs_8_devices
 from own_calls import DRAFTED, LONGEST, PLAIN, Pool, few_tokens, make_pool
 
 import treeflash_jax as tf
+from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine.answers.results import Reader
 from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.constraints import AutomatonTable
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.batching import SamplingSizes
 from treeflash_jax.engine.schedule.prefill import Runner

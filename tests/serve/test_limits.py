@@ -22,7 +22,7 @@ from refusals import refused
 from servers import CHAT, LIMIT
 
 import treeflash_jax as tf
-from treeflash_jax.engine import constraints
+from treeflash_jax.constraints import expressions
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.text_limit import TextLimit
@@ -187,7 +187,7 @@ def test_a_compilation_ends_with_its_last_client():
         if schema == "wrong":
             raise ValueError("no schema")
         started.append(schema)
-        run = constraints.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
+        run = expressions.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
         started.append(run.returncode)
 
     async def run() -> None:
@@ -205,7 +205,7 @@ def test_a_compilation_ends_with_its_last_client():
         assert started[1] < 0
 
     asyncio.run(run())
-    assert constraints.RUN.get() is subprocess.run
+    assert expressions.RUN.get() is subprocess.run
 
 
 def test_what_a_client_left_is_not_prepared_further():
@@ -214,7 +214,7 @@ def test_what_a_client_left_is_not_prepared_further():
 
     def compile(schema: str) -> None:
         compiling.set()
-        constraints.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
+        expressions.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
         left.set()
 
     with listening(make_app(stub_worker(compile=compile), Metrics())) as port:

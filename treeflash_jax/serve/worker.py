@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
-from treeflash_jax.engine import constraints
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
 from treeflash_jax.engine.call.prompts import Prompt, encode, encode_each
 from treeflash_jax.engine.call.requests import Request
@@ -126,7 +127,7 @@ class Worker(threading.Thread):
         text = first.ids + self._decode(first)
         [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
         if self._sizes.automaton is not None:
-            second = replace(second, automaton=constraints.allow_all(self.model.verifier.vocab_size))
+            second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
         self._decode(second)
 
     def _decode(self, request: Request) -> list[int]:
@@ -149,7 +150,7 @@ class Worker(threading.Thread):
         """Compiles a schema; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
         expect(self._sizes.automaton is not None, "schema", schema, "none: this server follows no schemas")
         model = self.model
-        constraints.compile_constraint(schema, None, None, model.tokenizer, model.stop_ids, model.verifier.vocab_size)
+        compile_constraint(schema, None, None, model.tokenizer, model.stop_ids, model.verifier.vocab_size)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.
