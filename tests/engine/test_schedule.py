@@ -158,7 +158,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
             assert len(scheduler.slots.free) == slots
             continue
         for slot, result in zip(ready, reader.read_results(ready), strict=True):
-            request = scheduler.slots.held[slot]
+            request = scheduler.slots.requests[slot]
             assert result.ids == requests[request.number][0], request
             numbers[request.number] += 1
             fates["answered"] += 1

@@ -206,8 +206,8 @@ class TreeFlash:
         scheduler = self.schedule(call, session)
         reader = Reader(scheduler, self)
         try:
-            for ready in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
-                [(chunk, result)] = reader.read_chunks([0], ready)
+            for finished in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
+                [(chunk, result)] = reader.read_chunks([0], finished)
                 with scheduler.runner.clock.paused():
                     yield chunk
         finally:  # also of a stream that is not read to its end
@@ -342,9 +342,9 @@ class TreeFlash:
         try:
             scheduler = self.schedule(call)
             reader = Reader(scheduler, self)
-            for ready in scheduler.decode_all(rounds, reader.find_stopped):
-                numbers = [scheduler.slots.held[slot].number for slot in ready]
-                for number, result in zip(numbers, reader.read_results(ready), strict=True):
+            for finished in scheduler.decode_all(rounds, reader.find_stopped):
+                numbers = [scheduler.slots.requests[slot].number for slot in finished]
+                for number, result in zip(numbers, reader.read_results(finished), strict=True):
                     del unanswered[number]
                     with scheduler.runner.clock.paused():
                         yield number, result

@@ -117,7 +117,7 @@ class Worker(threading.Thread):
         self._scheduler = Scheduler(runner, self._sizes, batch_size=slots, capacity=capacity, is_open=True)
         self._reader = Reader(self._scheduler, model)
         metrics.watch(
-            lambda: len(self._scheduler.slots.held), lambda: self._num_unfinished - len(self._scheduler.slots.held)
+            lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
         )
         self._warm_up()
 
@@ -132,8 +132,8 @@ class Worker(threading.Thread):
 
     def _decode(self, request: Request) -> list[int]:
         self._scheduler.submit([request])
-        for ready in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
-            ids = self._reader.read_results(ready)[0].ids if ready else []
+        for finished in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
+            ids = self._reader.read_results(finished)[0].ids if finished else []
         self._reader.forget(request)
         return ids
 
@@ -247,28 +247,30 @@ class Worker(threading.Thread):
         self._scheduler.submit(submission.requests)
 
     def _step(self) -> None:
-        scheduler, held = self._scheduler, self._scheduler.slots.held
-        ready = scheduler.step(ROUNDS_PER_DISPATCH, self._reader.find_stopped)
+        scheduler, requests = self._scheduler, self._scheduler.slots.requests
+        finished = scheduler.step(ROUNDS_PER_DISPATCH, self._reader.find_stopped)
         self._failures = 0
         now = time.perf_counter()
-        for request in held.values():
+        for request in requests.values():
             self._observe_piece(request, now)
-        slots = [slot for slot in sorted(held) if slot in ready or self._unfinished[held[slot].number][0].streams]
+        slots = [
+            slot for slot in sorted(requests) if slot in finished or self._unfinished[requests[slot].number][0].streams
+        ]
         for slot in slots:
-            request = held.get(slot)
+            request = requests.get(slot)
             if request is None:  # an answer to the same request failed
                 continue
             submission, index = self._unfinished[request.number]
             try:
-                [(chunk, result)] = self._reader.read_chunks([slot], ready)
+                [(chunk, result)] = self._reader.read_chunks([slot], finished)
             except ValueError as error:  # NaN
                 self._drop(submission, RuntimeError(clipped(error)))
                 continue
-            if slot in ready:
+            if slot in finished:
                 self.metrics.observe(result, now - self._first_times[request.number])
                 self._close(request)
-            submission.send(Piece(index, chunk, result, slot in ready))
-        scheduler.slots.release([slot for slot in ready if slot in held])
+            submission.send(Piece(index, chunk, result, slot in finished))
+        scheduler.slots.release([slot for slot in finished if slot in requests])
 
     def _observe_piece(self, request: Request, now: float) -> None:
         if request.number in self._first_times:
