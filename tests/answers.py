@@ -13,7 +13,7 @@ from treeflash_jax import Result, TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.engine.batching import SamplingSizes, make_batch
+from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import DeltaSizes, ModelConfig, Rope
 

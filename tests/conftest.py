@@ -62,8 +62,9 @@ from jax.experimental.pallas import mosaic_gpu  # noqa: E402
 from treeflash_jax import load  # noqa: E402
 from treeflash_jax.core import checks, parameters, programs  # noqa: E402
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, fresh_layers  # noqa: E402
-from treeflash_jax.engine import loading, pairs  # noqa: E402
+from treeflash_jax.engine import loading  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
+from treeflash_jax.engine.settings import pairs  # noqa: E402
 from treeflash_jax.formats import model_files  # noqa: E402
 from treeflash_jax.models import verifier  # noqa: E402
 from treeflash_jax.models.config import ModelConfig  # noqa: E402

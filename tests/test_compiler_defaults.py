@@ -17,10 +17,10 @@ from treeflash_jax.bench import shapes
 from treeflash_jax.core import parameters, programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.engine.batching import SamplingSizes, make_batch
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.pairs import locate
-from treeflash_jax.engine.plan import resolve
+from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.pairs import locate
+from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import verifier
 
 ROOT = Path(__file__).parent.parent

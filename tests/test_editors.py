@@ -15,9 +15,10 @@ import write_keywords
 import treeflash_jax as tf
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.engine import generate_config, keywords, loading
-from treeflash_jax.engine.keywords import LoadOptions
-from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.engine import loading
+from treeflash_jax.engine.settings import generate_config, keywords
+from treeflash_jax.engine.settings.keywords import LoadOptions
+from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.trees import BUILDERS
 
 HOSTILE = '<b>&amp; "quoted" </pre><script>'

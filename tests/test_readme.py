@@ -21,7 +21,7 @@ from train.stages import registry
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.cli import commands
 from treeflash_jax.core.devices import TPU_KINDS, Device
-from treeflash_jax.engine.defaults import nodes_within_ridge
+from treeflash_jax.engine.settings.defaults import nodes_within_ridge
 from treeflash_jax.formats import dialects
 from treeflash_jax.trees import BUILDERS
 

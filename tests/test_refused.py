@@ -18,10 +18,11 @@ import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.checks import UnknownSetting
 from treeflash_jax.core.devices import Device
-from treeflash_jax.engine import device_memory, prompts
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.plan import resolve
-from treeflash_jax.engine.requests import find_stops
+from treeflash_jax.engine import device_memory
+from treeflash_jax.engine.call import prompts
+from treeflash_jax.engine.call.requests import find_stops
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 HUGE = 10**400

@@ -13,7 +13,10 @@ PACKAGE = Path(treeflash_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TRAIN_FILES = sorted((PACKAGE.parent / "train").rglob("*.py"))
 # A folder imports from itself and from those before it; `__init__` is the package.
-LAYERS = "core models trees drafters acceptance decoding formats engine __init__ bench serve cli __main__".split()
+LAYERS = (
+    "core models trees drafters acceptance decoding formats constraints engine __init__ bench serve cli __main__".split()
+)
+ROOMS = "settings call schedule answers".split()  # of the engine, in which the same holds
 HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")
 HEAVY += ("jax.experimental.pallas", "fastapi", "uvicorn", "prometheus_client")
 
@@ -43,6 +46,12 @@ def test_no_module_imports_a_higher_layer():
             root, module, *_ = [*name.split("."), "__init__"]
             assert root != "train", f"{path} imports {name}: the library never imports the training code"
             assert root != "treeflash_jax" or layer(module) <= layer(importer), f"{path} imports {name} of a higher layer"
+
+
+def test_no_room_of_the_engine_imports_a_later_one():
+    for path in (path for path in FILES if path.parts[-3:-1] in {("engine", room) for room in ROOMS}):
+        rooms = {(*name.split("."), "", "")[2] for name in imports(path) if name.startswith("treeflash_jax.engine.")}
+        assert rooms <= {*ROOMS[: ROOMS.index(path.parts[-2]) + 1]}, path
 
 
 def test_no_modules_import_each_other():

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from treeflash_jax.engine import pairs
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

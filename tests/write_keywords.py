@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/write_keywords.py
 
-It writes treeflash_jax/engine/keywords.py, and the arguments in the docstring of `tf.load`.
+It writes treeflash_jax/engine/settings/keywords.py, and the arguments in the docstring of `tf.load`.
 """
 
 import inspect
@@ -11,9 +11,10 @@ import textwrap
 from pathlib import Path
 
 from treeflash_jax.core.settings import describe, field_names
-from treeflash_jax.engine import keywords, loading
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.engine import loading
+from treeflash_jax.engine.settings import keywords
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.model_options import ModelOptions
 
 FILE = '''"""Types of keyword arguments, for editors and `help`. `python tests/write_keywords.py` writes this file."""
 
@@ -83,7 +84,7 @@ def choices_source() -> str:
 
 
 def keywords_source() -> str:
-    """Returns the content of engine/keywords.py."""
+    """Returns the content of engine/settings/keywords.py."""
     return FILE.format(
         choices=choices_source(),
         load_types=types(ModelOptions, LOAD_OPTIONS),

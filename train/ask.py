@@ -26,7 +26,7 @@ from treeflash_jax.core import files
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import NO_DRAFTER, locate
+from treeflash_jax.engine.settings.pairs import NO_DRAFTER, locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TRIES = 256  # questions that are generated between two writes; twice the batch if that is more

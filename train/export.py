@@ -31,7 +31,7 @@ from treeflash_jax.core import files, parameters, sharding, terminal
 from treeflash_jax.core.checks import clipped, read_json
 from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine.pairs import HUB_IDS
+from treeflash_jax.engine.settings.pairs import HUB_IDS
 from treeflash_jax.formats import draft_vocabulary, model_files, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import architectures, model_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.tokenizer import Tokenizer

@@ -33,11 +33,11 @@ from treeflash_jax.bench.prompt_sets import read_prompts
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
+from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.engine.call.prompts import Text, encode
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import NO_DRAFTER, locate
-from treeflash_jax.engine.prompts import Text, encode
-from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.settings.pairs import NO_DRAFTER, locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress

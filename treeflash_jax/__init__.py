@@ -9,14 +9,14 @@ Example:
 
 from treeflash_jax.core.programs import keep_programs
 from treeflash_jax.core.sharding import make_mesh
-from treeflash_jax.engine.drawn_trees import DrawnTree
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.keywords import GenerateSettings
+from treeflash_jax.engine.answers.drawn_trees import DrawnTree
+from treeflash_jax.engine.answers.results import Chunk, Result
+from treeflash_jax.engine.call.prompts import Chat, Text
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.prompts import Chat, Text
-from treeflash_jax.engine.results import Chunk, Result
 from treeflash_jax.engine.schedule.session import Session
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.keywords import GenerateSettings
 
 __version__ = "0.1.0"
 

@@ -29,9 +29,10 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
-from treeflash_jax.engine import batching, device_memory, loading
+from treeflash_jax.engine import device_memory, loading
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, usable_memory
+from treeflash_jax.engine.schedule import batching
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import vocab

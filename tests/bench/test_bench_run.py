@@ -19,7 +19,7 @@ from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
 from treeflash_jax.engine import loading
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"

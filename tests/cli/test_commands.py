@@ -27,9 +27,9 @@ from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
 from treeflash_jax.decoding.accepting import target_noise
 from treeflash_jax.engine import loading
+from treeflash_jax.engine.call.prompts import read_messages
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.prompts import read_messages
-from treeflash_jax.engine.requests import Request
 from treeflash_jax.formats import model_files
 
 # `find_divergence` compiles its noise anew in every call; here once.

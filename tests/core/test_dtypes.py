@@ -12,7 +12,7 @@ import treeflash_jax as tf
 from train import export, head
 from train.runtime import run_config
 from treeflash_jax.cli.commands import parser
-from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.engine.settings.model_options import ModelOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
 COMMANDS = ("generate x", "check x", "demo", "convert x y", "bench latency", "bench memory", "bench run --out x")

@@ -13,10 +13,10 @@ from test_hybrid_decoding import hybrid_pair
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.batching import SamplingSizes, choose_batch_size
-from treeflash_jax.engine.results import Reader
+from treeflash_jax.engine.answers.results import Reader
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.admission import Admission
+from treeflash_jax.engine.schedule.batching import SamplingSizes, choose_batch_size
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.schedule.slots import Slots
@@ -85,7 +85,7 @@ def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
         server.submit([replace(request, number=number) for request in model.make_requests([prompt], **settings)[1]])
     for ready in server.decode_all(3, lambda slots: []):
         for slot, result in zip(ready, reader.read_results(ready), strict=True):
-            number = server.slots.held[slot].number
+            number = server.slots.requests[slot].number
             answers[number], reused[number] = result.ids, result.reused
     assert [answers[number] for number in range(6)] == expected
     assert reused[0] == reused[1] == 0 and reused[2] > 0
@@ -103,7 +103,7 @@ def test_a_batch_keeps_its_slots_busy():
     slots, rounds, ends, finished = Slots(16), 0, {}, []
     admission = Admission(slots)
     admission.add(range(len(lengths)))
-    while admission.waiting or slots.held:
+    while admission.waiting or slots.requests:
         if admission.is_refill_due:
             group = admission.make_group([None] * admission.next_refill)
             for slot, request in group.requests.items():
@@ -112,9 +112,9 @@ def test_a_batch_keeps_its_slots_busy():
             continue
         rounds = sorted(ends.values())[admission.enough_done - len(slots.free) - 1]
         done = [slot for slot, end in ends.items() if end <= rounds]
-        finished += [slots.held[slot] for slot in done]
+        finished += [slots.requests[slot] for slot in done]
         slots.release(done)
-        ends = {slot: ends[slot] for slot in slots.held}
+        ends = {slot: ends[slot] for slot in slots.requests}
     assert sorted(finished) == list(range(len(lengths)))
     assert rounds < 1.2 * sum(lengths) / slots.size + max(lengths)
     one_after_the_other = sum(max(lengths[at : at + 16]) for at in range(0, len(lengths), 16))

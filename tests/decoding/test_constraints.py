@@ -17,8 +17,8 @@ from scipy import stats
 from test_every_drafter import accepted_pair
 
 import treeflash_jax as tf
-from treeflash_jax.engine import constraints
-from treeflash_jax.engine.constraints import AutomatonTable
+from treeflash_jax.constraints import compilation, expressions, tables
+from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.formats import tokenizer as tokenizers
 
 NAME = {"type": "string", "maxLength": 8}
@@ -132,7 +132,7 @@ CLASS = np.array([0, 1, 1, 1, 2, 2, 2, 3, 3, 1, 2, 3], np.int32)
 def small_automaton(monkeypatch):
     """A pattern that has this automaton over FEW_TOKENS, which have no tokenizer."""
     table = AutomatonTable(NEXT, CLASS)
-    monkeypatch.setattr(constraints, "compile_constraint", lambda schema, pattern, *_: pattern and table)
+    monkeypatch.setattr(compilation, "compile_constraint", lambda schema, pattern, *_: pattern and table)
 
 
 def expected_distribution(pair, text: list[int], state: int, depth: int) -> dict[tuple[int, ...], float]:
@@ -204,10 +204,10 @@ def test_what_cannot_be_followed_is_refused(tiny, monkeypatch):
     ):
         refused(lambda settings=settings: tiny.generate("x", **settings), *words)
     refused(lambda: tiny.generate("x", pattern="(a{1,400}b){1,400}"), "160,401 states exceed 131,072")
-    monkeypatch.setattr(constraints, "MOST_MEMORY", 2**26)
+    monkeypatch.setattr(expressions, "MOST_MEMORY", 2**26)
     refused(lambda: tiny.generate("x", pattern="(a{1,999}b){1,999}"), "takes more than 60 s or 0.0625 GiB to compile")
     monkeypatch.undo()
-    monkeypatch.setattr(constraints, "MOST_BYTES", 2**10)
+    monkeypatch.setattr(tables, "MOST_BYTES", 2**10)
     refused(lambda: tiny.generate("x", pattern="(a{1,9}b){1,9}"), "pattern", "kinds of tokens exceed")
     ids_only = tf.TreeFlash(RANDOM_MODEL, tiny.weights)
     refused(lambda: ids_only.generate([[1]], pattern="a"), "pattern 'a'", "no tokenizer.json")
@@ -235,7 +235,7 @@ def test_models_inside_models_are_followed(small):
 
 @pytest.mark.parametrize("pattern", MATCHED)
 def test_walks_through_a_table_are_matches(tiny, pattern):
-    table = constraints.compile_constraint(None, pattern, None, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
+    table = compilation.compile_constraint(None, pattern, None, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
     rng, end = np.random.default_rng(0), tiny.stop_ids[0]
 
     def walk(ids: list[int]) -> bool:

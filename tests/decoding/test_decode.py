@@ -19,10 +19,10 @@ from treeflash_jax.core import clock, parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.drafters import NgramConfig
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.requests import make_requests
-from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.engine.call.requests import make_requests
 from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.models import verifier
 
 TREE = {"nodes": 16} | SIZES

@@ -20,7 +20,7 @@ from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import MtpConfig, NgramConfig
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
-from treeflash_jax.engine import batching
+from treeflash_jax.engine.schedule import batching
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import caches, delta_rule
 from treeflash_jax.models.config import ModelConfig

@@ -19,8 +19,8 @@ from treeflash_jax import GenerateConfig, TreeFlash, load, trees
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, processors
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.engine.batching import SamplingSizes, make_batch
-from treeflash_jax.engine.requests import make_requests
+from treeflash_jax.engine.call.requests import make_requests
+from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.trees import NO_TOKEN
 
 STORED = np.load(DATA / "sampling" / "transformers.npz")

@@ -11,8 +11,8 @@ from test_every_drafter import KINDS, ONE_LAYER
 
 import treeflash_jax as tf
 from treeflash_jax.core import clock
-from treeflash_jax.engine import batching
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.schedule import batching
 from treeflash_jax.engine.schedule.prefill import Runner
 
 

@@ -16,7 +16,7 @@ from treeflash_jax.cli.chat import converse
 from treeflash_jax.core import sharding
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 
 PROMPT = [3, 4, 5, 17, 29]
 

@@ -22,8 +22,8 @@ from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Eagle3Config, Inputs
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.plan import resolve
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 

@@ -19,7 +19,7 @@ from treeflash_jax.drafters.block.heads import HEADS, Block, Unembed
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.path_head import PathHead
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
-from treeflash_jax.engine.plan import resolve
+from treeflash_jax.engine.settings.plan import resolve
 
 BATCH, V, D, DEPTHS = 3, 60, RANDOM_MODEL.hidden_size, RANDOM_DRAFTER.num_depths  # no other size is 60
 DRAFTER = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=V))

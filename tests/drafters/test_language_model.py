@@ -15,7 +15,7 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.drafters import LanguageModelConfig
-from treeflash_jax.engine import pairs
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 

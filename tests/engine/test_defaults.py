@@ -13,8 +13,8 @@ from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import NgramConfig
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
-from treeflash_jax.engine import defaults
-from treeflash_jax.engine.plan import resolve
+from treeflash_jax.engine.settings import defaults
+from treeflash_jax.engine.settings.plan import resolve
 
 ZEN5, AMX = (Device("cpu", features=frozenset({"avx512_bf16", *more})) for more in ((), ("amx_bf16",)))
 H100, H200 = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("gpu", "NVIDIA H200")

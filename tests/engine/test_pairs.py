@@ -12,7 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from refusals import refused
 
 import treeflash_jax as tf
-from treeflash_jax.engine import pairs
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats import model_files
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

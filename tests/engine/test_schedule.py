@@ -17,13 +17,13 @@ from conftest import needs_8_devices
 from own_calls import DRAFTED, LONGEST, PLAIN, Pool, few_tokens, make_pool
 
 import treeflash_jax as tf
+from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.batching import SamplingSizes
-from treeflash_jax.engine.constraints import AutomatonTable
-from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.results import Reader
+from treeflash_jax.engine.answers.results import Reader
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule import prefixes
+from treeflash_jax.engine.schedule.batching import SamplingSizes
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 
@@ -158,7 +158,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
             assert len(scheduler.slots.free) == slots
             continue
         for slot, result in zip(ready, reader.read_results(ready), strict=True):
-            request = scheduler.slots.held[slot]
+            request = scheduler.slots.requests[slot]
             assert result.ids == requests[request.number][0], request
             numbers[request.number] += 1
             fates["answered"] += 1

@@ -15,7 +15,7 @@ import pytest
 from answers import random_weights
 from safetensors.numpy import load_file
 
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier

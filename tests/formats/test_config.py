@@ -16,7 +16,7 @@ from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4
 from refusals import refused, understood
 
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files, storage
 from treeflash_jax.models.config import ModelConfig, Rope
 

@@ -13,7 +13,7 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import draft_vocabulary, model_files
 
 PROMPTS = ["Tom has 3 apples and buys 4 more. How many does he have?", "Write a function that adds two numbers."]

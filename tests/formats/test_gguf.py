@@ -17,7 +17,7 @@ import treeflash_jax as tf
 from treeflash_jax.bench.check import describe_ends
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import gguf_reader, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import layers, quantized

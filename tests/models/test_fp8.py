@@ -22,8 +22,8 @@ from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
 from treeflash_jax.drafters import NgramConfig
-from treeflash_jax.engine import defaults
 from treeflash_jax.engine.device_memory import footprint
+from treeflash_jax.engine.settings import defaults
 from treeflash_jax.models import experts, layers, quantized, verifier
 from treeflash_jax.models.backend import block_products, expert_sums
 from treeflash_jax.models.quantized import Quantized

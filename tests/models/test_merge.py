@@ -12,7 +12,8 @@ from conftest import FOLDERS, RANDOM_MODEL, needs_8_devices
 import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
-from treeflash_jax.engine import defaults, loading
+from treeflash_jax.engine import loading
+from treeflash_jax.engine.settings import defaults
 from treeflash_jax.models import quantized, verifier
 
 EXPERTS = replace(RANDOM_MODEL, model_type="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)

@@ -5,7 +5,8 @@ import threading
 import time
 from types import SimpleNamespace
 
-from treeflash_jax.engine import constraints, pairs
+from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import process
 from treeflash_jax.serve.options import ServeOptions
@@ -45,7 +46,7 @@ class StubWorker(threading.Thread):
     def compile(self, schema: str) -> None:
         tokenizer = Tokenizer.load(pairs.locate("tiny"))
         print("working", flush=True)
-        constraints.compile_constraint(schema, None, None, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
+        compile_constraint(schema, None, None, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
 
     def make_requests(self, prompts, **settings) -> list[object]:
         print("working", flush=True)

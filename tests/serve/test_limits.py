@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,9 @@ from refusals import refused
 from servers import CHAT, CONTEXT, LIMIT
 
 import treeflash_jax as tf
-from treeflash_jax.engine import constraints, pairs
-from treeflash_jax.engine.results import Chunk, Result
+from treeflash_jax.constraints import expressions
+from treeflash_jax.engine.answers.results import Chunk, Result
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import limits
@@ -130,6 +132,13 @@ def test_bodies_are_json_without_millions_of_lists():
     assert parse_body(CompletionBody, "application/json", text, 70_000).num_prompts == 1
 
 
+async def until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
 def test_the_work_of_one_client_stops_no_other():
     """While as many prompts are encoded as there are threads less one."""
     ends = threading.Event()
@@ -147,8 +156,7 @@ def test_the_work_of_one_client_stops_no_other():
             slow = [asyncio.create_task(http.post("/v1/completions", json={"prompt": "slow"})) for _ in range(READING - 1)]
             fast = await asyncio.wait_for(http.post("/v1/completions", json={"prompt": "fast"}), 30)
             slow += [asyncio.create_task(http.post("/v1/completions", json={"prompt": "slow"})) for _ in range(30)]
-            while count_threads() < READING:
-                await asyncio.sleep(0.01)
+            await until(lambda: count_threads() >= READING)
             await asyncio.sleep(0.2)
             assert count_threads() == READING
             for path in ("/health", "/metrics"):
@@ -176,8 +184,7 @@ def test_schemas_are_compiled_once_and_a_few_at_a_time():
     async def run() -> None:
         compiler = Compiler(compile, COMPILING)
         tasks = [asyncio.create_task(compiler.compile(schema)) for schema in "abcabca"]
-        await asyncio.sleep(0.2)
-        assert len(running) == COMPILING
+        await until(lambda: len(running) == COMPILING)
         ends.set()
         await asyncio.gather(*tasks)
 
@@ -192,7 +199,7 @@ def test_a_compilation_ends_with_its_last_client():
         if schema == "wrong":
             raise ValueError("no schema")
         started.append(schema)
-        run = constraints.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
+        run = expressions.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
         started.append(run.returncode)
 
     async def run() -> None:
@@ -210,7 +217,7 @@ def test_a_compilation_ends_with_its_last_client():
         assert started[1] < 0
 
     asyncio.run(run())
-    assert constraints.RUN.get() is subprocess.run
+    assert expressions.RUN.get() is subprocess.run
 
 
 def test_what_a_client_left_is_not_prepared_further():
@@ -219,7 +226,7 @@ def test_what_a_client_left_is_not_prepared_further():
 
     def compile(schema: str) -> None:
         compiling.set()
-        constraints.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
+        expressions.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
         left.set()
 
     with listening(make_app(stub_worker(compile=compile), Metrics())) as port:

@@ -16,7 +16,7 @@ from toy_training import change_weights, write_lines
 from train import export, from_scratch
 from train.runtime import checkpoint, frozen_inputs, run_config, training_state, watch
 from train.stages import drafting, registry
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 
 # Lines of the settings of each stage, besides those of the toy's head, and the names of those that it does not have.
 ROLLOUT = "objective = { steps = 2, anchors = 16, chunk = 8 }"

@@ -13,7 +13,7 @@ from train import ask, respond
 from train.ask import AskConfig
 from train.data.records import Source
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 
 
 @pytest.fixture

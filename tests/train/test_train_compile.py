@@ -13,8 +13,8 @@ import pytest
 import toy_training
 from refusals import mistake
 
+from train import memory
 from treeflash_jax.bench import shapes
-from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters
 from treeflash_jax.models import verifier
 
@@ -26,12 +26,12 @@ SCRIPT = f"""
 import dataclasses, functools, sys
 sys.modules.update(dict.fromkeys({ABSENT!r}))
 from treeflash_jax.bench import shapes
-from treeflash_jax.cli import commands
+from train import memory
 shapes.VERIFIERS["small"] = dataclasses.replace(shapes.VERIFIERS["qwen3-4b"], **{SIZES!r})
 shapes.find_drafter = functools.partial(shapes.find_drafter, num_layers=2)
-sys.exit(commands.main(sys.argv[1:]))
+sys.exit(memory.main(sys.argv[1:]))
 """
-MEMORY = ["bench", "memory", "--shape", "small"]
+MEMORY = ["--shape", "small"]
 SMALL = ["data.sequence_length=32", "objective.anchors=4", "objective.chunk=2", "loop.batch=8"]
 
 
@@ -46,8 +46,8 @@ def small_shape(monkeypatch):
 def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
     out = tmp_path / "compiled.json"
     out.write_text('{"earlier": {"bytes_per_device": {}}}')
-    words = ["--train", HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2", "--out", str(out)]
-    assert commands.main([*MEMORY, *words]) == 0
+    words = [HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2", "--out", str(out)]
+    assert memory.main([*MEMORY, *words]) == 0
     results = json.loads(out.read_text())
     (key,) = results.keys() - {"earlier"}
     result = results[key]
@@ -66,32 +66,26 @@ def test_commands_for_a_pod_compile(small_shape, capsys, stage, size):
     file, *overrides = words.split()
     parts = int(re.search(r"loop\.accumulate=(\d+)", words)[1])
     small = [*SMALL, f"loop.batch={8 * parts}", "mesh.fsdp=8", size]
-    assert commands.main([*MEMORY, "--train", f"{ROOT}/{file}", *overrides, *small]) == 0
+    assert memory.main([*MEMORY, f"{ROOT}/{file}", *overrides, *small]) == 0
     assert "'fsdp': 8" in (shown := capsys.readouterr().out) and f"{8 * parts} sequences of 32 tokens" in shown
 
 
 @pytest.mark.slow
 def test_compiling_needs_no_packages_of_training():
     """No grain, datasets, tokenizers, transformers or Orbax, and a shape by name."""
-    words = [*MEMORY, "--train", HEAD, *SMALL, "evaluate.prompts=0", "mesh.data=1", "loop.batch=1"]
+    words = [*MEMORY, HEAD, *SMALL, "evaluate.prompts=0", "mesh.data=1", "loop.batch=1"]
     shown = toy_training.finish(toy_training.start([sys.executable, "-c", SCRIPT, *words]))
     assert "1 sequences of 32 tokens" in shown
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--shape", "huge", "--train", HEAD], "got shape 'huge'"),
-    (["--train", HEAD, *SMALL, "loop.batch=3"], "expected a multiple"),
-    (["--train", "loop.batch=3"], "expected one TOML file"),
-    (["--train", HEAD, "--batch", "3"], "got --batch with --train, expected settings such as loop.batch=16"),
-    (["--train", HEAD, "--topologie", "v5e:4x4"], "did you mean --topology?"),
+    (["--shape", "huge", HEAD], "got shape 'huge'"),
+    ([HEAD, *SMALL, "loop.batch=3"], "expected a multiple"),
+    (["loop.batch=3"], "expected one TOML file"),
+    ([HEAD, "--topologie", "v5e:4x4"], "did you mean --topology?"),
 ])  # fmt: skip
 def test_errors_are_one_line(small_shape, capsys, words, message):
-    mistake(capsys, commands.main, [*MEMORY, *words], message)
-
-
-def test_without_a_clone_there_is_no_training_code(small_shape, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "train.stages.compiled_step", None)
-    mistake(capsys, commands.main, [*MEMORY, "--train", HEAD], "--train needs a clone", 'pip install -e ".[train]"')
+    mistake(capsys, memory.main, [*MEMORY, *words], message)
 
 
 def test_named_shapes_are_those_published():

@@ -18,7 +18,7 @@ from toy_training import ROOT, finish, read_log, start
 from train import head
 from train.runtime import hosts, watch
 from treeflash_jax.core import files
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 
 HOLDER = (
     "import sys, time; from train.runtime import hosts; from etils import epath\n"

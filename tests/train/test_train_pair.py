@@ -26,7 +26,7 @@ from train.stages import registry
 from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier

@@ -20,7 +20,7 @@ from train.respond import RespondConfig
 from train.runtime import run_config
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import files
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 
 QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
 QUESTIONS += [f"Question {i}" for i in range(5)]

@@ -15,7 +15,7 @@ from etils import epath
 from train.runtime import frozen_inputs, hosts, run_config
 from train.runtime.frozen_inputs import Inputs
 from treeflash_jax.core import files
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.pairs import locate
 
 SECONDS_PER_PART = 30.0
 

@@ -18,7 +18,7 @@ import numpy as np
 from treeflash_jax.core.checks import expect, parse_json
 from treeflash_jax.core.files import fetch
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine import prompts
+from treeflash_jax.engine.call import prompts
 
 Messages = list[dict[str, str]]
 
@@ -107,7 +107,7 @@ def read_records(source: Source, seed: int, skipped: Counter[str] | None = None)
 
 
 def parse_chat(raw: Any) -> Messages:
-    """Parses messages in any form of `engine.prompts.read_messages`, also of a prompt file for benchmarks.
+    """Parses messages in any form of `engine.call.prompts.read_messages`, also of a prompt file for benchmarks.
 
     Line ends become "\\n", and space around messages is removed. A chat of user turns alone keeps the first, as later ones
     need the answers in between; a reference program ("reference": {"code"}) becomes the assistant's answer.

@@ -29,8 +29,8 @@ from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine.defaults import choose_dtype, choose_training_lengths, choose_training_vocabulary
-from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.settings.defaults import choose_dtype, choose_training_lengths, choose_training_vocabulary
+from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig

@@ -41,9 +41,9 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.engine.defaults import choose_training_attention
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import HUB_IDS, locate
+from treeflash_jax.engine.settings.defaults import choose_training_attention
+from treeflash_jax.engine.settings.pairs import HUB_IDS, locate
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer

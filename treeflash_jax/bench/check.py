@@ -13,14 +13,14 @@ from treeflash_jax.core import programs
 from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
-from treeflash_jax.decoding.state import DecodeState, Sampling
-from treeflash_jax.engine import defaults
-from treeflash_jax.engine.batching import SamplingSizes, make_batch
+from treeflash_jax.decoding.state import Sampling, without_caches
+from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.engine.call.prompts import Prompt
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.plan import NO_DRAFTER
-from treeflash_jax.engine.prompts import Prompt
-from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
+from treeflash_jax.engine.settings import defaults
+from treeflash_jax.engine.settings.plan import NO_DRAFTER
 from treeflash_jax.models import verifier
 
 NEAR_TIE = 1e-4  # largest change of two logits' difference that counts as rounding, in any dtype, or
@@ -205,7 +205,7 @@ def find_divergence(
     logits_bnv = jnp.asarray(logits_v, jnp.promote_types(logits_v.dtype, jnp.float32))[None, None]
     sizes = SamplingSizes.fit([request])
     tokens_bs, length_b, sampling = make_batch([request], sizes, capacity=request.length, dtype=logits_bnv.dtype)
-    state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
+    state = without_caches(tokens_bs, length_b, sampling)
     noise_bnv = target_noise(state.replace(end_b=jnp.array([len(prefix)])), 1, logits_bnv)
     state = processors.init_processors(state, logits_v.size, processor)
     answer_bni = jnp.asarray(plain[:index], jnp.int32)[None, None]

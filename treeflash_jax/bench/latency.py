@@ -23,10 +23,10 @@ from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.engine.defaults import choose_dtype
-from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.loading import load_model
-from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.engine.settings.defaults import choose_dtype
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.quantized import NONE
 
 SCHEMA = 4

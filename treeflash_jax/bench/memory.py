@@ -2,16 +2,13 @@
 
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 
-    treeflash bench memory --shape qwen3-4b --topology v5e:4x4 --train configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16
-
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) are the
 compiler's own report of the programs, which are compiled from shapes alone. On accelerators it also prints how many
-operations a round launches: on a GPU each takes over a microsecond, however little it does. With --train it compiles a
-training step instead, and also prints its FLOPs. The exit status is 1 if a device is too small.
+operations a round launches: on a GPU each takes over a microsecond, however little it does. The exit status is 1 if a
+device is too small. `python -m train.memory` does the same for a training step.
 """
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -32,12 +29,12 @@ from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.engine.batching import SERVER_CLASSES, SamplingSizes, make_batch, round_capacity
-from treeflash_jax.engine.defaults import merges_weights
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.model_options import ModelOptions
-from treeflash_jax.engine.plan import resolve
+from treeflash_jax.engine.schedule.batching import SERVER_CLASSES, SamplingSizes, make_batch, round_capacity
+from treeflash_jax.engine.settings.defaults import merges_weights
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.model_options import ModelOptions
+from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import verifier
 from treeflash_jax.models.quantized import NONE
 
@@ -87,53 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, MemoryOptions, shape="tiny")
     add_options(parser, ModelOptions, ["quantize"])
     add_options(parser, GenerateConfig, [*shapes.TREE_OPTIONS, "nodes"])
-    help = "settings of a stage that trains a drafter, whose step is compiled (with --shape, --topology, --out)"
-    parser.add_argument("--train", nargs="+", metavar="FILE.toml | key=value", help=help)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the memory that a request or a training step needs; returns 1 if a device cannot hold it."""
-    return report_step(arguments) if arguments.train else report_request(arguments)
-
-
-def report_step(arguments: argparse.Namespace) -> int:
-    """Compiles a training step, and prints its memory and FLOPs."""
-    usual = MemoryOptions()
-    for name in ("batch", "context", "dtype", "mesh", "schema_states", "no_compile", "drafter_shape"):
-        if getattr(arguments, name) != getattr(usual, name):
-            raise ValueError(
-                f"got --{name.replace('_', '-')} with --train, expected settings such as loop.batch=16 mesh.fsdp=8"
-            )
-    try:  # by name, as the package does not contain the training code
-        training = importlib.import_module("train.stages.compiled_step")
-    except ModuleNotFoundError as error:
-        raise ValueError(f'--train needs a clone, and there pip install -e ".[train]" ({error})') from None
-    earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
-    settings = training.read_settings(arguments.train)
-    limit, device, _ = _describe_topology(arguments.topology)
-    devices = find_devices(arguments.topology)
-    topology = {"topology": arguments.topology or device.kind}
-    result = topology | training.compile_step(settings, arguments.shape, devices)
-    sizes, words = result["bytes_per_device"], (result["shape"], "+".join(result["trains"]), result["topology"])
-    limit = limit or usable_memory()
-    result |= {"bytes_limit": limit, "fits": None if limit is None else sizes["total"] <= limit}
-    key = f"{' '.join(words)} batch {result['batch']} {result['attention']}"
-    if arguments.out:
-        files.write(arguments.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
-    lines = [
-        f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens; on each device"
-    ]
-    names = {"state_and_weights": "state and weights"}
-    lines += [f"  {names.get(part, part):24}{in_units(size):>12}" for part, size in sizes.items()]
-    if limit is not None:
-        lines.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
-    lines.append(f"FLOPs: {result['flops_per_step']:.3g} a step, {result['flops_per_device']:.3g} a device")
-    terminal.show("\n".join(lines))
-    return int(result["fits"] is False)
-
-
-def report_request(arguments: argparse.Namespace) -> int:
-    """Prints the memory that a request needs."""
+    """Prints the memory that a request needs; returns 1 if a device cannot hold it."""
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
@@ -251,7 +205,7 @@ def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
     """Returns the mesh, the bytes of a device, and the kind of device whose defaults the programs have."""
-    limit, device, count = _describe_topology(arguments.topology)
+    limit, device, count = describe_topology(arguments.topology)
     if arguments.no_compile:
         ways = sharding.parse_sizes(arguments.mesh or f"1x{count}")
         return jax.sharding.AbstractMesh(tuple(ways.values()), tuple(ways)), limit or usable_memory(), device
@@ -260,7 +214,7 @@ def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
     return mesh, limit or usable_memory(mesh), device
 
 
-def _describe_topology(topology: str | None) -> tuple[int | None, Device, int]:
+def describe_topology(topology: str | None) -> tuple[int | None, Device, int]:
     """Returns the bytes of a device if they are known, its kind, and the number of devices."""
     if topology is None:
         return None, sharding.device(), jax.device_count()

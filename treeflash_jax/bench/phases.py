@@ -27,10 +27,10 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.accepting import Accepted, accept_path
 from treeflash_jax.decoding.rounds import Verified, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.engine.batching import SamplingSizes, make_batch, round_capacity
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.call.requests import make_requests
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.requests import make_requests
+from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, round_capacity
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 
 CALLS = 64  # maximal number of calls in a sample
 ROUNDS = 16  # the same of rounds and commits, which lengthen the context

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.bench.bench_records import read_jsonl
-from treeflash_jax.engine.prompts import read_messages
+from treeflash_jax.engine.call.prompts import read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
 PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks

@@ -24,11 +24,11 @@ from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.prompt_sets import BUNDLED, BenchPrompt, choose_prompts, make_chat
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options, coerce_field, field_names, option_values, setting
-from treeflash_jax.engine import pairs
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.call.prompts import parse_ids
 from treeflash_jax.engine.loading import choose_verifier, load_model
-from treeflash_jax.engine.model_options import ModelOptions
-from treeflash_jax.engine.prompts import parse_ids
+from treeflash_jax.engine.settings import pairs
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.model_options import ModelOptions
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "ar": {"builder": "none"},

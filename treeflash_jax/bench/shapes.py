@@ -19,10 +19,10 @@ from treeflash_jax.drafters import DrafterConfig, MtpConfig
 from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
-from treeflash_jax.engine.defaults import merges_weights
-from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.pairs import DRAFTERS, MTP, locate
+from treeflash_jax.engine.settings.defaults import merges_weights
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.pairs import DRAFTERS, MTP, locate
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.architectures.gpt_oss import GPT_OSS
 from treeflash_jax.formats.architectures.rope import attention_growth

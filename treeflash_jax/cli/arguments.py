@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from treeflash_jax.core.checks import clipped, hint, parse_json, quoted, suggestion
 from treeflash_jax.core.settings import add_options, default_text, field_names
-from treeflash_jax.engine.generate_config import GROUPS, REFUSED, GenerateConfig
-from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.engine.settings.generate_config import GROUPS, REFUSED, GenerateConfig
+from treeflash_jax.engine.settings.model_options import ModelOptions
 
 logger = logging.getLogger("treeflash_jax")
 ADVANCED = "advanced:"  # how titles of groups of options begin that only --help-all shows

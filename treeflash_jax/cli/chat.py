@@ -12,8 +12,8 @@ from treeflash_jax.cli.line_editor import LineEditor
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import shown
+from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.results import Chunk, Result
 
 
 @dataclass(frozen=True, kw_only=True)

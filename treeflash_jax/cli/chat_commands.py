@@ -14,10 +14,10 @@ from treeflash_jax.cli.prompt_options import CHATS, add_system
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, hint, parse_json
 from treeflash_jax.core.settings import coerce_field, field_names
-from treeflash_jax.engine.generate_config import REFUSED, GenerateConfig
+from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.results import Result
 from treeflash_jax.engine.schedule.session import Session
+from treeflash_jax.engine.settings.generate_config import REFUSED, GenerateConfig
 
 COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # not /usr/bin or // in pasted text
 SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value

@@ -35,11 +35,11 @@ from treeflash_jax.core.dtypes import dtype_name
 from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.core.terminal import Console, show
-from treeflash_jax.engine import pairs
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.loading import load_model
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.results import Chunk, Result
+from treeflash_jax.engine.settings import pairs
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats import dialects, gguf_reader, model_files
 from treeflash_jax.serve.options import ServeOptions
 

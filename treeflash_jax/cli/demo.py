@@ -23,8 +23,8 @@ from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options, setting
 from treeflash_jax.core.terminal import Console, shown
-from treeflash_jax.engine import pairs
-from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.engine.settings import pairs
+from treeflash_jax.engine.settings.model_options import ModelOptions
 
 PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # ways of decoding
 SEVERAL = "bold green"  # text of rounds that committed several tokens

@@ -16,7 +16,7 @@ from treeflash_jax.bench.bench_records import read_jsonl
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import add_options, setting
-from treeflash_jax.engine.prompts import Text, parse_ids, read_messages
+from treeflash_jax.engine.call.prompts import Text, parse_ids, read_messages
 
 PIPE_SECONDS = 1.0  # a program that feeds a pipe has this long to send its first text
 HEADING = 60  # characters of a prompt above its answer

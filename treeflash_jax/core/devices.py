@@ -1,4 +1,4 @@
-"""Properties of devices: instruction sets, memory and peak rates. `engine.defaults` has the defaults that follow from them.
+"""Properties of devices: instruction sets, memory and peak rates. Defaults that follow: `engine.settings.defaults`.
 
 A `Device` is a plain value, also for devices that are not present; `sharding.device` returns that of a mesh.
 """

@@ -209,6 +209,12 @@ class DecodeState:
         return self.tokens_bs.shape[1]
 
 
+def without_caches(tokens_bs: jax.Array, end_b: jax.Array, sampling: Sampling) -> DecodeState:
+    """Returns a state with what the sampling of a token reads, and nothing of the rounds."""
+    of_rounds = "done_b", "cache", "drafter", "rounds_b", "accepted_bs", "log_probs", "expected_bs"
+    return DecodeState(tokens_bs=tokens_bs, end_b=end_b, sampling=sampling, **dict.fromkeys(of_rounds))
+
+
 def pin(state: DecodeState) -> DecodeState:
     """Constrains the state to its layout on the ambient mesh, so that all programs accept and return the same layout."""
     if sharding.current() is None:

@@ -16,12 +16,12 @@ from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import field_names, option_values
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine import pairs
-from treeflash_jax.engine.defaults import choose_dtype, choose_nodes, keeps_fp8, merges_weights
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
-from treeflash_jax.engine.keywords import LoadOptions
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.engine.settings import pairs
+from treeflash_jax.engine.settings.defaults import choose_dtype, choose_nodes, keeps_fp8, merges_weights
+from treeflash_jax.engine.settings.keywords import LoadOptions
+from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models.config import ModelConfig

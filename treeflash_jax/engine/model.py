@@ -17,17 +17,17 @@ from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine.batching import SamplingSizes, choose_batch_size, largest_caches
+from treeflash_jax.engine.answers.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
+from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
+from treeflash_jax.engine.call.requests import Request, make_requests, take_recommended
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
-from treeflash_jax.engine.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
-from treeflash_jax.engine.keywords import GenerateSettings
-from treeflash_jax.engine.plan import resolve
-from treeflash_jax.engine.prompts import Prompt, as_list, encode, encode_each
-from treeflash_jax.engine.requests import Request, make_requests, take_recommended
-from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
+from treeflash_jax.engine.schedule.batching import SamplingSizes, choose_batch_size, largest_caches
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.schedule.session import Session
+from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
+from treeflash_jax.engine.settings.keywords import GenerateSettings
+from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
@@ -206,8 +206,8 @@ class TreeFlash:
         scheduler = self.schedule(call, session)
         reader = Reader(scheduler, self)
         try:
-            for ready in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
-                [(chunk, result)] = reader.read_chunks([0], ready)
+            for finished in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
+                [(chunk, result)] = reader.read_chunks([0], finished)
                 with scheduler.runner.clock.paused():
                     yield chunk
         finally:  # also of a stream that is not read to its end
@@ -342,9 +342,9 @@ class TreeFlash:
         try:
             scheduler = self.schedule(call)
             reader = Reader(scheduler, self)
-            for ready in scheduler.decode_all(rounds, reader.find_stopped):
-                numbers = [scheduler.slots.held[slot].number for slot in ready]
-                for number, result in zip(numbers, reader.read_results(ready), strict=True):
+            for finished in scheduler.decode_all(rounds, reader.find_stopped):
+                numbers = [scheduler.slots.requests[slot].number for slot in finished]
+                for number, result in zip(numbers, reader.read_results(finished), strict=True):
                     del unanswered[number]
                     with scheduler.runner.clock.paused():
                         yield number, result

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.engine.prompts import Chat, Prompt, Text
-from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.engine.call.prompts import Chat, Prompt, Text
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.log_probs import Place, PlaceReader, chat_form, completion_form
 from treeflash_jax.serve.message_blocks import CALL, THINK, BlockParser

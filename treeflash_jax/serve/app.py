@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from treeflash_jax.core.checks import clipped
-from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.serve.api_forms import (
     Body,
     ChatBody,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treeflash_jax.core.settings import setting, validate
-from treeflash_jax.engine.generate_config import MAX_SEQUENCES
+from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES
 
 
 @dataclass(frozen=True, kw_only=True)

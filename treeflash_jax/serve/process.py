@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from treeflash_jax.core.checks import clipped, expect
-from treeflash_jax.engine.generate_config import GenerateConfig
 from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.limits import TimedProtocol
 from treeflash_jax.serve.metrics import Metrics

@@ -9,7 +9,7 @@ from contextlib import suppress
 from subprocess import PIPE
 from typing import Any, TypeVar
 
-from treeflash_jax.engine import constraints
+from treeflash_jax.constraints import expressions
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Compiler:
         process = _Stoppable()
 
         def compile() -> None:
-            constraints.RUN.set(process.run)  # in this thread only
+            expressions.RUN.set(process.run)  # in this thread only
             self._compile(schema)
 
         try:

@@ -13,18 +13,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
-from treeflash_jax.engine import constraints
-from treeflash_jax.engine.batching import SamplingSizes, refill_size
-from treeflash_jax.engine.defaults import choose_slots
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.answers.results import Chunk, Reader, Result
+from treeflash_jax.engine.call.prompts import Prompt, encode, encode_each
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.prompts import Prompt, encode, encode_each
-from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.results import Chunk, Reader, Result
+from treeflash_jax.engine.schedule.batching import SamplingSizes, refill_size
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.engine.settings.defaults import choose_slots
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
@@ -116,7 +117,7 @@ class Worker(threading.Thread):
         self._scheduler = Scheduler(runner, self._sizes, batch_size=slots, capacity=capacity, is_open=True)
         self._reader = Reader(self._scheduler, model)
         metrics.watch(
-            lambda: len(self._scheduler.slots.held), lambda: self._num_unfinished - len(self._scheduler.slots.held)
+            lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
         )
         self._warm_up()
 
@@ -126,13 +127,13 @@ class Worker(threading.Thread):
         text = first.ids + self._decode(first)
         [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
         if self._sizes.automaton is not None:
-            second = replace(second, automaton=constraints.allow_all(self.model.verifier.vocab_size))
+            second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
         self._decode(second)
 
     def _decode(self, request: Request) -> list[int]:
         self._scheduler.submit([request])
-        for ready in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
-            ids = self._reader.read_results(ready)[0].ids if ready else []
+        for finished in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
+            ids = self._reader.read_results(finished)[0].ids if finished else []
         self._reader.forget(request)
         return ids
 
@@ -149,7 +150,7 @@ class Worker(threading.Thread):
         """Compiles a schema; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
         expect(self._sizes.automaton is not None, "schema", schema, "none: this server follows no schemas")
         model = self.model
-        constraints.compile_constraint(schema, None, None, model.tokenizer, model.stop_ids, model.verifier.vocab_size)
+        compile_constraint(schema, None, None, model.tokenizer, model.stop_ids, model.verifier.vocab_size)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.
@@ -246,28 +247,30 @@ class Worker(threading.Thread):
         self._scheduler.submit(submission.requests)
 
     def _step(self) -> None:
-        scheduler, held = self._scheduler, self._scheduler.slots.held
-        ready = scheduler.step(ROUNDS_PER_DISPATCH, self._reader.find_stopped)
+        scheduler, requests = self._scheduler, self._scheduler.slots.requests
+        finished = scheduler.step(ROUNDS_PER_DISPATCH, self._reader.find_stopped)
         self._failures = 0
         now = time.perf_counter()
-        for request in held.values():
+        for request in requests.values():
             self._observe_piece(request, now)
-        slots = [slot for slot in sorted(held) if slot in ready or self._unfinished[held[slot].number][0].streams]
+        slots = [
+            slot for slot in sorted(requests) if slot in finished or self._unfinished[requests[slot].number][0].streams
+        ]
         for slot in slots:
-            request = held.get(slot)
+            request = requests.get(slot)
             if request is None:  # an answer to the same request failed
                 continue
             submission, index = self._unfinished[request.number]
             try:
-                [(chunk, result)] = self._reader.read_chunks([slot], ready)
+                [(chunk, result)] = self._reader.read_chunks([slot], finished)
             except ValueError as error:  # NaN
                 self._drop(submission, RuntimeError(clipped(error)))
                 continue
-            if slot in ready:
+            if slot in finished:
                 self.metrics.observe(result, now - self._first_times[request.number])
                 self._close(request)
-            submission.send(Piece(index, chunk, result, slot in ready))
-        scheduler.slots.release([slot for slot in ready if slot in held])
+            submission.send(Piece(index, chunk, result, slot in finished))
+        scheduler.slots.release([slot for slot in finished if slot in requests])
 
     def _observe_piece(self, request: Request, now: float) -> None:
         if request.number in self._first_times:

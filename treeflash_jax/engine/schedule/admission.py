@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Any
 
 from treeflash_jax.core import sharding
-from treeflash_jax.engine.batching import refill_size
-from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.schedule.prefill import Kept, Prefill
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.schedule.batching import refill_size
+from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches
 from treeflash_jax.engine.schedule.slots import Slots
 
 
@@ -32,9 +32,9 @@ class Group:
     def requests_of_rows(self) -> list[Request | None]:
         return [self.requests.get(slot) for slot in self.rows]
 
-    def begin(self, prefill: Prefill, kept: Kept | None) -> None:
+    def begin(self, prefill: Prefill, prefixes: PrefixCaches | None) -> None:
         self.prefill = prefill
-        self.reused = [0] * len(self.rows) if kept is None else kept.count_b.tolist()
+        self.reused = [0] * len(self.rows) if prefixes is None else prefixes.count_b.tolist()
 
 
 class Admission:
@@ -68,20 +68,20 @@ class Admission:
         """Number of sequences without a running answer at which rounds stop, so that others can be admitted."""
         if not self.waiting:
             return self.slots.size
-        return max(self.next_refill, self.slots.size - len(self.slots.held) + 1)
+        return max(self.next_refill, self.slots.size - len(self.slots.requests) + 1)
 
     def add(self, requests: Iterable[Request]) -> None:
         self.waiting.extend(requests)
 
-    def make_group(self, wanted: Sequence[int | None], *, row_of_slot: bool = False) -> Group:
+    def make_group(self, preferred: Sequence[int | None], *, row_of_slot: bool = False) -> Group:
         """Takes the first requests and reserves a slot for each of them.
 
         Args:
-          wanted: slot that each request should get, if it is free; None: any.
+          preferred: slot that each request should get, if it is free; None: any.
           row_of_slot: True gives the group a row for every slot of the batch, in their order; False a row for each request,
             padded to the size of a refill.
         """
-        slots = self.slots.reserve(wanted)
+        slots = self.slots.reserve(preferred)
         requests = {slot: self.waiting.popleft() for slot in slots}
         unused = [None] * (self.refill_size - len(slots))
         return Group(requests, [*range(self.slots.size)] if row_of_slot else [*slots, *unused])

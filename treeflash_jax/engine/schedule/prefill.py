@@ -12,7 +12,7 @@ from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.engine.batching import Batch
+from treeflash_jax.engine.schedule.batching import Batch
 from treeflash_jax.models.caches import Cache
 
 
@@ -48,7 +48,7 @@ class Runner:
         return prefill.state
 
 
-class Kept(NamedTuple):
+class PrefixCaches(NamedTuple):
     """Caches of earlier texts that the prompts of a batch go on from.
 
     Attributes:
@@ -67,7 +67,7 @@ class Prefill:
     """Prompts of a batch while they are read: between two dispatches, others can be decoded, and Ctrl-C works.
 
     Args:
-      kept: caches of the same capacity to begin with; None: empty ones.
+      prefixes: caches of the same capacity to begin with; None: empty ones.
       first_b: first tokens of the answers if they are known; None: sampled.
       will_decode: whether rounds of the same batch follow, whose program is then compiled at the same time.
 
@@ -79,7 +79,7 @@ class Prefill:
         self,
         runner: Runner,
         batch: Batch,
-        kept: Kept | None = None,
+        prefixes: PrefixCaches | None = None,
         *,
         first_b: jax.Array | None = None,
         will_decode: bool = False,
@@ -89,10 +89,10 @@ class Prefill:
         length_b = sharding.to_host(self._length_b)
         earlier: tuple[Any, ...] = None, None
         unread = self._longest = int(np.max(length_b))
-        if kept is not None:
-            unread = int(np.max(length_b - kept.count_b))
-            count_b = sharding.place(jax.device_put(kept.count_b.astype(np.int32)), runner.mesh)
-            earlier = (kept.cache, kept.drafter), count_b
+        if prefixes is not None:
+            unread = int(np.max(length_b - prefixes.count_b))
+            count_b = sharding.place(jax.device_put(prefixes.count_b.astype(np.int32)), runner.mesh)
+            earlier = (prefixes.cache, prefixes.drafter), count_b
         self._position = self._longest - unread
         self._chunk = self._plan.chunk_size(tokens_bs.shape[1])
         start = partial(
@@ -106,7 +106,7 @@ class Prefill:
             can_cut=runner.can_cut,
         )
         self.state: DecodeState = start()
-        if self._compile(will_decode, can_run=kept is None):
+        if self._compile(will_decode, can_run=prefixes is None):
             self.state = start()
         self._reported = time.perf_counter()
 

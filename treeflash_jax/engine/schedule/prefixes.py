@@ -8,8 +8,8 @@ import numpy as np
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.schedule.prefill import Kept, Runner
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.schedule.prefill import PrefixCaches, Runner
 
 LEAST_REUSED = 64  # tokens; a shorter beginning is read again
 
@@ -26,9 +26,9 @@ def count_reusable(state: DecodeState, ids: list[int], vocab_size: int) -> np.nd
     return sharding.to_host(state.cache.longest_cut(count_b.astype(np.int32)))
 
 
-def find_kept(
+def find_prefixes(
     runner: Runner, state: DecodeState, requests: Sequence[Request], num_rows: int
-) -> tuple[list[int | None], Kept | None]:
+) -> tuple[list[int | None], PrefixCaches | None]:
     """Returns the slot that each request should get, and copies of the caches that the rows of their prefill go on from.
 
     A request should get the slot whose text it has at least half of in common; None: any. Copies nothing, and returns None
@@ -39,16 +39,16 @@ def find_kept(
     """
     known_b = sharding.to_host(state.cache.length_b)
     source_a, count_a = np.zeros((2, num_rows), np.int32)
-    wanted: list[int | None] = []
+    preferred: list[int | None] = []
     for row, request in enumerate(requests):
         count_b = count_reusable(state, request.ids, runner.plan.prefill.verifier.vocab_size)
         source = int(np.argmax(count_b))
         is_reused = count_b[source] >= LEAST_REUSED
         if is_reused:
             source_a[row], count_a[row] = source, count_b[source]
-        wanted.append(source if is_reused and 2 * count_b[source] >= known_b[source] else None)
+        preferred.append(source if is_reused and 2 * count_b[source] >= known_b[source] else None)
     if not count_a.any():
-        return wanted, None
+        return preferred, None
     slots_a = sharding.place(jax.device_put(source_a), runner.mesh, over_batch=False)
     cache, drafter = runner.call(loops.copy_slots, (state.cache, state.drafter), slots_a)
-    return wanted, Kept(cache, drafter, count_a, state.capacity)
+    return preferred, PrefixCaches(cache, drafter, count_a, state.capacity)

@@ -17,11 +17,11 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.engine.batching import Batch, SamplingSizes, first_capacity, make_batch
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.admission import Admission, Group
-from treeflash_jax.engine.schedule.prefill import Kept, Prefill, Runner
-from treeflash_jax.engine.schedule.prefixes import find_kept
+from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity, make_batch
+from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches, Runner
+from treeflash_jax.engine.schedule.prefixes import find_prefixes
 from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.schedule.slots import Slots
 
@@ -64,7 +64,7 @@ class Scheduler:
         self.reused = np.zeros(self.slots.size, int)
         self.is_interrupted = False
         self._is_fixed, self._capacity = capacity is not None, capacity or 0
-        self._kept: Kept | None = None  # of a session, for the first prompt
+        self._session_caches: PrefixCaches | None = None  # of a session, for the first prompt
         self._group: Group | None = None  # whose prompts are being read
         self._free_tables: dict[int, Automaton] = {}  # automata that allow everything, by number of rows
 
@@ -75,7 +75,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.admission.waiting or self.slots.held or self._group)
+        return bool(self.admission.waiting or self.slots.requests or self._group)
 
     def submit(self, requests: Sequence[Request], session: Session | None = None) -> None:
         """Queues requests; those without a free slot wait for one.
@@ -86,14 +86,14 @@ class Scheduler:
         if not self._is_fixed:
             self._capacity = max(self._capacity, first_capacity(self.runner.plan, requests))
         if session is not None:
-            self._kept = session.take_caches(self.runner, requests[0], self._capacity)
-            self._capacity = self._kept.capacity if self._kept else self._capacity
+            self._session_caches = session.take_caches(self.runner, requests[0], self._capacity)
+            self._capacity = self._session_caches.capacity if self._session_caches else self._capacity
         self.admission.add(requests)
 
     def cancel(self, request: Request) -> None:
         """Drops a request of an open scheduler: one that waits, one whose prompt is being read, or one with a slot."""
         self.admission.remove(request)
-        held = [slot for slot, other in self.slots.held.items() if other is request]
+        held = [slot for slot, other in self.slots.requests.items() if other is request]
         if held:
             self.end(held)
         reserved = self._group.requests if self._group else {}
@@ -106,7 +106,7 @@ class Scheduler:
 
     def recover(self) -> list[Request]:
         """Drops the state after a failed dispatch and frees all slots; returns the requests whose answers are lost."""
-        lost = {**self.slots.held, **(self._group.requests if self._group else {})}
+        lost = {**self.slots.requests, **(self._group.requests if self._group else {})}
         self.state = self._group = None
         self.slots.release([*lost])
         return [*lost.values()]
@@ -117,18 +117,18 @@ class Scheduler:
         Args:
           find_stopped: function of slots, which returns those whose answers contain a stop string.
         """
-        alternates = self.is_open and bool(self.slots.held)
+        alternates = self.is_open and bool(self.slots.requests)
         if self.state is None and self.is_open:
             self.state = self._empty_state()
         is_reading = self._read_prompts(1 if alternates else self.runner.plan.prefill.passes)
         if alternates or not is_reading:
             self._run_rounds(1 if is_reading else max_rounds)
         done_b = sharding.to_host(self.state.done_b)
-        ready = [slot for slot in sorted(self.slots.held) if done_b[slot]]
-        stopped = find_stopped([slot for slot in sorted(self.slots.held) if slot not in ready])
+        finished = [slot for slot in sorted(self.slots.requests) if done_b[slot]]
+        stopped = find_stopped([slot for slot in sorted(self.slots.requests) if slot not in finished])
         if stopped:
             self.end(stopped)
-        return sorted(ready + stopped)
+        return sorted(finished + stopped)
 
     def end(self, slots: Sequence[int]) -> None:
         """Marks sequences as done, so that rounds no longer wait for them."""
@@ -143,14 +143,14 @@ class Scheduler:
         """
         try:
             while self.has_work:
-                ready = self.step(max_rounds, find_stopped)
-                yield ready
-                self.slots.release(ready)
+                finished = self.step(max_rounds, find_stopped)
+                yield finished
+                self.slots.release(finished)
         except KeyboardInterrupt:
             if self.is_lost:
                 raise
             self.is_interrupted = True
-            yield sorted(self.slots.held)
+            yield sorted(self.slots.requests)
 
     def compile_programs(self) -> None:
         """Compiles the programs of the submitted requests, except for larger caches, without decoding."""
@@ -158,7 +158,7 @@ class Scheduler:
         self._read_prompts(passes)
         self._run_rounds(0)
         if self.admission.waiting:
-            self.slots.release(sorted(self.slots.held)[: self.admission.refill_size])
+            self.slots.release(sorted(self.slots.requests)[: self.admission.refill_size])
             self._read_prompts(passes)
 
     def _read_prompts(self, passes: int) -> bool:
@@ -183,7 +183,7 @@ class Scheduler:
     def _begin_group(self) -> None:
         """Makes a group of the requests whose turn it is, if it is anyone's."""
         waiting = self.admission.waiting
-        fills_batch = not self.slots.held and len(waiting) >= self.slots.size and not self.is_open
+        fills_batch = not self.slots.requests and len(waiting) >= self.slots.size and not self.is_open
         if waiting and (self.state is None or fills_batch):
             self._fill_batch()
         elif self.admission.is_refill_due:
@@ -191,24 +191,26 @@ class Scheduler:
 
     def _fill_batch(self) -> None:
         """Begins a group for an empty batch: the row of each slot is the slot, and its state becomes that of the batch."""
-        kept, self._kept = self._kept, None
+        prefixes, self._session_caches = self._session_caches, None
         if self.state is not None:
             self._capacity = max(self._capacity, self.state.capacity)
             self.state = None  # frees its caches
         count = min(self.slots.size, len(self.admission.waiting))
         self._group = group = self.admission.make_group([None] * count, row_of_slot=True)
         batch = self._make_batch(group.requests_of_rows(), self._capacity)
-        group.begin(Prefill(self.runner, batch, kept, will_decode=True), kept)
+        group.begin(Prefill(self.runner, batch, prefixes, will_decode=True), prefixes)
 
     def _refill(self) -> None:
         """Begins a group for free slots of a running batch."""
         self._grow(self._capacity)
-        wanted, kept = [None] * self.admission.next_refill, None
+        preferred, prefixes = [None] * self.admission.next_refill, None
         if self.is_open:
-            wanted, kept = find_kept(self.runner, self.state, self.admission.next_requests, self.admission.refill_size)
-        self._group = group = self.admission.make_group(wanted)
+            preferred, prefixes = find_prefixes(
+                self.runner, self.state, self.admission.next_requests, self.admission.refill_size
+            )
+        self._group = group = self.admission.make_group(preferred)
         batch = self._make_batch(group.requests_of_rows(), self.state.capacity)
-        group.begin(Prefill(self.runner, batch, kept), kept)
+        group.begin(Prefill(self.runner, batch, prefixes), prefixes)
 
     def _admit(self, group: Group) -> None:
         """Moves the sequences of a group into its slots; they are the whole batch if there is none."""
@@ -229,7 +231,7 @@ class Scheduler:
             self._grow(2 * self.state.capacity)
         limits = jax.device_put((np.int32(max_rounds), np.int32(self.admission.enough_done)))
         automata = self.state.sampling.automaton, self.state.automaton_b
-        is_lean = self.is_open and not any(request.automaton for request in self.slots.held.values())
+        is_lean = self.is_open and not any(request.automaton for request in self.slots.requests.values())
         state = _replace_automata(self.state) if is_lean else self.state
         state = self.runner.call(loops.decode, self.runner.weights, state, *limits, plan=self.runner.plan)
         self.state = _replace_automata(state, *automata) if is_lean else state

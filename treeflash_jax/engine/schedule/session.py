@@ -9,9 +9,9 @@ import numpy as np
 
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState, Weights
-from treeflash_jax.engine.batching import round_capacity
-from treeflash_jax.engine.requests import Request
-from treeflash_jax.engine.schedule.prefill import Kept, Runner
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.schedule.batching import round_capacity
+from treeflash_jax.engine.schedule.prefill import PrefixCaches, Runner
 from treeflash_jax.engine.schedule.prefixes import count_reusable
 
 
@@ -28,17 +28,17 @@ class Session:
     """
 
     def __init__(self):
-        self._kept: tuple[DecodeState, Any, list[weakref.ref]] | None = None  # state of the last answer, plan, weights
+        self._last: tuple[DecodeState, Any, list[weakref.ref]] | None = None  # state of the last answer, plan, weights
         self._lock = Lock()
 
     def __repr__(self) -> str:
-        return f"Session({'empty' if self._kept is None else 'with the caches of its last answer'})"
+        return f"Session({'empty' if self._last is None else 'with the caches of its last answer'})"
 
     def keep_caches(self, runner: Runner, state: DecodeState) -> None:
         """Keeps the state of a batch whose slot 0 has decoded the answer."""
-        self._kept = state, runner.plan.prefill, [*map(weakref.ref, _arrays(runner.weights))]
+        self._last = state, runner.plan.prefill, [*map(weakref.ref, _arrays(runner.weights))]
 
-    def take_caches(self, runner: Runner, request: Request, capacity: int) -> Kept | None:
+    def take_caches(self, runner: Runner, request: Request, capacity: int) -> PrefixCaches | None:
         """Returns the caches for a prompt in slot 0 with its number of reusable tokens; None if there are none.
 
         Args:
@@ -46,10 +46,10 @@ class Session:
             any position.
         """
         with self._lock:
-            kept, self._kept = self._kept, None
-        if kept is None:
+            last, self._last = self._last, None
+        if last is None:
             return None
-        state, plan, arrays = kept
+        state, plan, arrays = last
         same_arrays = [id(array()) for array in arrays] == [id(array) for array in _arrays(runner.weights)]
         if plan != runner.plan.prefill or not same_arrays:
             return None
@@ -60,7 +60,7 @@ class Session:
         capacity = max(capacity, state.capacity, round_capacity(request.length + plan.chunk))
         if state.capacity < capacity:
             state = runner.call(loops.grow_caches, state, capacity=capacity)
-        return Kept(state.cache, state.drafter, count_b, capacity)
+        return PrefixCaches(state.cache, state.drafter, count_b, capacity)
 
 
 def _arrays(weights: Weights) -> list[jax.Array]:

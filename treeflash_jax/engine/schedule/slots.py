@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
 
 
 class Slots:
@@ -13,19 +13,19 @@ class Slots:
     Attributes:
       size: number of slots.
       free: free slots, the longest free first.
-      held: request of each slot that is held.
+      requests: request of each slot that is held.
     """
 
     def __init__(self, size: int):
         self.size = size
         self.free = [*range(size)]
-        self.held: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
         self._reserved: set[int] = set()
 
-    def reserve(self, wanted: Sequence[int | None]) -> list[int]:
-        """Reserves a slot for each of `wanted`: that one if it is free, otherwise the one that has been free longest."""
+    def reserve(self, preferred: Sequence[int | None]) -> list[int]:
+        """Reserves a slot for each of `preferred`: that one if it is free, otherwise the one that has been free longest."""
         reserved = []
-        for slot in wanted:
+        for slot in preferred:
             if slot not in self.free:
                 slot = self.free[0]
             self.free.remove(slot)
@@ -36,13 +36,13 @@ class Slots:
     def hold(self, slot: int, request: Request) -> None:
         """Gives a reserved slot to its request. Raises KeyError for any other slot."""
         self._reserved.remove(slot)
-        self.held[slot] = request
+        self.requests[slot] = request
 
     def release(self, slots: Sequence[int]) -> None:
         """Frees slots that are reserved or held. Raises KeyError for one that is free already."""
         for slot in slots:
-            if slot in self.held:
-                del self.held[slot]
+            if slot in self.requests:
+                del self.requests[slot]
             else:
                 self._reserved.remove(slot)
             self.free.append(slot)

@@ -14,8 +14,8 @@ from treeflash_jax.core.devices import Device
 from treeflash_jax.core.settings import changed, field_names
 from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine import defaults
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.settings import defaults
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.models.attention import READS_STACKS
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, Builder, TreeShape

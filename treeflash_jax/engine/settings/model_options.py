@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from treeflash_jax.core.dtypes import FLOATS, dtype_setting
 from treeflash_jax.core.settings import setting, validate
-from treeflash_jax.engine import pairs
+from treeflash_jax.engine.settings import pairs
 from treeflash_jax.models.quantized import NONE, SCHEMES
 
 

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.constraints.json_schema import as_json
 from treeflash_jax.core.checks import refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.engine.constraints import as_json
-from treeflash_jax.engine.model_options import ModelOptions
+from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.attention import CHOICES
 from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.shape import MAX_NODES

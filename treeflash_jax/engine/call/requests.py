@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from treeflash_jax.constraints import compilation
+from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core.checks import clipped, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine import constraints
-from treeflash_jax.engine.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 
@@ -41,7 +42,7 @@ class Request:
     settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
-    automaton: constraints.AutomatonTable | None = None
+    automaton: AutomatonTable | None = None
     index: int = 0
     sample: int = 0
     number: int = 0
@@ -84,8 +85,8 @@ def make_requests(
         temperature = 0.0 if settings.temperature < GREEDY_BELOW else settings.temperature
         end_ids = stop_ids if settings.stop_ids is None else settings.stop_ids
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
-        wanted = [getattr(settings, name) for name in constraints.NAMES]
-        automaton = constraints.compile_constraint(*wanted, tokenizer, stop_ids, verifier.vocab_size)
+        wanted = [getattr(settings, name) for name in compilation.NAMES]
+        automaton = compilation.compile_constraint(*wanted, tokenizer, stop_ids, verifier.vocab_size)
         if automaton is not None:  # which allows these after a complete answer
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))
         drafter_temperature = settings.drafter_temperature

@@ -11,9 +11,9 @@ import jax
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn, whole
 from treeflash_jax.decoding.processors import processor_name
-from treeflash_jax.engine.answer_text import AnswerText
-from treeflash_jax.engine.drawn_trees import DraftAgain, DrawnTree
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.answers.answer_text import AnswerText
+from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
@@ -157,7 +157,7 @@ class Reader:
 
     def answer_text(self, slot: int, ids: list[int]) -> AnswerText | None:
         """Returns the text of the answer in a slot, whose tokens are `ids`; None without a tokenizer."""
-        request = self._scheduler.slots.held[slot]
+        request = self._scheduler.slots.requests[slot]
         if self._model.tokenizer is None:
             return None
         if request.number not in self._texts:
@@ -166,14 +166,14 @@ class Reader:
         text.extend(ids[len(text.ids) :])
         return text
 
-    def read_chunks(self, slots: Sequence[int], ready: Sequence[int]) -> list[tuple[Chunk, Result]]:
-        """Returns what is new in the answers in these slots, and the answers so far; those in `ready` are finished."""
+    def read_chunks(self, slots: Sequence[int], finished: Sequence[int]) -> list[tuple[Chunk, Result]]:
+        """Returns what is new in the answers in these slots, and the answers so far; those in `finished` are finished."""
         chunks = []
         for slot, result in zip(slots, self.read_results(slots), strict=True):
-            number, growing = self._scheduler.slots.held[slot].number, self.answer_text(slot, result.ids)
+            number, growing = self._scheduler.slots.requests[slot].number, self.answer_text(slot, result.ids)
             text = ""
             if growing is not None:
-                text = result.text if slot in ready else growing.certain_text
+                text = result.text if slot in finished else growing.certain_text
             ids_before, text_before = self._sent.get(number, (0, 0))
             self._sent[number] = len(result.ids), len(text)
             rounds = len(result.accept_lengths)
@@ -182,12 +182,12 @@ class Reader:
 
     def find_stopped(self, slots: Sequence[int]) -> list[int]:
         """Returns the slots whose answers contain a stop string."""
-        state, held = self._scheduler.state, self._scheduler.slots.held
-        slots = [slot for slot in slots if held[slot].settings.stop]
+        state, requests = self._scheduler.state, self._scheduler.slots.requests
+        slots = [slot for slot in slots if requests[slot].settings.stop]
         if not slots:
             return []
         tokens_bs, end_b = sharding.to_host((state.tokens_bs, state.end_b))
-        answers = {slot: tokens_bs[slot, held[slot].length : end_b[slot]].tolist() for slot in slots}
+        answers = {slot: tokens_bs[slot, requests[slot].length : end_b[slot]].tolist() for slot in slots}
         return [slot for slot, ids in answers.items() if self.answer_text(slot, ids).has_stop]
 
     def read_results(self, slots: Sequence[int]) -> list[Result]:
@@ -205,7 +205,7 @@ class Reader:
         results = []
         for slot in slots:
             tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
-            request = scheduler.slots.held[slot]
+            request = scheduler.slots.requests[slot]
             ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
             if ids[-1] >= vocab_size:  # no logit of this token was above -inf, and rounds ended there
                 ids = ids[:-1]

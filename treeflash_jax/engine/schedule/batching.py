@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from treeflash_jax.constraints import tables
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.clock import Clock
@@ -15,9 +16,8 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodePlan, Sampling
-from treeflash_jax.engine import constraints
-from treeflash_jax.engine.generate_config import GenerateConfig
-from treeflash_jax.engine.requests import Request
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.trees import NO_TOKEN
 
 # Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
@@ -179,7 +179,7 @@ def make_batch(
     if "min_new_tokens" in sizes.processed:
         least_b = length_b + column("min_new_tokens", np.int32)
     if sizes.automaton and automaton is None:
-        automaton = constraints.stack([request.automaton for request in requests], *sizes.automaton)
+        automaton = tables.stack([request.automaton for request in requests], *sizes.automaton)
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
         key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
         temperature_b=column("temperature", dtype),

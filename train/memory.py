@@ -1,0 +1,118 @@
+"""Compiles a training step, and prints the memory and the FLOPs that it needs on each device.
+
+    python -m train.memory configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16 --shape qwen3-4b --topology v5e:4x4
+
+Needs neither weights nor data nor the devices: sizes are those of a named shape, whatever verifier the settings name. The
+exit status is 1 if a device is too small.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from train.runtime import hosts, training_state
+from train.stages.drafting import DraftingStage, make_task
+from train.stages.registry import read_stage
+from treeflash_jax.bench import memory, shapes
+from treeflash_jax.bench.bench_records import read_kept
+from treeflash_jax.cli.arguments import Parser
+from treeflash_jax.core import files, parameters, programs, sharding, terminal
+from treeflash_jax.core.exit_status import exit_status
+from treeflash_jax.core.settings import add_options
+from treeflash_jax.engine.device_memory import in_units, usable_memory
+from treeflash_jax.engine.settings.defaults import choose_training_attention
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status. Bad input ends with one line on stderr and status 2."""
+    return exit_status(partial(_run, argv), "train.memory")
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = Parser(prog="python -m train.memory", description=__doc__)
+    parser.add_argument(
+        "words", nargs="+", metavar="FILE.toml | key=value", help="settings of a stage that trains a drafter"
+    )
+    add_options(parser, memory.MemoryOptions, ["shape", "topology", "out"], shape="tiny")
+    arguments = parser.parse_args(argv)
+    programs.keep_programs()
+    return report(arguments)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Compiles a training step, and prints its memory and FLOPs; returns 1 if a device cannot hold it."""
+    earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
+    settings = read_settings(arguments.words)
+    limit, device, _ = memory.describe_topology(arguments.topology)
+    devices = memory.find_devices(arguments.topology)
+    result = {"topology": arguments.topology or device.kind} | compile_step(settings, arguments.shape, devices)
+    sizes, limit = result["bytes_per_device"], limit or usable_memory()
+    result |= {"bytes_limit": limit, "fits": None if limit is None else sizes["total"] <= limit}
+    trains = "+".join(result["trains"])
+    key = f"{result['shape']} {trains} {result['topology']} batch {result['batch']} {result['attention']}"
+    if arguments.out:
+        files.write(arguments.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
+    lines = [
+        f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens; on each device"
+    ]
+    names = {"state_and_weights": "state and weights"}
+    lines += [f"  {names.get(part, part):24}{in_units(size):>12}" for part, size in sizes.items()]
+    if limit is not None:
+        lines.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
+    lines.append(f"FLOPs: {result['flops_per_step']:.3g} a step, {result['flops_per_device']:.3g} a device")
+    terminal.show("\n".join(lines))
+    return int(result["fits"] is False)
+
+
+def read_settings(words: Sequence[str]) -> DraftingStage:
+    """Returns the settings of a stage that trains a drafter: one TOML file, and words key=value."""
+    names = [word for word in words if "=" not in word]
+    if len(names) != 1:
+        raise ValueError(f"got {len(names)} files, expected one TOML file of a stage that trains a drafter")
+    return read_stage(names[0], [word for word in words if "=" in word])
+
+
+def compile_step(settings: DraftingStage, shape: str, devices: Sequence[Any]) -> dict[str, Any]:
+    """Compiles one training step of these settings for these devices; returns a record."""
+    model = shapes.find_verifier(shape)
+    mesh = hosts.make_mesh(settings.mesh, devices)
+    start = shapes.find_drafter(model) if settings.starts_from else None
+    task = make_task(settings, model, settings.drafter_config(model, start), mesh)
+    hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
+    with sharding.ambient(mesh):
+        batch = training_state.abstract_batch(settings.loop.batch, settings.data.sequence_length, mesh)
+        steps = 1000
+        transform = training_state.make_optimizer(settings.optimizer, steps, task.specs)
+        state = training_state.abstract_state(task, transform, batch, mesh)
+        frozen = parameters.abstract(task.frozen_specs, task.compute_dtype, mesh)
+        accumulate = settings.loop.accumulate
+        update = training_state.make_update(task, transform, steps=steps, seed=0, accumulate=accumulate, log_every=10)
+        update = jax.jit(update, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, state))
+        needs = update.lower(state, frozen, batch).compile().memory_analysis()
+    held = needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
+    return {
+        "shape": shapes.short_name(shape),
+        "trains": list(settings.trains),
+        "mesh": dict(mesh.shape),
+        "batch": settings.loop.batch,
+        "accumulate": accumulate,
+        "sequence_length": settings.data.sequence_length,
+        "attention": choose_training_attention(sharding.device(mesh), settings.attention),
+        "bytes_per_device": {
+            "state_and_weights": held,
+            "temporary": needs.temp_size_in_bytes,
+            "total": held + needs.temp_size_in_bytes + needs.generated_code_size_in_bytes,
+        },
+        "flops_per_step": task.flops,
+        "flops_per_device": task.flops / mesh.size,
+        "jax": jax.__version__,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

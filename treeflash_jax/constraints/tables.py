@@ -1,0 +1,116 @@
+"""Automata over the tokens of a vocabulary, as arrays."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from treeflash_jax.constraints.expressions import Unusable
+from treeflash_jax.decoding.automaton import NOWHERE, Automaton
+from treeflash_jax.formats.tokenizer import Tokenizer
+
+MOST_BYTES = 64 * 2**20  # of one table
+
+
+class AutomatonTable(NamedTuple):
+    """The automaton of a sequence; see `decoding.automaton.Automaton`.
+
+    Attributes:
+      next_qc: state after a token of each class.
+      class_v: class of each token.
+    """
+
+    next_qc: np.ndarray
+    class_v: np.ndarray
+
+    def follow(self, ids: Sequence[int]) -> int:
+        """Returns the state after allowed tokens."""
+        return functools.reduce(lambda state, token: int(self.next_qc[state, self.class_v[token]]), ids, 0)
+
+
+@functools.lru_cache(maxsize=4)
+def allow_all(vocab_size: int) -> AutomatonTable:
+    """Returns the automaton that allows every token; kept, since requests without a constraint share it."""
+    return AutomatonTable(np.zeros((1, 1), np.int32), np.zeros(vocab_size, np.int32))
+
+
+def stack(tables: Sequence[AutomatonTable | None], states: int, classes: int, vocab_size: int) -> Automaton:
+    """Returns the automata of a batch, padded to these sizes with states and classes that nothing leads to.
+
+    None in place of a table allows everything.
+    """
+    tables = [table or allow_all(vocab_size) for table in tables]
+    next_bqc = np.full((len(tables), states, classes), NOWHERE, np.int32)
+    for next_qc, table in zip(next_bqc, tables, strict=True):
+        used_states, used_classes = table.next_qc.shape
+        next_qc[:used_states, :used_classes] = table.next_qc
+    return Automaton(next_bqc, np.stack([table.class_v for table in tables]))
+
+
+def make_table(
+    next_qy: np.ndarray, is_final_q: np.ndarray, tokenizer: Tokenizer, stop_ids: Sequence[int], vocab_size: int
+) -> AutomatonTable:
+    """Returns the automaton over tokens of one over bytes; ids that end an answer follow a complete text.
+
+    Args:
+      next_qy, is_final_q: as returned by `expressions.compile_bytes`.
+
+    Raises Unusable for a table that is too large, and if no text of the vocabulary's tokens is complete.
+    """
+    columns, class_v = _token_classes(next_qy, tokenizer.token_bytes(), vocab_size)
+    class_v[[*stop_ids]] = len(columns)
+    columns.append(np.where(is_final_q, np.arange(is_final_q.size), NOWHERE))  # the end of an answer
+    classes, class_v = np.unique(class_v, return_inverse=True)
+    next_qc = np.stack([columns[number] for number in classes], axis=1)
+    is_useful_q = _is_useful(next_qc, is_final_q)
+    if not is_useful_q[0]:
+        raise Unusable("which no answer in this model's tokens matches")
+    number_q = np.where(is_useful_q, np.cumsum(is_useful_q) - 1, NOWHERE)
+    next_qc = np.append(number_q, NOWHERE)[next_qc[is_useful_q]]
+    return AutomatonTable(next_qc.astype(np.int32), class_v.astype(np.int32))
+
+
+def _token_classes(next_qy: np.ndarray, texts: Mapping[int, bytes], vocab_size: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the next states of each class of tokens, and the class of each token.
+
+    A class is what a text does to every state. That of a token follows from the class of its bytes but the last, and that
+    of the last byte.
+    """
+    columns, numbers, followed = [], {}, {}
+
+    def number(column_q: np.ndarray) -> int:
+        known = numbers.setdefault(column_q.tobytes(), len(columns))
+        if known == len(columns):
+            if column_q.nbytes * known > MOST_BYTES:
+                raise Unusable(f"whose {column_q.size:,} states x {known:,} kinds of tokens exceed {MOST_BYTES >> 20} MiB")
+            columns.append(column_q)
+        return known
+
+    nowhere = number(np.full(len(next_qy), NOWHERE, np.int32))
+    empty = number(np.arange(len(next_qy), dtype=np.int32))
+    byte_class = [number(next_qy[:, byte]) for byte in range(256)]
+    class_v = np.full(vocab_size, nowhere)
+    for token, text in texts.items():
+        at = empty
+        for byte in text:
+            step = at, byte_class[byte]
+            if step not in followed:
+                followed[step] = number(np.append(columns[step[1]], np.int32(NOWHERE))[columns[at]])
+            at = followed[step]
+        class_v[token] = at
+    return columns, class_v
+
+
+def _is_useful(next_qc: np.ndarray, is_final_q: np.ndarray) -> np.ndarray:
+    """Returns whether a state can be reached from the first one, and a final state from it, [q]."""
+    from scipy import sparse  # takes long to import
+    from scipy.sparse import csgraph
+
+    source_e, class_e = np.nonzero(next_qc != NOWHERE)
+    end, final = len(next_qc), np.flatnonzero(is_final_q)  # one more state, behind the final ones
+    edges = np.append(source_e, final), np.append(next_qc[source_e, class_e], np.full(final.size, end))
+    graph = sparse.csr_array((np.ones(edges[0].size, bool), edges), shape=(end + 1, end + 1))
+    after = csgraph.breadth_first_order(graph, 0, return_predecessors=False)
+    before = csgraph.breadth_first_order(graph.T.tocsr(), end, return_predecessors=False)
+    return np.isin(np.arange(end), np.intersect1d(after, before))
