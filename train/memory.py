@@ -33,13 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status(partial(_run, argv), "train.memory")
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m train.memory", description=__doc__)
     parser.add_argument(
         "words", nargs="+", metavar="FILE.toml | key=value", help="settings of a stage that trains a drafter"
     )
     add_options(parser, memory.MemoryOptions, ["shape", "topology", "out"], shape="tiny")
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    arguments = parse(argv)
     programs.keep_programs()
     return report(arguments)
 

@@ -61,7 +61,7 @@ def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(sma
     answer(small, [5, 6, 7, 8], session, **settings)
     plan = small.prepare([[5, 6, 7, 8]], **settings).plan
     same, other = Runner(plan, small.weights), Runner(plan, jax.tree.map(jnp.copy, small.weights))
-    state, request = session._kept[0], Request(ids=[5, 6, 7, 8])
+    state, request = session._last[0], Request(ids=[5, 6, 7, 8])
     kept = session.take_caches(same, request, 256)
     assert kept.count_b.tolist() == [3] and kept.cache is state.cache
     assert session.take_caches(same, request, 256) is None
