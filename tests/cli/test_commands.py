@@ -25,26 +25,18 @@ from treeflash_jax.cli.chat_commands import COMMANDS, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
-from treeflash_jax.decoding.accepting import target_noise
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.call.prompts import read_messages
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.formats import model_files
 
-# `find_divergence` compiles its noise anew in every call; here once.
-NOISE = jax.jit(target_noise, static_argnums=1)
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
 
 
 @pytest.fixture(scope="module")
 def random() -> TreeFlash:
     return random_pair()
-
-
-@pytest.fixture(autouse=True)
-def compile_noise_once(monkeypatch):
-    monkeypatch.setattr(bench_check, "target_noise", NOISE)
 
 
 def test_commands_that_ctrl_c_ended_say_so_and_fail(monkeypatch, capsys):

@@ -13,7 +13,7 @@ from treeflash_jax.core import programs
 from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
-from treeflash_jax.decoding.state import Sampling, without_caches
+from treeflash_jax.decoding.state import DecodeState, Sampling, without_caches
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.call.requests import Request
@@ -206,7 +206,7 @@ def find_divergence(
     sizes = SamplingSizes.fit([request])
     tokens_bs, length_b, sampling = make_batch([request], sizes, capacity=request.length, dtype=logits_bnv.dtype)
     state = without_caches(tokens_bs, length_b, sampling)
-    noise_bnv = target_noise(state.replace(end_b=jnp.array([len(prefix)])), 1, logits_bnv)
+    noise_bnv = programs.call(_noise, state.replace(end_b=jnp.array([len(prefix)])), logits_bnv)
     state = processors.init_processors(state, logits_v.size, processor)
     answer_bni = jnp.asarray(plain[:index], jnp.int32)[None, None]
     logits_bnv = processors.process(logits_bnv, state, answer_bni, processor)
@@ -218,6 +218,11 @@ def find_divergence(
 
     near_tie = is_drawn(*tokens) and is_drawn(*reversed(tokens))
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=float(high - low), near_tie=near_tie)
+
+
+@jax.jit
+def _noise(state: DecodeState, logits_bnv: jax.Array) -> jax.Array:
+    return target_noise(state, 1, logits_bnv)
 
 
 @jax.jit
