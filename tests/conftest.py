@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the suite's time is compiling for the CPU. Without LLVM's optimisations, without the fusion emitters and in one
-# piece that takes less than half as long. The emitters change a program's instructions, so tests that read those ask for
-# `as_users_compile`.
+# Most of the suite's time is compiling for the CPU. Without LLVM's optimisations, the fusion emitters and some passes over
+# loops, and in one piece that takes less than half as long. Emitters and passes change a program's instructions, so tests
+# that read those ask for `as_users_compile`.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+QUICK += " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion,while-loop-constant-sinking"
 HAS_EMITTERS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11)  # that can be turned off
 HAS_EMITTERS &= find_spec("libtpu") is None  # which ends a process with a flag that it does not know
 if HAS_EMITTERS:
@@ -161,7 +162,7 @@ def backend_form(request, monkeypatch) -> Iterator[str]:
 def as_users_compile(monkeypatch) -> None:
     """Programs that are compiled ahead of time in a test have the instructions and buffers of those that users run."""
     quick = jax.stages.Lowered.compile
-    options = {"xla_cpu_use_fusion_emitters": True} if HAS_EMITTERS else {}
+    options = {"xla_disable_hlo_passes": ""} | ({"xla_cpu_use_fusion_emitters": True} if HAS_EMITTERS else {})
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda lowered, given=None: quick(lowered, compiler_options=options | (given or {}))
     )
