@@ -1,9 +1,9 @@
-"""Compiles a training step, and prints the memory and the FLOPs that it needs on each device.
+"""Compiles a training step, and prints the memory that it needs on each device, and its FLOPs.
 
     python -m train.memory configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16 --shape qwen3-4b --topology v5e:4x4
 
-Needs neither weights nor data nor the devices: sizes are those of a named shape, whatever verifier the settings name. The
-exit status is 1 if a device is too small.
+Needs neither weights nor data nor, with --topology, the devices. Sizes are those of --shape, whatever verifier the settings
+name. The exit status is 1 if a device is too small.
 """
 
 import argparse

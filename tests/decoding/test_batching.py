@@ -105,7 +105,7 @@ def test_a_batch_keeps_its_slots_busy():
     admission.add(range(len(lengths)))
     while admission.waiting or slots.requests:
         if admission.is_refill_due:
-            group = admission.make_group([None] * admission.next_refill)
+            group = admission.make_group([None] * admission.num_next)
             for slot, request in group.requests.items():
                 slots.hold(slot, request)
                 ends[slot] = rounds + lengths[request]

@@ -1,4 +1,4 @@
-"""Compiles a pattern or a JSON schema to an automaton over bytes, in a process of its own: a huge one ends no other.
+"""Compiles a pattern or a JSON schema to an automaton over bytes, in a process of its own: a huge one cannot end others.
 
     python byte_automaton.py pattern|schema SECONDS BYTES < text > edges
 

@@ -1,4 +1,4 @@
-"""Which JSON schemas are followed: the rest is refused by name, since outlines-core would drop it silently."""
+"""Checks that all of a JSON schema is followed. The rest is refused by name: outlines-core would drop it silently."""
 
 import functools
 import itertools
@@ -81,7 +81,7 @@ def _parts_of(schema: dict[str, Any]) -> list[Any]:
 
 
 def _check_text(schema: dict[str, Any]) -> None:
-    """Raises ValueError for a text of which a limit would not be followed, or whose pattern matches what ends a text."""
+    """Raises ValueError for a text with keywords that would be dropped, or a pattern that can match what ends a text."""
     given = [name for name in ("minLength", "maxLength", "pattern", "format") if name in schema]
     expect(given in (["minLength", "maxLength"], given[:1]), "keywords of a text", given, "its lengths, pattern or format")
     if "format" in schema:

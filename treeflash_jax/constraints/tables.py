@@ -74,8 +74,8 @@ def make_table(
 def _token_classes(next_qy: np.ndarray, texts: Mapping[int, bytes], vocab_size: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the next states of each class of tokens, and the class of each token.
 
-    A class is what a text does to every state. That of a token follows from the class of its bytes but the last, and that
-    of the last byte.
+    Texts of one class lead from every state to the same state. The class of a token follows from that of its bytes but the
+    last, and that of the last byte.
     """
     columns, numbers, followed = [], {}, {}
 

@@ -1,5 +1,6 @@
 """A call's way through the library. `model.py` and `loading.py` are its front; behind them are four rooms.
 
-`settings/` says what a call wants, `call/` what it is, `schedule/` when and where each answer is decoded, `answers/` what
-comes back. A room imports from those before it. The compiled rounds are below, in `decoding/`.
+`settings/`: settings, their defaults, and the plan of the programs. `call/`: prompts and requests. `schedule/`: slots, and
+the reading of prompts. `answers/`: results, texts and drawn trees. A room imports from those before it. `device_memory.py`
+says what a model needs; the compiled rounds are below, in `decoding/`.
 """

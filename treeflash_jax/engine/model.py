@@ -1,7 +1,7 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
-`prepare` makes requests (requests.py) and the plan of their programs (plan.py). Requests are decoded together
-(schedule/, decoding/), and results are read from the state of their batch (results.py).
+`prepare` makes requests (call/) and the plan of their programs (settings/plan.py). Requests are decoded together
+(schedule/, decoding/), and results are read from the state of their batch (answers/).
 """
 
 import logging

@@ -19,8 +19,8 @@ class Group:
 
     Attributes:
       requests: request of each slot that is reserved for the group.
-      rows: slot of each row of the prefill; a slot without a request, or None, is that of an unused row.
-      reused: number of prompt tokens of each row that were in caches before.
+      rows: slot of each row of the prefill; the row is unused if that is None or not in `requests`.
+      reused: number of prompt tokens of each row that are reused from caches.
       prefill: the reading of the prompts.
     """
 
@@ -29,10 +29,10 @@ class Group:
     reused: list[int] = field(default_factory=list)
     prefill: Prefill | None = None
 
-    def requests_of_rows(self) -> list[Request | None]:
+    def row_requests(self) -> list[Request | None]:
         return [self.requests.get(slot) for slot in self.rows]
 
-    def begin(self, prefill: Prefill, prefixes: PrefixCaches | None) -> None:
+    def set_prefill(self, prefill: Prefill, prefixes: PrefixCaches | None) -> None:
         self.prefill = prefill
         self.reused = [0] * len(self.rows) if prefixes is None else prefixes.count_b.tolist()
 
@@ -51,40 +51,40 @@ class Admission:
         self.waiting: deque[Request] = deque()
 
     @property
-    def next_refill(self) -> int:
+    def num_next(self) -> int:
         """Number of requests that are admitted next, while others are decoded."""
         return min(self.refill_size, len(self.waiting))
 
     @property
     def next_requests(self) -> list[Request]:
-        return [*islice(self.waiting, self.next_refill)]
+        return [*islice(self.waiting, self.num_next)]
 
     @property
     def is_refill_due(self) -> bool:
-        return bool(self.waiting) and len(self.slots.free) >= self.next_refill
+        return bool(self.waiting) and len(self.slots.free) >= self.num_next
 
     @property
     def enough_done(self) -> int:
-        """Number of sequences without a running answer at which rounds stop, so that others can be admitted."""
+        """Number of slots that are done or empty at which rounds stop, so that others can be admitted."""
         if not self.waiting:
             return self.slots.size
-        return max(self.next_refill, self.slots.size - len(self.slots.requests) + 1)
+        return max(self.num_next, self.slots.size - len(self.slots.requests) + 1)
 
     def add(self, requests: Iterable[Request]) -> None:
         self.waiting.extend(requests)
 
-    def make_group(self, preferred: Sequence[int | None], *, row_of_slot: bool = False) -> Group:
-        """Takes the first requests and reserves a slot for each of them.
+    def make_group(self, preferred: Sequence[int | None], *, has_row_per_slot: bool = False) -> Group:
+        """Takes as many requests as there are preferred slots, and reserves a slot for each.
 
         Args:
           preferred: slot that each request should get, if it is free; None: any.
-          row_of_slot: True gives the group a row for every slot of the batch, in their order; False a row for each request,
-            padded to the size of a refill.
+          has_row_per_slot: True gives the group a row for every slot of the batch, in their order; False a row for each
+            request, padded to the size of a refill.
         """
         slots = self.slots.reserve(preferred)
         requests = {slot: self.waiting.popleft() for slot in slots}
         unused = [None] * (self.refill_size - len(slots))
-        return Group(requests, [*range(self.slots.size)] if row_of_slot else [*slots, *unused])
+        return Group(requests, [*range(self.slots.size)] if has_row_per_slot else [*slots, *unused])
 
     def remove(self, request: Request) -> None:
         """Drops a request, if it waits."""

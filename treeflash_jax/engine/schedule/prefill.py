@@ -33,7 +33,7 @@ class Runner:
     clock: Clock = field(default_factory=Clock)
 
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
-        """Runs a compiled program. A state that is passed in is donated: it cannot be used again."""
+        """Runs a compiled program. Those that return the state donate it, except `grow_caches`."""
         return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
 
     def prepare(self, function: Any, *args: Any, **static: Any) -> programs.Program:
@@ -128,10 +128,10 @@ class Prefill:
         )
 
     def _compile(self, will_decode: bool, can_run: bool) -> bool:
-        """Compiles the programs; returns True if one of them had never run, and they ran once on the state, which is lost.
+        """Compiles the programs; returns True if it also ran them once, which takes the state.
 
-        The first run of a program is slow: XLA for CPUs then loads the code of the bodies of its loops. The clock counts it
-        as compilation; that of the prefill passes while rounds are compiled.
+        It does so if one had never run: XLA for CPUs loads the code of the bodies of loops in a first run, which the clock
+        counts as compilation. That of the prefill overlaps with the compilation of rounds.
         """
         runner, one = self._runner, jax.device_put(np.int32(1))
         # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.

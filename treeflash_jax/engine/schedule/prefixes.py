@@ -15,23 +15,23 @@ LEAST_REUSED = 64  # tokens; a shorter beginning is read again
 
 
 def count_reusable(state: DecodeState, ids: list[int], vocab_size: int) -> np.ndarray:
-    """Returns the number of first tokens of a prompt that the caches of each sequence can keep, [b]."""
+    """Returns the number of leading tokens of a prompt that the caches of each slot hold and can be cut to, [b]."""
     tokens_bs, length_b = sharding.to_host((state.tokens_bs, state.cache.length_b))
     prompt_s = np.full(state.capacity, -1)
     prompt_s[: len(ids)] = ids[: state.capacity]
-    is_known_bs = np.arange(state.capacity) <= length_b[:, None]  # the last token is in no cache yet
+    is_known_bs = np.arange(state.capacity) <= length_b[:, None]  # the anchor too, which no cache holds yet
     same_b = np.cumprod((tokens_bs == prompt_s) & is_known_bs, axis=1).sum(axis=1)
     is_damaged_b = np.take_along_axis(tokens_bs, length_b[:, None], axis=1)[:, 0] >= vocab_size  # NaN ended the answer
     count_b = np.where(is_damaged_b, 0, np.maximum(same_b - 1, 0))  # a drafter's state may depend on the token after it
     return sharding.to_host(state.cache.longest_cut(count_b.astype(np.int32)))
 
 
-def find_prefixes(
+def copy_prefixes(
     runner: Runner, state: DecodeState, requests: Sequence[Request], num_rows: int
 ) -> tuple[list[int | None], PrefixCaches | None]:
     """Returns the slot that each request should get, and copies of the caches that the rows of their prefill go on from.
 
-    A request should get the slot whose text it has at least half of in common; None: any. Copies nothing, and returns None
+    A request should get a slot if it shares at least half of that slot's text; None: any. Copies nothing, and returns None
     for the caches, if no prompt has LEAST_REUSED tokens in common with a slot.
 
     Args:

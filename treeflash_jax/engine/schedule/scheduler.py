@@ -21,7 +21,7 @@ from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.admission import Admission, Group
 from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity, make_batch
 from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches, Runner
-from treeflash_jax.engine.schedule.prefixes import find_prefixes
+from treeflash_jax.engine.schedule.prefixes import copy_prefixes
 from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.schedule.slots import Slots
 
@@ -43,8 +43,8 @@ class Scheduler:
         without automata. Otherwise throughput comes first: an empty batch is filled at once, and rounds wait for prompts.
 
     Attributes:
-      state: decoding state, donated to every program; None before the first prompts are read.
-      reused: number of prompt tokens in each slot that were in caches before.
+      state: decoding state, donated to programs that return it; None before the first prompts are read.
+      reused: number of prompt tokens of each slot that were reused from caches.
       is_interrupted: whether Ctrl-C ended the decoding.
     """
 
@@ -70,7 +70,7 @@ class Scheduler:
 
     @property
     def is_lost(self) -> bool:
-        """True if an interrupt fell between the donation of the state and its result."""
+        """True if there is no state to read: none yet, or an interrupt fell between its donation and the result."""
         return self.state is None or self.state.end_b.is_deleted()
 
     @property
@@ -81,7 +81,7 @@ class Scheduler:
         """Queues requests; those without a free slot wait for one.
 
         Args:
-          session: caches that may contain the beginning of the only prompt; taken from it.
+          session: session whose caches the only request goes on from; they move to the scheduler.
         """
         if not self._is_fixed:
             self._capacity = max(self._capacity, first_capacity(self.runner.plan, requests))
@@ -162,7 +162,7 @@ class Scheduler:
             self._read_prompts(passes)
 
     def _read_prompts(self, passes: int) -> bool:
-        """Reads prompts of the next group, which gets its slots after the last; returns False if none is due.
+        """Reads prompts of the next group, which gets its slots after the last chunk; returns False if no group is due.
 
         Args:
           passes: number of chunks per dispatch. An open scheduler reads one dispatch, any other the whole prompts.
@@ -190,27 +190,27 @@ class Scheduler:
             self._refill()
 
     def _fill_batch(self) -> None:
-        """Begins a group for an empty batch: the row of each slot is the slot, and its state becomes that of the batch."""
+        """Begins a group for an empty batch: slots are its rows, and the group's state becomes that of the batch."""
         prefixes, self._session_caches = self._session_caches, None
         if self.state is not None:
             self._capacity = max(self._capacity, self.state.capacity)
             self.state = None  # frees its caches
         count = min(self.slots.size, len(self.admission.waiting))
-        self._group = group = self.admission.make_group([None] * count, row_of_slot=True)
-        batch = self._make_batch(group.requests_of_rows(), self._capacity)
-        group.begin(Prefill(self.runner, batch, prefixes, will_decode=True), prefixes)
+        self._group = group = self.admission.make_group([None] * count, has_row_per_slot=True)
+        batch = self._make_batch(group.row_requests(), self._capacity)
+        group.set_prefill(Prefill(self.runner, batch, prefixes, will_decode=True), prefixes)
 
     def _refill(self) -> None:
         """Begins a group for free slots of a running batch."""
         self._grow(self._capacity)
-        preferred, prefixes = [None] * self.admission.next_refill, None
+        preferred, prefixes = [None] * self.admission.num_next, None
         if self.is_open:
-            preferred, prefixes = find_prefixes(
+            preferred, prefixes = copy_prefixes(
                 self.runner, self.state, self.admission.next_requests, self.admission.refill_size
             )
         self._group = group = self.admission.make_group(preferred)
-        batch = self._make_batch(group.requests_of_rows(), self.state.capacity)
-        group.begin(Prefill(self.runner, batch, prefixes), prefixes)
+        batch = self._make_batch(group.row_requests(), self.state.capacity)
+        group.set_prefill(Prefill(self.runner, batch, prefixes), prefixes)
 
     def _admit(self, group: Group) -> None:
         """Moves the sequences of a group into its slots; they are the whole batch if there is none."""

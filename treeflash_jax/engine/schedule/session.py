@@ -39,7 +39,7 @@ class Session:
         self._last = state, runner.plan.prefill, [*map(weakref.ref, _arrays(runner.weights))]
 
     def take_caches(self, runner: Runner, request: Request, capacity: int) -> PrefixCaches | None:
-        """Returns the caches for a prompt in slot 0 with its number of reusable tokens; None if there are none.
+        """Takes the caches out of the session, for a prompt in slot 0 that begins like their text; None if it does not.
 
         Args:
           capacity: least capacity; that of the result also has room for the last chunk of the prompt, which may begin at

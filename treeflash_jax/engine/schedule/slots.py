@@ -1,4 +1,4 @@
-"""Slots of a batch: who has which sequence of the decoding state."""
+"""Slots of a batch: which request has which."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class Slots:
         self._reserved: set[int] = set()
 
     def reserve(self, preferred: Sequence[int | None]) -> list[int]:
-        """Reserves a slot for each of `preferred`: that one if it is free, otherwise the one that has been free longest."""
+        """Reserves a slot for each of `preferred`: that one if it is free; otherwise, and for None, the longest free."""
         reserved = []
         for slot in preferred:
             if slot not in self.free:

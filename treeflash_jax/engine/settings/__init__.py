@@ -1,5 +1,6 @@
-"""What a call wants: its settings, the models that it names, defaults, and the plan of the programs that follow from them.
+"""What a call wants: its settings, the names of models, defaults, and the plan of the programs that follow from them.
 
-A setting is declared in `generate_config` (`tests/write_keywords.py` then writes `keywords`), a default that depends on the
-device in `defaults`; only `plan.resolve` reads both. Imported by every other room, the commands, the server and training.
+A setting is declared in `generate_config`, or for `tf.load` in `model_options` (`tests/write_keywords.py` then writes
+`keywords`); a default that depends on the device in `defaults`. `plan.resolve` combines them. Imported by whatever loads a
+model or makes a call: the other rooms, the commands, the server, benchmarks and training.
 """
