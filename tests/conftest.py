@@ -24,7 +24,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # loops, and in one piece that takes less than half as long. Emitters and passes change a program's instructions, so tests
 # that read those ask for `as_users_compile`.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-QUICK += " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion,while-loop-constant-sinking"
+if not any(map(find_spec, ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"))):  # whose programs would lack them, too
+    QUICK += " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion,while-loop-constant-sinking"
 HAS_EMITTERS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11)  # that can be turned off
 HAS_EMITTERS &= find_spec("libtpu") is None  # which ends a process with a flag that it does not know
 if HAS_EMITTERS:

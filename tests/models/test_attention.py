@@ -235,7 +235,7 @@ def test_sinks_and_windows_on_a_mesh(name, window):
 
 
 @needs_cpu
-def test_streamed_copies_no_cache():
+def test_streamed_copies_no_cache(as_users_compile):
     """The only arrays with all slots and the size of a head are the cache itself."""
     arrays = arguments(LENGTHS["full"])
     text = attention.lower(*arrays, implementation="streamed").compile().as_text()

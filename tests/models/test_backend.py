@@ -142,7 +142,7 @@ def test_largest(backend_form, size):
 
 
 @needs_cpu
-def test_lookup_in_a_loop_makes_no_wide_copy_of_the_table(backend_form):
+def test_lookup_in_a_loop_makes_no_wide_copy_of_the_table(backend_form, as_users_compile):
     table, ids = operands("btd,df->btf", length=4)[1], jnp.asarray([[3, 0], [15, 3]])
     table = jnp.tile(table, (64, 8))
 

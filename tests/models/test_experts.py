@@ -120,7 +120,7 @@ def test_one_token_multiplies_no_matrix_of_all_experts():
 
 @needs_cpu
 @pytest.mark.parametrize("scheme, dtype", [(None, "float32"), (None, "bfloat16"), ("int8", "float32")])
-def test_no_matrix_of_an_expert_is_copied_for_one_token(scheme, dtype):
+def test_no_matrix_of_an_expert_is_copied_for_one_token(scheme, dtype, as_users_compile):
     config = replace(CONFIG, hidden_size=64, num_experts=8, expert_size=48)
     weights = parameters.initialize(experts.specs(config), jax.random.key(0), dtype)
     weights = {name: quantized.compress(weight, experts.specs(config)[name], scheme) for name, weight in weights.items()}

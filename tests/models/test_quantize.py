@@ -82,7 +82,7 @@ def test_sums_of_float16_do_not_overflow():
     assert product.dtype == jnp.float16 and abs(float(product[0, 0]) - 40.96) < 0.1, "of values up to 127, 520,192"
 
 
-def test_loops_carry_int8_and_no_wide_copy():
+def test_loops_carry_int8_and_no_wide_copy(as_users_compile):
     """XLA moves what a loop does not change out of it, unless it is tied to what changes."""
     small = quantize(jnp.asarray(draw(32, 32)), (0,))
 
