@@ -14,7 +14,7 @@ from flax import struct
 from refusals import refused
 
 import treeflash_jax as tf
-from train import memory
+from train import step_memory
 from train.stages import drafting, registry
 from treeflash_jax import drafters, trees
 from treeflash_jax.core import parameters
@@ -183,5 +183,5 @@ def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
     rounded = model_files.load_drafter(run / "model")[1]["next"]  # in bfloat16
     np.testing.assert_allclose(model.weights.drafter["next"], rounded, rtol=1e-2)
     assert np.asarray(rounded).max() > 10
-    compiled = memory.compile_step(settings, "tiny", jax.devices()[:1])
+    compiled = step_memory.compile_step(settings, "tiny", jax.devices()[:1])
     assert compiled["trains"] == ["next"] and compiled["flops_per_step"] == 0, "it has no products"

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from conftest import SMOLLM2
 
-from train import memory
+from train import step_memory
 from train.runtime import hosts, run_config
 from train.stages import registry
 from treeflash_jax.acceptance import RULES
@@ -103,9 +103,9 @@ def test_printed_training_commands_are_understood():
 
 def understood(stage: str, words: list[str]) -> typing.Any:
     """Returns the settings of a stage that the words of a command give."""
-    if stage == "memory":
-        return memory.read_settings(
-            [str(ROOT / word) if word.endswith(".toml") else word for word in memory.parse(words).words]
+    if stage == "step_memory":
+        return step_memory.read_settings(
+            [str(ROOT / word) if word.endswith(".toml") else word for word in step_memory.parse(words).words]
         )
     hints = typing.get_type_hints(importlib.import_module(f"train.{stage}").main)
     files = [ROOT / word for word in words if "=" not in word]

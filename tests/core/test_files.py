@@ -16,8 +16,7 @@ import pytest
 from refusals import mistake, refused, snapshot
 from safetensors.numpy import save_file
 
-from train import measure
-from train import memory as train_memory
+from train import measure, step_memory
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
 from treeflash_jax.formats import model_files, storage, tensor_files
@@ -50,7 +49,7 @@ OUTPUTS = {
     "bench run": lambda out: cli(["bench", "run", "--out", out]),
     "bench latency": lambda out: cli(["bench", "latency", "--out", out]),
     "bench memory": lambda out: cli(["bench", "memory", "--shape", "tiny", "--no-compile", "--out", out]),
-    "train.memory": lambda out: train_memory.main(["x.toml", "--out", out]),
+    "train.step_memory": lambda out: step_memory.main(["x.toml", "--out", out]),
     "train.measure": lambda out: measure.main(measure.MeasureConfig(verifier="x", drafter="x", respond="x", out=out)),
 }
 

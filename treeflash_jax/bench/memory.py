@@ -5,7 +5,7 @@
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) are the
 compiler's own report of the programs, which are compiled from shapes alone. On accelerators it also prints how many
 operations a round launches: on a GPU each takes over a microsecond, however little it does. The exit status is 1 if a
-device is too small. `python -m train.memory` does the same for a training step.
+device is too small. `python -m train.step_memory` does the same for a training step.
 """
 
 import argparse

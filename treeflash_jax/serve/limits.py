@@ -1,4 +1,4 @@
-"""What is refused before any work is done for it: bodies, headers, and clients that are too slow to send them."""
+"""Refuses before any work is done: bodies, headers, and clients that are too slow to send them."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""What a call wants: its settings, the names of models, defaults, and the plan of the programs that follow from them.
+"""The wishes of a call: its settings, the names of models, defaults, and the plan of the programs that follow from them.
 
 A setting is declared in `generate_config`, or for `tf.load` in `model_options` (`tests/write_keywords.py` then writes
 `keywords`); a default that depends on the device in `defaults`. `plan.resolve` combines them. Imported by whatever loads a

@@ -1,6 +1,6 @@
 """Compiles a training step, and prints the memory that it needs on each device, and its FLOPs.
 
-    python -m train.memory configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16 --shape qwen3-4b --topology v5e:4x4
+    python -m train.step_memory configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16 --shape qwen3-4b --topology v5e:4x4
 
 Needs neither weights nor data nor, with --topology, the devices. Sizes are those of --shape, whatever verifier the settings
 name. The exit status is 1 if a device is too small.
@@ -30,11 +30,11 @@ from treeflash_jax.engine.settings.defaults import choose_training_attention
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status. Bad input ends with one line on stderr and status 2."""
-    return exit_status(partial(_run, argv), "train.memory")
+    return exit_status(partial(_run, argv), "train.step_memory")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="python -m train.memory", description=__doc__)
+    parser = Parser(prog="python -m train.step_memory", description=__doc__)
     parser.add_argument(
         "words", nargs="+", metavar="FILE.toml | key=value", help="settings of a stage that trains a drafter"
     )

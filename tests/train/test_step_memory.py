@@ -13,7 +13,7 @@ import pytest
 import toy_training
 from refusals import mistake
 
-from train import memory
+from train import step_memory
 from treeflash_jax.bench import shapes
 from treeflash_jax.core import parameters
 from treeflash_jax.models import verifier
@@ -26,10 +26,10 @@ SCRIPT = f"""
 import dataclasses, functools, sys
 sys.modules.update(dict.fromkeys({ABSENT!r}))
 from treeflash_jax.bench import shapes
-from train import memory
+from train import step_memory
 shapes.VERIFIERS["small"] = dataclasses.replace(shapes.VERIFIERS["qwen3-4b"], **{SIZES!r})
 shapes.find_drafter = functools.partial(shapes.find_drafter, num_layers=2)
-sys.exit(memory.main(sys.argv[1:]))
+sys.exit(step_memory.main(sys.argv[1:]))
 """
 MEMORY = ["--shape", "small"]
 SMALL = ["data.sequence_length=32", "objective.anchors=4", "objective.chunk=2", "loop.batch=8"]
@@ -47,7 +47,7 @@ def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
     out = tmp_path / "compiled.json"
     out.write_text('{"earlier": {"bytes_per_device": {}}}')
     words = [HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2", "--out", str(out)]
-    assert memory.main([*MEMORY, *words]) == 0
+    assert step_memory.main([*MEMORY, *words]) == 0
     results = json.loads(out.read_text())
     (key,) = results.keys() - {"earlier"}
     result = results[key]
@@ -66,7 +66,7 @@ def test_commands_for_a_pod_compile(small_shape, capsys, stage, size):
     file, *overrides = words.split()
     parts = int(re.search(r"loop\.accumulate=(\d+)", words)[1])
     small = [*SMALL, f"loop.batch={8 * parts}", "mesh.fsdp=8", size]
-    assert memory.main([*MEMORY, f"{ROOT}/{file}", *overrides, *small]) == 0
+    assert step_memory.main([*MEMORY, f"{ROOT}/{file}", *overrides, *small]) == 0
     assert "'fsdp': 8" in (shown := capsys.readouterr().out) and f"{8 * parts} sequences of 32 tokens" in shown
 
 
@@ -85,7 +85,7 @@ def test_compiling_needs_no_packages_of_training():
     ([HEAD, "--topologie", "v5e:4x4"], "did you mean --topology?"),
 ])  # fmt: skip
 def test_errors_are_one_line(small_shape, capsys, words, message):
-    mistake(capsys, memory.main, [*MEMORY, *words], message)
+    mistake(capsys, step_memory.main, [*MEMORY, *words], message)
 
 
 def test_named_shapes_are_those_published():
