@@ -29,8 +29,8 @@ from treeflash_jax.formats import architectures, model_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
-from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.packed_attention import PackedMask
 
 
 @dataclass(frozen=True, kw_only=True)

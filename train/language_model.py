@@ -32,8 +32,8 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.models import vocab
-from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.packed_attention import PackedMask
 from treeflash_jax.models.verifier import forward
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from treeflash_jax.bench import memory
 from treeflash_jax.core import parameters, programs, sharding
-from treeflash_jax.models import caches, layers
+from treeflash_jax.models import caches, kernels, layers
 from treeflash_jax.models.config import DeltaSizes, ModelConfig
 from treeflash_jax.models.layer_kinds import KINDS
 from treeflash_jax.models.layer_protocol import PassInputs
@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 KIND, DTYPE, PATH = KINDS["linear_attention"], jnp.bfloat16, 17
 
 
-def compiled_rounds(topology: str, size: int, num_layers: int, attention: str):
+def compiled_rounds(topology: str, size: int, num_layers: int, kernel_set: str | None):
     """A loop of passes over a number of layers, each with a commit of a path."""
     mesh = sharding.make_mesh(1, 1, devices=memory.find_devices(topology)[:1])
     place = NamedSharding(mesh, PartitionSpec())
@@ -38,7 +38,7 @@ def compiled_rounds(topology: str, size: int, num_layers: int, attention: str):
 
     def body(carry, weights, mask_btu, path_bp, positions_bt):
         index, x_btd, states, length_b = carry
-        inputs, news = PassInputs(positions_bt + length_b[:, None], mask_btu, length_b, None, attention), []
+        inputs, news = PassInputs(positions_bt + length_b[:, None], mask_btu, length_b, None, "xla"), []
         for params, state in zip(weights, states, strict=True):
             normed_btd = layers.norm(CONFIG, x_btd, params["attention_norm"])
             y_btd, new = KIND.mix(params, CONFIG, normed_btd, inputs, state, None)
@@ -53,20 +53,20 @@ def compiled_rounds(topology: str, size: int, num_layers: int, attention: str):
 
     arrays = placed((1, size, CONFIG.hidden_size), DTYPE), placed((1,))
     others = weights, placed((1, size, size), bool), placed((1, min(size, PATH))), placed((1, size))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), kernels.use(kernel_set):
         lowered = jax.jit(run, donate_argnums=0).lower(states * num_layers, *arrays, *others)
         return programs.compile_lowered(lowered, mesh, "decode")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology, compiler, attention, most", [
-    ("h200", "jax_plugins.xla_cuda12", "xla", {1: 16, 64: 30}), ("v5e:2x2", "libtpu", "xla", {1: 31}),
+@pytest.mark.parametrize("topology, compiler, kernel_set, most", [
+    ("h200", "jax_plugins.xla_cuda12", None, {1: 16, 64: 30}), ("v5e:2x2", "libtpu", None, {1: 31}),
     pytest.param("h200", "jax_plugins.xla_cuda12", "mosaic-gpu", {1: 16, 64: 18}, marks=needs_mosaic),
 ])  # fmt: skip
-def test_a_recurrent_layer_launches_few_operations_and_keeps_no_state_per_node(topology, compiler, attention, most):
+def test_a_recurrent_layer_launches_few_operations_and_keeps_no_state_per_node(topology, compiler, kernel_set, most):
     pytest.importorskip(compiler, reason='needs pip install "jax[cuda12]" or "jax[tpu]"')
     for size, launches in most.items():
-        small, large = (compiled_rounds(topology, size, count, attention) for count in (2, 4))
+        small, large = (compiled_rounds(topology, size, count, kernel_set) for count in (2, 4))
         counts = [memory.count_launches(compiled.as_text()) for compiled in (small, large)]
         assert counts[1] - counts[0] <= 2 * launches
         temporaries = [compiled.memory_analysis().temp_size_in_bytes for compiled in (small, large)]

@@ -15,6 +15,7 @@ from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
 from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.plan import resolve
+from treeflash_jax.models.kernels import KERNELS, SETS
 
 ZEN5, AMX = (Device("cpu", features=frozenset({"avx512_bf16", *more})) for more in ((), ("amx_bf16",)))
 H100, H200 = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("gpu", "NVIDIA H200")
@@ -112,22 +113,41 @@ def test_a_reason_is_given_for_decoding_one_token_at_a_time(tiny):
 
 
 def test_attention_follows_from_the_backend_and_the_dtype():
-    choose, cpu, gpu = defaults.choose_attention, Device("cpu"), Device("gpu")
+    choose, cpu = defaults.choose_attention, Device("cpu")
     assert [choose(cpu, dtype) for dtype in (jnp.float32, jnp.float64, jnp.bfloat16)] == ["streamed", "streamed", "xla"]
-    assert {choose(device, jnp.float32, "pallas-gpu") for device in (cpu, gpu)} == {"pallas-gpu"}
     assert choose(H200, jnp.bfloat16, head_dims=(128, 64)) == "pallas-gpu"
     others = *((jnp.bfloat16, sizes) for sizes in ((96, 64), (128, 8), (256,))), (jnp.float32, (128,))
     assert {choose(H200, dtype, head_dims=sizes) for dtype, sizes in others} == {"xla"}
     a100 = Device("gpu", "NVIDIA A100-SXM4-80GB")
     assert choose(a100, jnp.bfloat16, head_dims=(128,)) == "xla"
-    assert {choose(device, jnp.bfloat16, "mosaic-gpu") for device in (cpu, H200)} == {"mosaic-gpu"}
-    refused(
-        lambda: choose(a100, jnp.bfloat16, "mosaic-gpu"), "got attention 'mosaic-gpu' on NVIDIA A100-SXM4-80GB, expected an"
-    )
-    assert {choose(device, jnp.bfloat16, "pallas-tpu") for device in (cpu, Device("tpu"))} == {"pallas-tpu"}
-    refused(lambda: choose(H200, jnp.bfloat16, "pallas-tpu"), "got attention 'pallas-tpu' on a gpu, expected 'xla'")
-    words = "got attention 'pallas-gpu' on a tpu, expected 'xla' or 'streamed'"
-    refused(lambda: choose(Device("tpu"), jnp.float32, "pallas-gpu"), words)
+    defaults_of_devices = {choose(Device(*kind), jnp.bfloat16, (128,)) for kind in (("cpu",), ("tpu",), ("gpu", H200.kind))}
+    never_ran = {name for name, kernel in KERNELS["attention"].items() if not kernel.has_run}
+    assert never_ran == {"mosaic-gpu"} and not defaults_of_devices & never_ran
+    kernels_of_sets = [kernel for kernels in KERNELS.values() for name, kernel in kernels.items() if name in SETS]
+    assert not any(kernel.has_run for kernel in kernels_of_sets), "as the help of `kernels` says"
+
+
+def test_kernels_of_another_device_are_refused(tiny):
+    """A CPU interprets all of them."""
+    cpu, gpu, tpu, a100 = Device("cpu"), Device("gpu"), Device("tpu"), Device("gpu", "NVIDIA A100-SXM4-80GB")
+
+    def refusal(device, **settings):
+        with pytest.raises(ValueError) as error:
+            plan(tiny, device, jnp.bfloat16, **settings)
+        return str(error.value)
+
+    for device in (cpu, gpu):
+        assert plan(tiny, device, jnp.float32, attention="pallas-gpu").attention == "pallas-gpu"
+    for device in (cpu, H200):
+        made = plan(tiny, device, jnp.bfloat16, attention="xla", kernels="mosaic-gpu")
+        assert (made.attention, made.prefill.attention, made.prefill.kernels) == ("xla", "xla", "mosaic-gpu")
+    assert plan(tiny, tpu, jnp.bfloat16, kernels="pallas-tpu").prefill.kernels == "pallas-tpu"
+    words = "got {} {!r} on {}, expected {}; leave it out"
+    chips = "NVIDIA H100 or NVIDIA H200"
+    assert refusal(a100, attention="mosaic-gpu") == words.format("attention", "mosaic-gpu", a100.kind, chips)
+    assert refusal(a100, kernels="mosaic-gpu") == words.format("kernels", "mosaic-gpu", a100.kind, chips)
+    assert refusal(H200, kernels="pallas-tpu") == words.format("kernels", "pallas-tpu", H200.kind, "a tpu")
+    assert refusal(tpu, attention="pallas-gpu") == words.format("attention", "pallas-gpu", "tpu", "a gpu")
 
 
 def test_the_cache_is_stacked_for_kernels_that_read_one_layer_of_it(tiny):

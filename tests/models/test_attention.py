@@ -15,14 +15,13 @@ import pytest
 from answers import assert_greedy, draw, make_pair, random_weights, slow_unless
 from compiled import ONE_H100, moved_shapes
 from conftest import FEW_TOKENS, IS_INTERPRETED, RANDOM_MODEL, needs_8_devices, needs_cpu, needs_mosaic
-from refusals import refused
 
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.drafters import NgramConfig
 from treeflash_jax.models import attention as attention_module
-from treeflash_jax.models import caches, quantized, verifier
+from treeflash_jax.models import caches, kernels, quantized, verifier
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.kv_cache import AXES, LayerKV
 from treeflash_jax.trees import ancestor_mask
@@ -170,7 +169,7 @@ def dense_with_sinks(arrays, first_bt=None):
     return dense(q_bthe, k_bxke, v_bxke, np.concatenate([seen_bts, mask_btu], axis=2), SINKS[: q_bthe.shape[2]])
 
 
-@pytest.mark.parametrize("name", ["xla", *WITH_MOSAIC])
+@pytest.mark.parametrize("name", ["xla", *NAMES])
 def test_sinks_join_the_sums(name):
     arrays = arguments(LENGTHS["ragged"], layers=3, poison=needed(name, 704))
     got = attention(*(finite(arrays) if name == "xla" else arrays), sinks_h=SINKS[:H], implementation=name)
@@ -257,26 +256,24 @@ def test_the_kernels_lower_for_a_gpu(name, word, queries, head_dim, slots):
         assert word in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_heads_of_256_have_one_kernel():
-    """As the attention layers of Qwen3.5 have them."""
+def test_what_a_kernel_does_not_take_runs_plainly_and_is_said(caplog):
+    """Heads of 256, as Qwen3.5 has them, in one of both kernels; a number of slots in none, or in none of an older JAX."""
     new = [jax.ShapeDtypeStruct((1, 7, count, 256), jnp.bfloat16) for count in (16, 4, 4)]
     stack = jax.ShapeDtypeStruct((1, 8, 4, 704, 256), jnp.bfloat16)
-    prefix = LayerKV(stack, stack, jax.ShapeDtypeStruct((), jnp.int32))
-    arrays = *new, jax.ShapeDtypeStruct((1, 7, 7), bool), prefix, jax.ShapeDtypeStruct((1,), jnp.int32)
-    traced = [jax.make_jaxpr(partial(tree_attention, implementation=name))(*arrays) for name in KERNELS]
-    assert "pallas_call" in str(traced[0]) and str(traced[0]) == str(traced[1])
+    mask, length = jax.ShapeDtypeStruct((1, 7, 7), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
 
+    def trace(name: str, stack) -> str:
+        prefix = LayerKV(stack, stack, jax.ShapeDtypeStruct((), jnp.int32))
+        return str(jax.make_jaxpr(partial(tree_attention, implementation=name))(*new, mask, prefix, length))
 
-def test_the_kernels_refuse_what_products_do_not_take():
-    arrays = list(arguments(LENGTHS["full"]))
-    prefix = arrays[4]
-    arrays[4] = LayerKV(prefix.keys_bnkse[:, :, :, :696], prefix.values_bnkse[:, :, :, :696], prefix.layer)
-    words = "got heads of 64 and a cache of 696 slots, expected a power of two and a"
-    refused(lambda: tree_attention(*arrays, implementation="pallas-gpu"), words)
-    words = "got float32, heads of 64 and a cache of 696 slots, expected bfloat16"
-    if not IS_INTERPRETED:
-        words = f"got jax {jax.__version__}, expected 0.12 or newer for attention 'mosaic-gpu'"
-    refused(lambda: tree_attention(*arrays, implementation="mosaic-gpu"), words)
+    kernels.say_once.cache_clear()
+    plain, pallas, mosaic = (trace(name, stack) for name in ("xla", *KERNELS))
+    assert "pallas_call" in pallas and mosaic == plain
+    odd = jax.ShapeDtypeStruct((1, 8, 4, 696, 256), jnp.bfloat16)
+    assert trace("pallas-gpu", odd) == trace("xla", odd) == trace("mosaic-gpu", odd)
+    words = "takes bfloat16 or float16, heads of 64 or 128" if IS_INTERPRETED else "needs jax 0.12; the plain form runs"
+    assert [record.message.split(": kernel ")[0] for record in caplog.records] == ["attention"] * 2, "each line once"
+    assert f"'mosaic-gpu' {words}" in caplog.text and "'pallas-gpu' takes heads of a power of two" in caplog.text
 
 
 @needs_mosaic
@@ -296,8 +293,10 @@ def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens, scheme)
     cache = caches.commit(cache, prompt.new, jnp.asarray([70, 3]))
     mask_btt = mask_ancestors(PARENT[:2], T)[:, :tokens, :tokens]
     inputs = ids_bt[:, 70:], cache.length_b[:, None] + jnp.arange(tokens), mask_btt, cache
-    expected, got = (forward(params, config, *inputs, attention=name) for name in ("xla", "mosaic-gpu"))
-    traced = str(forward.trace(params, config, *inputs, attention="mosaic-gpu").jaxpr)
+    expected = forward(params, config, *inputs, attention="xla")
+    with kernels.use("mosaic-gpu"):
+        got = forward(params, config, *inputs, attention="mosaic-gpu")
+        traced = str(forward.trace(params, config, *inputs, attention="mosaic-gpu").jaxpr)
     assert "name=tree_attention" in traced and ("name=fp8_product" if scheme else "name=add_and_norm") in traced
     same(got.hidden_btd, expected.hidden_btd, atol=0.05)
     for new, others in zip(jax.tree.leaves(got.new), jax.tree.leaves(expected.new), strict=True):

@@ -13,8 +13,8 @@ from conftest import needs_mosaic
 from jax.experimental import topologies
 
 from treeflash_jax.models import delta_rule
-from treeflash_jax.models.backend import delta_rule_mosaic, delta_rule_tpu
 from treeflash_jax.models.delta_rule import BLOCK, DeltaState, NewDelta
+from treeflash_jax.models.kernels import delta_rule_mosaic, delta_rule_tpu
 
 G, H, E, F, C, J, LENGTH = 2, 4, 6, 5, 7, 4, 9
 attend, convolve, commit = jax.jit(delta_rule.attend), jax.jit(delta_rule.convolve), jax.jit(delta_rule.commit)
@@ -204,10 +204,10 @@ def test_the_kernel_for_tpus_computes_the_rule(size, reach, alike):
     masks = jnp.broadcast_to(jnp.asarray(mask), (2, size, size))
     depth = max(map(len, paths))
     want = run(inputs, mask, np.float32)
-    for got, x in zip(jax.jit(partial(delta_rule_tpu.attend, depth=depth))(*arrays, masks), want, strict=True):
+    for got, x in zip(jax.jit(partial(delta_rule_tpu.run, depth=depth))(*arrays, masks), want, strict=True):
         np.testing.assert_allclose(got, x, atol=2e-5)
     if size > 1:
-        short = jax.jit(partial(delta_rule_tpu.attend, depth=1))(*arrays, masks)
+        short = jax.jit(partial(delta_rule_tpu.run, depth=1))(*arrays, masks)
         assert np.abs(short[1] - want[1]).max() > 1e-4
 
 
@@ -216,7 +216,7 @@ def test_the_kernel_for_tpus_computes_the_rule(size, reach, alike):
 def test_the_kernel_for_hopper_computes_the_rule(size, reach, alike):
     """Interpreted, and lowered for a GPU; its products are as exact as those of float32."""
     paths, inputs = draw_tree(size, reach, reach), draw_inputs(size, alike=alike, batch=1, key_dim=128, value_dim=64)
-    mask, kernel = draw_mask(paths), jax.jit(delta_rule_mosaic.attend)
+    mask, kernel = draw_mask(paths), jax.jit(delta_rule_mosaic.run)
     arrays = *as_arrays(inputs, jnp.float32), mask[None]
     out, updates = kernel(*arrays)
     np.testing.assert_allclose(out[0], np.stack([recur(inputs, path, 0)[0] for path in paths]), atol=1e-6)
@@ -239,7 +239,7 @@ def test_the_kernel_compiles_for_tpus_that_are_not_here(topology):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
     mask = jax.ShapeDtypeStruct((1, 64, 64), bool, sharding=place)
     with jax.set_mesh(mesh):  # Pallas reads the kind of TPU from it
-        compiled = jax.jit(partial(delta_rule_tpu.attend, depth=16)).lower(*arrays, mask).compile()
+        compiled = jax.jit(partial(delta_rule_tpu.run, depth=16)).lower(*arrays, mask).compile()
     assert compiled.as_text().count("tpu_custom_call") >= 1
     copied = re.search(r"f32\[1,16,128,384\]\S* (copy|fusion)\(", compiled.as_text())
     assert copied is None and compiled.memory_analysis().temp_size_in_bytes < 2**23, "a v5p turns heads in its memory"

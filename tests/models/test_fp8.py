@@ -24,7 +24,7 @@ from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
 from treeflash_jax.drafters import NgramConfig
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings import defaults
-from treeflash_jax.models import experts, layers, quantized, verifier
+from treeflash_jax.models import experts, kernels, layers, quantized, verifier
 from treeflash_jax.models.backend import block_products, expert_sums
 from treeflash_jax.models.quantized import Quantized
 
@@ -78,7 +78,8 @@ def test_products_are_those_with_the_dense_weight(name, vectors):
 
 
 def in_kernel(x, values, scale):
-    return block_products.product(x, values, scale, jnp.float32, in_kernel=True)
+    with kernels.use("mosaic-gpu"):
+        return block_products.product(x, values, scale, jnp.float32)
 
 
 @needs_mosaic

@@ -16,7 +16,7 @@ from conftest import DATA
 
 from treeflash_jax.core import parameters
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import caches, quantized, verifier
+from treeflash_jax.models import caches, kernels, quantized, verifier
 from treeflash_jax.models.config import ModelConfig
 
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "gpt_oss")
@@ -140,9 +140,11 @@ def test_the_kernel_for_tpus_is_a_choice():
     mask, depths, _ = tree_arrays(expected, 0)
     _, _, cache = read_prompt(params, config, expected["prompt0"])
     tree = expected["tree_tokens0"][None], 5 + depths[None], mask
-    run = jax.jit(partial(verifier.forward, config=config, attention="pallas-tpu"))
+    run = jax.jit(partial(verifier.forward, config=config))
     inputs = {"tokens_bt": tree[0], "positions_bt": tree[1], "mask_btu": mask, "cache": cache}
-    lowered = run.lower(params, **inputs)
+    assert "gated_delta_rule" not in run.lower(params, **inputs).as_text(debug_info=True)
+    with kernels.use("pallas-tpu"):
+        lowered = run.lower(params, **inputs)
     assert "gated_delta_rule" in lowered.as_text(debug_info=True)
     logits = verifier.logits(params, lowered.compile()(params, **inputs).hidden_btd)
     np.testing.assert_allclose(logits[0], expected["tree_logits0"], atol=ATOL)

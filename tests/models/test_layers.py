@@ -12,8 +12,9 @@ from conftest import DATA, needs_mosaic
 from jax.sharding import AbstractMesh
 from published_configs import QWEN3_4B, parse, without
 
-from treeflash_jax.models import layers, mosaic_layers
+from treeflash_jax.models import kernels, layers
 from treeflash_jax.models.config import Rope
+from treeflash_jax.models.kernels import layers_mosaic
 from treeflash_jax.models.quantized import product, quantize
 
 LLAMA3 = Rope(
@@ -37,7 +38,8 @@ def operands(batch: int, positions: int, width: int, inner: int, dtype) -> list:
 
 
 def fused(*arrays):
-    return mosaic_layers._add_product(*arrays, 1e-6)
+    with kernels.use("mosaic-gpu"):
+        return layers_mosaic.add_product(*arrays, 1e-6)
 
 
 @jax.jit

@@ -12,9 +12,8 @@ from conftest import needs_8_devices
 from train.stages import blocks
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
-from treeflash_jax.models.attention import tree_attention
-from treeflash_jax.models.backend import packed_attention
-from treeflash_jax.models.backend.packed_attention import PackedMask
+from treeflash_jax.models.kernels import attention_cudnn, attention_splash
+from treeflash_jax.models.packed_attention import PackedMask, packed_attention
 
 T, H, K, E = 256, 4, 2, 8
 CASES = [("splash", "float32", 1e-5), ("cudnn", "float16", 5e-3)]
@@ -31,7 +30,7 @@ def stand_ins(monkeypatch):
         return plain(*(x.astype(jnp.float32) for x in arrays), **options).astype(arrays[0].dtype)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-    monkeypatch.setattr(packed_attention, "BLOCK", 128)
+    monkeypatch.setattr(attention_splash, "BLOCK", 128)
 
 
 def segments(batch: int, length: int) -> jax.Array:
@@ -59,7 +58,7 @@ def compare(function, arrays, kind, atol):
 
 def documents(segments_bt):
     mask = PackedMask(segments_bt, segments_bt)
-    return lambda q, k, v, kind: tree_attention(q, k, v, mask, implementation=kind)
+    return lambda q, k, v, kind: packed_attention(q, k, v, mask, implementation=kind)
 
 
 @pytest.mark.parametrize("kind, dtype, atol", CASES)
@@ -95,13 +94,15 @@ def test_lowered_for_a_tpu():
 
 
 def test_other_sizes_and_dtypes_run_in_the_plain_form():
-    def supports(kind, queries, keys, head_dim=128, dtype="bfloat16"):
+    def supports(kernel, queries, keys, head_dim=128, dtype="bfloat16", is_plain=True):
         q, k = (jax.ShapeDtypeStruct((1, count, 2, head_dim), dtype) for count in (queries, keys))
-        return packed_attention.supports(kind, q, k)
+        return kernel.supports(q, k, is_plain)
 
-    assert supports("splash", 128, 3328, 64, "float32")
-    assert not supports("splash", 128, 3264) and not supports("splash", 64, 128)
-    assert supports("cudnn", 256, 3328) and not supports("cudnn", 256, 3328, dtype="float32")
-    assert not supports("cudnn", 256, 3328, 256) and not supports("cudnn", 255, 3328) and not supports("chunked", 256, 256)
+    splash, cudnn = attention_splash, attention_cudnn
+    assert supports(splash, 128, 3328, 64, "float32") and not supports(splash, 128, 3328, is_plain=False)
+    assert not supports(splash, 128, 3264) and not supports(splash, 64, 128)
+    assert supports(cudnn, 256, 3328) and not supports(cudnn, 256, 3328, is_plain=False)
+    assert not supports(cudnn, 256, 3328, dtype="float32") and not supports(cudnn, 256, 3328, 256)
+    assert not supports(cudnn, 255, 3328)
     arrays = [draw(2, 60, heads, E, seed=i) for i, heads in enumerate((H, K, K))]
     compare(documents(segments(2, 60)), arrays, "splash", 0)

@@ -22,8 +22,8 @@ from train.stages.registry import read_stage
 from treeflash_jax.drafters import Eagle3Config, Inputs, MtpConfig, mtp_drafter
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
-from treeflash_jax.models.backend.packed_attention import MAX_BLOCKS
 from treeflash_jax.models.config import Rope
+from treeflash_jax.models.packed_attention import MAX_BLOCKS
 
 MODEL = replace(FEW_TOKENS, tie_embeddings=True)
 GATED = replace(MODEL, gates_attention=True, offset_norms=True, rope=Rope(fraction=0.5))

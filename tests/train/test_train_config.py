@@ -11,7 +11,7 @@ from train import ask, drafter, from_scratch, head, respond
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
-from treeflash_jax.models.backend.packed_attention import MAX_BLOCKS, MAX_CONTEXT
+from treeflash_jax.models.packed_attention import MAX_BLOCKS, MAX_CONTEXT
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STAGES = {

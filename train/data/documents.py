@@ -12,7 +12,7 @@ import numpy as np
 from train.data.records import Messages, Record, Source, read_records
 from treeflash_jax.core.settings import setting
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.models.backend.packed_attention import MAX_CONTEXT
+from treeflash_jax.models.packed_attention import MAX_CONTEXT
 
 CHATS_AT_ONCE = 256  # tokenised together, by all cores
 

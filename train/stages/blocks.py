@@ -20,11 +20,9 @@ from train.data.packing import Batch
 from treeflash_jax.core import sharding
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockConfig
-from treeflash_jax.models import vocab
-from treeflash_jax.models.attention import tree_attention
-from treeflash_jax.models.backend import packed_attention
-from treeflash_jax.models.backend.packed_attention import BlockRule, PackedMask
+from treeflash_jax.models import packed_attention, vocab
 from treeflash_jax.models.kv_cache import NewKV
+from treeflash_jax.models.packed_attention import BlockRule, PackedMask
 from treeflash_jax.trees import pick
 
 
@@ -116,13 +114,13 @@ def block_attention(
     count, kv_heads = anchors_bn.shape[1], k_btke.shape[2]
     segments_bn = pick(segments_bs, anchors_bn)
     k_bxke, v_bxke = (jnp.concatenate(x, axis=1) for x in ((context_k_bske, k_btke), (context_v_bske, v_btke)))
-    if packed_attention.supports(attention, q_bthe, k_bxke):
+    if kernel := packed_attention.find_kernel(attention, q_bthe, k_bxke):
         queries, keys = slots // count, k_btke.shape[1] // count
         rule = BlockRule(segments_bs.shape[1], keys)
         packed_bt = jnp.repeat(rule.pack(anchors_bn, jnp.arange(count)), queries, axis=1)
         segments_bx = jnp.concatenate([segments_bs, jnp.repeat(segments_bn, keys, axis=1)], axis=1)
         mask = PackedMask(jnp.repeat(segments_bn, queries, axis=1), segments_bx, packed_bt, rule)
-        return tree_attention(q_bthe, k_bxke, v_bxke, mask, implementation=attention)
+        return kernel(q_bthe, k_bxke, v_bxke, mask)
     before_bns = jnp.arange(segments_bs.shape[1]) < anchors_bn[:, :, None]
     seen_bns = before_bns & (segments_bs[:, None] == segments_bn[:, :, None])
     sum_dtype = jnp.promote_types(q_bthe.dtype, jnp.float32)

@@ -34,9 +34,9 @@ from treeflash_jax.drafters.block.block_drafter import BlockConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
-from treeflash_jax.models.backend.packed_attention import MAX_BLOCKS
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import NewKV
+from treeflash_jax.models.packed_attention import MAX_BLOCKS
 from treeflash_jax.trees import pick
 
 
@@ -135,7 +135,7 @@ def drafting_sums(
     Args:
       params: trained weights, "backbone" and/or "head", of any float dtype.
       frozen: "verifier", and "backbone" if it is not trained, in the compute dtype.
-      attention: implementation, a name in `attention.TRAINING`.
+      attention: implementation, a name in `packed_attention.IMPLEMENTATIONS`.
 
     Returns:
       The sums of `losses.path_sums`, over the sample of the vocabulary if there is one; "overlap" only if the loss reads

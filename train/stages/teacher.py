@@ -19,8 +19,8 @@ from train.data.packing import Batch, Corpus, PackedDataset
 from train.runtime import hosts, watch
 from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.models import verifier
-from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.packed_attention import PackedMask
 
 
 @struct.dataclass
@@ -39,7 +39,7 @@ class Teacher:
 def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch, attention: str = "chunked") -> Teacher:
     """Runs the verifier over packed sequences, unless the batch contains its outputs.
 
-    `taps` are 0-based layers, in the order in which the drafter reads them; `attention` is one of `attention.TRAINING`.
+    `taps` are 0-based layers, in the order in which the drafter reads them; `attention` is a name of `packed_attention`.
     """
     if batch.outputs_bto is not None:
         return Teacher(batch.outputs_bto[..., : -config.hidden_size], batch.outputs_bto[..., -config.hidden_size :])

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ModelOptions, ["dtype", "quantize", "thinking", "template"])
     by_name = {"head", "builder", "acceptance", "drafter_temperature"}  # chosen by the names of systems
     options = {*field_names(GenerateConfig, "drafting", "tree")} - by_name
-    options |= {"max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop_ids", "batch_size", "attention"}
+    options |= {"max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop_ids", "batch_size", "attention", "kernels"}
     defaults = {"nodes": [16], "temperature": [0.0], "seed": [0], "batch_size": 1}
     add_options(parser, GenerateConfig, options, several=several, **defaults)
 

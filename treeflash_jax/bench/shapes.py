@@ -89,7 +89,9 @@ VERIFIERS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
-TREE_OPTIONS = sorted({"attention", *field_names(GenerateConfig, "drafting", "tree")} - {"nodes", "drafter_temperature"})
+TREE_OPTIONS = sorted(
+    {"attention", "kernels", *field_names(GenerateConfig, "drafting", "tree")} - {"nodes", "drafter_temperature"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,8 @@ def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     read = BUILDERS[plan.builder].reads if plan.drafts else ()
     shape = {name: value for name, value in asdict(plan.shape).items() if name in read}
     rule = {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
+    if plan.prefill.kernels:
+        rule["kernels"] = plan.prefill.kernels
     return {"nodes": plan.num_nodes, **drafting, **shape, **rule}
 
 

@@ -19,7 +19,7 @@ from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, processors, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, PrefillPlan, Sampling, Weights, pin
-from treeflash_jax.models import caches, verifier
+from treeflash_jax.models import caches, kernels, verifier
 
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
 Caches = tuple[caches.Cache, Any]  # the verifier's cache and the drafter's state
@@ -151,10 +151,11 @@ def _run_chunks(
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
         tokens_bt, next_bt = (trees.pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
-        out = verifier.forward(
-            weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
-            taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
-        )  # fmt: skip
+        with kernels.use(plan.kernels):
+            out = verifier.forward(
+                weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
+                taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
+            )  # fmt: skip
         if plan.drafter:
             known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if reads_tokens and not reads_prompt else count_b
             visible = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)

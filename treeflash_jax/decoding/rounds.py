@@ -21,7 +21,7 @@ from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path
 from treeflash_jax.decoding.automaton import ConstrainedExpander
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import Inputs
-from treeflash_jax.models import caches, verifier
+from treeflash_jax.models import caches, kernels, verifier
 
 Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution that its nodes were drawn from, if any
 
@@ -131,7 +131,7 @@ def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -
 
 def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
     """Runs one verifier pass over all nodes; the caches are only read."""
-    with jax.named_scope("verify"):
+    with jax.named_scope("verify"), kernels.use(plan.prefill.kernels):
         positions_bn = state.cache.length_b[:, None] + tree.depth_bn
         mask_bnn = trees.ancestor_mask(tree.parent_bn, plan.path_length - 1)
         out = verifier.forward(

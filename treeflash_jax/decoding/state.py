@@ -25,6 +25,7 @@ class PrefillPlan:
     Attributes:
       drafter: the drafter as it was loaded, whose state prefill and commits extend; None if nothing is drafted.
       attention: implementation of the passes.
+      kernels: kernels of the verifier for other operations, one of `kernels.SETS`; None for XLA's operations.
       chunk: maximal number of prompt tokens per pass.
       passes: number of passes per dispatch.
       stacks_cache: whether the verifier's cache has one state for all layers of a kind (`caches.allocate`).
@@ -37,6 +38,7 @@ class PrefillPlan:
     verifier: ModelConfig
     drafter: DrafterConfig | None = None
     attention: str = "xla"
+    kernels: str | None = None
     chunk: int = 128
     passes: int = 16
     stacks_cache: bool = False

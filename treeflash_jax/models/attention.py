@@ -6,14 +6,11 @@ exists.
 
 "xla" reads the whole capacity of the cache and is the plain form. "streamed" and "blocked" read the blocks of it that hold
 the longest prefix one after the other, so that they keep the logits of one block only: quarters of the cache, for CPUs, or
-large blocks. The Pallas kernels read each prefix block by block under an online softmax; "mosaic-gpu" also attends to the
-new positions in its kernel, and verifiers then run whole layers in another form (`mosaic_layers`). "pallas-tpu" is "xla"
-for attention; it and "mosaic-gpu" have a kernel for recurrent layers (`delta_layer`). "splash", "cudnn" and "chunked" are
-for packed sequences without a prefix, in training.
+large blocks. Other names are those of kernels, which read each prefix block by block under an online softmax; operands that
+a kernel does not take run as by "xla".
 
-With sinks, "mosaic-gpu" runs as "pallas-gpu" and kernels for packed sequences as "chunked"; "mosaic-gpu" also runs heads of
-256 as "pallas-gpu". Layers with a window read its positions alone: all slots of a ring, or a part of a whole cache, of
-which "xla" and "pallas-tpu" read all slots and hide the others.
+Layers with a window run as by "xla", whatever the name, and read its positions alone: all slots of a ring, or a part of a
+whole cache, of which "xla" itself reads all slots and hides the others. Packed sequences in training: `packed_attention`.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
 either kind, h query heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix,
@@ -30,19 +27,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.models import kv_cache
-from treeflash_jax.models.backend import packed_attention, products
-from treeflash_jax.models.backend.packed_attention import PackedMask
+from treeflash_jax.models import kernels, kv_cache
+from treeflash_jax.models.backend import products
 from treeflash_jax.models.kv_cache import LayerKV
 
 QUARTERS = 4  # blocks of "streamed"
 SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which programs have no loops, and compile faster
 BLOCK = 8192  # slots that "blocked" reads at a time, at most
-TRAINING_CHUNK = 256  # queries
 
 
 class Operands(NamedTuple):
-    """Operands of an implementation: arguments of `tree_attention` with a dense mask."""
+    """Operands of an implementation: arguments of `tree_attention`."""
 
     q_bthe: jax.Array
     k_buke: jax.Array
@@ -58,7 +53,7 @@ def tree_attention(
     q_bthe: jax.Array,
     k_buke: jax.Array,
     v_buke: jax.Array,
-    mask_btu: jax.Array | PackedMask,
+    mask_btu: jax.Array,
     prefix: LayerKV | None = None,
     length_b: jax.Array | None = None,
     *,
@@ -69,8 +64,7 @@ def tree_attention(
 ) -> jax.Array:
     """Computes softmax(q [K_prefix; K_new]^T / sqrt(e)) [V_prefix; V_new] over `length_b` positions of the prefix.
 
-    Returns [b, t, h, e] in the dtype of the queries; the softmax is in float32 at least. Raises ValueError for sizes that
-    the implementation does not support.
+    Returns [b, t, h, e] in the dtype of the queries; the softmax is in float32 at least.
 
     Args:
       q_bthe, k_buke, v_buke: queries, keys and values of the new positions.
@@ -82,24 +76,23 @@ def tree_attention(
       sinks_h: logits that join the softmax of each head, and whose weights are dropped; None: none.
       implementation: a name in IMPLEMENTATIONS.
     """
-    if isinstance(mask_btu, PackedMask):
-        if sinks_h is None and packed_attention.supports(implementation, q_bthe, k_buke):
-            return packed_attention.attend(implementation, q_bthe, k_buke, v_buke, mask_btu)
-        mask_btu = mask_btu.dense()
     operands = Operands(q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b)
-    attend = IMPLEMENTATIONS[implementation]
-    if first_bt is None or prefix is None:
-        return attend(operands)
-    if window is None or window >= prefix.num_slots or attend is _xla:
-        return _xla(operands)
-    return _on_each_device(partial(_windowed, window=window), operands)
+    if prefix is None:
+        return attend_plainly(operands)
+    if first_bt is not None:
+        if window is None or window >= prefix.num_slots or implementation == "xla":
+            return attend_plainly(operands)
+        return on_each_device(partial(_windowed, window=window), operands)
+    attend = PLAIN.get(implementation) or kernels.find("attention", operands, name=implementation) or attend_plainly
+    return attend(operands)
 
 
-def _xla(operands: Operands) -> jax.Array:
+def attend_plainly(operands: Operands) -> jax.Array:
+    """Returns attention as "xla" computes it."""
     q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b = operands
     batch, queries = q_bthe.shape[:2]
-    q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
-    new_bkqu = _logits(q_bkqe, k_bkue, mask_btu)
+    q_bkqe, k_bkue, v_bkue = group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
+    new_bkqu = logits(q_bkqe, k_bkue, mask_btu)
     peak_bkq1 = jnp.max(new_bkqu, axis=-1, keepdims=True)
     if prefix is not None:
         keys_bkse, values_bkse = prefix.read()
@@ -107,55 +100,40 @@ def _xla(operands: Operands) -> jax.Array:
         seen_bts = jnp.broadcast_to((at_bs < length_b[:, None])[:, None], (batch, queries, at_bs.shape[1]))
         if first_bt is not None:
             seen_bts &= at_bs[:, None] >= first_bt[..., None]
-        past_bkqs = _logits(q_bkqe, keys_bkse, seen_bts)
+        past_bkqs = logits(q_bkqe, keys_bkse, seen_bts)
         peak_bkq1 = jnp.maximum(peak_bkq1, products.largest(past_bkqs)[..., None])
 
     new_bkqu = jnp.exp(new_bkqu - peak_bkq1)
     total_bkq = jnp.sum(new_bkqu, axis=-1)
-    mixed_bkqe = _mix(new_bkqu, v_bkue)
+    mixed_bkqe = mix(new_bkqu, v_bkue)
     if prefix is not None:
         past_bkqs = jnp.exp(past_bkqs - peak_bkq1)
         total_bkq += jnp.sum(past_bkqs, axis=-1)
-        mixed_bkqe += _mix(past_bkqs, values_bkse)
-    return _divide(mixed_bkqe, total_bkq[..., None], peak_bkq1, sinks_h, q_bthe)
+        mixed_bkqe += mix(past_bkqs, values_bkse)
+    return divide(mixed_bkqe, total_bkq[..., None], peak_bkq1, sinks_h, q_bthe)
 
 
 def _windowed(operands: Operands, window: int) -> jax.Array:
-    """Runs `_xla` on the last `window` slots of each sequence, or on its first ones if it is shorter."""
+    """Runs `attend_plainly` on the last `window` slots of each sequence, or on its first ones if it is shorter."""
     prefix, length_b = operands.prefix, operands.length_b
     start_b = jnp.maximum(length_b - window, 0)
     first_bt = operands.first_bt - start_b[:, None]
-    return _xla(operands._replace(first_bt=first_bt, prefix=prefix.copy(start_b, window), length_b=length_b - start_b))
-
-
-def _chunked(operands: Operands) -> jax.Array:
-    """Runs `_xla` over TRAINING_CHUNK queries at a time, recomputed in backward passes, so that memory is bounded."""
-    q_bthe, mask_btu = operands.q_bthe, operands.mask_btu
-    if q_bthe.shape[1] <= TRAINING_CHUNK or q_bthe.shape[1] % TRAINING_CHUNK:
-        return _xla(operands)
-
-    @jax.checkpoint
-    def attend(chunk):
-        q_bche, mask_bcu = chunk
-        return _xla(operands._replace(q_bthe=q_bche, mask_btu=mask_bcu))
-
-    def split(x):
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, TRAINING_CHUNK, *x.shape[2:]), 1, 0)
-
-    return jnp.moveaxis(lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
+    return attend_plainly(
+        operands._replace(first_bt=first_bt, prefix=prefix.copy(start_b, window), length_b=length_b - start_b)
+    )
 
 
 def _streamed(operands: Operands) -> jax.Array:
     """Reads the quarters of the cache that hold the longest prefix; a short cache as "xla" does."""
-    slots = 0 if operands.prefix is None else operands.prefix.num_slots
+    slots = operands.prefix.num_slots
     is_short = slots < (SHORT_FOR_ONE_QUERY if operands.q_bthe.shape[1] == 1 else SHORT)
-    return _xla(operands) if is_short else _in_blocks(operands, QUARTERS)
+    return attend_plainly(operands) if is_short else _in_blocks(operands, QUARTERS)
 
 
 def _blocked(operands: Operands) -> jax.Array:
     """Reads the blocks of at most BLOCK slots that hold the longest prefix."""
-    slots = 0 if operands.prefix is None else operands.prefix.num_slots
-    return _xla(operands) if slots <= BLOCK else _in_blocks(operands, -(-slots // BLOCK))
+    slots = operands.prefix.num_slots
+    return attend_plainly(operands) if slots <= BLOCK else _in_blocks(operands, -(-slots // BLOCK))
 
 
 def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
@@ -168,62 +146,30 @@ def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
 
     def attend(operands: Operands) -> jax.Array:
         q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
-        q_bkqe, seen_bs = _group_queries(q_bthe, k_buke.shape[2]), jnp.arange(slots) < length_b[:, None]
-        new_bkqu = _logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
+        q_bkqe, seen_bs = group_queries(q_bthe, k_buke.shape[2]), jnp.arange(slots) < length_b[:, None]
+        new_bkqu = logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
         peak_bkq = jnp.max(new_bkqu, axis=-1)
         new_bkqu = jnp.exp(new_bkqu - peak_bkq[..., None])
-        sums = _mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)), jnp.sum(new_bkqu, axis=-1), peak_bkq
+        sums = mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)), jnp.sum(new_bkqu, axis=-1), peak_bkq
 
         def add_block(index, sums):
             mixed_bkqe, total_bkq, before_bkq = sums
             keys_bkxe, values_bkxe = prefix.read(index * size, size)
             seen_bx = lax.dynamic_slice_in_dim(seen_bs, index * size, size, axis=1, allow_negative_indices=False)
-            past_bkqx = _logits(q_bkqe, keys_bkxe, seen_bx[:, None])
+            past_bkqx = logits(q_bkqe, keys_bkxe, seen_bx[:, None])
             peak_bkq = jnp.maximum(before_bkq, jnp.max(past_bkqx, axis=-1))
             past_bkqx, kept_bkq = jnp.exp(past_bkqx - peak_bkq[..., None]), jnp.exp(before_bkq - peak_bkq)
             total_bkq = total_bkq * kept_bkq + jnp.sum(past_bkqx, axis=-1)
-            return mixed_bkqe * kept_bkq[..., None] + _mix(past_bkqx, values_bkxe), total_bkq, peak_bkq
+            return mixed_bkqe * kept_bkq[..., None] + mix(past_bkqx, values_bkxe), total_bkq, peak_bkq
 
         blocks = (jnp.max(length_b) + (size - 1)) // size
         mixed_bkqe, total_bkq, peak_bkq = lax.fori_loop(0, blocks, add_block, sums)
-        return _divide(mixed_bkqe, total_bkq[..., None], peak_bkq[..., None], sinks_h, q_bthe)
+        return divide(mixed_bkqe, total_bkq[..., None], peak_bkq[..., None], sinks_h, q_bthe)
 
-    return _on_each_device(attend, operands)
-
-
-def _pallas_gpu(operands: Operands) -> jax.Array:
-    """Runs the kernel over the prefix and merges its shares with the softmax over the new positions."""
-    if operands.prefix is None:
-        return _xla(operands)
-    from treeflash_jax.models.backend import attention_gpu  # slow to import
-
-    def attend(operands: Operands) -> jax.Array:
-        q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
-        q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
-        new_bkqu = _logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
-        mixed_bkyqe, total_bkyq, peak_bkyq = attention_gpu.attend(q_bkqe, prefix, length_b)
-        peak_bkq = jnp.maximum(jnp.max(new_bkqu, axis=-1), jnp.max(peak_bkyq, axis=2))
-        new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
-        total_bkq = jnp.sum(new_bkqu, axis=-1) + jnp.sum(total_bkyq * kept_bkyq, axis=2)
-        mixed_bkqe = _mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)) + jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
-        return _divide(mixed_bkqe, total_bkq[..., None], peak_bkq[..., None], sinks_h, q_bthe)
-
-    return _on_each_device(attend, operands)
+    return on_each_device(attend, operands)
 
 
-def _mosaic_gpu(operands: Operands) -> jax.Array:
-    if operands.prefix is None or operands.sinks_h is not None or operands.q_bthe.shape[-1] == 256:
-        return _pallas_gpu(operands)
-    from treeflash_jax.models.backend import attention_mosaic  # slow to import
-
-    def attend(operands: Operands) -> jax.Array:
-        q_bthe, k_buke, v_buke, mask_btu, _, _, prefix, length_b = operands
-        return attention_mosaic.attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
-
-    return _on_each_device(attend, operands)
-
-
-def _on_each_device(attend: Callable[[Operands], jax.Array], operands: Operands) -> jax.Array:
+def on_each_device(attend: Callable[[Operands], jax.Array], operands: Operands) -> jax.Array:
     """Runs `attend` on every device of a mesh, for its own sequences and heads; no device waits for another.
 
     Query heads follow their key/value head: if the model axis does not divide those, all devices along it do the same.
@@ -250,7 +196,7 @@ def over_mesh(attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], p
     return sharding.over_mesh(run, (*arrays, stacks, prefix.layer, length_b), layouts)
 
 
-def _group_queries(q_bthe: jax.Array, kv_heads: int) -> jax.Array:
+def group_queries(q_bthe: jax.Array, kv_heads: int) -> jax.Array:
     """Returns the queries by key/value head, [b, k, q, e].
 
     Products then are plain batched ones, and nothing as large as the logits is transposed.
@@ -267,7 +213,7 @@ def _ungroup_queries(mixed_bkqe: jax.Array, q_bthe: jax.Array) -> jax.Array:
     return jnp.moveaxis(mixed_bkgte, 3, 1).reshape(q_bthe.shape).astype(q_bthe.dtype)
 
 
-def _divide(
+def divide(
     mixed_bkqe: jax.Array, total_bkq1: jax.Array, peak_bkq1: jax.Array, sinks_h: Any, q_bthe: jax.Array
 ) -> jax.Array:
     """Returns sums of exp(l - peak) v over those of exp(l - peak), which sinks join, in the layout of the queries."""
@@ -277,28 +223,18 @@ def _divide(
     return _ungroup_queries(mixed_bkqe / total_bkq1, q_bthe)
 
 
-def _logits(q_bkqe: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array) -> jax.Array:
+def logits(q_bkqe: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array) -> jax.Array:
     """Returns logits [b, k, q, x], -inf for keys that are not seen; the t axis of `seen` may be 1."""
     logits_bkqx = products.attention_scores(q_bkqe, keys_bkxe) * q_bkqe.shape[-1] ** -0.5
     logits_bkgtx = logits_bkqx.reshape(*q_bkqe.shape[:2], -1, *seen_btx.shape[1:])
     return jnp.where(seen_btx[:, None, None], logits_bkgtx, -jnp.inf).reshape(logits_bkqx.shape)
 
 
-def _mix(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
+def mix(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
+    """Returns sums of values [b, k, q, e], in the dtype of their weights."""
     weights_bkqx, wide = weights_bkqx.astype(values_bkxe.dtype), weights_bkqx.dtype
     return jnp.einsum("bkqx,bkxe->bkqe", weights_bkqx, values_bkxe, preferred_element_type=wide)
 
 
-TRAINING = ("chunked", *packed_attention.KINDS)  # the first is the plain form of the others; users choose among the rest
-IMPLEMENTATIONS: dict[str, Callable[[Operands], jax.Array]] = {
-    "xla": _xla,
-    **dict.fromkeys(TRAINING, _chunked),
-    "streamed": _streamed,
-    "blocked": _blocked,
-    "pallas-gpu": _pallas_gpu,
-    "mosaic-gpu": _mosaic_gpu,
-    "pallas-tpu": _xla,
-}
-
-READS_STACKS = "pallas-gpu", "mosaic-gpu"  # kernels that read one layer of a stacked cache where it lies
-CHOICES = tuple(name for name in IMPLEMENTATIONS if name not in TRAINING)
+PLAIN: dict[str, Callable[[Operands], jax.Array]] = {"xla": attend_plainly, "streamed": _streamed, "blocked": _blocked}
+IMPLEMENTATIONS = (*PLAIN, *kernels.KERNELS["attention"])

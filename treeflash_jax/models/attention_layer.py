@@ -14,10 +14,10 @@ from treeflash_jax.core import programs
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import kv_cache, layers
 from treeflash_jax.models.attention import tree_attention
-from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.backend.rotation import rotate
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.layer_protocol import LayerKind, PassInputs
+from treeflash_jax.models.packed_attention import PackedMask, packed_attention
 from treeflash_jax.models.quantized import can_join
 
 
@@ -82,17 +82,12 @@ class AttentionLayer(LayerKind):
         new = seen = tuple(new)
         if earlier is not None:
             seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier, new, strict=True)]
-        mixed_bthe = tree_attention(
-            q_bthe,
-            *seen,
-            mask_btu,
-            state,
-            inputs.length_b,
-            first_bt=first_bt,
-            window=config.window,
-            sinks_h=params.get("sinks"),
-            implementation=inputs.attention,
-        )
+        how = {"sinks_h": params.get("sinks"), "implementation": inputs.attention}
+        if isinstance(inputs.mask_btu, PackedMask):
+            mixed_bthe = packed_attention(q_bthe, *seen, mask_btu, **how)
+        else:
+            how |= {"first_bt": first_bt, "window": config.window}
+            mixed_bthe = tree_attention(q_bthe, *seen, mask_btu, state, inputs.length_b, **how)
         if gate_bthe is not None:
             mixed_bthe *= jax.nn.sigmoid(gate_bthe)
         return layers.merge_heads(params, mixed_bthe), new

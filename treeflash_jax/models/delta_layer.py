@@ -6,7 +6,6 @@ Shape suffixes: b batch, t new positions, d model, j inputs of the convolution, 
 e key dim, f value dim, z = h f.
 """
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -16,11 +15,11 @@ from flax import struct
 from treeflash_jax.core import programs
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.models import delta_rule, layers
-from treeflash_jax.models.backend.packed_attention import PackedMask
-from treeflash_jax.models.config import DeltaSizes, ModelConfig
+from treeflash_jax.models import delta_rule, kernels, layers
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.delta_rule import DeltaState, NewDelta
 from treeflash_jax.models.layer_protocol import LayerKind, LayerState, PassInputs
+from treeflash_jax.models.packed_attention import PackedMask
 from treeflash_jax.models.quantized import can_join, product
 
 _AXES = DeltaState(("batch", None, "heads"), ("batch", "heads", None, None))
@@ -111,30 +110,14 @@ class DeltaLayer(LayerKind):
             qkv_btc, before.window_bjc, params["conv"], inputs.positions_bt, mask_btu, length_b
         )
         q_btge, k_btge, v_bthf = _heads(config, jax.nn.silu(convolved_btc))
-        arrays = q_btge * config.delta.key_dim**-0.5, k_btge, v_bthf, decay_bth, beta_bth
-        out_bthf, updates_bthf = _rule(config.delta, inputs, before)(*arrays, before.state_bgez, mask_btu)
+        arrays = q_btge * config.delta.key_dim**-0.5, k_btge, v_bthf, decay_bth, beta_bth, before.state_bgez, mask_btu
+        attend = kernels.find("delta rule", *arrays) or delta_rule.attend
+        out_bthf, updates_bthf = attend(*arrays)
         wide = out_bthf.dtype
         normed_bthf = layers.rms_norm(out_bthf, params["gated_norm"].astype(wide), config.rms_norm_eps)
         gated_bthf = (normed_bthf * jax.nn.silu(z_bthf.astype(wide))).astype(x_btd.dtype)
         y_btd = product("btz,dz->btd", gated_bthf.reshape(*x_btd.shape[:2], -1), params["delta_o"])
         return y_btd, NewDelta(qkv_btc, k_btge, updates_bthf, decay_bth)
-
-
-def _rule(sizes: DeltaSizes, inputs: PassInputs, before: DeltaState) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns `delta_rule.attend`, or the requested attention's kernel if it supports these sizes and this dtype."""
-    num_new = inputs.positions_bt.shape[1]
-    if num_new > delta_rule.BLOCK or before.state_bgez.dtype != jnp.float32:
-        return delta_rule.attend
-    if inputs.attention == "pallas-tpu":
-        from treeflash_jax.models.backend import delta_rule_tpu  # slow to import
-
-        return delta_rule_tpu.attend
-    # For one token XLA launches fewer operations than with the kernel.
-    if inputs.attention == "mosaic-gpu" and num_new > 1 and {sizes.key_dim, sizes.value_dim} <= {64, 128}:
-        from treeflash_jax.models.backend import delta_rule_mosaic  # slow to import
-
-        return delta_rule_mosaic.attend
-    return delta_rule.attend
 
 
 @programs.jit

@@ -1,8 +1,8 @@
 """Keys and values of committed positions, the state of attention: slot s holds absolute position s, except in rings.
 
-They are in one array for each layer, or in one for all (stacked). Kernels read one layer of a stack where it lies
-(`attention.READS_STACKS`), and a commit to a stack is one store for keys and one for values. Other implementations copy
-the layer out of a stack first.
+They are in one array for each layer, or in one for all (stacked). Kernels of attention read one layer of a stack where it
+lies, and a commit to a stack is one store for keys and one for values. Other implementations copy the layer out of a stack
+first.
 
 A layer with a window keeps its last `window` positions in a ring (`KVRing`). In a cache that can be cut it keeps all: after
 a cut, the window begins earlier.

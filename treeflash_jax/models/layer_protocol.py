@@ -69,7 +69,7 @@ class PassInputs:
       mask_btu: True if new position t sees new position u, itself included; it may be a `PackedMask` in training.
       length_b: number of committed positions, all visible; None without states.
       prepared: result of `LayerKind.prepare`.
-      attention: implementation of attention, a name in `attention.IMPLEMENTATIONS`.
+      attention: implementation, a name in `attention.IMPLEMENTATIONS`, or in those of `packed_attention` for its masks.
     """
 
     positions_bt: jax.Array

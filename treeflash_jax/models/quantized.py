@@ -41,12 +41,10 @@ class Quantized:
         compute dtype, so that the weights still determine the dtype of caches and activations. Values made here are rounded
         against the scale as it is stored, so a narrow one costs no accuracy; the scales of files are rounded to it, which
         changes a weight by no more than rounding the weight to that dtype would.
-      in_kernel: multiply by blocks in a kernel if one applies (`block_products_mosaic`).
     """
 
     values: Any
     scale: Any
-    in_kernel: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -187,14 +185,9 @@ def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: A
     x, values = lax.optimization_barrier((x, weight.values))
     dtype = dtype or x.dtype
     if weight.block is not None:
-        return block_products.product(x, values, weight.scale, dtype, weight.in_kernel)
+        return block_products.product(x, values, weight.scale, dtype)
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # sums of x with values up to 127 or 448 overflow float16
     return (products.product(equation, x, values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(dtype)
-
-
-def use_kernels(weights: Any) -> Any:
-    """Returns a tree of weights whose products run in kernels where these apply."""
-    return jax.tree.map(lambda x: x.replace(in_kernel=True) if _is_quantized(x) else x, weights, is_leaf=_is_quantized)
 
 
 def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from flax import struct
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.models import layers, mosaic_layers, quantized, vocab
+from treeflash_jax.models import kernels, layers, quantized, vocab
 from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.layer_kinds import KINDS
@@ -125,25 +125,23 @@ def through_layers(
         kind: PassInputs(positions_bt, mask_btu, length_b, KINDS[kind].prepare(config, positions_bt, mask_btu), attention)
         for kind in dict.fromkeys(config.kinds)
     }
-    if mosaic_layers.supports(all_weights, config, states, earlier, attention):
-        [shared] = inputs.values()
-        normed_btd, outputs, new = mosaic_layers.run_layers(all_weights, config, x_btd, shared, states, params["norm"])
-    else:
-        outputs, new = _run_layers(all_weights, config, x_btd, inputs, states, earlier)
-        normed_btd = layers.norm(config, outputs[-1], params["norm"])
+    operands = all_weights, config, params["norm"], x_btd, inputs, states, earlier
+    run = kernels.find("decoder layers", *operands) or run_layers
+    normed_btd, outputs, new = run(*operands)
     tapped = [outputs[layer] for layer in taps] or [jnp.zeros((*positions_bt.shape, 0), x_btd.dtype)]
     return Output(normed_btd.astype(x_btd.dtype), jnp.concatenate(tapped, axis=-1), tuple(new))
 
 
-def _run_layers(
+def run_layers(
     all_weights: list[dict[str, Any]],
     config: ModelConfig,
+    norm_d: jax.Array,
     x_btd: jax.Array,
     inputs: dict[str, PassInputs],
     states: tuple[Any, ...] | None,
     earlier: tuple[Any, ...] | None,
-) -> tuple[list[jax.Array], list[Any]]:
-    """Returns the output of each layer, and its part of `Output.new`."""
+) -> tuple[jax.Array, list[jax.Array], list[Any]]:
+    """Returns the final norm with the scale `norm_d`, the output of each layer, and its part of `Output.new`."""
     run = {kind: _make_layer(config, KINDS[kind], shared) for kind, shared in inputs.items()}
     outputs, new = [], []
     for index, (weights, kind) in enumerate(zip(all_weights, config.kinds, strict=True)):
@@ -152,7 +150,7 @@ def _run_layers(
             x_btd, new_positions = run[kind](weights, x_btd, state, earlier_positions)
         outputs.append(x_btd)
         new.append(new_positions)
-    return outputs, new
+    return layers.norm(config, x_btd, norm_d), outputs, new
 
 
 def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Callable[..., tuple[jax.Array, Any]]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core.devices import BFLOAT16_INSTRUCTIONS, MATRIX_INSTRUCTIONS, Device
 from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.models.kernels import HOPPER
 from treeflash_jax.models.quantized import SCALE_BLOCK
 from treeflash_jax.trees import Builder
 
@@ -29,9 +30,6 @@ MATCHES = 8  # of n-grams that join a tree; on accelerators they were never time
 # The second stage of a head takes 85 ms over 49,152 tokens and 16 ms over 32 per depth, at equal tau. Accelerators read the
 # vocabulary table once for all contexts of that stage.
 SHORTLIST, LARGE_VOCABULARY = 32, 2**14
-# With the kernel, rounds of Qwen3-4B with 16, 64 and 256 nodes take 2, 4 and 14 % less time on an H200 after 1,024 tokens,
-# and 4, 19 and 32 % less after 4,096.
-HOPPER = ("NVIDIA H100", "NVIDIA H200")
 
 
 def choose_dtype(device: Device) -> Any:
@@ -107,23 +105,13 @@ def choose_lanes(drafter: DrafterConfig, nodes: int, device: Device, dtype: Any)
     return SMALL_LANES if is_small else drafter.lanes
 
 
-def choose_attention(device: Device, dtype: Any, requested: str | None = None, head_dims: Collection[int] = ()) -> str:
-    """Returns the requested attention implementation, or the default for caches of `dtype` and heads of these sizes.
+def choose_attention(device: Device, dtype: Any, head_dims: Collection[int] = ()) -> str:
+    """Returns the attention implementation for caches of `dtype` and heads of these sizes.
 
     On CPUs "streamed" in float32 and "xla" in bfloat16, where copying a part of the cache takes longer than it saves. On
-    Hopper GPUs the kernel in bfloat16, for head sizes of 16, 32, 64 and 128.
-
-    "mosaic-gpu" and "pallas-tpu" never ran on their devices, so they are no defaults. Raises ValueError for another
-    device's kernel; a CPU interprets all of them.
+    Hopper GPUs the kernel in bfloat16, for head sizes of 16, 32, 64 and 128: rounds of Qwen3-4B with 16, 64 and 256 nodes
+    take 2, 4 and 14 % less time on an H200 after 1,024 tokens, and 4, 19 and 32 % less after 4,096.
     """
-    if requested is not None:
-        if not device.is_cpu and requested.endswith("-gpu") and device.backend != "gpu":
-            raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'xla' or 'streamed'")
-        if requested == "pallas-tpu" and device.backend == "gpu":
-            raise ValueError("got attention 'pallas-tpu' on a gpu, expected 'xla' or 'pallas-gpu'")
-        if requested == "mosaic-gpu" and not device.is_cpu and not device.kind.startswith(HOPPER):
-            raise ValueError(f"got attention 'mosaic-gpu' on {device.kind}, expected an H100 or H200, or 'pallas-gpu'")
-        return requested
     if device.kind.startswith(HOPPER) and jnp.dtype(dtype) == jnp.bfloat16:
         return "pallas-gpu" if all(16 <= size <= 128 and size.bit_count() == 1 for size in head_dims) else "xla"
     return "streamed" if device.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
@@ -184,7 +172,7 @@ def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
     """Returns True if passes move fewer bytes with the weights of an FP8 file as they are than expanded to `dtype`.
 
     A product with weights kept in blocks of 128 reads them once, and writes and reads its inputs once per block of outputs
-    (`backend.block_products`; the kernel of attention "mosaic-gpu" does not). CPUs convert FP8 slowly.
+    (`backend.block_products`; kernels need not). CPUs convert FP8 slowly.
 
     Args:
       tokens: number of tokens of a pass over one sequence: the nodes of a tree.

@@ -12,7 +12,8 @@ from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.engine.settings.model_options import ModelOptions
-from treeflash_jax.models.attention import CHOICES
+from treeflash_jax.models.attention import IMPLEMENTATIONS
+from treeflash_jax.models.kernels import SETS
 from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.shape import MAX_NODES
 
@@ -251,11 +252,18 @@ class GenerateConfig:
     attention: str | None = running(
         None,
         "implementation of attention: xla reads whole caches; streamed, blocked, pallas-gpu and mosaic-gpu only their "
-        "filled part. pallas-gpu is the default on H100 and H200 in bfloat16; mosaic-gpu launches fewer operations there, "
-        "has kernels for FP8 weights of dense models and for recurrent layers, needs jax 0.12 and was never timed; "
-        "pallas-tpu is xla with a kernel for recurrent layers, never timed either",
+        "filled part. pallas-gpu is the default on H100 and H200 in bfloat16; mosaic-gpu never ran there, and needs "
+        "jax 0.12",
         unset="chosen by device and dtype",
-        choices=lambda: CHOICES,
+        choices=lambda: IMPLEMENTATIONS,
+    )
+    kernels: str | None = running(
+        None,
+        "kernels for other operations of the verifier, none of which ever ran on its device: mosaic-gpu for recurrent "
+        "layers, FP8 weights and, with attention mosaic-gpu, norms and additions on H100 and H200 (jax 0.12); pallas-tpu "
+        "for recurrent layers",
+        unset="XLA's operations",
+        choices=lambda: SETS,
     )
     log_probs: bool = running(False, "also return the verifier's log-probability of every token")
     top_log_probs: int = running(

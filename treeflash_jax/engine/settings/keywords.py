@@ -54,6 +54,9 @@ Attention = Literal[
     "blocked",
     "pallas-gpu",
     "mosaic-gpu",
+]
+Kernels = Literal[
+    "mosaic-gpu",
     "pallas-tpu",
 ]
 
@@ -172,12 +175,14 @@ class GenerateSettings(TypedDict, total=False):
         8 nodes on a CPU not using amx_bf16).
       attention: implementation of attention: xla reads whole caches; streamed,
         blocked, pallas-gpu and mosaic-gpu only their filled part. pallas-gpu is
-        the default on H100 and H200 in bfloat16; mosaic-gpu launches fewer
-        operations there, has kernels for FP8 weights of dense models and for
-        recurrent layers, needs jax 0.12 and was never timed; pallas-tpu is xla
-        with a kernel for recurrent layers, never timed either (one of xla,
-        streamed, blocked, pallas-gpu, mosaic-gpu, pallas-tpu; default: chosen
-        by device and dtype).
+        the default on H100 and H200 in bfloat16; mosaic-gpu never ran there,
+        and needs jax 0.12 (one of xla, streamed, blocked, pallas-gpu, mosaic-
+        gpu; default: chosen by device and dtype).
+      kernels: kernels for other operations of the verifier, none of which ever
+        ran on its device: mosaic-gpu for recurrent layers, FP8 weights and,
+        with attention mosaic-gpu, norms and additions on H100 and H200 (jax
+        0.12); pallas-tpu for recurrent layers (one of mosaic-gpu, pallas-tpu;
+        default: XLA's operations).
       log_probs: also return the verifier's log-probability of every token.
       top_log_probs: also return this many of the likeliest tokens in the place
         of every token (default: 0).
@@ -223,6 +228,7 @@ class GenerateSettings(TypedDict, total=False):
     lanes: int | None
     batch_size: int | None
     attention: Attention | str | None
+    kernels: Kernels | str | None
     log_probs: bool
     top_log_probs: int
     expected_lengths: bool

@@ -16,7 +16,7 @@ from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.models.attention import READS_STACKS
+from treeflash_jax.models import kernels
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, Builder, TreeShape
 from treeflash_jax.trees.shape import MAX_NODES
@@ -50,13 +50,17 @@ def resolve(
     Raises ValueError for a setting that the pair, the tree builder or the device does not support.
     """
     head_dims = (verifier.head_dim, *(drafter.head_dims if drafter else ()))
-    attention = defaults.choose_attention(device, dtype, config.attention, head_dims)
+    for setting in ("attention", "kernels"):
+        if getattr(config, setting) is not None:
+            kernels.check_device(setting, getattr(config, setting), device)
+    attention = config.attention or defaults.choose_attention(device, dtype, head_dims)
     prefill = PrefillPlan(
         verifier=verifier,
         attention=config.attention or defaults.choose_prefill_attention(device),
         chunk=defaults.choose_prefill_chunk(device),
         passes=defaults.choose_prefill_passes(device),
-        stacks_cache=attention in READS_STACKS,
+        kernels=config.kernels,
+        stacks_cache=attention in kernels.KERNELS["attention"],
         residual_dtype=defaults.choose_residual_dtype(device, dtype),
         log_probs=config.log_probs or config.top_log_probs > 0,
         top_log_probs=config.top_log_probs,

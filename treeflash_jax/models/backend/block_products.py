@@ -17,11 +17,12 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.models import kernels
 
 PARTS = 4  # at least; of a weight that are scaled one after the other
 
 
-def product(x: jax.Array, values: jax.Array, scale: jax.Array, dtype: Any, in_kernel: bool = False) -> jax.Array:
+def product(x: jax.Array, values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """Returns activations times a weight, [vectors..., outputs...].
 
     Args:
@@ -29,16 +30,11 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, dtype: Any, in_ke
       values: [outputs..., i].
       scale: [blocks of each output axis..., blocks of inputs].
       dtype: of the result; sums are float32 at least.
-      in_kernel: use the kernel of `block_products_mosaic` if it applies.
     """
     x_ni, outputs = x.reshape(-1, x.shape[-1]), values.shape[:-1]
     values = values.reshape(*scale.shape[:-1], -1, values.shape[-1])  # [..., b, i]
-    form = _single if x_ni.shape[0] == 1 else _scaled_inputs if x_ni.shape[0] < values.shape[-2] else _in_parts
-    if in_kernel:
-        from treeflash_jax.models.backend import block_products_mosaic  # slow to import
-
-        if block_products_mosaic.supports(x_ni, values, scale):
-            form = block_products_mosaic.product
+    plain = _single if x_ni.shape[0] == 1 else _scaled_inputs if x_ni.shape[0] < values.shape[-2] else _in_parts
+    form = kernels.find("product by blocks", x_ni, values, scale) or plain
     y = form(x_ni, values, scale).astype(dtype)  # [..., n, b]
     return jnp.moveaxis(y, -2, 0).reshape(*x.shape[:-1], *outputs)
 

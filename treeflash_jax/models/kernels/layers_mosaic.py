@@ -1,9 +1,7 @@
 """Decoder layers whose norms, rotation, attention and residual additions run in Pallas kernels for Hopper GPUs (Mosaic).
 
-Another form of the layers of `verifier.forward` for attention "mosaic-gpu", in about half as many launches. A kernel that
-adds to the residual stream also norms it for what follows, so each layer takes and returns both. FP8 weights with a scale
-per block are multiplied in a kernel, too. The kernels were interpreted on CPUs and compiled for an H200, but never ran on
-one; no device has them as default.
+Another form of the layers of `verifier.forward`, in about half as many launches. A kernel that adds to the residual stream
+also norms it for what follows, so each layer takes and returns both. The kernels were compiled for an H200.
 
 Shape suffixes: b batch, t new positions, k key/value heads, g query heads of one key/value head, its key and its value,
 e head dim, d model, z inner axis of a product.
@@ -16,55 +14,53 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
-from treeflash_jax.models import attention_layer, experts, layers
+from treeflash_jax.models import attention_layer, experts, kernels, layers
 from treeflash_jax.models.attention import over_mesh
 from treeflash_jax.models.backend import rotation
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.kernels import attention_mosaic
 from treeflash_jax.models.kv_cache import LayerKV
 from treeflash_jax.models.layer_protocol import PassInputs
-from treeflash_jax.models.quantized import product, use_kernels
+from treeflash_jax.models.quantized import product
 
+TAKES = "attention 'mosaic-gpu', its caches, and merged weights of layers like those of Qwen3 and Llama"
 Normed = tuple[jax.Array, jax.Array | None]  # the residual stream, and its norm if a kernel made it
 
 
-def supports(params: list[dict[str, Any]], config: ModelConfig, prefixes: Any, earlier: Any, attention: str) -> bool:
+def supports(params, config: ModelConfig, norm_d, x_btd, inputs: dict[str, PassInputs], prefixes, earlier) -> bool:
     """Returns whether a pass runs in kernels: plain attention layers of merged weights, over caches alone."""
     has_more = config.offset_norms or config.gates_attention or config.attention_sinks or config.rope.fraction < 1
-    is_plain = {*config.kinds} == {"full_attention"} and not has_more and config.head_dim in (64, 128)
+    if has_more or {*config.kinds} != {"full_attention"} or prefixes is None or earlier is not None:
+        return False
     is_merged = all("qkv" in weights for weights in params)
-    return attention == "mosaic-gpu" and is_plain and is_merged and prefixes is not None and earlier is None
+    return is_merged and inputs["full_attention"].attention == "mosaic-gpu" and attention_mosaic.supports_cache(prefixes[0])
 
 
-def run_layers(
+def run(
     params: list[dict[str, Any]],
     config: ModelConfig,
-    x_btd: jax.Array,
-    inputs: PassInputs,
-    prefixes: tuple[LayerKV, ...],
     norm_d: jax.Array,
+    x_btd: jax.Array,
+    inputs: dict[str, PassInputs],
+    prefixes: tuple[LayerKV, ...],
+    earlier: None,
 ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
-    """Runs all layers; returns the final norm, the output of each layer, and its new keys and values.
-
-    Args:
-      params: weights of each layer.
-      norm_d: scale of the final norm.
-    """
-    eps = config.rms_norm_eps
+    """Runs all layers, as `verifier.run_layers`."""
+    eps, [shared] = config.rms_norm_eps, inputs.values()
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
     def layer(weights, x_btd, normed_btd, next_scale_d, prefix):
-        weights = use_kernels(weights)
         if normed_btd is None:
             normed_btd = layers.rms_norm(x_btd, weights["attention_norm"], eps)
-        mixed_bthe, new = _attend(weights, config, normed_btd, inputs, prefix)
-        x_btd, normed_btd = _add_product(x_btd, *layers.flat_heads(weights, mixed_bthe), weights["mlp_norm"], eps)
+        mixed_bthe, new = _attend(weights, config, normed_btd, shared, prefix)
+        x_btd, normed_btd = add_product(x_btd, *layers.flat_heads(weights, mixed_bthe), weights["mlp_norm"], eps)
         if normed_btd is None:
             normed_btd = layers.rms_norm(x_btd, weights["mlp_norm"], eps)
         if "router" in weights:
             x_btd, normed_btd = x_btd + experts.mixture(weights, config, normed_btd), None
         else:
             gated_btf = layers.gated(weights, normed_btd)
-            x_btd, normed_btd = _add_product(x_btd, gated_btf, weights["down"], next_scale_d, eps)
+            x_btd, normed_btd = add_product(x_btd, gated_btf, weights["down"], next_scale_d, eps)
         return sharding.constrain(x_btd, ("batch", None, None)), normed_btd, new
 
     next_scales = [weights["attention_norm"] for weights in params[1:]] + [norm_d]
@@ -86,8 +82,6 @@ def _attend(
 
     Returns attention [b, t, h, e], and keys and values [b, t, k, e] for the cache.
     """
-    from treeflash_jax.models.backend import attention_mosaic  # slow to import
-
     qkv_btkge = attention_layer.raw_heads(weights, x_btd)
     heads, batch = ("batch", None, "kv_heads", None, None), ("batch", None, None)
     cos_sin_bte = jnp.concatenate(rotation.per_pair(inputs.prepared[0]), axis=-1)[:, :, 0]
@@ -99,10 +93,9 @@ def _attend(
     return mixed_bthe, (keys_btk1e[:, :, :, 0], qkv_btkge[:, :, :, -1])
 
 
-def _add_product(residual_btd: jax.Array, x_btz: jax.Array, weight_dz: Any, scale_d: jax.Array, eps: float) -> Normed:
+def add_product(residual_btd: jax.Array, x_btz: jax.Array, weight_dz: Any, scale_d: jax.Array, eps: float) -> Normed:
     """Returns residual + weight x, and its RMS norm if there is a kernel for the arrays, else None."""
-    from treeflash_jax.models.backend import add_norm_mosaic  # slow to import
-
-    if add_norm_mosaic.supports(residual_btd, weight_dz, scale_d):
-        return add_norm_mosaic.add_product(residual_btd, x_btz, weight_dz, scale_d, eps)
+    operands = residual_btd, x_btz, weight_dz, scale_d, eps
+    if add := kernels.find("norm and add", *operands):
+        return add(*operands)
     return residual_btd + product("btz,dz->btd", x_btz, weight_dz), None

@@ -2,8 +2,7 @@
 
 Another form of `delta_rule.attend` for up to its BLOCK positions: XLA expands the triangular solve into loops there. The
 system is solved by sweeps u <- right - A u. After i of them every position of depth below i is exact, and the rounding is
-that of a substitution, since no power of A appears. The kernel was interpreted on CPUs and compiled for v5e and v5p, but
-never ran on a TPU; no device has it as default.
+that of a substitution, since no power of A appears. The kernel was compiled for v5e and v5p.
 
 Shape suffixes: those of `delta_rule`.
 """
@@ -15,12 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from treeflash_jax.models.delta_rule import on_each_device
+from treeflash_jax.models.delta_rule import BLOCK, on_each_device
 
 HIGHEST = lax.Precision.HIGHEST
+TAKES = f"up to {BLOCK} positions, and states in float32"
 
 
-def attend(
+def supports(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu) -> bool:
+    return q_btge.shape[1] <= BLOCK and state_bgez.dtype == jnp.float32
+
+
+def run(
     q_btge: jax.Array,
     k_btge: jax.Array,
     v_bthf: jax.Array,
@@ -38,12 +42,13 @@ def attend(
     Args:
       depth: number of positions of the longest path, which is the number of sweeps; None: all positions.
     """
-    forms = {"cpu": partial(_attend, depth=depth, interpret=True), "tpu": partial(_attend, depth=depth)}
-    run = partial(lax.platform_dependent, **forms)
-    return on_each_device(run, q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu)
+    forms = {"cpu": partial(_run, depth=depth, interpret=True), "tpu": partial(_run, depth=depth)}
+    return on_each_device(
+        partial(lax.platform_dependent, **forms), q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu
+    )
 
 
-def _attend(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu, *, depth, interpret=False):
+def _run(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu, *, depth, interpret=False):
     (batch, size, groups, key_dim), (heads, value_dim) = q_btge.shape, v_bthf.shape[2:]
     mask_btu, each = mask_btu.astype(jnp.float32), heads // groups
     wide = [x.astype(jnp.float32) for x in (q_btge, k_btge, v_bthf, decay_bth, beta_bth)]

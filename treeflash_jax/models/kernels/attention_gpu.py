@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.models.attention import Operands, divide, group_queries, logits, mix, on_each_device
 from treeflash_jax.models.kv_cache import LayerKV
 
 SLOTS = 64  # per block; a smaller power of two if that does not divide the capacity
@@ -31,9 +32,32 @@ QUERIES = 64  # per tile, at most
 PROGRAMS = 256  # target: about two for each multiprocessor of a large GPU
 SHARE = 256  # slots of a full cache per share, at least
 LEAST = 16  # size of any side of a matrix product, at least
+TAKES = "heads of a power of two and at least 16, and caches of a multiple of 16 slots"
 
 
-def attend(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def supports(operands: Operands) -> bool:
+    head_dim, slots = operands.q_bthe.shape[-1], operands.prefix.num_slots
+    return head_dim.bit_count() == 1 and min(head_dim, math.gcd(slots, SLOTS)) >= LEAST
+
+
+def run(operands: Operands) -> jax.Array:
+    """Runs the kernel over the prefix and merges its shares with the softmax over the new positions."""
+
+    def attend(operands: Operands) -> jax.Array:
+        q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
+        q_bkqe = group_queries(q_bthe, k_buke.shape[2])
+        new_bkqu = logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
+        mixed_bkyqe, total_bkyq, peak_bkyq = attend_to_prefix(q_bkqe, prefix, length_b)
+        peak_bkq = jnp.maximum(jnp.max(new_bkqu, axis=-1), jnp.max(peak_bkyq, axis=2))
+        new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
+        total_bkq = jnp.sum(new_bkqu, axis=-1) + jnp.sum(total_bkyq * kept_bkyq, axis=2)
+        mixed_bkqe = mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)) + jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
+        return divide(mixed_bkqe, total_bkq[..., None], peak_bkq[..., None], sinks_h, q_bthe)
+
+    return on_each_device(attend, operands)
+
+
+def attend_to_prefix(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes softmax attention over the first `length_b` slots in y shares, not yet divided. A CPU interprets it, slowly.
 
     Args:
@@ -43,14 +67,8 @@ def attend(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax
 
     Returns:
       sum exp(l - peak) v [b, k, y, q, e], sum exp(l - peak) [b, k, y, q] and peak = max l [b, k, y, q] over a share of
-      a query's logits l, in float32 at least. Raises ValueError for sizes that matrix products do not support there.
+      a query's logits l, in float32 at least.
     """
-    slots, head_dim = prefix.keys_bnkse.shape[3:]
-    if head_dim & (head_dim - 1) or min(head_dim, math.gcd(slots, SLOTS)) < LEAST:
-        raise ValueError(
-            f"got heads of {head_dim} and a cache of {slots} slots, "
-            "expected a power of two and a multiple of 16 of attention implementation 'pallas-gpu'"
-        )
     forms = {"cpu": partial(_attend, interpret=True), "cuda": _attend}
     return lax.platform_dependent(q_bkqe, prefix, length_b, **forms)
 

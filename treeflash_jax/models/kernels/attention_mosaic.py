@@ -1,8 +1,8 @@
 """Attention over a cached prefix and the new positions in one Pallas kernel for Hopper GPUs (Mosaic).
 
 The plain form is "xla" of `models.attention`. The kernel can also norm and rotate queries and keys as the projections make
-them: as operations of their own, those steps take longer than the attention. It was interpreted on CPUs and compiled for an
-H200, but never ran on one: its sizes are not tuned, and no device has it as default.
+them: as operations of their own, those steps take longer than the attention. It was compiled for an H200, and its sizes are
+not tuned.
 
 One program per sequence, key/value head, tile of queries and share of the keys. The last share is the new positions; the
 others divide a sequence's blocks of slots evenly, whatever its length, so that a batch of one fills the device. No block
@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from treeflash_jax.models.attention import Operands, on_each_device
 from treeflash_jax.models.kv_cache import LayerKV
 
 TILE = 64  # rows of a matrix product on Hopper; also keys of a block
@@ -35,6 +36,7 @@ SHARE = 256  # slots of a full cache per share, at least
 STAGES = 3  # blocks of keys and values in shared memory
 HIDDEN = -1e30  # logit of a hidden key: finite, so that a row is not NaN if all keys of its first block are hidden
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a tile
+TAKES = "bfloat16 or float16, heads of 64 or 128, caches of a multiple of 8 slots, and no sinks"
 Sums = tuple[jax.Array, jax.Array, jax.Array]  # sum exp(l - peak) v [r, e], sum exp(l - peak) [r], peak = max l [r]
 
 
@@ -61,13 +63,22 @@ class _New(NamedTuple):
     eps: float | None
 
 
-def attend(
-    q_bthe: jax.Array, k_buke: jax.Array, v_buke: jax.Array, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
-) -> jax.Array:
-    """Returns softmax attention [b, t, h, e] over the first `length_b` slots and the new positions in the mask.
+def supports(operands: Operands) -> bool:
+    return operands.sinks_h is None and supports_cache(operands.prefix)
 
-    A CPU interprets the kernel, slowly. Raises ValueError for dtypes, sizes and versions of JAX that have no kernel.
-    """
+
+def supports_cache(prefix: LayerKV) -> bool:
+    is_narrow = prefix.keys_bnkse.dtype in (jnp.bfloat16, jnp.float16)
+    return is_narrow and prefix.keys_bnkse.shape[-1] in (64, 128) and prefix.num_slots % 8 == 0
+
+
+def run(operands: Operands) -> jax.Array:
+    """Runs the kernel. A CPU interprets it, slowly."""
+    return on_each_device(_run, operands)
+
+
+def _run(operands: Operands) -> jax.Array:
+    q_bthe, k_buke, v_buke, mask_btu, _, _, prefix, length_b = operands
     batch, queries, _, head_dim = q_bthe.shape
     q_btkje = q_bthe.reshape(batch, queries, k_buke.shape[2], -1, head_dim)
     unturned_e = np.repeat(np.float32([1, 0]), head_dim // 2)
@@ -88,7 +99,7 @@ def attend_raw(
     *,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Norms and rotates new positions, and attends like `attend`.
+    """Norms and rotates new positions, and attends like `run`.
 
     Returns attention [b, t, k, j, e] of the query heads, and normed and rotated keys [b, t, k, 1, e].
 
@@ -109,8 +120,6 @@ def attend_raw(
 def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     (batch, queries, kv_heads, _, head_dim), keys = new.q_btkje.shape, new.k_bukje.shape[1]
     dtype, slots = prefix.keys_bnkse.dtype, prefix.num_slots
-    interpret = interpreter()
-    _check(dtype, head_dim, slots)
     arrays = [_copyable(x.astype(dtype)) for x in new[:3]]
     heads = min(HEADS, pl.next_power_of_2(new.group))
     span = TILE // heads
@@ -135,7 +144,7 @@ def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
             plgpu.SMEM((TILE, TILE), dtype),
             plgpu.Barrier(num_arrivals=heads),
         ],
-        interpret=interpret,
+        interpret=interpreter(),
         kernel_name="tree_attention",
     )
     stacks = prefix.keys_bnkse, prefix.values_bnkse
@@ -145,21 +154,8 @@ def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
     return mixed_btkje[:, :queries, :, : new.group], keys_buke[:, :keys, :, None]
 
 
-def _check(dtype: Any, head_dim: int, slots: int) -> None:
-    if dtype not in (jnp.bfloat16, jnp.float16) or head_dim not in (64, 128) or slots % 8:
-        raise ValueError(
-            f"got {dtype}, heads of {head_dim} and a cache of {slots} slots, expected bfloat16 or float16, "
-            "heads of 64 or 128 and a multiple of 8 slots for attention 'mosaic-gpu'"
-        )
-
-
 def interpreter() -> Any:
-    """Returns parameters of the interpreter if the program is for a CPU: the ambient mesh's devices, or the default one.
-
-    Raises ValueError for versions of JAX without it.
-    """
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise ValueError(f"got jax {jax.__version__}, expected 0.12 or newer for attention 'mosaic-gpu'")
+    """Returns parameters of the interpreter if the program is for a CPU: the ambient mesh's devices, or the default one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return plgpu.InterpretGPUParams() if platform == "cpu" else None

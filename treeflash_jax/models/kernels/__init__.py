@@ -1,0 +1,109 @@
+"""The door of kernels: the operation that each replaces, the device it was written for, and whether it ever ran there.
+
+Models name an operation, ask `find` for a kernel, and otherwise run their plain form. Kernels of attention have names,
+each of which means that attention. Those of other operations form sets, of which a call may choose one (`use`). A kernel
+may take certain operands only: others run the plain form, and one line says so.
+
+A new kernel is a file of this folder, imported when it is first used (Pallas is slow to import), and a line of KERNELS. The
+file defines `run`, which takes the operands and returns what the plain form does, `supports`, which takes the operands
+given to `find` and returns whether the kernel applies, and TAKES, which says the same in words. A CPU interprets kernels,
+slowly. `models.backend` has forms of operations that XLA compiles, one of which every device runs without being asked.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from treeflash_jax.core.devices import Device
+
+HOPPER = ("NVIDIA H100", "NVIDIA H200")
+logger = logging.getLogger("treeflash_jax")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel behind the door.
+
+    Attributes:
+      module: name of its file.
+      backend: JAX's name of the backend.
+      chips: first words of JAX's names of the chips.
+      has_run: whether it ever ran on such a chip. If not, it was interpreted on CPUs and at most compiled for one.
+      oldest_jax: version of JAX that first has what it needs.
+    """
+
+    module: str
+    backend: str
+    chips: tuple[str, ...] = ("",)
+    has_run: bool = False
+    oldest_jax: tuple[int, ...] = ()
+
+    def runs_on(self, device: Device) -> bool:
+        return device.is_cpu or (device.backend == self.backend and device.kind.startswith(self.chips))
+
+
+def _mosaic_gpu(module: str) -> Kernel:
+    return Kernel(module, "gpu", HOPPER, oldest_jax=(0, 12))
+
+
+KERNELS: dict[str, dict[str, Kernel]] = {  # by operation, then by name of the attention or the set
+    "attention": {
+        "pallas-gpu": Kernel("attention_gpu", "gpu", has_run=True),
+        "mosaic-gpu": _mosaic_gpu("attention_mosaic"),
+    },
+    "packed attention": {
+        "splash": Kernel("attention_splash", "tpu"),
+        "cudnn": Kernel("attention_cudnn", "gpu", ("NVIDIA",)),
+    },
+    "decoder layers": {"mosaic-gpu": _mosaic_gpu("layers_mosaic")},
+    "norm and add": {"mosaic-gpu": _mosaic_gpu("add_norm_mosaic")},
+    "product by blocks": {"mosaic-gpu": _mosaic_gpu("block_products_mosaic")},
+    "delta rule": {"mosaic-gpu": _mosaic_gpu("delta_rule_mosaic"), "pallas-tpu": Kernel("delta_rule_tpu", "tpu")},
+}
+SETS = ("mosaic-gpu", "pallas-tpu")  # of operations other than attention
+
+# `with use(name):` chooses a set for what is traced inside. JAX traces a function again for another set.
+use = jax.make_user_context(default_value=None)
+
+
+def find(operation: str, *operands: Any, name: str | None = None) -> Callable[..., Any] | None:
+    """Returns `run` of the kernel for an operation; None if there is none, or if it does not take these operands.
+
+    Args:
+      name: name of an attention; None: the set in use.
+    """
+    if name is None:
+        name = use.value
+        if name not in KERNELS[operation]:
+            return None
+    kernel = KERNELS[operation][name]
+    if jax.__version_info__ < kernel.oldest_jax:
+        version = ".".join(map(str, kernel.oldest_jax))
+        say_once(f"{operation}: kernel {name!r} needs jax {version}; the plain form runs instead")
+        return None
+    module = importlib.import_module(f"{__name__}.{kernel.module}")
+    if not module.supports(*operands):
+        say_once(f"{operation}: kernel {name!r} takes {module.TAKES}; for anything else the plain form runs")
+        return None
+    if not kernel.has_run:
+        say_once(f"{operation}: kernel {name!r} never ran on the device that it was written for")
+    return module.run
+
+
+def check_device(setting: str, name: str, device: Device) -> None:
+    """Raises ValueError if a setting names kernels of another device."""
+    for kernels in KERNELS.values():
+        if name in kernels and not kernels[name].runs_on(device):
+            chips = " or ".join(filter(None, kernels[name].chips)) or f"a {kernels[name].backend}"
+            raise ValueError(f"got {setting} {name!r} on {device.kind or device.backend}, expected {chips}; leave it out")
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Logs a line unless this process did before."""
+    logger.warning(line)
