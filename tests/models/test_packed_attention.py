@@ -12,7 +12,8 @@ from conftest import needs_8_devices
 from train.stages import blocks
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
-from treeflash_jax.models.kernels import attention_cudnn, attention_splash
+from treeflash_jax.models import kernels
+from treeflash_jax.models import packed_attention as module
 from treeflash_jax.models.packed_attention import PackedMask, packed_attention
 
 T, H, K, E = 256, 4, 2, 8
@@ -30,7 +31,7 @@ def stand_ins(monkeypatch):
         return plain(*(x.astype(jnp.float32) for x in arrays), **options).astype(arrays[0].dtype)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-    monkeypatch.setattr(attention_splash, "BLOCK", 128)
+    monkeypatch.setattr(module, "BLOCK", 128)
 
 
 def segments(batch: int, length: int) -> jax.Array:
@@ -93,16 +94,17 @@ def test_lowered_for_a_tpu():
     assert "tpu_custom_call" in text and f"{T}x{T}x" not in text
 
 
-def test_other_sizes_and_dtypes_run_in_the_plain_form():
-    def supports(kernel, queries, keys, head_dim=128, dtype="bfloat16", is_plain=True):
+def test_other_sizes_and_dtypes_run_in_the_plain_form(caplog):
+    def supports(kind, queries, keys, head_dim=128, dtype="bfloat16"):
         q, k = (jax.ShapeDtypeStruct((1, count, 2, head_dim), dtype) for count in (queries, keys))
-        return kernel.supports(q, k, is_plain)
+        return module.supports(kind, q, k)
 
-    splash, cudnn = attention_splash, attention_cudnn
-    assert supports(splash, 128, 3328, 64, "float32") and not supports(splash, 128, 3328, is_plain=False)
-    assert not supports(splash, 128, 3264) and not supports(splash, 64, 128)
-    assert supports(cudnn, 256, 3328) and not supports(cudnn, 256, 3328, is_plain=False)
-    assert not supports(cudnn, 256, 3328, dtype="float32") and not supports(cudnn, 256, 3328, 256)
-    assert not supports(cudnn, 255, 3328)
+    kernels.say_once.cache_clear()
+    assert supports("splash", 128, 3328, 64, "float32")
+    assert not supports("splash", 128, 3264) and not supports("splash", 64, 128)
+    assert supports("cudnn", 256, 3328) and not supports("cudnn", 256, 3328, dtype="float32")
+    assert not supports("cudnn", 256, 3328, 256) and not supports("cudnn", 255, 3328) and not supports("chunked", 256, 256)
+    lines = [record.message.split(" takes ")[0] for record in caplog.records]
+    assert lines == ["attention 'splash'", "attention 'cudnn'"], "each once"
     arrays = [draw(2, 60, heads, E, seed=i) for i, heads in enumerate((H, K, K))]
     compare(documents(segments(2, 60)), arrays, "splash", 0)

@@ -114,13 +114,13 @@ def block_attention(
     count, kv_heads = anchors_bn.shape[1], k_btke.shape[2]
     segments_bn = pick(segments_bs, anchors_bn)
     k_bxke, v_bxke = (jnp.concatenate(x, axis=1) for x in ((context_k_bske, k_btke), (context_v_bske, v_btke)))
-    if kernel := packed_attention.find_kernel(attention, q_bthe, k_bxke):
+    if packed_attention.supports(attention, q_bthe, k_bxke):
         queries, keys = slots // count, k_btke.shape[1] // count
         rule = BlockRule(segments_bs.shape[1], keys)
         packed_bt = jnp.repeat(rule.pack(anchors_bn, jnp.arange(count)), queries, axis=1)
         segments_bx = jnp.concatenate([segments_bs, jnp.repeat(segments_bn, keys, axis=1)], axis=1)
         mask = PackedMask(jnp.repeat(segments_bn, queries, axis=1), segments_bx, packed_bt, rule)
-        return kernel(q_bthe, k_bxke, v_bxke, mask)
+        return packed_attention.run_kernel(attention, q_bthe, k_bxke, v_bxke, mask)
     before_bns = jnp.arange(segments_bs.shape[1]) < anchors_bn[:, :, None]
     seen_bns = before_bns & (segments_bs[:, None] == segments_bn[:, :, None])
     sum_dtype = jnp.promote_types(q_bthe.dtype, jnp.float32)

@@ -1,13 +1,16 @@
 """Attention within packed sequences, in training; `attention` is that of inference, over a cached prefix.
 
-"chunked" is the plain form. Other names are those of kernels, which write no logits to memory; what a kernel does not take
-runs as by "chunked".
+"chunked" is the plain form. "splash" (splash attention, for TPUs) and "cudnn" (for NVIDIA GPUs) are kernels that write no
+logits to memory; what they do not take runs as by "chunked". Splash attention was compiled for v5e, never run there.
 
 Shape suffixes: b sequences, t queries, x keys, c queries of a chunk, h query heads, k key/value heads, e head dim.
+
+Source: FlashAttention (arXiv 2205.14135).
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,17 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.models import kernels
 from treeflash_jax.models.attention import Operands, attend_plainly
+from treeflash_jax.models.kernels import say_once
 
+IMPLEMENTATIONS = ("chunked", "splash", "cudnn")
 CHUNK = 256  # queries
+LANES = 128  # sides of splash attention's blocks are multiples
+BLOCK = 512  # queries or keys of such a block, at most
+TAKES = {
+    "splash": "multiples of 128 queries and keys",
+    "cudnn": "bfloat16 or float16, heads of up to 128 that 8 divides, and even numbers of queries and keys",
+}
 BLOCK_BITS = 12  # of an int32 that holds the index of a block; the others hold the end of its context
 MAX_BLOCKS = 2**BLOCK_BITS
 MAX_CONTEXT = 2 ** (31 - BLOCK_BITS)
@@ -77,35 +87,37 @@ def packed_attention(
     """Computes softmax(q K^T / sqrt(e)) V, [b, t, h, e] in the dtype of the queries.
 
     Args:
-      mask: a rule, or an array [b, t, x]. Every query must see some key.
-      sinks_h: as in `attention.tree_attention`.
+      mask: an array [b, t, x] if the layer has a window. Every query must see some key.
+      sinks_h: as in `attention.tree_attention`. Kernels take neither sinks nor windows.
       implementation: a name in IMPLEMENTATIONS.
     """
-    is_rule = isinstance(mask, PackedMask)
-    if run := find_kernel(implementation, q_bthe, k_bxke, is_plain=is_rule and sinks_h is None):
-        return run(q_bthe, k_bxke, v_bxke, mask)
-    mask = mask.dense() if is_rule else mask
+    if isinstance(mask, PackedMask):
+        if sinks_h is None and supports(implementation, q_bthe, k_bxke):
+            return run_kernel(implementation, q_bthe, k_bxke, v_bxke, mask)
+        mask = mask.dense()
     return _chunked(Operands(q_bthe, k_bxke, v_bxke, mask, sinks_h, None, None, None))
 
 
-def find_kernel(
-    implementation: str, q_bthe: jax.Array, k_bxke: jax.Array, is_plain: bool = True
-) -> Callable[..., jax.Array] | None:
-    """Returns a function of queries, keys, values and `PackedMask`; None for "chunked".
+def supports(name: str, q_bthe: jax.Array, k_bxke: jax.Array) -> bool:
+    """Returns whether an implementation is a kernel that takes these sizes and dtypes. If it does not, one line says so."""
+    sizes, head_dim = (q_bthe.shape[1], k_bxke.shape[1]), q_bthe.shape[3]
+    if name == "chunked":
+        return False
+    if name == "splash":
+        is_taken = all(size % LANES == 0 for size in sizes)
+    else:
+        is_narrow = q_bthe.dtype in (jnp.bfloat16, jnp.float16)
+        is_taken = is_narrow and head_dim % 8 == 0 and head_dim <= 128 and all(size % 2 == 0 for size in sizes)
+    if not is_taken:
+        say_once(f"attention {name!r} takes {TAKES[name]}; 'chunked' runs for anything else")
+    return is_taken
 
-    Args:
-      is_plain: whether the layer has neither sinks nor a window.
-    """
-    if implementation == "chunked":
-        return None
-    return kernels.find("packed attention", q_bthe, k_bxke, is_plain, name=implementation)
 
-
-def on_each_device(
-    run: Callable[..., jax.Array], q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: PackedMask
-) -> jax.Array:
-    """Runs a kernel on every device of a mesh, for its own sequences and heads."""
+def run_kernel(name: str, q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: PackedMask) -> jax.Array:
+    """Runs the kernel, on a mesh for each device's own sequences and heads. A CPU interprets "splash", slowly."""
     heads, batch = (("batch", None, "kv_heads", None), k_bxke.shape), (("batch",), q_bthe.shape[:1])
+    forms = {"cpu": partial(_splash, interpret=True), "tpu": _splash}
+    run = _cudnn if name == "cudnn" else partial(lax.platform_dependent, **forms)
     return sharding.over_mesh(run, (q_bthe, k_bxke, v_bxke, mask), (heads, heads, heads, batch))
 
 
@@ -126,4 +138,30 @@ def _chunked(operands: Operands) -> jax.Array:
     return jnp.moveaxis(lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
 
 
-IMPLEMENTATIONS = ("chunked", *kernels.KERNELS["packed attention"])
+def _cudnn(q_bthe, k_bxke, v_bxke, mask):
+    mask_b1tx, scale = mask.dense()[:, None], q_bthe.shape[-1] ** -0.5
+    return jax.nn.dot_product_attention(q_bthe, k_bxke, v_bxke, mask=mask_b1tx, scale=scale, implementation="cudnn")
+
+
+def _splash(q_bthe, k_bxke, v_bxke, mask, *, interpret=False):
+    """Runs splash attention, whose backward pass is a kernel too."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+    size_t, size_x = (math.gcd(x.shape[1], BLOCK) for x in (q_bthe, k_bxke))
+    sizes = splash.BlockSizes(
+        block_q=size_t, block_kv=size_x, block_q_dkv=size_t, block_kv_dkv=size_x, block_q_dq=size_t, block_kv_dq=size_x
+    )
+    causal = masks.MultiHeadMask([masks.CausalMask((q_bthe.shape[1], k_bxke.shape[1]))] * q_bthe.shape[2])
+    kernel = splash.make_splash_mha_single_device(causal, block_sizes=sizes, interpret=interpret)
+
+    def attend(q_hte, k_kxe, v_kxe, mask):
+        run = kernel
+        if mask.rule is not None:
+            info = MaskInfo(None, None, None, None, mask.packed_bt)
+            run = splash.SplashAttentionKernel(info, info, info, **kernel.kwargs | {"mask_function": mask.rule})
+        return run(q_hte, k_kxe, v_kxe, splash.SegmentIds(mask.segments_bt, mask.segments_bx))
+
+    q_bhte, k_bkxe, v_bkxe = (jnp.swapaxes(x, 1, 2) for x in (q_bthe * q_bthe.shape[-1] ** -0.5, k_bxke, v_bxke))
+    return jnp.swapaxes(jax.vmap(attend)(q_bhte, k_bkxe, v_bkxe, mask), 1, 2)

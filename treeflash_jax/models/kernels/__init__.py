@@ -1,13 +1,12 @@
 """The door of kernels: the operation that each replaces, the device it was written for, and whether it ever ran there.
 
-Models name an operation, ask `find` for a kernel, and otherwise run their plain form. Kernels of attention have names,
-each of which means that attention. Those of other operations form sets, of which a call may choose one (`use`). A kernel
-may take certain operands only: others run the plain form, and one line says so.
+Models name an operation, ask `find` for its kernel, and run their plain form if there is none. A name of attention means
+that attention. Kernels of other operations form sets, of which a call may choose one (`use`). What a kernel does not take
+runs in the plain form, and one line says so. Forms that XLA compiles, and a device runs unasked: `models.backend`.
 
-A new kernel is a file of this folder, imported when it is first used (Pallas is slow to import), and a line of KERNELS. The
-file defines `run`, which takes the operands and returns what the plain form does, `supports`, which takes the operands
-given to `find` and returns whether the kernel applies, and TAKES, which says the same in words. A CPU interprets kernels,
-slowly. `models.backend` has forms of operations that XLA compiles, one of which every device runs without being asked.
+A kernel is a file of this folder and a line of KERNELS. The file, imported at first use since Pallas is slow to import, has
+`run`, which replaces the plain form; `supports`, which returns whether the kernel takes the operands; and TAKES, which says
+the same in words. A CPU interprets kernels, slowly.
 """
 
 import functools
@@ -55,10 +54,6 @@ KERNELS: dict[str, dict[str, Kernel]] = {  # by operation, then by name of the a
     "attention": {
         "pallas-gpu": Kernel("attention_gpu", "gpu", has_run=True),
         "mosaic-gpu": _mosaic_gpu("attention_mosaic"),
-    },
-    "packed attention": {
-        "splash": Kernel("attention_splash", "tpu"),
-        "cudnn": Kernel("attention_cudnn", "gpu", ("NVIDIA",)),
     },
     "decoder layers": {"mosaic-gpu": _mosaic_gpu("layers_mosaic")},
     "norm and add": {"mosaic-gpu": _mosaic_gpu("add_norm_mosaic")},

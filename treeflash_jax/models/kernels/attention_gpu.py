@@ -41,13 +41,17 @@ def supports(operands: Operands) -> bool:
 
 
 def run(operands: Operands) -> jax.Array:
-    """Runs the kernel over the prefix and merges its shares with the softmax over the new positions."""
+    """Runs the kernel over the prefix and merges its shares with the softmax over the new positions.
+
+    A CPU interprets it, slowly.
+    """
 
     def attend(operands: Operands) -> jax.Array:
         q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
         q_bkqe = group_queries(q_bthe, k_buke.shape[2])
         new_bkqu = logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
-        mixed_bkyqe, total_bkyq, peak_bkyq = attend_to_prefix(q_bkqe, prefix, length_b)
+        forms = {"cpu": partial(_attend, interpret=True), "cuda": _attend}
+        mixed_bkyqe, total_bkyq, peak_bkyq = lax.platform_dependent(q_bkqe, prefix, length_b, **forms)
         peak_bkq = jnp.maximum(jnp.max(new_bkqu, axis=-1), jnp.max(peak_bkyq, axis=2))
         new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
         total_bkq = jnp.sum(new_bkqu, axis=-1) + jnp.sum(total_bkyq * kept_bkyq, axis=2)
@@ -57,23 +61,11 @@ def run(operands: Operands) -> jax.Array:
     return on_each_device(attend, operands)
 
 
-def attend_to_prefix(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes softmax attention over the first `length_b` slots in y shares, not yet divided. A CPU interprets it, slowly.
+def _attend(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array, interpret: bool = False):
+    """Returns sum exp(l - peak) v [b, k, y, q, e], sum exp(l - peak) [b, k, y, q] and peak = max l [b, k, y, q].
 
-    Args:
-      q_bkqe: queries; e a power of two, 16 at least.
-      prefix: one layer of a cache; the number of slots is a multiple of 16.
-      length_b: number of slots that are read; an empty share gives sums of 0 and a peak of -inf.
-
-    Returns:
-      sum exp(l - peak) v [b, k, y, q, e], sum exp(l - peak) [b, k, y, q] and peak = max l [b, k, y, q] over a share of
-      a query's logits l, in float32 at least.
+    They are over a share of a query's logits l, in float32 at least; an empty share gives sums of 0 and a peak of -inf.
     """
-    forms = {"cpu": partial(_attend, interpret=True), "cuda": _attend}
-    return lax.platform_dependent(q_bkqe, prefix, length_b, **forms)
-
-
-def _attend(q_bkqe, prefix, length_b, interpret=False):
     batch, kv_heads, queries, head_dim = q_bkqe.shape
     _, layers, _, slots, _ = prefix.keys_bnkse.shape
     size = math.gcd(slots, SLOTS)
