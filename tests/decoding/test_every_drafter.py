@@ -297,7 +297,7 @@ def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_r
     chunk = model.plan(GenerateConfig(**TREE)).prefill.chunk
     texts = [rng.integers(0, 64, count).tolist() for count in (3 * chunk, 3 * chunk + 8)]
     call = model.prepare(texts, max_new_tokens=20, **TREE)
-    scheduler = model.schedule(call)
+    scheduler = call.schedule()
     scheduler.step(0)
     context = scheduler.state.drafter.context
     assert context.length_b.tolist() == [len(text) + 1 for text in texts]

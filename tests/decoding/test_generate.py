@@ -18,7 +18,7 @@ import treeflash_jax as tf
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.engine import model as engine
+from treeflash_jax.engine import prepared_call
 
 CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
 
@@ -114,7 +114,7 @@ def test_texts_follow_the_prompt_with_a_tokenizer_that_strips_the_first_space(ti
 
 
 def test_dispatches_that_finish_no_answer_copy_no_tokens(tiny, monkeypatch):
-    monkeypatch.setattr(engine, "ROUNDS_PER_DISPATCH", 2)
+    monkeypatch.setattr(prepared_call, "ROUNDS_PER_DISPATCH", 2)
     copied, to_host = [], sharding.to_host
 
     def watched(tree):
@@ -140,7 +140,7 @@ def interrupt_if(monkeypatch, holds) -> None:
 
 
 def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
-    monkeypatch.setattr(engine, "ROUNDS_PER_DISPATCH", 2)
+    monkeypatch.setattr(prepared_call, "ROUNDS_PER_DISPATCH", 2)
     interrupt_if(monkeypatch, lambda calls: calls.count(loops.decode) == 3)
     results = tiny.generate([CHAT, CHAT], max_new_tokens=40, batch_size=1, **TREE)
     assert [result.finished for result in results] == ["interrupted", "interrupted"]

@@ -142,7 +142,7 @@ def test_a_session_goes_on_from_its_answer_or_the_end_of_its_prompt_or_reads_ane
     assert ends[1][0] - 1 <= kept[2] <= ends[1][0], "after the prompt"
     assert kept[3] == 0, "nothing"
     for given in (session, None):  # copies as of the prompt's end are kept for sessions only
-        scheduler = pair.schedule(pair.prepare(prompt, **settings), given)
+        scheduler = pair.prepare(prompt, **settings).schedule(given)
         scheduler.step(0)
         assert (scheduler.state.cache.states[0].at_prompt is None) == (given is None)
 

@@ -24,7 +24,7 @@ def test_every_prompt_has_its_own_settings(tiny):
 
 
 def test_a_batch_has_room_for_the_stop_ids_of_waiting_prompts(tiny):
-    scheduler = tiny.schedule(tiny.prepare(CHATS, batch_size=2, stop_ids=[[], [2], [*range(20)]]))
+    scheduler = tiny.prepare(CHATS, batch_size=2, stop_ids=[[], [2], [*range(20)]]).schedule()
     assert scheduler.sizes.stop_ids == 24
 
 

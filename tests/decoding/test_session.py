@@ -101,7 +101,7 @@ def test_caches_grow_with_a_long_answer(monkeypatch):
     settings = {"max_new_tokens": 300, "nodes": 4, "children": 4, "candidates": 4}
     expected = answer(model, prompt, None, max_new_tokens=300, builder="none")
     monkeypatch.setattr(batching, "ROOM", 100)
-    scheduler = model.schedule(model.prepare([prompt], **settings))
+    scheduler = model.prepare([prompt], **settings).schedule()
     [*scheduler.decode_all(8, lambda slots: [])]
     assert scheduler.state.capacity == 512
     assert scheduler.state.tokens_bs[0, 15:315].tolist() == expected

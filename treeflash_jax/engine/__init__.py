@@ -1,4 +1,4 @@
-"""A call's way through the library. `model.py` and `loading.py` are its front; behind them are four rooms.
+"""A call's way through the library. `model`, `prepared_call` and `loading` are its front; behind them are four rooms.
 
 `settings/`: settings, their defaults, and the plan of the programs. `call/`: prompts and requests. `schedule/`: slots, and
 the reading of prompts. `answers/`: results, texts and drawn trees. A room imports from those before it. `device_memory.py`

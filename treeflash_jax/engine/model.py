@@ -1,12 +1,11 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
-`prepare` makes requests (call/) and the plan of their programs (settings/plan.py). Requests are decoded together
+`prepare` makes requests (call/) and the plan of their programs (settings/plan.py). A `PreparedCall` decodes them together
 (schedule/, decoding/), and results are read from the state of their batch (answers/).
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Unpack
 
@@ -17,13 +16,12 @@ from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterConfig
-from treeflash_jax.engine.answers.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
+from treeflash_jax.engine.answers.results import Chunk, Result, Results, warn_of_low_tau, with_totals
 from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.call.requests import Request, make_requests, take_recommended
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
-from treeflash_jax.engine.schedule.batching import SamplingSizes, choose_batch_size, largest_caches
-from treeflash_jax.engine.schedule.prefill import Runner
-from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.engine.prepared_call import PreparedCall
+from treeflash_jax.engine.schedule.batching import choose_batch_size, largest_caches
 from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
 from treeflash_jax.engine.settings.keywords import GenerateSettings
@@ -32,25 +30,7 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
 
-ROUNDS_PER_DISPATCH = 256  # Ctrl-C waits for a dispatch
-ROUNDS_PER_STOP_CHECK = 8  # the host searches for stop strings between dispatches
 logger = logging.getLogger("treeflash_jax")
-
-
-@dataclass(frozen=True)
-class PreparedCall:
-    """A validated call of a model.
-
-    Attributes:
-      requests: one per prompt and sample.
-      batch_size: number of sequences decoded together.
-      processor: the user's processor of logits as a pytree; None for none.
-    """
-
-    requests: list[Request]
-    plan: DecodePlan
-    batch_size: int
-    processor: Any
 
 
 class TreeFlash:
@@ -147,7 +127,7 @@ class TreeFlash:
           RuntimeError: this process was forked from the one that loaded the model.
         """
         call = self.prepare(prompts, config, indices=indices, **settings)
-        results = with_totals([result for _, result in sorted(self._serve(call), key=itemgetter(0))])
+        results = with_totals([result for _, result in sorted(call.answer(), key=itemgetter(0))])
         if call.plan.num_nodes > 1 and not self.drafter.may_offer_nothing:
             warn_of_low_tau(results)
         return Results(results)
@@ -172,7 +152,7 @@ class TreeFlash:
         Raises:
           TypeError, ValueError: see `generate`; raised when the first answer is requested.
         """
-        yield from self._serve(self.prepare(prompts, config, indices=indices, **settings))
+        yield from self.prepare(prompts, config, indices=indices, **settings).answer()
 
     def stream(
         self,
@@ -199,21 +179,7 @@ class TreeFlash:
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         coerce(Session | None, session, "session", says="a tf.Session")
         call = self.prepare(prompt, config, for_session=session is not None, **settings | {"batch_size": 1})
-        if len(call.requests) != 1:
-            samples = 1 + call.requests[-1].sample
-            got = f"samples {samples} and {len(call.requests) // samples} prompts"
-            raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
-        scheduler = self.schedule(call, session)
-        reader = Reader(scheduler, self)
-        try:
-            for finished in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
-                [(chunk, result)] = reader.read_chunks([0], finished)
-                with scheduler.runner.clock.paused():
-                    yield chunk
-        finally:  # also of a stream that is not read to its end
-            if session is not None and not scheduler.is_lost:
-                session.keep_caches(scheduler.runner, scheduler.state)
-        yield result
+        yield from call.stream(rounds_per_dispatch, session)
 
     def warmup(
         self,
@@ -243,7 +209,7 @@ class TreeFlash:
         """
         prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
-        scheduler = self.schedule(self.prepare([[0] * prompt_tokens] * num_prompts, config, **settings))
+        scheduler = self.prepare([[0] * prompt_tokens] * num_prompts, config, **settings).schedule()
         scheduler.compile_programs()
         return scheduler.runner.clock.compile_seconds
 
@@ -278,7 +244,7 @@ class TreeFlash:
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
         self.check_memory(batch=batch, capacity=capacity, drafts=plan.drafts, can_cut=for_session)
         processor = None if config.processor is None else processors.as_pytree(config.processor)
-        return PreparedCall(requests, plan, batch_size, processor)
+        return PreparedCall(self, requests, plan, batch_size, processor)
 
     def check_memory(self, *, batch: int, capacity: int, drafts: bool, can_cut: bool) -> None:
         """Raises ValueError if weights and caches have no room on the devices; see `footprint`."""
@@ -321,35 +287,7 @@ class TreeFlash:
         )
         return config, requests
 
-    def schedule(self, call: PreparedCall, session: Session | None = None) -> Scheduler:
-        """Returns a scheduler with the requests of a call; with a session, of the only one."""
-        processor = sharding.place(call.processor, self.mesh, over_batch=False)
-        weights = self.weights.replace(processor=processor)
-        runner = Runner(call.plan, weights, self.mesh, can_cut=session is not None)
-        scheduler = Scheduler(runner, SamplingSizes.fit(call.requests), batch_size=call.batch_size)
-        scheduler.submit(call.requests, session)
-        return scheduler
-
     def _note(self, note: str) -> None:
         if note not in self.noted:
             self.noted.add(note)
             logger.warning(note)
-
-    def _serve(self, call: PreparedCall) -> Iterator[tuple[int, Result]]:
-        """Decodes a call; yields each answer with its number."""
-        unanswered = {request.number: request for request in call.requests}
-        rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in call.requests) else ROUNDS_PER_DISPATCH
-        try:
-            scheduler = self.schedule(call)
-            reader = Reader(scheduler, self)
-            for finished in scheduler.decode_all(rounds, reader.find_stopped):
-                numbers = [scheduler.slots.requests[slot].number for slot in finished]
-                for number, result in zip(numbers, reader.read_results(finished), strict=True):
-                    del unanswered[number]
-                    with scheduler.runner.clock.paused():
-                        yield number, result
-        except KeyboardInterrupt:  # keeps the answers so far
-            if len(unanswered) == len(call.requests):
-                raise
-        for number, request in unanswered.items():
-            yield number, Result.unanswered(request.ids)

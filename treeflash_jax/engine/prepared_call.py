@@ -1,0 +1,84 @@
+"""`PreparedCall`: a validated call of a model, and how it is decoded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from treeflash_jax.core import sharding
+from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.engine.answers.results import Chunk, Reader, Result
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.schedule.batching import SamplingSizes
+from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.engine.schedule.session import Session
+
+ROUNDS_PER_DISPATCH = 256  # Ctrl-C waits for a dispatch
+ROUNDS_PER_STOP_CHECK = 8  # the host searches for stop strings between dispatches
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A validated call of a model.
+
+    Attributes:
+      model: the `TreeFlash`.
+      requests: one per prompt and sample.
+      batch_size: number of sequences decoded together.
+      processor: the user's processor of logits as a pytree; None for none.
+    """
+
+    model: Any
+    requests: list[Request]
+    plan: DecodePlan
+    batch_size: int
+    processor: Any
+
+    def schedule(self, session: Session | None = None) -> Scheduler:
+        """Returns a scheduler with the requests; with a session, of the only one."""
+        processor = sharding.place(self.processor, self.model.mesh, over_batch=False)
+        weights = self.model.weights.replace(processor=processor)
+        runner = Runner(self.plan, weights, self.model.mesh, can_cut=session is not None)
+        scheduler = Scheduler(runner, SamplingSizes.fit(self.requests), batch_size=self.batch_size)
+        scheduler.submit(self.requests, session)
+        return scheduler
+
+    def answer(self) -> Iterator[tuple[int, Result]]:
+        """Decodes the call; yields each answer with its number."""
+        unanswered = {request.number: request for request in self.requests}
+        rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in self.requests) else ROUNDS_PER_DISPATCH
+        try:
+            scheduler = self.schedule()
+            reader = Reader(scheduler, self.model)
+            for finished in scheduler.decode_all(rounds, reader.find_stopped):
+                numbers = [scheduler.slots.requests[slot].number for slot in finished]
+                for number, result in zip(numbers, reader.read_results(finished), strict=True):
+                    del unanswered[number]
+                    with scheduler.runner.clock.paused():
+                        yield number, result
+        except KeyboardInterrupt:  # keeps the answers so far
+            if len(unanswered) == len(self.requests):
+                raise
+        for number, request in unanswered.items():
+            yield number, Result.unanswered(request.ids)
+
+    def stream(self, rounds_per_dispatch: int, session: Session | None = None) -> Iterator[Chunk | Result]:
+        """Decodes the only request; yields its chunks, then the result. The session keeps the caches.
+
+        Raises ValueError if there are several requests.
+        """
+        if len(self.requests) != 1:
+            samples = 1 + self.requests[-1].sample
+            got = f"samples {samples} and {len(self.requests) // samples} prompts"
+            raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
+        scheduler = self.schedule(session)
+        reader = Reader(scheduler, self.model)
+        try:
+            for finished in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
+                [(chunk, result)] = reader.read_chunks([0], finished)
+                with scheduler.runner.clock.paused():
+                    yield chunk
+        finally:  # also of a stream that is not read to its end
+            if session is not None and not scheduler.is_lost:
+                session.keep_caches(scheduler.runner, scheduler.state)
+        yield result
