@@ -5,24 +5,33 @@ the pass itself.
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import drafted_as_plain, make_pair, read_texts, slow_unless, with_recurrent_layers, with_windows_and_sinks
+from answers import (
+    drafted_as_plain,
+    make_pair,
+    planned_batch,
+    read_texts,
+    slow_unless,
+    with_recurrent_layers,
+    with_windows_and_sinks,
+)
 from conftest import DATA, FEW_TOKENS, RANDOM_DRAFTER, needs_8_devices
 
 import treeflash_jax as tf
 from treeflash_jax.core import parameters, programs
+from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import MtpConfig, NgramConfig
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.engine.schedule import batching
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import caches, delta_rule
+from treeflash_jax.models import caches, delta_rule, kernels
 from treeflash_jax.models.config import ModelConfig
 
 HYBRID = with_recurrent_layers(FEW_TOKENS)
@@ -57,6 +66,26 @@ def assert_drafts_are_lossless(pair: tf.TreeFlash, texts: list, draft: dict, **s
 
 
 DRAFTED = [("block", "tree"), ("block", "paths"), ("mtp", "tree"), ("ngram", "chain")]
+
+
+def test_kernels_of_a_call_are_in_its_passes(caplog):
+    """In passes over prompts and over trees; neither without the setting. The first use says that they never ran."""
+    pair = make_pair(HYBRID, NgramConfig())
+
+    def has_kernel(**settings) -> list[bool]:
+        plan, batch = planned_batch(pair, [[1, 2, 3]], nodes=4, **settings)
+        start = partial(loops.init_state, plan=plan.prefill, dtype=pair.dtype)
+        state, count = jax.eval_shape(start, *batch), jax.ShapeDtypeStruct((), jnp.int32)
+        prefill = loops.prefill_chunks.trace(pair.weights, state, batch[1], count, plan=plan.prefill)
+        return [
+            "gated_delta_rule" in str(x.jaxpr) for x in (prefill, loops.decode.trace(pair.weights, state, count, plan=plan))
+        ]
+
+    kernels.say_once.cache_clear()
+    assert has_kernel() == [False, False] and not caplog.records
+    assert has_kernel(kernels="pallas-tpu") == [True, True]
+    line = "delta rule: kernel 'pallas-tpu' never ran on the device that it was written for"
+    assert [record.message for record in caplog.records] == [line]
 
 
 @pytest.mark.parametrize("kind, name", [slow_unless(case == ("block", "tree"), *case) for case in DRAFTED])
