@@ -162,6 +162,10 @@ def test_an_interrupt_during_prefill_keeps_earlier_answers(tiny, monkeypatch, ba
     assert results[0].ids and (batch_size == 2 or results[0].ids == whole[0].ids)
 
 
+def test_a_stream_is_one_answer(tiny):
+    refused(lambda: [*tiny.stream([[5], [6]], samples=3)], "got samples 3 and 2 prompts, expected 1 of each")
+
+
 def test_an_answer_of_nan_is_an_error(tiny):
     """Whatever ids it has: without a largest logit, they are outside the vocabulary."""
     broken = copy.copy(tiny)
