@@ -50,9 +50,8 @@ def resolve(
     Raises ValueError for a setting that the pair, the tree builder or the device does not support.
     """
     head_dims = (verifier.head_dim, *(drafter.head_dims if drafter else ()))
-    for setting in ("attention", "kernels"):
-        if getattr(config, setting) is not None:
-            kernels.check_device(setting, getattr(config, setting), device)
+    kernels.check_device("attention", config.attention, device)
+    kernels.check_device("kernels", config.kernels, device)
     attention = config.attention or defaults.choose_attention(device, dtype, head_dims)
     prefill = PrefillPlan(
         verifier=verifier,

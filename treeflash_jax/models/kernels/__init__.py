@@ -90,7 +90,7 @@ def find(operation: str, *operands: Any, name: str | None = None) -> Callable[..
     return module.run
 
 
-def check_device(setting: str, name: str, device: Device) -> None:
+def check_device(setting: str, name: str | None, device: Device) -> None:
     """Raises ValueError if a setting names kernels of another device."""
     for kernels in KERNELS.values():
         if name in kernels and not kernels[name].runs_on(device):
