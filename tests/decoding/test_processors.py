@@ -20,6 +20,7 @@ from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, processors
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.call.requests import make_requests
+from treeflash_jax.engine.prepared_call import PreparedCall
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.trees import NO_TOKEN
 
@@ -203,7 +204,7 @@ class Started(Stateful):
     (Started(jnp.ones(3)), "processor Started.advance(tokens), expected one that takes (state, tokens)"),
 ])  # fmt: skip
 def test_a_processor_that_takes_other_arguments_is_refused_at_once(small, monkeypatch, processor, words):
-    monkeypatch.setattr(small, "schedule", lambda *_: pytest.fail("the call has begun"))
+    monkeypatch.setattr(PreparedCall, "schedule", lambda *_: pytest.fail("the call has begun"))
     refused(lambda: small.generate([5, 6, 7], processor=processor), words)
 
 
