@@ -9,7 +9,7 @@ from contextlib import suppress
 from subprocess import PIPE
 from typing import Any, TypeVar
 
-from treeflash_jax.constraints import expressions
+from treeflash_jax.constraints import byte_automaton
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Compiler:
         process = _Stoppable()
 
         def compile() -> None:
-            expressions.RUN.set(process.run)  # in this thread only
+            byte_automaton.RUN.set(process.run)  # in this thread only
             self._compile(schema)
 
         try:

@@ -95,7 +95,7 @@ class Worker(threading.Thread):
         self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
         slots = options.slots or choose_slots(model.device, model.dtype)
         self._limit = slots + options.queue
-        can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
+        can_follow = model.tokenizer is not None and importlib.util.find_spec("referencing") is not None
         self._sizes = SamplingSizes.for_server(options.schema_states if can_follow else 0, model.verifier.vocab_size)
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request

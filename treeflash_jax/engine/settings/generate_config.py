@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.constraints.json_schema import as_json
+from treeflash_jax.constraints.compilation import as_json
 from treeflash_jax.core.checks import refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES

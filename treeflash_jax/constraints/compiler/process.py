@@ -1,0 +1,74 @@
+"""Compiles one constraint, in a process of its own.
+
+Reads JSON from stdin, {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most},
+and writes a `ByteAutomaton` as int32: number of sets of bytes, of edges and of final states, then each set as 256 flags,
+the edges and the final states. Exit status 1: stderr says why there is no automaton; any other but 0: it took too much.
+"""
+
+import ctypes
+import json
+import signal
+import sys
+from array import array
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from .characters import plain
+from .json_texts import parse
+from .patterns import full_match
+from .refusals import Refused
+from .terms import ByteAutomaton, Term, TooLarge, is_nothing, literal, read_automaton, union
+
+END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+DEEPEST = 10_000  # calls inside each other
+
+
+def compile_term(request: Mapping[str, Any]) -> Term:
+    """Returns the texts of a constraint. Raises Refused, RecursionError, and TooLarge."""
+    kind, value = request["kind"], request["value"]
+    if kind == "choices":
+        return union(*(literal(choice.encode()) for choice in value))
+    if kind == "pattern":
+        return full_match(value, plain)
+    from .values import schema_texts  # with a package that patterns do without
+
+    return schema_texts(parse(value), request["depth"])
+
+
+def compile_automaton(request: Mapping[str, Any]) -> ByteAutomaton:
+    """Returns the automaton of a constraint. Raises Refused for one that cannot be followed, or that nothing satisfies."""
+    try:
+        term = compile_term(request)
+        if is_nothing(term, request["states"]):
+            raise Refused("nothing satisfies it")
+        return read_automaton(term, request["states"])
+    except TooLarge:
+        raise Refused(f"it has more than {request['states']:,} states") from None
+    except RecursionError:
+        raise Refused("it nests too deep") from None
+
+
+def limit(seconds: int, size: int) -> None:
+    """Limits this process to seconds of CPU time and bytes of memory, and to the life of its parent, if the system can."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, size)):
+            resource.setrlimit(kind, (most, most))
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+
+
+def main() -> None:
+    limit(*map(int, sys.argv[1:]))
+    sys.setrecursionlimit(DEEPEST)
+    try:
+        automaton = compile_automaton(json.load(sys.stdin.buffer))
+    except MemoryError:
+        sys.exit(2)
+    except Refused as error:
+        sys.exit(str(error).encode("ascii", "backslashreplace").decode())
+    sizes = [len(automaton.masks), len(automaton.edges) // 3, len(automaton.final)]
+    flags = [mask >> value & 1 for mask in automaton.masks for value in range(256)]
+    array("i", [*sizes, *flags, *automaton.edges, *automaton.final]).tofile(sys.stdout.buffer)
