@@ -17,7 +17,7 @@ from scipy import stats
 from test_every_drafter import accepted_pair
 
 import treeflash_jax as tf
-from treeflash_jax.constraints import compilation, expressions, tables
+from treeflash_jax.constraints import compilation, tables
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.formats import tokenizer as tokenizers
 
@@ -181,32 +181,18 @@ def test_a_mesh_that_splits_the_vocabulary_gives_the_same_answers(float64, small
 
 def test_what_cannot_be_followed_is_refused(tiny, monkeypatch):
     for settings, words in (
-        ({"pattern": "("}, ["pattern '('", "cannot be followed"]),
-        ({"pattern": "^[0-9]+$"}, ["leave out ^ and $"]),
-        ({"schema": {"$ref": "#"}}, ["schema that contains itself ('#')"]),
-        ({"schema": {"type": "array", "items": [3]}}, ["no JSON schema"]),
-        ({"schema": {"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}, "type": "array"}}}}, ["itself"]),
-        ({"schema": {"type": "string", "pattern": "^.+$"}}, ["pattern in a schema '^.+$'", "matches no quotes"]),
-        ({"schema": {"type": "string", "pattern": "a", "maxLength": 3}}, ["its lengths, pattern or format"]),
-        ({"schema": {"type": "string", "format": "email"}}, ["'email'", "one of date, date-time, uuid"]),
-        ({"schema": {"type": "object", "maxProperties": 3}}, ["keyword of a schema 'maxProperties'"]),
-        ({"schema": {"properties": {"a": {"type": "null"}}, "required": ["b"]}}, ["got required ['b']"]),
-        ({"schema": {"properties": {'"': {"type": "null"}}}}, ["property"]),
-        ({"schema": {"properties": {}, "anyOf": [{"type": "null"}]}}, ["'anyOf'", "beside 'properties'"]),
-        ({"schema": {"prefixItems": [{"type": "null"}], "minItems": 2}}, ["minItems and maxItems"]),
-        ({"schema": {"type": "lizard"}}, ["schema", "lizard"]),
+        ({"pattern": "("}, ["pattern '('", "cannot be followed", "unmatched ( at position 0"]),
+        ({"schema": {"$ref": "#"}}, ["a schema that contains itself"]),
+        ({"schema": {"anyOf": [{"type": "lizard"}]}}, ["type 'lizard' is unknown, at #/anyOf/0/type"]),
+        ({"schema": {"type": "array", "minItems": 2, "maxItems": 1}}, ["nothing satisfies it"]),
         ({"schema": "{"}, ["not valid JSON"]),
-        ({"schema": {"anyOf": [{"type": "integer", "minimum": 3}]}}, ["keyword of a schema 'minimum'"]),
         ({"schema": 5}, ["got schema 5"]),
+        ({"choices": ["\ud800"]}, ["choices", "whole characters"]),
         ({"choices": []}, ["choices []"]),
         ({"pattern": "a", "choices": ["a"]}, ["got pattern and choices", "expected one of them"]),
         ({"pattern": ["a", "b"]}, ["2 values of pattern for 1 prompts"]),
     ):
         refused(lambda settings=settings: tiny.generate("x", **settings), *words)
-    refused(lambda: tiny.generate("x", pattern="(a{1,400}b){1,400}"), "160,401 states exceed 131,072")
-    monkeypatch.setattr(expressions, "MOST_MEMORY", 2**26)
-    refused(lambda: tiny.generate("x", pattern="(a{1,999}b){1,999}"), "takes more than 60 s or 0.0625 GiB to compile")
-    monkeypatch.undo()
     monkeypatch.setattr(tables, "MOST_BYTES", 2**10)
     refused(lambda: tiny.generate("x", pattern="(a{1,9}b){1,9}"), "pattern", "kinds of tokens exceed")
     ids_only = tf.TreeFlash(RANDOM_MODEL, tiny.weights)

@@ -3,7 +3,6 @@
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from treeflash_jax.constraints.byte_automaton import Unusable, compile_bytes
@@ -52,8 +51,6 @@ def compile_constraint(
         raise ValueError(f"got {name} {quoted(value)}, but the verifier's folder has no {missing}")
     if name == "schema":
         parse_json(value)
-        if find_spec("referencing") is None:
-            raise ValueError('schema needs the package referencing: pip install "treeflash-jax[schema]"')
     try:
         return _compile(name, tuple(value) if name == "choices" else value, depth, tokenizer, tuple(stop_ids), vocab_size)
     except Unusable as error:

@@ -1,7 +1,6 @@
 """The thread that owns the device: it turns the scheduler, and sends pieces of answers to those who wait for them."""
 
 import asyncio
-import importlib.util
 import itertools
 import logging
 import queue
@@ -95,8 +94,8 @@ class Worker(threading.Thread):
         self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
         slots = options.slots or choose_slots(model.device, model.dtype)
         self._limit = slots + options.queue
-        can_follow = model.tokenizer is not None and importlib.util.find_spec("referencing") is not None
-        self._sizes = SamplingSizes.for_server(options.schema_states if can_follow else 0, model.verifier.vocab_size)
+        schema_states = options.schema_states if model.tokenizer else 0
+        self._sizes = SamplingSizes.for_server(schema_states, model.verifier.vocab_size)
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request
         self._first_times: dict[int, float] = {}  # of the first token of each answer

@@ -22,7 +22,7 @@ def object_texts(
     Args:
       write: returns the texts of values that are as all of some parts say.
       key_texts: returns the texts of keys that are as a part says, without quotes.
-      is_open: whether there are other keys than the names in `properties`, even if no atom speaks of others.
+      is_open: whether objects have keys that no atom speaks of although there are atoms that speak of values.
 
     Raises Refused for more patterns of keys, or more keys of any name, than can be followed.
     """
@@ -46,19 +46,16 @@ class _Objects:
         limits = [one for one in atoms if isinstance(one, KeysIn)]
         demands = [one for one in atoms if isinstance(one, Required)]
         names = dict.fromkeys(name for one in values for name in one.keys.names or ())
-        has_names, names = bool(names), [*(names | dict.fromkeys(one.name for one in demands))]
+        names = [*(names | dict.fromkeys(one.name for one in demands))]
         some = next((one for one in (*values, *limits) if one.is_some), None)
         if some:
             others = tuple(one for one in atoms if one is not some)
             ways = [(*others, *_with_name(some, name)) for name in names if self._has_key(some, name)]
             return union(*(self.write_all(way, last) for way in ways), self.write_all(others, (*last, some)))
         least, most = size_limits(atoms, SizeIn)
-        speaks_of_others = limits or last or any(one.keys.names is None for one in values)
-        other, final = NOTHING, None
-        if self.is_open or not has_names or speaks_of_others or least > len(names):
-            other = self._pairs(values, limits, names, ())
-        if last:
-            final = self._pairs(values, limits, names, last)
+        is_open = self.is_open or not values or least > len(names)
+        other = self._pairs(values, limits, names, (), is_open)
+        final = self._pairs(values, limits, names, last, is_open) if last else None
         if least > len(names) + 1 and other is not NOTHING:
             raise Refused(f"minProperties {least} with keys of any name cannot be followed")
         required = {one.name for one in demands if not one.is_negated}
@@ -83,8 +80,10 @@ class _Objects:
             return has_key(one.keys, name)
         return contains(self.key_texts(one.part), quote(name).encode())
 
-    def _pairs(self, values: list[Values], limits: list[KeysIn], names: list[str], last: tuple[Atom, ...]) -> Term:
-        """Returns a key that is none of the names, with its value, if `last` holds for them."""
+    def _pairs(
+        self, values: list[Values], limits: list[KeysIn], names: list[str], last: tuple[Atom, ...], is_open: bool
+    ) -> Term:
+        """Returns a key that is none of the names, with its value, for which `last` holds."""
         final = [one for one in last if isinstance(one, Values)]
         keys = [self.key_texts(one.part) for one in (*limits, *last) if isinstance(one, KeysIn)]
         keys.append(complement(union(*map(key_text, names))))
@@ -98,8 +97,8 @@ class _Objects:
                 continue
             found = [search(p, quoted) if is_found[p] else complement(search(p, quoted)) for p in patterns]
             key = intersect(texts(quoted), *keys, *found)
-            if not is_nothing(key):
-                parts = [one.part for one in (*values, *final) if _has_other(one.keys, is_found)]
+            parts = [one.part for one in (*values, *final) if _has_other(one.keys, is_found)]
+            if (parts or is_open) and not is_nothing(key):
                 pairs.append(concat(QUOTE, key, QUOTE, COLON, self.write(parts)))
         return union(*pairs)
 

@@ -47,6 +47,8 @@ def compile_automaton(request: Mapping[str, Any]) -> ByteAutomaton:
         raise Refused(f"it has more than {request['states']:,} states") from None
     except RecursionError:
         raise Refused("it nests too deep") from None
+    except UnicodeEncodeError:
+        raise Refused("it has half a character, which no answer has") from None
 
 
 def limit(seconds: int, size: int) -> None:

@@ -1,9 +1,9 @@
 """JSON values of a schema as sets of texts, in one form.
 
-After a comma or colon there may be one space, elsewhere none. Characters are escaped only if JSON asks for it. Numbers have
-a fraction of any length and, if a schema does not limit their value, an exponent of up to two digits; integers have neither.
-Keys stand in the order of `properties` and `required`, then other keys, which an object has only if its schema has no
-`properties`, or speaks of others (`additionalProperties`).
+After a comma or colon there may be one space, elsewhere none. Characters are escaped only if JSON asks for it. Numbers
+have a fraction of any length and, if a schema does not limit their value, an exponent of up to two digits; integers have
+neither. Keys stand in the order of `properties` and `required`, then other keys. An object whose schema speaks of some
+values has only keys that it speaks of (`properties`, `patternProperties`, `additionalProperties`, `required`).
 """
 
 import json
@@ -63,8 +63,12 @@ class Writer:
 
     def write(self, parts: Sequence[Part], depth: int) -> Term:
         """Returns the texts of values that are as all parts say."""
-        alternatives = self.reader.all_of(map(self.reader.read, parts), parts[0].place if parts else None)
-        return union(*(self.write_atoms(atoms, depth) for atoms in alternatives))
+        place = parts[0].place if parts else None
+        try:
+            alternatives = self.reader.all_of(map(self.reader.read, parts), place)
+            return union(*(self.write_atoms(atoms, depth) for atoms in alternatives))
+        except Refused as error:
+            raise Refused(error.what, error.path or place and place.path) from None
 
     def write_atoms(self, atoms: Iterable[Atom], depth: int) -> Term:
         """Returns the texts of values that have all atoms."""
