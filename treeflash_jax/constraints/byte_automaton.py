@@ -16,7 +16,12 @@ from treeflash_jax.decoding.automaton import NOWHERE
 RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
 MOST_STATES = 2**17
 MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # that compiling a constraint may take
-START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from compiler.process import main; main()"  # imports no JAX
+# The package itself is not imported, nor JAX with it.
+START = """import sys, types
+sys.modules["treeflash_jax"] = package = types.ModuleType("treeflash_jax")
+package.__path__ = [sys.argv.pop(1)]
+from treeflash_jax.constraints.compiler.process import main
+main()"""
 
 
 class Unusable(Exception):
@@ -47,7 +52,7 @@ def compile_bytes(kind: str, value: str | Sequence[str], depth: int) -> ByteAuto
     Raises Unusable for a constraint that cannot be followed, that nothing satisfies, or that takes too much to compile.
     """
     request = json.dumps({"kind": kind, "value": value, "depth": depth, "states": MOST_STATES})
-    command = [sys.executable, "-P", "-c", START, str(Path(__file__).parent), str(MOST_SECONDS), str(MOST_MEMORY)]
+    command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(MOST_SECONDS), str(MOST_MEMORY)]
     run = RUN.get()(command, input=request.encode(), capture_output=True)
     if run.returncode == 1:
         raise Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 200)}")

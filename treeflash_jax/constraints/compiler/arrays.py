@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from .atoms import Atom, Contains, Items, LengthIn, Part, Unique, size_limits
-from .json_texts import COMMA, finite_values, parse, value_text
-from .refusals import Refused
-from .terms import EMPTY, NOTHING, Term, concat, intersect, literal, repeat, union
+from treeflash_jax.constraints.compiler.atoms import Atom, Contains, Items, LengthIn, Part, Unique, size_limits
+from treeflash_jax.constraints.compiler.json_texts import COMMA, finite_values, parse, value_text
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, concat, intersect, literal, repeat, union
 
 MOST_COUNTED = 1_000  # items of an array in which some are counted
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .terms import Term
+from treeflash_jax.constraints.compiler.terms import Term
 
 TYPES = {name: {name} for name in ("null", "boolean", "integer", "string", "array", "object")}
 TYPES["number"] = {"integer", "fraction"}

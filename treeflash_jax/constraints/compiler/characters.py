@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from .terms import Term, byte, concat, literal, repeat, union
+from treeflash_jax.constraints.compiler.terms import Term, byte, concat, literal, repeat, union
 
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of code points, both ends included
 LAST = 0x10FFFF

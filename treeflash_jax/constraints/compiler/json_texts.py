@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
-from .characters import quote
-from .numerals import MOST_DIGITS, same_value, write
-from .refusals import Refused
-from .terms import ANYTHING, EMPTY, NOTHING, Term, concat, literal, union
+from treeflash_jax.constraints.compiler.characters import quote
+from treeflash_jax.constraints.compiler.numerals import MOST_DIGITS, same_value, write
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import ANYTHING, EMPTY, NOTHING, Term, concat, literal, union
 
 SPACE = union(EMPTY, literal(b" "))
 COMMA, COLON = concat(literal(b","), SPACE), concat(literal(b":"), SPACE)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .atoms import (
+from treeflash_jax.constraints.compiler.atoms import (
     EVERY_TYPE,
     NUMBERS,
     TYPES,
@@ -25,12 +25,12 @@ from .atoms import (
     Values,
     only,
 )  # fmt: skip
-from .characters import quoted, texts
-from .numerals import Bounds, Number, between, multiples
-from .patterns import search
-from .refusals import Refused
-from .terms import Term, complement
-from .text_formats import format_texts
+from treeflash_jax.constraints.compiler.characters import quoted, texts
+from treeflash_jax.constraints.compiler.numerals import Bounds, Number, between, multiples
+from treeflash_jax.constraints.compiler.patterns import search
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import Term, complement
+from treeflash_jax.constraints.compiler.text_formats import format_texts
 
 ALWAYS: Alternatives = [()]  # of every value
 NEVER: Alternatives = []  # of none

@@ -4,10 +4,22 @@ from decimal import Decimal
 from functools import cache
 from typing import Any, NamedTuple
 
-from .characters import plain
-from .patterns import full_match
-from .refusals import Refused
-from .terms import EMPTY, NOTHING, Term, byte, complement, concat, intersect, literal, machine, repeat, union
+from treeflash_jax.constraints.compiler.characters import plain
+from treeflash_jax.constraints.compiler.patterns import full_match
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import (
+    EMPTY,
+    NOTHING,
+    Term,
+    byte,
+    complement,
+    concat,
+    intersect,
+    literal,
+    machine,
+    repeat,
+    union,
+)
 
 Number = int | Decimal
 INTEGERS = full_match(r"0|-?[1-9]\d*", plain)

@@ -4,12 +4,24 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .atoms import Atom, Keys, KeysIn, Part, Required, SizeIn, Values, size_limits
-from .characters import quote, quoted, texts
-from .json_texts import COLON, COMMA, QUOTE, key_text
-from .patterns import search
-from .refusals import Refused
-from .terms import EMPTY, NOTHING, Term, complement, concat, contains, intersect, is_nothing, literal, repeat, union
+from treeflash_jax.constraints.compiler.atoms import Atom, Keys, KeysIn, Part, Required, SizeIn, Values, size_limits
+from treeflash_jax.constraints.compiler.characters import quote, quoted, texts
+from treeflash_jax.constraints.compiler.json_texts import COLON, COMMA, QUOTE, key_text
+from treeflash_jax.constraints.compiler.patterns import search
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import (
+    EMPTY,
+    NOTHING,
+    Term,
+    complement,
+    concat,
+    contains,
+    intersect,
+    is_nothing,
+    literal,
+    repeat,
+    union,
+)
 
 MOST_PATTERNS = 4  # of keys, in one object
 

@@ -8,9 +8,9 @@ import unicodedata
 from functools import cache
 from typing import NamedTuple
 
-from .characters import LAST, Ranges, Writer, invert, merge, texts
-from .refusals import Refused
-from .terms import EMPTY, NOTHING, Term, concat, repeat, union
+from treeflash_jax.constraints.compiler.characters import LAST, Ranges, Writer, invert, merge, texts
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, concat, repeat, union
 
 DIGITS = ((48, 57),)
 WORD = merge([*DIGITS, (65, 90), (95, 95), (97, 122)])

@@ -14,11 +14,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from .characters import plain
-from .json_texts import parse
-from .patterns import full_match
-from .refusals import Refused
-from .terms import ByteAutomaton, Term, TooLarge, is_nothing, literal, read_automaton, union
+from treeflash_jax.constraints.compiler.characters import plain
+from treeflash_jax.constraints.compiler.json_texts import parse
+from treeflash_jax.constraints.compiler.patterns import full_match
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import (
+    ByteAutomaton,
+    Term,
+    TooLarge,
+    is_nothing,
+    literal,
+    read_automaton,
+    union,
+)
 
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 DEEPEST = 10_000  # calls inside each other
@@ -31,7 +39,7 @@ def compile_term(request: Mapping[str, Any]) -> Term:
         return union(*(literal(choice.encode()) for choice in value))
     if kind == "pattern":
         return full_match(value, plain)
-    from .values import schema_texts  # with a package that patterns do without
+    from treeflash_jax.constraints.compiler.values import schema_texts  # with a package that patterns do without
 
     return schema_texts(parse(value), request["depth"])
 

@@ -13,9 +13,20 @@ from typing import Any
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from .atoms import EVERY_TYPE, Alternatives, Atom, Items, Part, Place, Required, Values, only, types_of
-from .keywords import ALWAYS, KEYWORDS, NEVER, unevaluated
-from .refusals import Refused
+from treeflash_jax.constraints.compiler.atoms import (
+    EVERY_TYPE,
+    Alternatives,
+    Atom,
+    Items,
+    Part,
+    Place,
+    Required,
+    Values,
+    only,
+    types_of,
+)
+from treeflash_jax.constraints.compiler.keywords import ALWAYS, KEYWORDS, NEVER, unevaluated
+from treeflash_jax.constraints.compiler.refusals import Refused
 
 ANNOTATIONS = frozenset(
     """title description default example examples deprecated readOnly writeOnly discriminator $schema $id $anchor

@@ -2,10 +2,10 @@
 
 from functools import cache
 
-from .characters import Writer, texts
-from .patterns import full_match
-from .refusals import Refused
-from .terms import Term, concat, intersect, literal, repeat, union
+from treeflash_jax.constraints.compiler.characters import Writer, texts
+from treeflash_jax.constraints.compiler.patterns import full_match
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import Term, concat, intersect, literal, repeat, union
 
 MONTHS_31, MONTHS_30 = "(0[13578]|1[02])", "(0[469]|11)"
 DAYS = f"({MONTHS_31}-(0[1-9]|[12]\\d|3[01])|{MONTHS_30}-(0[1-9]|[12]\\d|30)|02-(0[1-9]|1\\d|2[0-8]))"

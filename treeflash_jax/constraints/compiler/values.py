@@ -14,15 +14,37 @@ from typing import Any
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
-from .arrays import array_texts
-from .atoms import NUMBERS, Atom, Contains, Items, NumberIn, OfType, OneOf, Part, Place, TextIn, Values, types_of
-from .characters import quoted, texts
-from .json_texts import QUOTE, cover, key_text, type_of, value_text
-from .numerals import DECIMALS, EXPONENTS, FRACTIONS, INTEGERS
-from .objects import object_texts
-from .reader import Reader
-from .refusals import Refused
-from .terms import ANYTHING, NOTHING, Term, complement, concat, intersect, is_nothing, union
+from treeflash_jax.constraints.compiler.arrays import array_texts
+from treeflash_jax.constraints.compiler.atoms import (
+    NUMBERS,
+    Atom,
+    Contains,
+    Items,
+    NumberIn,
+    OfType,
+    OneOf,
+    Part,
+    Place,
+    TextIn,
+    Values,
+    types_of,
+)
+from treeflash_jax.constraints.compiler.characters import quoted, texts
+from treeflash_jax.constraints.compiler.json_texts import QUOTE, cover, key_text, type_of, value_text
+from treeflash_jax.constraints.compiler.numerals import DECIMALS, EXPONENTS, FRACTIONS, INTEGERS
+from treeflash_jax.constraints.compiler.objects import object_texts
+from treeflash_jax.constraints.compiler.reader import Reader
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import (
+    ANYTHING,
+    NOTHING,
+    Term,
+    complement,
+    concat,
+    intersect,
+    is_nothing,
+    union,
+)
 
 ANY_TEXT = texts(quoted)
 LITERALS = {"null": (None,), "boolean": (True, False)}
