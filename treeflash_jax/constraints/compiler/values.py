@@ -2,8 +2,8 @@
 
 After a comma or colon there may be one space, elsewhere none. Characters are escaped only if JSON asks for it. Numbers
 have a fraction of any length and, if a schema does not limit their value, an exponent of up to two digits; integers have
-neither. Keys stand in the order of `properties` and `required`, then other keys. An object whose schema speaks of some
-values has only keys that it speaks of (`properties`, `patternProperties`, `additionalProperties`, `required`).
+neither. Keys stand in the order of `properties` and `required`, then other keys. An object whose schema has
+`properties` or `patternProperties` has only keys that these, `required` or `additionalProperties` speak of.
 """
 
 import json
