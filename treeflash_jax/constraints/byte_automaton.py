@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from treeflash_jax.constraints.compiler import process
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.decoding.automaton import NOWHERE
 
@@ -54,9 +55,11 @@ def compile_bytes(kind: str, value: str | Sequence[str], depth: int) -> ByteAuto
     request = json.dumps({"kind": kind, "value": value, "depth": depth, "states": MOST_STATES})
     command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(MOST_SECONDS), str(MOST_MEMORY)]
     run = RUN.get()(command, input=request.encode(), capture_output=True)
-    if run.returncode == 1:
+    if run.returncode == process.REFUSED:
         raise Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 200)}")
-    if run.returncode:
+    if run.returncode == 1:  # an error of the compiler
+        raise RuntimeError(run.stderr.decode())
+    if run.returncode:  # by memory, or killed by the limit of time
         limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
         raise Unusable(f"which takes more than {limits} to compile: give shorter repetitions")
     return minimize(_read(np.frombuffer(run.stdout, np.int32)))

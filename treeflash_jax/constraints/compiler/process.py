@@ -2,7 +2,7 @@
 
 Reads JSON from stdin, {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most},
 and writes a `ByteAutomaton` as int32: number of sets of bytes, of edges and of final states, then each set as 256 flags,
-the edges and the final states. Exit status 1: stderr says why there is no automaton; any other but 0: it took too much.
+the edges and the final states. Exit status REFUSED: stderr says why there is none; TOO_LARGE: memory did not suffice.
 """
 
 import ctypes
@@ -28,6 +28,7 @@ from treeflash_jax.constraints.compiler.terms import (
     union,
 )
 
+REFUSED, TOO_LARGE = 3, 4  # exit statuses
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 DEEPEST = 10_000  # calls inside each other
 
@@ -76,9 +77,10 @@ def main() -> None:
     try:
         automaton = compile_automaton(json.load(sys.stdin.buffer))
     except MemoryError:
-        sys.exit(2)
+        sys.exit(TOO_LARGE)
     except Refused as error:
-        sys.exit(str(error).encode("ascii", "backslashreplace").decode())
+        sys.stderr.write(str(error).encode("ascii", "backslashreplace").decode())
+        sys.exit(REFUSED)
     sizes = [len(automaton.masks), len(automaton.edges) // 3, len(automaton.final)]
     flags = [mask >> value & 1 for mask in automaton.masks for value in range(256)]
     array("i", [*sizes, *flags, *automaton.edges, *automaton.final]).tofile(sys.stdout.buffer)

@@ -43,11 +43,13 @@ from treeflash_jax.constraints.compiler.terms import (
     concat,
     intersect,
     is_nothing,
+    literal,
     union,
 )
 
 ANY_TEXT = texts(quoted)
 LITERALS = {"null": (None,), "boolean": (True, False)}
+BEGINS = {"array": b"[", "object": b"{"}
 
 
 def schema_texts(schema: Any, depth: int) -> Term:
@@ -99,7 +101,7 @@ class Writer:
         if (key, depth) in self._known:
             return self._known[key, depth]
         is_repeated = key in self._open and any(isinstance(one, Items | Contains | Values) for one in atoms)
-        if depth <= 0 and (is_repeated or self.is_bound):
+        if depth <= 0 and is_repeated:
             return ANYTHING if self.is_bound else NOTHING
         self._open.add(key)
         try:
@@ -119,13 +121,16 @@ class Writer:
             others = [one for one in atoms if one is not listed]
             is_done = all(isinstance(one, OfType) for one in others)
             return found if is_done else intersect(found, self.write_atoms(others, depth))
-        if depth <= 0 and len(types) > 1:  # values of any type have no items and keys here, unless atoms speak of them
+        if depth <= 0 and len(types) > 1 and not self.is_bound:  # of any type: no items and keys that no atom speaks of
             types -= {"array", "object"} - {one.kind for one in atoms}
         ways = [value_text(x) for kind, values in LITERALS.items() if kind in types for x in values]
         if types & NUMBERS:
             ways.append(_number_texts(types, atoms))
         if "string" in types:
             ways.append(concat(QUOTE, _string_texts(atoms), QUOTE))
+        if self.is_bound and depth <= 0:
+            ways += [concat(literal(begin), ANYTHING) for kind, begin in BEGINS.items() if kind in types]
+            types -= {*BEGINS}
         if "array" in types:
             ways.append(array_texts(atoms, lambda parts: self.write(parts, depth - 1)))
         if "object" in types:
