@@ -43,18 +43,19 @@ class ByteAutomaton(NamedTuple):
     is_final_q: np.ndarray
 
 
-def compile_bytes(kind: str, value: str | Sequence[str], depth: int) -> ByteAutomaton:
+def compile_bytes(kind: str, value: str | Sequence[str], depth: int, thoughts_end: str | None = None) -> ByteAutomaton:
     """Returns the automaton of a constraint.
 
     Args:
       kind: "schema" (JSON text), "pattern" or "choices".
       depth: levels up to which values nest that a schema does not describe, or that contain themselves.
+      thoughts_end: what ends a free text before the constraint; None without such a text.
 
     Raises Unusable for a constraint that cannot be followed, that nothing satisfies, or that takes too much to compile.
     """
-    request = json.dumps({"kind": kind, "value": value, "depth": depth, "states": MOST_STATES})
+    request = {"kind": kind, "value": value, "depth": depth, "states": MOST_STATES, "thoughts_end": thoughts_end}
     command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(MOST_SECONDS), str(MOST_MEMORY)]
-    run = RUN.get()(command, input=request.encode(), capture_output=True)
+    run = RUN.get()(command, input=json.dumps(request).encode(), capture_output=True)
     if run.returncode == process.REFUSED:
         raise Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 200)}")
     if run.returncode == 1:  # an error of the compiler

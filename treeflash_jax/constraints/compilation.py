@@ -31,12 +31,15 @@ def compile_constraint(
     stop_ids: Sequence[int],
     vocab_size: int,
     depth: int = DEPTH,
+    thoughts_end: str | None = None,
 ) -> AutomatonTable | None:
     """Returns the automaton of a prompt's constraint; None if it has none.
 
     Args:
       stop_ids: ids that end an answer, in states where the constraint is met.
       depth: levels of arrays and objects up to which an answer nests where its schema says nothing, or contains itself.
+      thoughts_end: what ends the free text with which an answer begins, before it follows the constraint; None if it begins
+        with none.
 
     Raises ValueError for several constraints, one that cannot be expressed or met, and a tokenizer that does not say which
     bytes its tokens stand for.
@@ -52,14 +55,21 @@ def compile_constraint(
     if name == "schema":
         parse_json(value)
     try:
-        return _compile(name, tuple(value) if name == "choices" else value, depth, tokenizer, tuple(stop_ids), vocab_size)
+        value = tuple(value) if name == "choices" else value
+        return _compile(name, value, depth, thoughts_end, tokenizer, tuple(stop_ids), vocab_size)
     except Unusable as error:
         raise ValueError(f"got {name} {quoted(value)}, {error}") from None
 
 
 @functools.lru_cache(maxsize=16)
 def _compile(
-    name: str, value: str | tuple[str, ...], depth: int, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int
+    name: str,
+    value: str | tuple[str, ...],
+    depth: int,
+    thoughts_end: str | None,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    vocab_size: int,
 ) -> AutomatonTable:
     """Returns the automaton of one constraint; kept, since they come back."""
-    return make_table(compile_bytes(name, value, depth), tokenizer, stop_ids, vocab_size)
+    return make_table(compile_bytes(name, value, depth, thoughts_end), tokenizer, stop_ids, vocab_size, thoughts_end)

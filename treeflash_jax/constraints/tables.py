@@ -48,13 +48,28 @@ def stack(tables: Sequence[AutomatonTable | None], states: int, classes: int, vo
     return Automaton(next_bqc, np.stack([table.class_v for table in tables]))
 
 
-def make_table(automaton: ByteAutomaton, tokenizer: Tokenizer, stop_ids: Sequence[int], vocab_size: int) -> AutomatonTable:
+def make_table(
+    automaton: ByteAutomaton,
+    tokenizer: Tokenizer,
+    stop_ids: Sequence[int],
+    vocab_size: int,
+    thoughts_end: str | None = None,
+) -> AutomatonTable:
     """Returns the automaton over tokens of one over bytes; ids that end an answer follow a complete text.
+
+    Args:
+      thoughts_end: text that ends the first part of every text; it may be an added token.
 
     Raises Unusable for a table that is too large, and if no text of the vocabulary's tokens is complete.
     """
     is_final_q = automaton.is_final_q
-    columns, class_v = _token_classes(automaton, tokenizer.token_bytes(), vocab_size)
+    added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
+    texts = tokenizer.token_bytes() | ({added[thoughts_end]: thoughts_end.encode()} if thoughts_end in added else {})
+    columns, class_v = _token_classes(automaton, texts, vocab_size)
+    if thoughts_end in added:  # which then is impossible elsewhere
+        after_q = columns[class_v[added[thoughts_end]]]
+        class_v[added[thoughts_end]] = len(columns)
+        columns.append(np.where(after_q == after_q[0], after_q, NOWHERE))
     class_v[[*stop_ids]] = len(columns)
     columns.append(np.where(is_final_q, np.arange(is_final_q.size), NOWHERE))  # the end of an answer
     classes, class_v = np.unique(class_v, return_inverse=True)

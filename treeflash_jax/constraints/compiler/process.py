@@ -1,8 +1,9 @@
 """Compiles one constraint, in a process of its own.
 
-Reads JSON from stdin, {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most},
-and writes a `ByteAutomaton` as int32: number of sets of bytes, of edges and of final states, then each set as 256 flags,
-the edges and the final states. Exit status REFUSED: stderr says why there is none; TOO_LARGE: memory did not suffice.
+Reads JSON from stdin: {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most,
+"thoughts_end": what ends a free text before, or null}. Writes a `ByteAutomaton` as int32: number of sets of bytes, of edges
+and of final states, then each set as 256 flags, the edges and the final states. Exit status REFUSED: stderr says why there
+is none; TOO_LARGE: memory did not suffice.
 """
 
 import ctypes
@@ -19,22 +20,32 @@ from treeflash_jax.constraints.compiler.json_texts import parse
 from treeflash_jax.constraints.compiler.patterns import full_match
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import (
+    ANYTHING,
     ByteAutomaton,
     Term,
     TooLarge,
+    complement,
+    concat,
     is_nothing,
     literal,
     read_automaton,
+    repeat,
     union,
 )
 
 REFUSED, TOO_LARGE = 3, 4  # exit statuses
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+MOST_LINES = 2  # line ends between thoughts and answer
 DEEPEST = 10_000  # calls inside each other
 
 
 def compile_term(request: Mapping[str, Any]) -> Term:
-    """Returns the texts of a constraint. Raises Refused, RecursionError, and TooLarge."""
+    """Returns the texts of a constraint, behind thoughts if it has some. Raises Refused, RecursionError, and TooLarge."""
+    if request.get("thoughts_end") is not None:
+        end = literal(request["thoughts_end"].encode())
+        thoughts = complement(concat(ANYTHING, end, ANYTHING))
+        lines = repeat(literal(b"\n"), 0, MOST_LINES)
+        return concat(thoughts, end, lines, compile_term({**request, "thoughts_end": None}))
     kind, value = request["kind"], request["value"]
     if kind == "choices":
         return union(*(literal(choice.encode()) for choice in value))
