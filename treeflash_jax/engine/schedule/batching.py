@@ -112,7 +112,7 @@ class SamplingSizes:
             automaton = states, classes, tables[0].class_v.size
         return SamplingSizes(
             stop_ids=pad(len(request.stop_ids) for request in requests),
-            biases=pad(len(request.bias) for request in requests),
+            biases=pad(len(request.settings.logit_bias or ()) for request in requests),
             processed=frozenset(filter(is_changed, PROCESSED)),
             automaton=automaton,
         )
@@ -125,7 +125,8 @@ class SamplingSizes:
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request with more stop ids or biases, or with a larger automaton."""
-        for name, given, most in (("stop_ids", request.stop_ids, self.stop_ids), ("bias", request.bias, self.biases)):
+        biases = request.settings.logit_bias or ()
+        for name, given, most in (("stop_ids", request.stop_ids, self.stop_ids), ("bias", biases, self.biases)):
             expect(len(given) <= most, f"number of {name}", len(given), f"at most {most}")
         if request.automaton is None:
             return
@@ -174,7 +175,8 @@ def make_batch(
     if sizes.processed & {*PENALTIES}:
         penalties_b3 = np.stack([column(name, dtype) for name in PENALTIES], axis=1)
     if "logit_bias" in sizes.processed:
-        ids, values = np.moveaxis(_pad([request.bias for request in requests], sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
+        biases = [tuple((request.settings.logit_bias or {}).items()) for request in requests]
+        ids, values = np.moveaxis(_pad(biases, sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
         bias = ids.astype(np.int32), values.astype(dtype)
     if "min_new_tokens" in sizes.processed:
         least_b = length_b + column("min_new_tokens", np.int32)
