@@ -96,7 +96,8 @@ class Worker(threading.Thread):
         slots = options.slots or choose_slots(model.device, model.dtype)
         self._limit = slots + options.queue
         can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
-        self._sizes = SamplingSizes.for_server(options.schema_states if can_follow else 0, model.verifier.vocab_size)
+        states = options.schema_states if can_follow else 0
+        self._sizes = SamplingSizes.for_server(states, model.verifier.vocab_size, type(config))
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request
         self._first_times: dict[int, float] = {}  # of the first token of each answer
