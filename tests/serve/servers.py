@@ -45,7 +45,9 @@ def running(model: tf.TreeFlash, config: type[tf.GenerateConfig] = tf.GenerateCo
     http = Server(make_app(worker, metrics, hosts=allowed_hosts(options), has_page=True), grace=1)
     thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}", worker=worker)
-    http.should_exit = True
-    thread.join()
-    worker.stop()
+    try:
+        yield SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}", worker=worker)
+    finally:
+        http.should_exit = True
+        thread.join()
+        worker.stop()

@@ -79,6 +79,7 @@ class Worker(threading.Thread):
     Every program is compiled by the constructor: settings of requests are data.
 
     Attributes:
+      config: settings of requests that do not give them.
       context: largest number of tokens of a prompt and its answer together.
       text_limit: size of the longest text that can fit the context; None without a tokenizer.
       error: what ended the thread, if anything did.
