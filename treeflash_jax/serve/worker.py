@@ -17,7 +17,7 @@ from treeflash_jax.constraints.compilation import compile_constraint
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
-from treeflash_jax.engine.call.prompts import Prompt, encode, encode_each
+from treeflash_jax.engine.call.prompts import Prompt, encode_each
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, refill_size
@@ -146,7 +146,7 @@ class Worker(threading.Thread):
         for prompt in prompts:
             if isinstance(prompt, list) and len(prompt) > self.context:
                 raise ValueError(f"got {len(prompt)} prompt tokens, expected at most {self.context} (the server's context)")
-        return encode_each(prompts, lambda prompt: encode(prompt, self.model.tokenizer, self.text_limit))
+        return encode_each(prompts, self.model.tokenizer, self.text_limit)
 
     def compile(self, schema: str) -> None:
         """Compiles a schema; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""

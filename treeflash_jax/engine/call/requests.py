@@ -44,10 +44,6 @@ class Request:
     number: int = 0
 
     @property
-    def length(self) -> int:
-        return len(self.ids)
-
-    @property
     def stop_ids(self) -> Sequence[int]:
         """Ids of the tokens that end the answer."""
         return self.settings.stop_ids or ()

@@ -50,7 +50,7 @@ def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
     if plan.drafts and plan.drafter.reads_prompt:
         # Such a drafter has read one token more than the prompt when longer prompts of the batch are still read.
         room = max(room, 1 + plan.prefill.chunk)
-    return round_capacity(max(request.length for request in requests) + room)
+    return round_capacity(max(len(request.ids) for request in requests) + room)
 
 
 def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: int, mesh: Any = None) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: in
     sizes = [batch_size]
     if 1 < batch_size < len(requests):
         sizes.append(refill_size(batch_size))
-    longest = max(request.length + request.settings.max_new_tokens for request in requests) + plan.path_length
+    longest = max(len(request.ids) + request.settings.max_new_tokens for request in requests) + plan.path_length
     capacity, before = first_capacity(plan, requests), 0
     while capacity < longest:
         capacity, before = 2 * capacity, capacity
@@ -166,12 +166,12 @@ def make_batch(
     requests = [request or nothing for request in (*rows, *unused)]
     tokens_bs = np.zeros((len(requests), capacity), np.int32)
     for tokens_s, request in zip(tokens_bs, requests, strict=True):
-        tokens_s[: request.length] = request.ids
+        tokens_s[: len(request.ids)] = request.ids
 
     def column(name: str, dtype: Any) -> np.ndarray:
         return np.array([getattr(request.settings, name) for request in requests], dtype)
 
-    length_b, dtype = np.array([request.length for request in requests], np.int32), at_least_float32(dtype)
+    length_b, dtype = np.array([len(request.ids) for request in requests], np.int32), at_least_float32(dtype)
     numbers = np.array([(request.settings.seed, request.index, request.sample) for request in requests], np.uint32)
     settings: dict[str, Any] = {
         name: column(name, np.int32 if kind is int else dtype)
