@@ -24,7 +24,7 @@ from treeflash_jax.engine.schedule.batching import SamplingSizes, refill_size
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.scheduler import Scheduler
-from treeflash_jax.engine.settings.defaults import choose_slots
+from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.serve.metrics import Metrics
@@ -94,7 +94,7 @@ class Worker(threading.Thread):
         self.config = replace(config, sampling="model", log_probs=True, top_log_probs=TOP_LOG_PROBS)
         self.error: BaseException | None = None
         self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
-        slots = options.slots or choose_slots(model.device, model.dtype)
+        slots = options.slots or of_device(model.device, model.dtype).slots
         self._limit = slots + options.queue
         can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
         states = options.schema_states if can_follow else 0
