@@ -110,10 +110,13 @@ class World:
         return noise
 
     def build(self, case: Case, noise: np.ndarray):
-        build = partial(trees.BUILDERS[case.builder].build, num_nodes=case.nodes, shape=case.shape)
         anchor_b = np.zeros(noise.shape[0], np.int32)
-        built = jax.jit(lambda table, noise: build(table, anchor_b, noise_bnc=noise))
-        return built(self.table(len(noise)), noise)
+
+        @jax.jit
+        def build(table, noise):
+            return trees.BUILDERS[case.builder].build(trees.TreeInputs(table, anchor_b, case.nodes, case.shape, noise))
+
+        return build(self.table(len(noise)), noise)
 
 
 def read(tree, proposal, b: int, vocabulary: int):

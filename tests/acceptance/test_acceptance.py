@@ -138,8 +138,8 @@ LARGE = {
 @partial(jax.jit, static_argnames=("builder", "nodes", "shape", "padded_nodes"))
 def grow(builder: str, nodes: int, shape: TreeShape, table, key_b, padded_nodes: int):
     noise = trees.draw_noise(key_b, table, nodes)
-    grown = trees.BUILDERS[builder].build(table, jnp.zeros(len(key_b), jnp.int32), nodes, shape, noise)
-    return cases.padded(*grown, padded_nodes)
+    inputs = trees.TreeInputs(table, jnp.zeros(len(key_b), jnp.int32), nodes, shape, noise)
+    return cases.padded(*trees.BUILDERS[builder].build(inputs), padded_nodes)
 
 
 @cache

@@ -86,8 +86,9 @@ def test_only_nodes_with_drawn_children_have_a_proposal_distribution(name):
     """Regression: k-sequential computed NaN at a leaf above the deepest level of its batch if p = q there."""
     table = table_of_equal_nodes()
     noise_bnc = jax.jit(partial(trees.draw_noise, num_nodes=8))(jax.random.split(jax.random.key(0), 5), table)
-    build = partial(trees.BUILDERS[name].build, table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape())
-    tree, proposal = jax.tree.map(np.asarray, jax.jit(build)(noise_bnc))
+    inputs = partial(trees.TreeInputs, table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape())
+    build = jax.jit(lambda noise_bnc: trees.BUILDERS[name].build(inputs(noise_bnc)))
+    tree, proposal = jax.tree.map(np.asarray, build(noise_bnc))
     is_drawn_bx = (proposal.node_bx > 0) & (proposal.kind_bx != DETERMINISTIC)
     parent_bx = np.where(is_drawn_bx, np.take_along_axis(tree.parent_bn, proposal.node_bx, axis=1), -1)
     has_draws_bn = np.any(parent_bx[:, None] == np.arange(tree.tokens_bn.shape[1])[:, None], axis=-1)
@@ -101,5 +102,6 @@ def test_sizes_are_those_of_the_trees(name, shape):
     builder, table, shape = trees.BUILDERS[name], table_of_equal_nodes(), trees.TreeShape(**shape)
     for nodes in (2, 5, 64):
         noise_bnc = jax.ShapeDtypeStruct((5, nodes, 4), jnp.float32)
-        tree, _ = jax.eval_shape(partial(builder.build, table, jnp.zeros(5, jnp.int32), nodes, shape), noise_bnc)
+        inputs = partial(trees.TreeInputs, table, jnp.zeros(5, jnp.int32), nodes, shape)
+        tree, _ = jax.eval_shape(lambda noise_bnc, inputs=inputs: builder.build(inputs(noise_bnc)), noise_bnc)
         assert tree.tokens_bn.shape[1] == builder.size(4, nodes, shape) <= nodes
