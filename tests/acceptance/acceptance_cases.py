@@ -51,9 +51,9 @@ def without_replacement_case(nodes: int, branches: int) -> Case:
     return Case("without-replacement", nodes, TreeShape(branches=branches), draft)
 
 
-def hybrid_case(nodes: int, skeleton: float) -> Case:
-    draft = partial(toys.draft_hybrid, num_nodes=nodes, skeleton=skeleton)
-    return Case("hybrid", nodes, TreeShape(skeleton=skeleton), draft)
+def skeleton_case(nodes: int, skeleton: float) -> Case:
+    draft = partial(toys.draft_skeleton, num_nodes=nodes, skeleton=skeleton)
+    return Case("skeleton", nodes, TreeShape(skeleton=skeleton), draft)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,7 +44,7 @@ TREES = {
     "paths": {"builder": "paths", "nodes": 7, "branches": 2},
     "delayed": {"builder": "delayed", "nodes": 6, "branches": 2, "trunk": 1},
     "without-replacement": {"builder": "without-replacement", "nodes": 7, "branches": 2},
-    "hybrid": {"builder": "hybrid", "nodes": 7, "skeleton": 0.4},
+    "skeleton": {"builder": "skeleton", "nodes": 7, "skeleton": 0.4},
 }
 DRAFT = {"candidates": 3, "children": 3, "ngrams": 0}
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.8}
@@ -126,10 +126,10 @@ def in_turn(names: list[str]) -> SimpleNamespace:
     return SimpleNamespace(accept=accept)
 
 
-PAIRS = [("block", tree) for tree in ("one path", "paths", "delayed")] + [("mtp", "hybrid"), ("ngram", "hybrid")]
+PAIRS = [("block", tree) for tree in ("one path", "paths", "delayed")] + [("mtp", "skeleton"), ("ngram", "skeleton")]
 PAIRS += [("lowrank", "without-replacement")]
-PAIRS = [slow_unless(pair == ("ngram", "hybrid"), MODEL, *pair) for pair in PAIRS]
-PAIRS += [slow_unless(False, RECURRENT, "block", "hybrid")]
+PAIRS = [slow_unless(pair == ("ngram", "skeleton"), MODEL, *pair) for pair in PAIRS]
+PAIRS += [slow_unless(False, RECURRENT, "block", "skeleton")]
 
 
 @pytest.mark.parametrize(("model", "kind", "tree"), PAIRS, ids=lambda x: getattr(x, "model_type", x))
@@ -166,7 +166,7 @@ def exact_penalized(pair) -> np.ndarray:
     return p
 
 
-@pytest.mark.parametrize(("rule", "tree"), [("block", "one path"), slow_unless(False, "traversal", "hybrid")])
+@pytest.mark.parametrize(("rule", "tree"), [("block", "one path"), slow_unless(False, "traversal", "skeleton")])
 def test_penalized_answers_have_the_penalized_distribution(pair, exact, exact_penalized, rule, tree):
     tokens, _ = answers(pair, planned(pair, rule, DRAFT | TREES[tree]), size=5_000, new=4, **PENALTIES)
     assert p_value(tokens, exact_penalized) > 1e-3 > 1e-9 > p_value(tokens, exact)

@@ -21,9 +21,9 @@ from treeflash_jax.trees.chains import chain, walk
 from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, pick, root_only
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.sampled.draw_tokens import draw_noise
-from treeflash_jax.trees.sampled.hybrid import hybrid
 from treeflash_jax.trees.sampled.paths import delayed, delayed_size, paths
 from treeflash_jax.trees.sampled.proposal import Proposal
+from treeflash_jax.trees.sampled.skeleton import skeleton_chains
 from treeflash_jax.trees.sampled.without_replacement import without_replacement
 from treeflash_jax.trees.shape import TreeShape
 from treeflash_jax.trees.tree_inputs import TreeInputs
@@ -75,7 +75,7 @@ BUILDERS: dict[str, Builder] = {
     "without-replacement": Builder(
         without_replacement, frozenset({"branches", "leaves"}), "without-replacement", "one path"
     ),
-    "hybrid": Builder(hybrid, frozenset({"skeleton", "leaves"}), "hybrid"),
+    "skeleton": Builder(skeleton_chains, frozenset({"skeleton", "leaves"}), "skeleton"),
 }
 
 

@@ -206,7 +206,7 @@ class GenerateConfig:
     builder: str | None = tree(
         None,
         "kind of draft: a tree of the most likely nodes (best-first) or of sampled nodes (paths, delayed, "
-        "without-replacement, hybrid); one path (walk: the most likely token after each token; chain: DFlash's, the most "
+        "without-replacement, skeleton); one path (walk: the most likely token after each token; chain: DFlash's, the most "
         "likely token of each depth); or none, one token at a time, whatever the other drafting settings are",
         unset="best-first; none without a drafter, or if drafting is not expected to pay and no drafting setting is given",
         choices=lambda: ("none", *BUILDERS),
@@ -233,7 +233,7 @@ class GenerateConfig:
     )
     trunk: int = tree(2, "nodes before the first branching of a delayed tree", least=0, most=MAX_NODES, unit="nodes")
     skeleton: float = tree(
-        0.25, "share of the nodes of a hybrid tree that best-first search chooses", least=0, most=1, unit="share"
+        0.25, "share of the nodes of a skeleton tree that best-first search chooses", least=0, most=1, unit="share"
     )
     leaves: bool = tree(False, "let sampled trees contain tokens that the drafter cannot continue")
     drafter_temperature: float | None = tree(

@@ -13,7 +13,7 @@ from treeflash_jax.trees.tree_inputs import TreeInputs
 REACH = 0.6  # assumed chance that a sampled node is accepted, for dividing the nodes only
 
 
-def hybrid(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
+def skeleton_chains(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """Chooses a share `shape.skeleton` of the nodes by best-first search, and samples chains below them.
 
     Each skeleton node may have one sampled child, continued as a chain. It is drawn from the node's distribution without
