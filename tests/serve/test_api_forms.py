@@ -10,7 +10,7 @@ import treeflash_jax as tf
 from treeflash_jax.engine.answers.answer_text import AnswerText
 from treeflash_jax.engine.answers.results import Chunk
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.api_forms import ChatBody, ChatForm, CompletionBody, CompletionForm
+from treeflash_jax.serve.api_forms import ChatBody, ChatForm, CompletionBody, CompletionForm, with_numbers
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.worker import Piece
 
@@ -126,7 +126,8 @@ def test_without_a_tokenizer_the_text_of_a_token_is_its_id():
 
 
 def test_top_k_is_off_in_the_form_of_other_clients():
-    assert ChatBody(messages=CHAT, top_k=-1).settings()["top_k"] == 0
+    body = with_numbers(ChatBody, tf.GenerateConfig)
+    assert body(messages=CHAT, top_k=-1).settings()["top_k"] == 0
     assert "top_k" not in CompletionBody(prompt="Hi").settings()
 
 

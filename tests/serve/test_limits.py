@@ -50,8 +50,9 @@ def stub_worker(**more: Any) -> SimpleNamespace:
             submission.pieces.put_nowait(Piece(index, Chunk(ids=[5], text="yes", rounds=1), result, True))
 
     worker = SimpleNamespace(
-        model=SimpleNamespace(names=("tiny",), tokenizer=None), error=None, context=64, text_limit=None,
-        _limit=4, _num_unfinished=0, encode=lambda prompts: [[1]] * len(prompts), compile=lambda schema: None,
+        model=SimpleNamespace(names=("tiny",), tokenizer=None), config=tf.GenerateConfig(), error=None,
+        context=64, text_limit=None, _limit=4, _num_unfinished=0,
+        encode=lambda prompts: [[1]] * len(prompts), compile=lambda schema: None,
         make_requests=lambda prompts, samples=1, **settings: [object()] * len(prompts) * samples,
         submit=submit, cancel=lambda submission: submission.pieces.put_nowait(None),
     )  # fmt: skip

@@ -9,33 +9,23 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.prompts import Chat, Prompt, Text
+from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.log_probs import Place, PlaceReader, chat_form, completion_form
 from treeflash_jax.serve.message_blocks import CALL, THINK, BlockParser
 from treeflash_jax.serve.worker import TOP_LOG_PROBS, Piece
 
-SETTINGS = {  # of our requests, by OpenAI's names and by those of other servers
-    "n": "samples",
-    "stop": "stop",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-}
 MOST_SAMPLES = 128
 FAIL_FAST = Field(fail_fast=True)  # one error is enough, and a million take minutes
 Ids = Annotated[list[int], FAIL_FAST]
+B = TypeVar("B", bound="Body")
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -61,7 +51,7 @@ class ResponseFormat(BaseModel):
 
 
 class Body(BaseModel):
-    """Fields of both kinds of requests."""
+    """Fields of both kinds of requests. `with_numbers` adds those of the settings with a number for every request."""
 
     model: str | None = None
     stream: bool | None = None
@@ -70,15 +60,9 @@ class Body(BaseModel):
     n: int | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     response_format: ResponseFormat | None = None
+    numbers: ClassVar[tuple[str, ...]] = ()
 
     @property
     def num_prompts(self) -> int:
@@ -95,11 +79,12 @@ class Body(BaseModel):
     def settings(self) -> dict[str, Any]:
         """Returns the settings that the client gives, by our names. Raises ValueError for too large an `n`."""
         expect((self.n or 1) <= MOST_SAMPLES, "n", self.n, f"at most {MOST_SAMPLES}")
-        settings = {ours: getattr(self, name) for name, ours in SETTINGS.items()}
+        settings = {name: getattr(self, name) for name in self.numbers}
+        if settings.get("top_k") == -1:  # off, as vLLM's clients say it
+            settings["top_k"] = 0
+        settings |= {"samples": self.n, "stop": self.stop, "logit_bias": self.logit_bias}
         settings |= {"seed": None if self.seed is None else self.seed % 2**32, "max_new_tokens": self.max_new_tokens()}
         settings["schema"] = self.response_format and self.response_format.schema_text()
-        if self.top_k == -1:  # off, as vLLM's clients say it
-            settings["top_k"] = 0
         return {name: value for name, value in settings.items() if value is not None}
 
     def max_new_tokens(self) -> int | None:
@@ -171,6 +156,15 @@ class CompletionBody(Body):
 
     def num_log_probs(self) -> int | None:
         return self.logprobs
+
+
+def with_numbers(body: type[B], config: type[GenerateConfig]) -> type[B]:
+    """Returns a kind of body with a field for every setting that gives a request a number."""
+    types = number_types(config)
+    fields: dict[str, Any] = {name: (number | None, None) for name, number in types.items()}
+    kind = create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
+    kind.numbers = tuple(types)
+    return kind
 
 
 @functools.cache

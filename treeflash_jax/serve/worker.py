@@ -16,14 +16,14 @@ from treeflash_jax.constraints.compilation import compile_constraint
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
-from treeflash_jax.engine.call.prompts import Prompt, encode, encode_each
+from treeflash_jax.engine.call.prompts import Prompt, encode_each
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, refill_size
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.scheduler import Scheduler
-from treeflash_jax.engine.settings.defaults import choose_slots
+from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.serve.metrics import Metrics
@@ -78,6 +78,7 @@ class Worker(threading.Thread):
     Every program is compiled by the constructor: settings of requests are data.
 
     Attributes:
+      config: settings of requests that do not give them.
       context: largest number of tokens of a prompt and its answer together.
       text_limit: size of the longest text that can fit the context; None without a tokenizer.
       error: what ended the thread, if anything did.
@@ -92,10 +93,10 @@ class Worker(threading.Thread):
         self.config = replace(config, sampling="model", log_probs=True, top_log_probs=TOP_LOG_PROBS)
         self.error: BaseException | None = None
         self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
-        slots = options.slots or choose_slots(model.device, model.dtype)
+        slots = options.slots or of_device(model.device, model.dtype).slots
         self._limit = slots + options.queue
         schema_states = options.schema_states if model.tokenizer else 0
-        self._sizes = SamplingSizes.for_server(schema_states, model.verifier.vocab_size)
+        self._sizes = SamplingSizes.for_server(schema_states, model.verifier.vocab_size, type(config))
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request
         self._first_times: dict[int, float] = {}  # of the first token of each answer
@@ -143,7 +144,7 @@ class Worker(threading.Thread):
         for prompt in prompts:
             if isinstance(prompt, list) and len(prompt) > self.context:
                 raise ValueError(f"got {len(prompt)} prompt tokens, expected at most {self.context} (the server's context)")
-        return encode_each(prompts, lambda prompt: encode(prompt, self.model.tokenizer, self.text_limit))
+        return encode_each(prompts, self.model.tokenizer, self.text_limit)
 
     def compile(self, schema: str) -> None:
         """Compiles a schema; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""

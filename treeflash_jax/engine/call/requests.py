@@ -29,9 +29,7 @@ class Request:
 
     Attributes:
       ids: token ids of the prompt.
-      settings: settings of the call with one value each, and the stop strings and temperatures that apply.
-      stop_ids: ids of the tokens that end the answer.
-      bias: ids of tokens with what is added to their logits.
+      settings: settings of the call with one value each, and the stops and temperatures that apply.
       automaton: tokens that may follow each other; None without a constraint.
       index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
       sample: index of the answer among those to the same prompt.
@@ -40,16 +38,15 @@ class Request:
 
     ids: list[int]
     settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
-    stop_ids: tuple[int, ...] = ()
-    bias: tuple[tuple[int, float], ...] = ()
     automaton: AutomatonTable | None = None
     index: int = 0
     sample: int = 0
     number: int = 0
 
     @property
-    def length(self) -> int:
-        return len(self.ids)
+    def stop_ids(self) -> Sequence[int]:
+        """Ids of the tokens that end the answer."""
+        return self.settings.stop_ids or ()
 
 
 def make_requests(
@@ -92,9 +89,10 @@ def make_requests(
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
-        settings = replace(settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
-        bias = tuple((settings.logit_bias or {}).items())
-        request = Request(ids=ids, settings=settings, stop_ids=end_ids, bias=bias, automaton=automaton, index=index)
+        settings = replace(
+            settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop, stop_ids=end_ids
+        )
+        request = Request(ids=ids, settings=settings, automaton=automaton, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return requests
 

@@ -36,7 +36,7 @@ Builder = Literal[
     "paths",
     "delayed",
     "without-replacement",
-    "hybrid",
+    "skeleton",
 ]
 Acceptance = Literal[
     "sample-and-match",
@@ -89,11 +89,11 @@ class GenerateSettings(TypedDict, total=False):
         fold_in(prompt's key, j) (default: 1).
       stop: text that ends an answer and is not part of it.
       builder: kind of draft: a tree of the most likely nodes (best-first) or of
-        sampled nodes (paths, delayed, without-replacement, hybrid); one path
+        sampled nodes (paths, delayed, without-replacement, skeleton); one path
         (walk: the most likely token after each token; chain: DFlash's, the most
         likely token of each depth); or none, one token at a time, whatever the
         other drafting settings are (one of none, best-first, walk, chain,
-        paths, delayed, without-replacement, hybrid; default: best-first; none
+        paths, delayed, without-replacement, skeleton; default: best-first; none
         without a drafter, or if drafting is not expected to pay and no drafting
         setting is given).
       nodes: tree nodes verified per round, the root (the last token of the
@@ -161,7 +161,7 @@ class GenerateSettings(TypedDict, total=False):
       branches: number of sampled paths, or largest number of sampled children
         of a node (default: 2).
       trunk: nodes before the first branching of a delayed tree (default: 2).
-      skeleton: share of the nodes of a hybrid tree that best-first search
+      skeleton: share of the nodes of a skeleton tree that best-first search
         chooses (default: 0.25).
       leaves: let sampled trees contain tokens that the drafter cannot continue.
       drafter_temperature: temperature of the draft (default: the larger of the

@@ -51,11 +51,12 @@ def resolve(
     """
     head_dims = (verifier.head_dim, *(drafter.head_dims if drafter else ()))
     attention = defaults.choose_attention(device, dtype, config.attention, head_dims)
+    table = defaults.of_device(device, dtype)
     prefill = PrefillPlan(
         verifier=verifier,
-        attention=config.attention or defaults.choose_prefill_attention(device),
+        attention=config.attention or table.prefill_attention,
         chunk=defaults.choose_prefill_chunk(device),
-        passes=defaults.choose_prefill_passes(device),
+        passes=table.prefill_passes,
         stacks_cache=attention in READS_STACKS,
         residual_dtype=defaults.choose_residual_dtype(device, dtype),
         log_probs=config.log_probs or config.top_log_probs > 0,
