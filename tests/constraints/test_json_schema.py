@@ -325,3 +325,32 @@ def test_fields_of_pydantic_models(kind):
     assert len({*texts}) > 1
     for text in texts:
         model.model_validate_json(text)
+
+
+@pytest.mark.slow
+def test_sampled_answers_are_valid(tiny):
+    """Of random schemas, at a high temperature, with trees and without."""
+    drawn = []
+
+    @hypothesis.settings(max_examples=200, database=None, derandomize=True, deadline=None)
+    @hypothesis.given(schemas(2))
+    def draw(schema):
+        drawn.append({"type": ["array", "object", "string", "number"], **schema})
+
+    draw()
+    followed = []
+    for schema in drawn:
+        try:
+            if not is_nothing(schema_term(schema, 2)):
+                followed.append(schema)
+        except Refused:
+            pass
+    assert len(followed) > 100
+    how = {"schema": followed, "schema_depth": 2, "temperature": 2.0, "max_new_tokens": 120, "batch_size": 8}
+    for draft in {"builder": "none"}, {"nodes": 8}:
+        results = tiny.generate(["Write JSON."] * len(followed), seed=1, **how, **draft)
+        ended = [(result, schema) for result, schema in zip(results, followed, strict=True) if result.finished == "stop"]
+        assert len(ended) > 50
+        with decimal.localcontext(decimal.Context(prec=400)):
+            for result, schema in ended:
+                jsonschema.Draft202012Validator(parse(json.dumps(schema))).validate(parse(result.text))

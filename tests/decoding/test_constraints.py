@@ -1,5 +1,6 @@
 """Answers that follow a schema, a pattern or choices: valid, and those of one-token decoding whatever is drafted."""
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -76,7 +77,7 @@ class Person(BaseModel):
 
 
 def test_patterns_choices_and_every_form_of_a_schema(small):
-    """In one call: a prompt has one constraint or none. Tables are data: others of the same sizes compile nothing."""
+    """In one call: a prompt has one constraint or none. Tables are data: others within `schema_states` compile nothing."""
 
     def answer(pattern: str, choices: list[str], flags: dict) -> list[tf.Result]:
         return small.generate(
@@ -93,7 +94,7 @@ def test_patterns_choices_and_every_form_of_a_schema(small):
     assert_valid(results[2:4], [FLAGS, FLAGS])
     assert results[4].finished == "stop" and Person.model_validate_json(results[4].text)
     with compilations() as compiled:
-        results = answer(pattern, ["no.", *choices[1:]], FLAGS | {"minItems": 2})
+        results = answer("[0-9]{300}", ["no.", *choices[1:]], FLAGS | {"minItems": 2})
     assert "jit(decode)" not in compiled and len(json.loads(results[2].text)) >= 2
 
 
@@ -107,6 +108,31 @@ def test_a_constraint_ends_an_answer_that_it_completes(small):
         assert (result.text, result.finished) == ("yes.", "stop")
     assert len(long.ids) >= 9 and re.fullmatch("[ab]+", long.text) and len(free.ids) >= 9
     assert max(short.accept_lengths) > 1, "control: drafts are accepted"
+
+
+def test_thoughts_come_before_a_constraint(tiny):
+    """If the prompt ends inside them; their end may be a token of its own, which is impossible elsewhere."""
+
+    def can_answer(table: AutomatonTable, ids: list[int]) -> bool:
+        state = 0
+        for token in [*ids, tiny.stop_ids[0]]:
+            state = table.next_qc[state, table.class_v[token]]
+            if state < 0:
+                return False
+        return True
+
+    encode = tiny.tokenizer.encode
+    _, (thoughtful, plain) = tiny.make_requests([tf.Text("Hm. <think>\n"), tf.Text("Hm.")], choices=["yes", "no"])
+    for text in 'a "b" </thi</think>\n\nyes', "</think>no":
+        assert can_answer(thoughtful.automaton, encode(text)) and not can_answer(plain.automaton, encode(text))
+    for text in "yes", "</think>maybe", "a</think>\n\n\nyes":
+        assert not can_answer(thoughtful.automaton, encode(text))
+    tokenizer = tokenizers.Tokenizer(copy.deepcopy(tiny.tokenizer.inner))
+    tokenizer.inner.add_tokens(["</think>"])
+    [end] = tokenizer.encode("</think>")
+    size = tiny.verifier.vocab_size + 1
+    table = compilation.compile_constraint(None, "[^]+", None, tokenizer, tiny.stop_ids, size, thoughts_end="</think>")
+    assert can_answer(table, [*encode("a b"), end, *encode("c")]) and not can_answer(table, [end, *encode("c"), end])
 
 
 def test_answers_share_the_table_of_their_constraint(tiny):

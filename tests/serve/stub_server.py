@@ -44,6 +44,9 @@ class StubWorker(threading.Thread):
     def encode(self, prompts) -> list[list[int]]:
         return [[1]]
 
+    def find_constraints(self, prompts, settings) -> list[str]:
+        return [settings["schema"]] if "schema" in settings else []
+
     def compile(self, schema: str) -> None:
         tokenizer = Tokenizer.load(pairs.locate("tiny"))
         print("working", flush=True)

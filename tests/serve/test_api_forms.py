@@ -23,7 +23,7 @@ INNER = SimpleNamespace(chat_template="<think> <tool_call>", decode=lambda ids: 
 
 
 def make_form(**fields) -> ChatForm:
-    return ChatForm("tiny", SimpleNamespace(inner=INNER), ChatBody(messages=CHAT, **fields))
+    return ChatForm("tiny", Tokenizer(INNER), ChatBody(messages=CHAT, **fields))
 
 
 def make_result(**fields) -> tf.Result:
@@ -34,8 +34,9 @@ def make_result(**fields) -> tf.Result:
     ({}, ("Hm.", None, 1)),
     ({"response_format": {"type": "text"}}, ("Hm.", None, 1)),
     ({"tool_choice": "none"}, ("Hm.", CALL, 0)),
-    ({"response_format": {"type": "json_object"}}, (None, f"Hm.</think>{CALL}", 0)),
-    ({"response_format": SCHEMA}, (None, f"Hm.</think>{CALL}", 0)),
+    ({"response_format": {"type": "json_object"}}, ("Hm.", CALL, 0)),
+    ({"response_format": SCHEMA}, ("Hm.", CALL, 0)),
+    ({"guided_regex": "a"}, ("Hm.", CALL, 0)),
 ])  # fmt: skip
 def test_blocks_are_read_unless_the_answer_is_json_or_may_not_call(fields, expected):
     choice = make_form(tools=TOOLS, **fields).choice(0, make_result(text=f"Hm.</think>{CALL}"))

@@ -6,6 +6,7 @@ Fields of the bodies that are not listed are ignored. None is the default of eve
 import functools
 import inspect
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -26,6 +27,9 @@ MOST_SAMPLES = 128
 FAIL_FAST = Field(fail_fast=True)  # one error is enough, and a million take minutes
 Ids = Annotated[list[int], FAIL_FAST]
 B = TypeVar("B", bound="Body")
+ANY_OBJECT = '{"type": "object"}'
+# Fields of other servers that would change an answer; guided_decoding_backend would not.
+OTHER_CONSTRAINTS = re.compile("grammar|ebnf|structural_tag|guided_(?!decoding_backend).*|structured_.*")
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -44,13 +48,22 @@ class ResponseFormat(BaseModel):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return '{"type": "object"}'
+            return ANY_OBJECT
         schema = (self.json_schema or {}).get("schema")
         expect(isinstance(schema, dict), "response_format.json_schema.schema", schema, "a JSON schema")
         return json.dumps(schema)
 
 
-class Body(BaseModel):
+class StructuredOutputs(BaseModel, extra="allow"):
+    """Constraint of the answer, as vLLM has it; at most one."""
+
+    schema_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], FAIL_FAST] | None = None
+    json_object: bool | None = None
+
+
+class Body(BaseModel, extra="allow"):
     """Fields of both kinds of requests. `with_numbers` adds those of the settings with a number for every request."""
 
     model: str | None = None
@@ -62,6 +75,12 @@ class Body(BaseModel):
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
     logit_bias: dict[int, float] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FAIL_FAST] | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
     numbers: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -84,8 +103,30 @@ class Body(BaseModel):
             settings["top_k"] = 0
         settings |= {"samples": self.n, "stop": self.stop, "logit_bias": self.logit_bias}
         settings |= {"seed": None if self.seed is None else self.seed % 2**32, "max_new_tokens": self.max_new_tokens()}
-        settings["schema"] = self.response_format and self.response_format.schema_text()
-        return {name: value for name, value in settings.items() if value is not None}
+        return {name: value for name, value in settings.items() if value is not None} | self.constraint()
+
+    def constraint(self) -> dict[str, Any]:
+        """Returns the constraint of the answer, by our name. Raises ValueError for several, and for fields that we lack."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        given = {
+            "response_format": ("schema", self.response_format and self.response_format.schema_text()),
+            "structured_outputs.json": ("schema", outputs.schema_),
+            "structured_outputs.json_object": ("schema", ANY_OBJECT if outputs.json_object else None),
+            "structured_outputs.regex": ("pattern", outputs.regex),
+            "structured_outputs.choice": ("choices", outputs.choice),
+            "guided_json": ("schema", self.guided_json),
+            "guided_regex": ("pattern", self.guided_regex),
+            "guided_choice": ("choices", self.guided_choice),
+            "json_schema": ("schema", self.json_schema),
+            "regex": ("pattern", self.regex),
+        }
+        others = {f"structured_outputs.{name}": value for name, value in outputs.model_extra.items()}
+        others |= {name: value for name, value in self.model_extra.items() if OTHER_CONSTRAINTS.fullmatch(name)}
+        for name, value in others.items():
+            expect(value is None, name, value, "none: answers follow a JSON schema, a regular expression or choices")
+        given = {field: (name, value) for field, (name, value) in given.items() if value is not None}
+        expect(len(given) < 2, " and ".join(given), [value for _, value in given.values()], "one of them")
+        return {name: value if isinstance(value, str | list) else json.dumps(value) for name, value in given.values()}
 
     def max_new_tokens(self) -> int | None:
         return self.max_tokens
@@ -253,10 +294,10 @@ class ChatForm(Form):
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, body: ChatBody):
         super().__init__(model, tokenizer, body)
-        is_free = body.response_format is None or body.response_format.type == "text"
-        template = str(tokenizer.inner.chat_template) if tokenizer and is_free else ""  # JSON has no blocks
-        self._tools = body.offered_tools if CALL[0] in template else []
-        self._reads_thoughts = THINK[0] in template or THINK[1] in template
+        template = str(tokenizer.inner.chat_template) if tokenizer else ""
+        self._is_free = not body.constraint()  # others have no blocks, but for thoughts before them
+        self._tools = body.offered_tools if self._is_free and CALL[0] in template else []
+        self._has_thoughts = THINK[0] in template or THINK[1] in template
         self._parsers: dict[int, BlockParser] = {}  # by index of the answer
 
     def choice(self, index: int, result: Result) -> dict[str, Any]:
@@ -289,11 +330,11 @@ class ChatForm(Form):
 
     def _parser(self, index: int, result: Result) -> BlockParser:
         if index not in self._parsers:
-            kinds = {"reads_thoughts": self._reads_thoughts, "tools": self._tools}
-            if self._reads_thoughts:  # a template may begin the block of the answer
-                end = self.tokenizer.inner.decode(result.prompt_ids[-8:]).rstrip()
-                kinds["begins_in_thought"] = end.endswith(THINK[0])
-            self._parsers[index] = BlockParser(**kinds)
+            begins_in_thought = self._has_thoughts and self.tokenizer.begins_in_thought(result.prompt_ids)
+            reads_thoughts = self._has_thoughts and self._is_free
+            self._parsers[index] = BlockParser(
+                reads_thoughts=reads_thoughts, tools=self._tools, begins_in_thought=begins_in_thought
+            )
         return self._parsers[index]
 
 

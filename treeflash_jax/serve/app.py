@@ -207,8 +207,8 @@ class Answering:
         worker.check_room(body.num_answers)
         form = form_kind(name, worker.model.tokenizer, body)
         prompts = await run(lambda: worker.encode(body.prompts()))
-        if "schema" in settings:
-            await self.compiler.compile(settings["schema"])
+        for constraint in worker.find_constraints(prompts, settings):
+            await self.compiler.compile(constraint)
         requests = await run(lambda: worker.make_requests(prompts, **settings))
         submission = Submission(requests, streams=bool(body.stream))
         worker.submit(submission)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.compilation import NAMES, compile_constraint
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
@@ -26,6 +26,7 @@ from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
+from treeflash_jax.formats.tokenizer import THOUGHTS
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
@@ -70,6 +71,19 @@ class Submission:
         """Adds a piece from the worker's thread; drops it if the server's loop has ended."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+class Constraint(NamedTuple):
+    """A constraint of an answer, as a key.
+
+    Attributes:
+      kind: "schema", "pattern" or "choices".
+      is_behind_thoughts: whether the answer begins with thoughts, before it follows the constraint.
+    """
+
+    kind: str
+    value: str | tuple[str, ...]
+    is_behind_thoughts: bool
 
 
 class Worker(threading.Thread):
@@ -146,11 +160,30 @@ class Worker(threading.Thread):
                 raise ValueError(f"got {len(prompt)} prompt tokens, expected at most {self.context} (the server's context)")
         return encode_each(prompts, self.model.tokenizer, self.text_limit)
 
-    def compile(self, schema: str) -> None:
-        """Compiles a schema; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
-        expect(self._sizes.automaton is not None, "schema", schema, "none: this server follows no schemas")
-        model = self.model
-        compile_constraint(schema, None, None, model.tokenizer, model.stop_ids, model.verifier.vocab_size)
+    def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
+        """Returns the constraints that settings mean for prompts: one, but for thoughts with which some answers begin.
+
+        Raises ValueError for a server that follows none.
+        """
+        for kind in NAMES:
+            if kind in settings:
+                expect(self._sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
+                value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])
+                return {Constraint(kind, value, self.model.tokenizer.begins_in_thought(ids)) for ids in prompts}
+        return set()
+
+    def compile(self, constraint: Constraint) -> None:
+        """Compiles a constraint; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
+        model, given = self.model, dict.fromkeys(NAMES) | {constraint.kind: constraint.value}
+        thoughts_end = THOUGHTS[1] if constraint.is_behind_thoughts else None
+        compile_constraint(
+            **given,
+            tokenizer=model.tokenizer,
+            stop_ids=model.stop_ids,
+            vocab_size=model.verifier.vocab_size,
+            depth=self.config.schema_depth,
+            thoughts_end=thoughts_end,
+        )
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.

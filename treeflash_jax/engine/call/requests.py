@@ -11,7 +11,7 @@ from treeflash_jax.core.checks import clipped, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import THOUGHTS, Tokenizer
 from treeflash_jax.models.config import ModelConfig
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
@@ -83,7 +83,10 @@ def make_requests(
         end_ids = stop_ids if settings.stop_ids is None else settings.stop_ids
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
         wanted = [getattr(settings, name) for name in compilation.NAMES]
-        automaton = compilation.compile_constraint(*wanted, tokenizer, stop_ids, verifier.vocab_size)
+        is_thought = wanted != [None] * len(wanted) and tokenizer is not None and tokenizer.begins_in_thought(ids)
+        automaton = compilation.compile_constraint(
+            *wanted, tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth, THOUGHTS[1] if is_thought else None
+        )
         if automaton is not None:  # which allows these after a complete answer
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))
         drafter_temperature = settings.drafter_temperature

@@ -107,7 +107,8 @@ class SamplingSizes:
         automaton = None
         tables = [request.automaton for request in requests if request.automaton is not None]
         if tables:
-            largest = np.max([table.next_qc.shape for table in tables], axis=0).tolist()
+            least = requests[0].settings.schema_states, SERVER_CLASSES
+            largest = np.max([least, *(table.next_qc.shape for table in tables)], axis=0).tolist()
             states, classes = (1 << (size - 1).bit_length() for size in largest)
             automaton = states, classes, tables[0].class_v.size
         return SamplingSizes(

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.constraints.compilation import as_json
+from treeflash_jax.constraints.byte_automaton import MOST_STATES
+from treeflash_jax.constraints.compilation import DEPTH, as_json
 from treeflash_jax.core.checks import refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
@@ -17,6 +18,7 @@ from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.shape import MAX_NODES
 
 MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
+MAX_DEPTH = 16
 MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 would leave float32
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
@@ -132,6 +134,13 @@ class GenerateConfig:
         "JSON schema that the answer follows: a dictionary, JSON text or a pydantic model",
         unset="none",
         spelled=as_json,
+    )
+    schema_depth: int = sampling(
+        DEPTH,
+        "levels of arrays and objects in an answer where its schema says nothing, or contains itself",
+        least=1,
+        most=MAX_DEPTH,
+        unit="levels",
     )
     pattern: str | Sequence[str | None] | None = sampling(
         None, "regular expression that the whole answer matches", unset="none", unit="regex"
@@ -252,6 +261,14 @@ class GenerateConfig:
         unit="nodes",
     )
 
+    schema_states: int = running(
+        4096,
+        "states for which programs that follow a schema, a pattern or choices have room; one with more states compiles "
+        "programs of its own. A thousand take 2 MiB for each sequence",
+        least=1,
+        most=MOST_STATES,
+        unit="states",
+    )
     batch_size: int | None = running(
         None,
         "sequences decoded together; with fewer prompts, the unused slots decode padding. Every size is compiled once",

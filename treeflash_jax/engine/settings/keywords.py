@@ -121,6 +121,8 @@ class GenerateSettings(TypedDict, total=False):
         those with a schema, a pattern or choices (default: the model's own).
       schema: JSON schema that the answer follows: a dictionary, JSON text or a
         pydantic model (default: none).
+      schema_depth: levels of arrays and objects in an answer where its schema
+        says nothing, or contains itself (default: 6).
       pattern: regular expression that the whole answer matches (default: none).
       choices: texts, one of which is the answer (default: none).
       processor: function of logits and `decoding.processors.History` that
@@ -170,6 +172,9 @@ class GenerateSettings(TypedDict, total=False):
         number of children: EAGLE-2's tree (default: all if the drafter drafts
         all levels in one pass; otherwise the drafter's, but 2 in trees of up to
         8 nodes on a CPU not using amx_bf16).
+      schema_states: states for which programs that follow a schema, a pattern
+        or choices have room; one with more states compiles programs of its own.
+        A thousand take 2 MiB for each sequence (default: 4096).
       attention: implementation of attention: xla reads whole caches; streamed,
         blocked, pallas-gpu and mosaic-gpu only their filled part. pallas-gpu is
         the default on H100 and H200 in bfloat16; mosaic-gpu launches fewer
@@ -200,6 +205,7 @@ class GenerateSettings(TypedDict, total=False):
     stop: Sequence[str] | Sequence[Sequence[str]]
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
     schema: str | Sequence[str | None] | None
+    schema_depth: int
     pattern: str | Sequence[str | None] | None
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None
     processor: Callable[..., Any] | None
@@ -221,6 +227,7 @@ class GenerateSettings(TypedDict, total=False):
     leaves: bool
     drafter_temperature: float | None
     lanes: int | None
+    schema_states: int
     batch_size: int | None
     attention: Attention | str | None
     log_probs: bool
