@@ -5,12 +5,18 @@ Functions `children` map a path to (token, log-probability) pairs; none if the b
 
 import heapq
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
-from treeflash_jax.trees import DraftTree
+from treeflash_jax.trees import BUILDERS, DraftTree, TreeInputs, TreeShape
 
 Path = tuple[int, ...]
+
+
+def grow(builder: str, expander: Any, anchor_b: Any, num_nodes: int, **shape: Any) -> DraftTree:
+    """The tree of a deterministic builder."""
+    return BUILDERS[builder].build(TreeInputs(expander, anchor_b, num_nodes, TreeShape(**shape)))[0]
 
 
 def paths(built: DraftTree, b: int) -> list[Path]:

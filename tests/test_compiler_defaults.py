@@ -60,7 +60,7 @@ def test_smollm2_in_its_default_dtype(treeflash, tmp_path):
 @pytest.mark.slow
 def test_rounds_of_the_shipped_pair(treeflash, tiny):
     """The tests' own programs, compiled without optimisation, give the same answers."""
-    options = {"nodes": 16, "builder": "hybrid", "acceptance": "traversal", "temperature": 0.7}
+    options = {"nodes": 16, "builder": "skeleton", "acceptance": "traversal", "temperature": 0.7}
     settings = {"max_new_tokens": 32, "dtype": "float32"} | options
     words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     texts = ("What is 2 + 3?", "Count to four.")

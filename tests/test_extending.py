@@ -88,7 +88,7 @@ def test_a_weight_that_files_cannot_hold_is_refused_before_training(page, monkey
 
 @pytest.mark.parametrize("settings", [
     {"nodes": 8},
-    slow_unless(False, {"nodes": 8, "builder": "hybrid", "acceptance": "sample-and-match", "temperature": 1.0}),
+    slow_unless(False, {"nodes": 8, "builder": "skeleton", "acceptance": "sample-and-match", "temperature": 1.0}),
 ])  # fmt: skip
 def test_an_expander_works_with_all_defaults_of_a_cpu(page, trained, settings):
     """Its tree is joined with n-grams, which follow tokens that it did not offer."""
@@ -113,8 +113,9 @@ def test_an_expander_without_a_method_says_which(page, tiny):
 # A builder: the two likeliest tokens after the anchor.
 
 
-def _fork(expander, anchor_b, num_nodes, shape, noise_bnc):
-    return trees.first(trees.best_first(expander, anchor_b, 3, lanes=1), min(num_nodes, 3)), None
+def _fork(inputs):
+    tree, _ = trees.best_first(replace(inputs, num_nodes=3, shape=trees.TreeShape(lanes=1)))
+    return trees.first(tree, min(inputs.num_nodes, 3)), None
 
 
 def test_a_builder(monkeypatch, trained, capsys):

@@ -42,7 +42,7 @@ def resolved(**settings) -> GenerateConfig:
 def test_settings_of_generate():
     """Every field with every wrong value is served or refused in one line; what is taken has the field's type."""
     names = GenerateConfig.__dataclass_fields__
-    reader = {"branches": "delayed", "trunk": "delayed", "skeleton": "hybrid", "leaves": "hybrid"}
+    reader = {"branches": "delayed", "trunk": "delayed", "skeleton": "skeleton", "leaves": "skeleton"}
     named = {name: {"builder": reader[name]} if name in reader else {} for name in names}
     taken = {name: [x for x in WRONG if understood(resolved, **named[name] | {name: x})] for name in names}
     assert not [name for name, values in taken.items() if HUGE in values]

@@ -51,9 +51,9 @@ def without_replacement_case(nodes: int, branches: int) -> Case:
     return Case("without-replacement", nodes, TreeShape(branches=branches), draft)
 
 
-def hybrid_case(nodes: int, skeleton: float) -> Case:
-    draft = partial(toys.draft_hybrid, num_nodes=nodes, skeleton=skeleton)
-    return Case("hybrid", nodes, TreeShape(skeleton=skeleton), draft)
+def skeleton_case(nodes: int, skeleton: float) -> Case:
+    draft = partial(toys.draft_skeleton, num_nodes=nodes, skeleton=skeleton)
+    return Case("skeleton", nodes, TreeShape(skeleton=skeleton), draft)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +110,13 @@ class World:
         return noise
 
     def build(self, case: Case, noise: np.ndarray):
-        build = partial(trees.BUILDERS[case.builder].build, num_nodes=case.nodes, shape=case.shape)
         anchor_b = np.zeros(noise.shape[0], np.int32)
-        built = jax.jit(lambda table, noise: build(table, anchor_b, noise_bnc=noise))
-        return built(self.table(len(noise)), noise)
+
+        @jax.jit
+        def build(table, noise):
+            return trees.BUILDERS[case.builder].build(trees.TreeInputs(table, anchor_b, case.nodes, case.shape, noise))
+
+        return build(self.table(len(noise)), noise)
 
 
 def read(tree, proposal, b: int, vocabulary: int):

@@ -81,7 +81,7 @@ def best_first(drafter: Drafter, count: int) -> dict[Prefix, float]:
     return {node: np.exp(score) for node, score in draft_trees.best_first(children, count + 1).items()}
 
 
-def draft_hybrid(drafter: Drafter, run: Run, num_nodes: int, skeleton: float, depths: int, reach: float = 0.6) -> Tree:
+def draft_skeleton(drafter: Drafter, run: Run, num_nodes: int, skeleton: float, depths: int, reach: float = 0.6) -> Tree:
     fixed = round(skeleton * (num_nodes - 1))
     kept = best_first(drafter, fixed)
     places = {node: place for place, node in enumerate(kept)}

@@ -26,8 +26,8 @@ CASES = {
     "paths": cases.paths_case(5, 2),
     "delayed": cases.paths_case(4, 2, trunk=1),
     "without-replacement": cases.without_replacement_case(6, 2),
-    "hybrid": cases.hybrid_case(7, 0.34),
-    "hybrid, no child left": cases.hybrid_case(7, 0.67),
+    "skeleton": cases.skeleton_case(7, 0.34),
+    "skeleton, no child left": cases.skeleton_case(7, 0.67),
 }
 SIZES = {"full": (0, 3, 2, 3), "truncated": (3, 4, 2, 3), "top-p": (5, 4, 2, 3, 0.8)}  # seed, v, depths, children, top-p
 LOSSLESS = [
@@ -129,17 +129,17 @@ LARGE = {
     "paths": ("paths", 64, TreeShape(branches=12)),
     "delayed": ("delayed", 64, TreeShape(branches=20, trunk=2)),
     "without-replacement": ("without-replacement", 64, TreeShape(branches=3)),
-    "hybrid": ("hybrid", 64, TreeShape(skeleton=0.3)),
-    "leaves": ("hybrid", 40, TreeShape(skeleton=0.6, leaves=True)),
-    "fixed": ("hybrid", 64, TreeShape(skeleton=1.0)),
+    "skeleton": ("skeleton", 64, TreeShape(skeleton=0.3)),
+    "leaves": ("skeleton", 40, TreeShape(skeleton=0.6, leaves=True)),
+    "fixed": ("skeleton", 64, TreeShape(skeleton=1.0)),
 }
 
 
 @partial(jax.jit, static_argnames=("builder", "nodes", "shape", "padded_nodes"))
 def grow(builder: str, nodes: int, shape: TreeShape, table, key_b, padded_nodes: int):
     noise = trees.draw_noise(key_b, table, nodes)
-    grown = trees.BUILDERS[builder].build(table, jnp.zeros(len(key_b), jnp.int32), nodes, shape, noise)
-    return cases.padded(*grown, padded_nodes)
+    inputs = trees.TreeInputs(table, jnp.zeros(len(key_b), jnp.int32), nodes, shape, noise)
+    return cases.padded(*trees.BUILDERS[builder].build(inputs), padded_nodes)
 
 
 @cache
@@ -202,7 +202,7 @@ def test_rules_that_are_equal_on_one_path_or_on_fixed_nodes():
 # One level or two over one shared node, for identities and numerics.
 
 SMALL = {name: CASES[name] for name in ("one path", "paths", "delayed")}
-SMALL |= {"without-replacement": cases.without_replacement_case(5, 4), "hybrid": cases.hybrid_case(6, 0.4)}
+SMALL |= {"without-replacement": cases.without_replacement_case(5, 4), "skeleton": cases.skeleton_case(6, 0.4)}
 SMALL_LOSSLESS = [(name, rule) for name, rule in TESTED if name in SMALL]
 COINS = np.concatenate([[0.0, 1 - 2**-24], np.random.default_rng(0).random(510)]).astype(np.float32)
 P = np.array([0.5, 0.3, 0.1, 0.06, 0.04])
@@ -243,8 +243,8 @@ def test_equal_distributions_accept_everything(name, rule):
     weights_bn, length_b, _ = map(np.asarray, taken_by(rule, *inputs, 1.0, 1.0))
     depth_bn = np.asarray(inputs[0].depth_bn)
     np.testing.assert_allclose(np.sum(weights_bn * (depth_bn == 1), axis=1), 1.0, atol=1e-6)
-    # A sampled child and, where it is rejected, the deterministic one: hybrid trees end below the latter.
-    assert np.all(length_b == depth_bn.max(1) + 1 if name != "hybrid" else length_b >= 2)
+    # A sampled child and, where it is rejected, the deterministic one: skeleton trees end below the latter.
+    assert np.all(length_b == depth_bn.max(1) + 1 if name != "skeleton" else length_b >= 2)
 
 
 @pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
@@ -333,7 +333,7 @@ def test_a_node_with_nothing_left_is_the_verifiers_distribution():
 
 
 def test_lossy_combinations_are_refused_with_the_reason():
-    lossy = {"block": "paths", "k-sequential": "hybrid", "multi-path-block": "delayed", "rejection": "paths"}
+    lossy = {"block": "paths", "k-sequential": "skeleton", "multi-path-block": "delayed", "rejection": "paths"}
     for rule, distribution in lossy.items():
         words = f"acceptance '{rule}' with a tree of distribution '{distribution}', expected"
         refused(partial(check_lossless, rule, distribution), words, RULES[rule].needs, "sample-and-match")

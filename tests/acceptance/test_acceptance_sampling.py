@@ -44,10 +44,11 @@ TREES = {
     "paths": {"builder": "paths", "nodes": 7, "branches": 2},
     "delayed": {"builder": "delayed", "nodes": 6, "branches": 2, "trunk": 1},
     "without-replacement": {"builder": "without-replacement", "nodes": 7, "branches": 2},
-    "hybrid": {"builder": "hybrid", "nodes": 7, "skeleton": 0.4},
+    "skeleton": {"builder": "skeleton", "nodes": 7, "skeleton": 0.4},
 }
 DRAFT = {"candidates": 3, "children": 3, "ngrams": 0}
-PENALTIES = 1.3, 0.4, 0.8
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.8}
+UNFILTERED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 IN_TURN = "rules in turn"
 
 
@@ -73,15 +74,14 @@ def exact() -> np.ndarray:
     return exact_strings(MODEL)
 
 
-def asked(part: int, size: int = BATCH, new: int = NEW) -> tuple[jax.Array, jax.Array, Sampling]:
-    """The prompt `size` times, its length, and the verifier's own distribution, with random keys that differ by part."""
+def asked(part: int, size: int = BATCH, new: int = NEW, **numbers: float) -> tuple[jax.Array, jax.Array, Sampling]:
+    """The prompt `size` times, its length, and the verifier's own distribution, but for `numbers`; keys differ by part."""
     full = lambda value, dtype: jnp.full(size, value, dtype)  # noqa: E731
     tokens_bs = jnp.zeros((size, 24), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
     sampling = Sampling(
-        key_b=jax.random.split(jax.random.key(part), size), temperature_b=full(1, jnp.float32),
-        top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), min_p_b=full(0, jnp.float32),
-        limit_b=full(len(PROMPT) + new, jnp.int32),
+        key_b=jax.random.split(jax.random.key(part), size), limit_b=full(len(PROMPT) + new, jnp.int32),
         stop_ids_bx=jnp.full((size, 1), -1), drafter_temperature_b=full(1, jnp.float32),
+        settings={name: full(value, jnp.asarray(value).dtype) for name, value in (UNFILTERED | numbers).items()},
     )  # fmt: skip
     return tokens_bs, full(len(PROMPT), jnp.int32), sampling
 
@@ -91,12 +91,11 @@ def planned(pair: TreeFlash, rule: str, settings: dict) -> DecodePlan:
     return replace(plan, rule=rule, prefill=replace(plan.prefill, chunk=len(PROMPT)))
 
 
-def answers(pair: TreeFlash, plan: DecodePlan, *, batches: int = 1, size: int = BATCH, new: int = NEW, **settings):
-    """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key; `settings` of sampling."""
+def answers(pair: TreeFlash, plan: DecodePlan, *, batches: int = 1, size: int = BATCH, new: int = NEW, **numbers):
+    """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key; `numbers` of sampling."""
     states, rounds = [], jnp.int32(new)
     for part in range(batches):
-        *prompts, sampling = asked(part, size, new)
-        state = loops.prefill(pair.weights, *prompts, sampling.replace(**settings), plan=plan.prefill)
+        state = loops.prefill(pair.weights, *asked(part, size, new, **numbers), plan=plan.prefill)
         states.append(loops.decode(pair.weights, state, rounds, plan=plan))
     assert all(bool(jnp.all(state.done_b)) for state in states)
     return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states
@@ -127,10 +126,10 @@ def in_turn(names: list[str]) -> SimpleNamespace:
     return SimpleNamespace(accept=accept)
 
 
-PAIRS = [("block", tree) for tree in ("one path", "paths", "delayed")] + [("mtp", "hybrid"), ("ngram", "hybrid")]
+PAIRS = [("block", tree) for tree in ("one path", "paths", "delayed")] + [("mtp", "skeleton"), ("ngram", "skeleton")]
 PAIRS += [("lowrank", "without-replacement")]
-PAIRS = [slow_unless(pair == ("ngram", "hybrid"), MODEL, *pair) for pair in PAIRS]
-PAIRS += [slow_unless(False, RECURRENT, "block", "hybrid")]
+PAIRS = [slow_unless(pair == ("ngram", "skeleton"), MODEL, *pair) for pair in PAIRS]
+PAIRS += [slow_unless(False, RECURRENT, "block", "skeleton")]
 
 
 @pytest.mark.parametrize(("model", "kind", "tree"), PAIRS, ids=lambda x: getattr(x, "model_type", x))
@@ -152,7 +151,7 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(monkeypatch, model, ki
 @pytest.fixture(scope="module")
 def exact_penalized(pair) -> np.ndarray:
     """P(first 4 tokens) with PENALTIES: the prompt contains every token, so repetition scales all logits."""
-    new, (repetition, presence, frequency) = 4, PENALTIES
+    new, (repetition, presence, frequency) = 4, PENALTIES.values()
     whole = np.array([*itertools.product(range(VOCABULARY), repeat=new - 1)])
     ids = np.concatenate([np.broadcast_to(PROMPT, (len(whole), len(PROMPT))), whole], axis=1)
     logits_btv = np.asarray(read_texts(pair.weights.verifier, MODEL, jnp.asarray(ids))[1], np.float64)
@@ -167,10 +166,9 @@ def exact_penalized(pair) -> np.ndarray:
     return p
 
 
-@pytest.mark.parametrize(("rule", "tree"), [("block", "one path"), slow_unless(False, "traversal", "hybrid")])
+@pytest.mark.parametrize(("rule", "tree"), [("block", "one path"), slow_unless(False, "traversal", "skeleton")])
 def test_penalized_answers_have_the_penalized_distribution(pair, exact, exact_penalized, rule, tree):
-    size, settings = 5_000, {"penalties_b3": np.broadcast_to(np.float32(PENALTIES), (5_000, 3))}
-    tokens, _ = answers(pair, planned(pair, rule, DRAFT | TREES[tree]), size=size, new=4, **settings)
+    tokens, _ = answers(pair, planned(pair, rule, DRAFT | TREES[tree]), size=5_000, new=4, **PENALTIES)
     assert p_value(tokens, exact_penalized) > 1e-3 > 1e-9 > p_value(tokens, exact)
 
 

@@ -117,7 +117,7 @@ def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):
 
 
 def test_tables_keep_their_key_column_in_little_space():
-    systems = ("ar", "marginal-64@0.85", "treeflash-64", "treeflash-64@0.7:builder=hybrid")
+    systems = ("ar", "marginal-64@0.85", "treeflash-64", "treeflash-64@0.7:builder=skeleton")
     lengths = {name: [[1] * 4 if name == "ar" else [3, 16, 2, 9]] for name in systems}
     records = [make_record(prompt, name, lengths[name], 1.0, tokens=99999) for prompt in "abc" for name in systems]
     console = Console(width=80, file=io.StringIO(), highlight=False)

@@ -232,7 +232,7 @@ def test_names_of_systems_hold_their_settings():
     several = "ar marginal-4@0.7 marginal-16@0.7 treeflash-64 treeflash-4:trunk=1 treeflash-16:trunk=1"
     assert list(parse_systems(names.split(), [4, 16])) == several.split()
     for name, words in {
-        **dict.fromkeys("medusa ar:trunk=1 chain-4 treeflash+hybrid".split(), "unknown system"),
+        **dict.fromkeys("medusa ar:trunk=1 chain-4 treeflash+skeleton".split(), "unknown system"),
         "treeflash:temperature=1": "got setting 'temperature' of a system, expected one of", "treeflash:trunk=-1": "trunk",
         "treeflash:builder=heap": "builder",
     }.items():  # fmt: skip
@@ -240,8 +240,8 @@ def test_names_of_systems_hold_their_settings():
 
 
 def test_trees_of_equal_settings_are_measured_once(tiny, monkeypatch):
-    names = ["marginal:builder=hybrid", "treeflash:builder=hybrid"]
-    names.append(f"treeflash@{tiny.drafter.drafter_temperature:g}:builder=hybrid")  # fixed, also at T = 1
+    names = ["marginal:builder=skeleton", "treeflash:builder=skeleton"]
+    names.append(f"treeflash@{tiny.drafter.drafter_temperature:g}:builder=skeleton")  # fixed, also at T = 1
     words = ["bench", "run", "--out", "out", "--verifier", "tiny", "--nodes", "8", "--systems", *names]
     arguments = commands.parser().parse_args(words)
     for head, expected in (("marginal", 2), ("mlp", 3)):

@@ -25,10 +25,12 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17]
 SAMPLED = {"temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]}
 
 
-HYBRID = TREE | {"builder": "hybrid", "temperature": 1.0}
+SKELETON = TREE | {"builder": "skeleton", "temperature": 1.0}
 
 
-@pytest.mark.parametrize("settings", [TREE | SAMPLED, *(slow_unless(False, how) for how in ({"builder": "none"}, HYBRID))])
+@pytest.mark.parametrize(
+    "settings", [TREE | SAMPLED, *(slow_unless(False, how) for how in ({"builder": "none"}, SKELETON))]
+)
 def test_answers_do_not_depend_on_the_batch(trained, settings):
     how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **settings}
     whole = trained.generate(PROMPTS, batch_size=8, **how)

@@ -188,7 +188,7 @@ def test_no_token_is_offered_twice(kind, settings):
     """Along eight paths that take different children; the support of a proposal has distinct tokens besides NO_TOKEN."""
     model = make_pair(ONE_LAYER, replace(KINDS[kind], **{name: settings[name] for name in settings if name == "head"}))
     prompts = [[*range(RANDOM_MODEL.vocab_size)] * 3, [8]]  # the first contains every token three times
-    plan, state = prefilled(model, prompts, builder="hybrid", nodes=8, children=6, **settings)
+    plan, state = prefilled(model, prompts, builder="skeleton", nodes=8, children=6, **settings)
     lanes_w = jnp.arange(8)
 
     @jax.jit

@@ -216,7 +216,7 @@ def allow_few(logits_bnv, history):
 
 
 ENDED = [{"builder": "none"}, DRAFT]
-ENDED += [{"temperature": 1.0, "builder": builder, "nodes": 8} for builder in ("walk", "hybrid")]
+ENDED += [{"temperature": 1.0, "builder": builder, "nodes": 8} for builder in ("walk", "skeleton")]
 
 
 @pytest.mark.parametrize("how", [slow_unless(how == DRAFT, how) for how in ENDED])

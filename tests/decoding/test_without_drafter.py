@@ -60,7 +60,7 @@ def test_large_batches_get_smaller_trees_on_known_accelerators(trained, monkeypa
     note = "drafting does not pay on NVIDIA H100 80GB HBM3 for 512 sequences at a time (nodes=8 drafts anyway)"
     assert plan().why_plain == (note if nodes == 1 else None)
     assert plan(nodes=8).num_nodes == 8
-    assert plan(builder="hybrid").num_nodes == max(nodes, 2)
+    assert plan(builder="skeleton").num_nodes == max(nodes, 2)
     assert plan(lanes=5).num_nodes == max(nodes, 6)
     assert plan(builder="chain").num_nodes == {4: 4, 1: 2}.get(nodes, 1 + trained.drafter.num_depths)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from answers import read_texts, slow_unless
 from conftest import CONFORMANCE, DATA
+from draft_trees import grow
 
 import treeflash_jax as tf
 from treeflash_jax import trees
@@ -39,7 +40,7 @@ def run_stages(weights, prompt_bt, config, drafter, nodes):
     unembed = Unembed(tables["embed"], unembed_vd, params["norm"], drafter.layers.rms_norm_eps)
     logits_bqv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd))
     table = drafter.draft(inputs)
-    grown = trees.best_first(table, anchor_b, nodes)
+    grown = grow("best-first", table, anchor_b, nodes)
     return {
         "verifier_logits": logits_btv,
         "context_features": out.features_btj,
@@ -51,7 +52,7 @@ def run_stages(weights, prompt_bt, config, drafter, nodes):
         "table": table,
         "tree": grown,
         "mask": trees.ancestor_mask(grown.parent_bn, drafter.num_depths),
-        "chain": trees.chain(table, anchor_b, drafter.block_size),
+        "chain": grow("chain", table, anchor_b, drafter.block_size),
     }
 
 

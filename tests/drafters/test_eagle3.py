@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from answers import assert_same_positions, slow_unless
 from conftest import DATA, FEW_TOKENS
-from draft_trees import paths
+from draft_trees import grow, paths
 from refusals import refused
 from scipy.special import log_softmax
 
-from treeflash_jax import TreeFlash, trees
+from treeflash_jax import TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
@@ -129,7 +129,7 @@ def test_every_node_has_the_distribution_of_its_path_run_alone():
         state = config.init(2, SLOTS, jnp.float64)
         state = config.extend(params, tables, state, features, tokens, jnp.asarray([6, 3]), attention="xla")
         expander = drafted(params, tables, config, state, depths=4)
-        return expander, trees.best_first(expander, jnp.zeros(2, jnp.int32), 14, lanes=3)
+        return expander, grow("best-first", expander, jnp.zeros(2, jnp.int32), 14, lanes=3)
 
     expander, grown = build(params, tables)
     children = jax.jit(lambda expander, depth, state: expander.children(depth, state))

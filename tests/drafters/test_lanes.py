@@ -1,16 +1,13 @@
 """Drafters whose network runs once per level, on a small recurrent network with attention over its own path."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from draft_trees import eagle_2, paths
+from draft_trees import eagle_2, grow, paths
 from jax import lax
 from scipy.special import log_softmax
 
-from treeflash_jax import trees
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level, scratch_specs
 from treeflash_jax.models import vocab
@@ -88,7 +85,7 @@ class Rollout:
 
 @pytest.mark.parametrize(("nodes", "lanes"), [(14, 3), (14, 13), (6, 1)])
 def test_the_tree_is_the_ledger_of_eagle_2_over_paths_run_alone(shared, nodes, lanes):
-    built = jax.jit(lambda shared: trees.best_first(expander(shared), ANCHORS, nodes, lanes))(shared)
+    built = jax.jit(lambda shared: grow("best-first", expander(shared), ANCHORS, nodes, lanes=lanes))(shared)
     for b in range(BATCH):
         rollout = Rollout(shared, b)
         expected = eagle_2(lambda path, rollout=rollout: zip(*rollout.children(path), strict=True), DEPTHS, nodes, lanes)
@@ -106,9 +103,7 @@ def test_the_network_runs_once_per_level_and_not_below_the_deepest(shared, name,
         jax.debug.callback(lambda width: runs.append(int(width)), level.token_bw.shape[1])
         return step(shared, level)
 
-    shape = trees.TreeShape(lanes=2)
-    build = partial(trees.BUILDERS[name].build, num_nodes=7, shape=shape, noise_bnc=None)
-    built = jax.jit(lambda shared: build(expander(shared, depths, counted), ANCHORS)[0])(shared)
+    built = jax.jit(lambda shared: grow(name, expander(shared, depths, counted), ANCHORS, 7, lanes=2))(shared)
     jax.block_until_ready(built)
     jax.effects_barrier()
     assert runs == [2 if name == "best-first" else 1] * (depths - 1)
@@ -118,7 +113,7 @@ def test_the_network_runs_once_per_level_and_not_below_the_deepest(shared, name,
 def test_on_other_platforms_than_a_cpu_no_level_is_a_branch(shared, monkeypatch):
     """A GPU would wait for the host at each of them."""
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
-    program = jax.jit(lambda shared: trees.best_first(expander(shared), ANCHORS, 14, 3)).lower(shared).compile()
+    program = jax.jit(lambda shared: grow("best-first", expander(shared), ANCHORS, 14, lanes=3)).lower(shared).compile()
     assert " conditional(" not in program.as_text()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from answers import make_pair, prefilled
 from conftest import RANDOM_MODEL
-from draft_trees import paths
+from draft_trees import grow, paths
 from refusals import refused
 
 import treeflash_jax as tf
@@ -63,7 +63,7 @@ def distribution(matches: list[tuple[float, list[int]]], path: tuple[int, ...], 
 @partial(jax.jit, static_argnames="num_nodes")
 def build(tokens_bs, length_b, temperature_b, anchor_b, num_nodes: int):
     given = Inputs({}, None, None, None, temperature_b, CONFIG.num_depths, tokens_bs, length_b)
-    return trees.best_first(CONFIG.draft(given), anchor_b, num_nodes)
+    return grow("best-first", CONFIG.draft(given), anchor_b, num_nodes)
 
 
 def grown(texts: list[list[int]], temperature: float, num_nodes: int):

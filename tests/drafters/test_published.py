@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from answers import read_texts
 from conftest import DATA
+from draft_trees import grow
 from published_configs import deepspec_folder
 from refusals import refused
 from safetensors.numpy import load_file
 from scipy.special import log_softmax
 
 import treeflash_jax as tf
-from treeflash_jax import trees
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
@@ -75,7 +75,7 @@ def compiled(case: SimpleNamespace, function: Any = lambda expander: expander, *
 def walk(case: SimpleNamespace, **changes) -> np.ndarray:
     """Tokens of the greedy path."""
     num_nodes = case.drafter.num_depths + 1
-    tree = compiled(case, lambda expander: trees.walk(expander, case.inputs.anchor_b, num_nodes), **changes)
+    tree = compiled(case, lambda expander: grow("walk", expander, case.inputs.anchor_b, num_nodes), **changes)
     return np.asarray(tree.tokens_bn)[:, 1:]
 
 
@@ -124,7 +124,7 @@ def test_domino_states_logits_and_trees():
         _, state = step(head, unembed, state, previous_bni[..., depth].astype(np.int32), np.zeros(64, np.float32))
         close(state, expected["gru_states"][:, :, depth])
     for tree, candidates in (("tree", 64), ("tree_full", 257)):
-        build = partial(trees.best_first, anchor_b=case.inputs.anchor_b, num_nodes=24)
+        build = partial(grow, "best-first", anchor_b=case.inputs.anchor_b, num_nodes=24)
         grown = compiled(case, build, candidates=candidates, children=8)
         np.testing.assert_array_equal(grown.tokens_bn[:, 1:], expected[f"{tree}_tokens"][:, 1:])
         np.testing.assert_array_equal(grown.parent_bn[:, 1:], expected[f"{tree}_parents"][:, 1:])

@@ -35,17 +35,19 @@ def wait_for(is_true, seconds: float = 120) -> None:
 
 
 @contextmanager
-def running(model: tf.TreeFlash) -> Iterator[SimpleNamespace]:
-    """Yields the URL and the worker of a server with two slots."""
+def running(model: tf.TreeFlash, config: type[tf.GenerateConfig] = tf.GenerateConfig) -> Iterator[SimpleNamespace]:
+    """Yields the URL and the worker of a server with two slots, whose settings are of this class."""
     metrics = Metrics()
     options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
-    worker = Worker(model, tf.GenerateConfig(nodes=4, ngrams=0), metrics, options)
+    worker = Worker(model, config(nodes=4, ngrams=0), metrics, options)
     worker.start()
     listener = socket.create_server(("127.0.0.1", 0))
     http = Server(make_app(worker, metrics, hosts=allowed_hosts(options), has_page=True), grace=1)
     thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}", worker=worker)
-    http.should_exit = True
-    thread.join()
-    worker.stop()
+    try:
+        yield SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}", worker=worker)
+    finally:
+        http.should_exit = True
+        thread.join()
+        worker.stop()

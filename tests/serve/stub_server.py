@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import treeflash_jax as tf
 from treeflash_jax.constraints.compilation import compile_constraint
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ class StubWorker(threading.Thread):
 
     def __init__(self, model, config, metrics, options):
         super().__init__(daemon=True)
-        self.model, self.error = model, None
+        self.model, self.config, self.error = model, config, None
         self._stops, self._asked = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -43,6 +44,9 @@ class StubWorker(threading.Thread):
     def encode(self, prompts) -> list[list[int]]:
         return [[1]]
 
+    def find_constraints(self, prompts, settings) -> list[str]:
+        return [settings["schema"]] if "schema" in settings else []
+
     def compile(self, schema: str) -> None:
         tokenizer = Tokenizer.load(pairs.locate("tiny"))
         print("working", flush=True)
@@ -64,4 +68,4 @@ class StubWorker(threading.Thread):
 if __name__ == "__main__":
     process.Worker = StubWorker
     model = SimpleNamespace(names=("stub",), tokenizer=None)
-    sys.exit(process.serve(model, None, ServeOptions(port=0, grace=GRACE)))
+    sys.exit(process.serve(model, tf.GenerateConfig(), ServeOptions(port=0, grace=GRACE)))

@@ -10,7 +10,7 @@ import treeflash_jax as tf
 from treeflash_jax.engine.answers.answer_text import AnswerText
 from treeflash_jax.engine.answers.results import Chunk
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.api_forms import ChatBody, ChatForm, CompletionBody, CompletionForm
+from treeflash_jax.serve.api_forms import ChatBody, ChatForm, CompletionBody, CompletionForm, with_numbers
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.worker import Piece
 
@@ -23,7 +23,7 @@ INNER = SimpleNamespace(chat_template="<think> <tool_call>", decode=lambda ids: 
 
 
 def make_form(**fields) -> ChatForm:
-    return ChatForm("tiny", SimpleNamespace(inner=INNER), ChatBody(messages=CHAT, **fields))
+    return ChatForm("tiny", Tokenizer(INNER), ChatBody(messages=CHAT, **fields))
 
 
 def make_result(**fields) -> tf.Result:
@@ -34,8 +34,9 @@ def make_result(**fields) -> tf.Result:
     ({}, ("Hm.", None, 1)),
     ({"response_format": {"type": "text"}}, ("Hm.", None, 1)),
     ({"tool_choice": "none"}, ("Hm.", CALL, 0)),
-    ({"response_format": {"type": "json_object"}}, (None, f"Hm.</think>{CALL}", 0)),
-    ({"response_format": SCHEMA}, (None, f"Hm.</think>{CALL}", 0)),
+    ({"response_format": {"type": "json_object"}}, ("Hm.", CALL, 0)),
+    ({"response_format": SCHEMA}, ("Hm.", CALL, 0)),
+    ({"guided_regex": "a"}, ("Hm.", CALL, 0)),
 ])  # fmt: skip
 def test_blocks_are_read_unless_the_answer_is_json_or_may_not_call(fields, expected):
     choice = make_form(tools=TOOLS, **fields).choice(0, make_result(text=f"Hm.</think>{CALL}"))
@@ -126,7 +127,8 @@ def test_without_a_tokenizer_the_text_of_a_token_is_its_id():
 
 
 def test_top_k_is_off_in_the_form_of_other_clients():
-    assert ChatBody(messages=CHAT, top_k=-1).settings()["top_k"] == 0
+    body = with_numbers(ChatBody, tf.GenerateConfig)
+    assert body(messages=CHAT, top_k=-1).settings()["top_k"] == 0
     assert "top_k" not in CompletionBody(prompt="Hi").settings()
 
 

@@ -23,7 +23,8 @@ from refusals import refused
 from servers import CHAT, CONTEXT, LIMIT
 
 import treeflash_jax as tf
-from treeflash_jax.constraints import expressions
+from treeflash_jax.constraints import byte_automaton
+from treeflash_jax.constraints.compilation import NAMES
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.text_limit import TextLimit
@@ -36,7 +37,7 @@ from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.process import Server
 from treeflash_jax.serve.threads import Compiler
-from treeflash_jax.serve.worker import Piece, QueueFull, Submission, Worker
+from treeflash_jax.serve.worker import Constraint, Piece, QueueFull, Submission, Worker
 
 JSON = {"content-type": "application/json"}
 
@@ -49,9 +50,14 @@ def stub_worker(**more: Any) -> SimpleNamespace:
             result = Result(text="yes", ids=[5], prompt_ids=[1], builder="none", accept_lengths=[1], finished="length")
             submission.pieces.put_nowait(Piece(index, Chunk(ids=[5], text="yes", rounds=1), result, True))
 
+    def find_constraints(prompts: list[list[int]], settings: dict[str, Any]) -> list[Constraint]:
+        return [Constraint(kind, settings[kind], False) for kind in NAMES if kind in settings]
+
     worker = SimpleNamespace(
-        model=SimpleNamespace(names=("tiny",), tokenizer=None), error=None, context=64, text_limit=None,
-        _limit=4, _num_unfinished=0, encode=lambda prompts: [[1]] * len(prompts), compile=lambda schema: None,
+        model=SimpleNamespace(names=("tiny",), tokenizer=None), config=tf.GenerateConfig(), error=None,
+        context=64, text_limit=None, _limit=4, _num_unfinished=0,
+        encode=lambda prompts: [[1]] * len(prompts), find_constraints=find_constraints,
+        compile=lambda constraint: None,
         make_requests=lambda prompts, samples=1, **settings: [object()] * len(prompts) * samples,
         submit=submit, cancel=lambda submission: submission.pieces.put_nowait(None),
     )  # fmt: skip
@@ -199,7 +205,8 @@ def test_a_compilation_ends_with_its_last_client():
         if schema == "wrong":
             raise ValueError("no schema")
         started.append(schema)
-        run = expressions.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
+        sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+        run = byte_automaton.RUN.get()(sleep, input=b"", capture_output=True)
         started.append(run.returncode)
 
     async def run() -> None:
@@ -217,7 +224,7 @@ def test_a_compilation_ends_with_its_last_client():
         assert started[1] < 0
 
     asyncio.run(run())
-    assert expressions.RUN.get() is subprocess.run
+    assert byte_automaton.RUN.get() is subprocess.run
 
 
 def test_what_a_client_left_is_not_prepared_further():
@@ -226,7 +233,7 @@ def test_what_a_client_left_is_not_prepared_further():
 
     def compile(schema: str) -> None:
         compiling.set()
-        expressions.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
+        byte_automaton.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
         left.set()
 
     with listening(make_app(stub_worker(compile=compile), Metrics())) as port:

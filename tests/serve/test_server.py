@@ -1,6 +1,7 @@
 """The server, over HTTP: its answers are those of `generate`, in the forms that the openai client reads."""
 
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -143,11 +144,32 @@ def test_answers_follow_a_schema(server, client):
     assert programs.compiled() == before
 
 
+@pytest.mark.parametrize("fields, pattern", [
+    ({"guided_regex": "[ab]{3}"}, "[ab]{3}"), ({"guided_choice": ["yes", "no"]}, "yes|no"),
+    ({"guided_json": {"enum": [3]}}, "3"),
+    ({"structured_outputs": {"json": {"const": "a"}}}, '"a"'), ({"structured_outputs": {"choice": ["x"]}}, "x"),
+    ({"structured_outputs": {"regex": "x|y"}}, "x|y"), ({"json_schema": '{"const": 1}'}, "1"), ({"regex": "[01]"}, "[01]"),
+    ({"guided_json": None, "grammar": None, "guided_decoding_backend": "x", "guided_choice": ["z"]}, "z"),
+])  # fmt: skip
+def test_constraints_of_other_servers_are_followed(server, fields, pattern):
+    """vLLM's, llama.cpp's and SGLang's fields."""
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 20} | fields
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=600).json()
+    assert re.fullmatch(pattern, response["choices"][0]["message"]["content"]), response
+
+
 @pytest.mark.parametrize("change, status, words", [
     ({"response_format": {"type": "json_schema"}}, 400, "got response_format.json_schema.schema None"),
     ({"response_format": {"type": "yaml"}}, 400, "response_format.type: "),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "lizard"}}}}, 400, "lizard"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}}, 400, "--schema-states"),
+    ({"guided_json": {"type": "lizard"}}, 400, "lizard"),
+    ({"guided_regex": "("}, 400, "unmatched ( at position 0"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, 400, "got guided_regex and guided_choice"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400, "expected one of them"),
+    ({"structured_outputs": {"grammar": "root"}}, 400, "got structured_outputs.grammar 'root', expected none"),
+    ({"grammar": "root ::= x"}, 400, "got grammar 'root ::= x', expected none"),
+    ({"guided_grammar": "x"}, 400, "got guided_grammar 'x', expected none"),
     ({"temperature": -1}, 400, "got temperature -1.0, expected at least 0"),
     ({"temperature": "warm"}, 400, "temperature: "),
     ({"top_logprobs": 6, "logprobs": True}, 400, "got number of log-probabilities 6, expected 0 to 5"),

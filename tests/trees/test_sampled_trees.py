@@ -18,7 +18,7 @@ from treeflash_jax.trees.sampled.proposal import DETERMINISTIC
 
 DRAFT = {"nodes": 8} | SIZES
 TREE = DRAFT | {"max_new_tokens": 24}
-HYBRID = {"builder": "hybrid", "skeleton": 0.4}
+SKELETON = {"builder": "skeleton", "skeleton": 0.4}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"builder": "paths"}, {"builder": "hybrid"}], ids=str)
+@pytest.mark.parametrize("settings", [{"builder": "paths"}, {"builder": "skeleton"}], ids=str)
 def test_greedy_answers_are_those_of_plain_decoding(model, settings):
     draft = DRAFT | {"expected_lengths": True} | settings
     for result in drafted_as_plain(model, PROMPTS, draft, max_new_tokens=24):  # without coins nothing is left to chance
@@ -35,7 +35,7 @@ def test_greedy_answers_are_those_of_plain_decoding(model, settings):
 
 
 def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(model):
-    draft = DRAFT | HYBRID | {"acceptance": "sample-and-match"}
+    draft = DRAFT | SKELETON | {"acceptance": "sample-and-match"}
     drafted_as_plain(model, PROMPTS, draft, temperature=[0.7, 1.0, 1.3, 1.0], seed=[1, 2, 3, 4], max_new_tokens=24)
 
 
@@ -43,7 +43,7 @@ def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(m
 @needs_8_devices
 def test_answers_do_not_depend_on_devices(model):
     sampling = {"temperature": [0.7, 1.0, 0.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": 5}
-    one, eight = (pair.generate(PROMPTS, **HYBRID, **TREE, **sampling) for pair in (model, random_pair(make_mesh(4, 2))))
+    one, eight = (pair.generate(PROMPTS, **SKELETON, **TREE, **sampling) for pair in (model, random_pair(make_mesh(4, 2))))
     assert [result.ids for result in eight] == [result.ids for result in one]
 
 
@@ -60,13 +60,15 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
 
 def test_a_check_of_a_rule_that_draws_other_tokens_is_refused(model):
     before = len(programs.compiled())
-    refused(lambda: compare_decodings(model, PROMPTS[:1], temperature=1.0, **HYBRID), "'traversal' at temperature above 0")
+    refused(
+        lambda: compare_decodings(model, PROMPTS[:1], temperature=1.0, **SKELETON), "'traversal' at temperature above 0"
+    )
     assert len(programs.compiled()) == before
 
 
 def test_rules_that_suit_the_builder_are_the_default(model):
     for builder, branches, rule in (
-        (None, 2, "sample-and-match"), ("paths", 1, "block"), ("paths", 2, "traversal"), ("hybrid", 2, "traversal")
+        (None, 2, "sample-and-match"), ("paths", 1, "block"), ("paths", 2, "traversal"), ("skeleton", 2, "traversal")
     ):  # fmt: skip
         config = GenerateConfig(nodes=8, builder=builder, branches=branches)
         assert model.plan(config).rule == rule
@@ -81,13 +83,14 @@ def table_of_equal_nodes() -> trees.TransitionTable:
     )
 
 
-@pytest.mark.parametrize("name", ["delayed", "without-replacement", "hybrid"])
+@pytest.mark.parametrize("name", ["delayed", "without-replacement", "skeleton"])
 def test_only_nodes_with_drawn_children_have_a_proposal_distribution(name):
     """Regression: k-sequential computed NaN at a leaf above the deepest level of its batch if p = q there."""
     table = table_of_equal_nodes()
     noise_bnc = jax.jit(partial(trees.draw_noise, num_nodes=8))(jax.random.split(jax.random.key(0), 5), table)
-    build = partial(trees.BUILDERS[name].build, table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape())
-    tree, proposal = jax.tree.map(np.asarray, jax.jit(build)(noise_bnc))
+    inputs = partial(trees.TreeInputs, table, jnp.zeros(5, jnp.int32), 8, trees.TreeShape())
+    build = jax.jit(lambda noise_bnc: trees.BUILDERS[name].build(inputs(noise_bnc)))
+    tree, proposal = jax.tree.map(np.asarray, build(noise_bnc))
     is_drawn_bx = (proposal.node_bx > 0) & (proposal.kind_bx != DETERMINISTIC)
     parent_bx = np.where(is_drawn_bx, np.take_along_axis(tree.parent_bn, proposal.node_bx, axis=1), -1)
     has_draws_bn = np.any(parent_bx[:, None] == np.arange(tree.tokens_bn.shape[1])[:, None], axis=-1)
@@ -95,11 +98,12 @@ def test_only_nodes_with_drawn_children_have_a_proposal_distribution(name):
 
 
 @pytest.mark.parametrize("shape", [{}, {"branches": 1}, {"branches": 3, "trunk": 1}], ids=str)
-@pytest.mark.parametrize("name", ["paths", "delayed", "hybrid"])
+@pytest.mark.parametrize("name", ["paths", "delayed", "skeleton"])
 def test_sizes_are_those_of_the_trees(name, shape):
     """Paths that end at the last depth leave nodes over: plans and records have the number that is verified."""
     builder, table, shape = trees.BUILDERS[name], table_of_equal_nodes(), trees.TreeShape(**shape)
     for nodes in (2, 5, 64):
         noise_bnc = jax.ShapeDtypeStruct((5, nodes, 4), jnp.float32)
-        tree, _ = jax.eval_shape(partial(builder.build, table, jnp.zeros(5, jnp.int32), nodes, shape), noise_bnc)
+        inputs = partial(trees.TreeInputs, table, jnp.zeros(5, jnp.int32), nodes, shape)
+        tree, _ = jax.eval_shape(lambda noise_bnc, inputs=inputs: builder.build(inputs(noise_bnc)), noise_bnc)
         assert tree.tokens_bn.shape[1] == builder.size(4, nodes, shape) <= nodes

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draft_trees import best_first as heap_search
-from draft_trees import eagle_2, paths
+from draft_trees import eagle_2, grow, paths
 
 from treeflash_jax import trees
 from treeflash_jax.decoding.automaton import Automaton, ConstrainedExpander
@@ -17,11 +17,7 @@ TABLES, DEPTHS, CONTEXTS, CHILDREN, VOCAB = 512, 4, 5, 4, 23
 KINDS = ("plain", "ties", "certain", "leaves", "missing", "exhausted")
 
 
-@partial(jax.jit, static_argnums=(0, 3))
-def build(name: str, table, anchor_b, nodes: int) -> trees.DraftTree:
-    return trees.BUILDERS[name].build(table, anchor_b, nodes, trees.TreeShape(), None)[0]
-
-
+build = jax.jit(grow, static_argnums=(0, 3), static_argnames="lanes")
 best_first = partial(build, "best-first")
 
 
@@ -162,7 +158,7 @@ def test_the_plain_form_builds_the_same_trees(kind, monkeypatch):
     table, anchor_b = random_tables(kind), anchors()
     ours = best_first(table, anchor_b, 12)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
-    plain = jax.jit(lambda *args: trees.best_first(*args, 12))(table, anchor_b)
+    plain = jax.jit(partial(grow, "best-first", num_nodes=12))(table, anchor_b)
     jax.tree.map(np.testing.assert_array_equal, plain, ours)
 
 
@@ -170,7 +166,7 @@ def test_the_plain_form_builds_the_same_trees(kind, monkeypatch):
 def test_few_lanes_grow_the_tree_of_eagle_2(lanes):
     """Tables without ties; a branch that ends keeps its lane, as nodes of the last level do in the published code."""
     table, anchor_b, nodes = random_tables("plain"), anchors(), 12
-    built = jax.jit(lambda table, anchor_b: trees.best_first(table, anchor_b, nodes, lanes))(table, anchor_b)
+    built = best_first(table, anchor_b, nodes, lanes=lanes)
     assert_documented(built, anchor_b)
     arrays = [*map(np.asarray, jax.tree.leaves(table))]
     for b in range(64):
@@ -180,5 +176,5 @@ def test_few_lanes_grow_the_tree_of_eagle_2(lanes):
 
 def test_as_many_lanes_as_nodes_is_the_search_without_lanes():
     table, anchor_b = random_tables("ties"), anchors()
-    whole, wide = (jax.jit(lambda t, a, n=n: trees.best_first(t, a, 12, n))(table, anchor_b) for n in (None, 11))
+    whole, wide = (best_first(table, anchor_b, 12, lanes=lanes) for lanes in (None, 11))
     jax.tree.map(np.testing.assert_array_equal, wide, whole)

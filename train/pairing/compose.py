@@ -29,7 +29,7 @@ from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine.settings.defaults import choose_dtype, choose_training_lengths, choose_training_vocabulary
+from treeflash_jax.engine.settings.defaults import choose_dtype, of_device
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -124,7 +124,7 @@ class Composer:
 
     @property
     def block_size(self) -> int:
-        return self.settings.block_size or choose_training_lengths(sharding.device())[0]
+        return self.settings.block_size or of_device(sharding.device()).training_block
 
     def check_settings(self) -> None:
         """Composes all stages without answers, so that a wrong setting is refused at once."""
@@ -152,7 +152,7 @@ class Composer:
             verifier=settings.verifier,
             sources=(dataclasses.replace(source, hold_out=_hold_out(usable)),),
             out=str(settings.path("responses.jsonl")),
-            max_new_tokens=min(choose_training_lengths(sharding.device())[1], context - longest),
+            max_new_tokens=min(of_device(sharding.device()).training_tokens, context - longest),
             max_prompt_tokens=longest,
             batch=min(64, len(prompts)),
             seed=settings.seed,
@@ -204,7 +204,7 @@ class Composer:
         """Returns the settings that both training stages have."""
         settings, data, is_head = self.settings, self._data(), name == "head"
         hold_out = _hold_out(range(self.answers.num_documents))
-        sample = choose_training_vocabulary(sharding.device()) * data.sequence_length
+        sample = of_device(sharding.device()).training_vocabulary * data.sequence_length
         objective = ObjectiveConfig(
             loss="forward-kl",
             decay=4.0 if self.block_size <= 8 else 7.0,

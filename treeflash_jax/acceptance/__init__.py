@@ -6,7 +6,7 @@ all that deterministic trees need. Rules that test the draws of sampled trees ar
 
 from treeflash_jax.acceptance.rule import Rule
 from treeflash_jax.acceptance.sample_and_match import SampleAndMatch
-from treeflash_jax.acceptance.sampled.block import Block
+from treeflash_jax.acceptance.sampled.block import BlockVerification
 from treeflash_jax.acceptance.sampled.k_sequential import KSequential
 from treeflash_jax.acceptance.sampled.multi_path_block import MultiPathBlock
 from treeflash_jax.acceptance.sampled.naive_tree import NaiveTree
@@ -21,7 +21,7 @@ RULES: dict[str, Rule] = {
     "recursive": Recursive(),
     "naive-tree": NaiveTree(),
     "k-sequential": KSequential(),
-    "block": Block(),
+    "block": BlockVerification(),
     "traversal": Traversal(),
     "multi-path-block": MultiPathBlock(),
 }

@@ -18,7 +18,7 @@ from treeflash_jax.trees import DraftTree, Proposal, pick
 
 
 class SampleAndMatch(Rule):
-    distributions = ("deterministic", "one path", "paths", "delayed", "without-replacement", "hybrid")
+    distributions = ("deterministic", "one path", "paths", "delayed", "without-replacement", "skeleton")
     needs = "a tree that does not depend on the verifier's noise"
 
     def weights(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:

@@ -204,7 +204,7 @@ def find_divergence(
 
     logits_bnv = jnp.asarray(logits_v, jnp.promote_types(logits_v.dtype, jnp.float32))[None, None]
     sizes = SamplingSizes.fit([request])
-    tokens_bs, length_b, sampling = make_batch([request], sizes, capacity=request.length, dtype=logits_bnv.dtype)
+    tokens_bs, length_b, sampling = make_batch([request], sizes, capacity=len(request.ids), dtype=logits_bnv.dtype)
     state = without_caches(tokens_bs, length_b, sampling)
     noise_bnv = programs.call(_noise, state.replace(end_b=jnp.array([len(prefix)])), logits_bnv)
     state = processors.init_processors(state, logits_v.size, processor)

@@ -73,7 +73,7 @@ class MemoryOptions(shapes.Shapes):
     topology: str | None = setting(
         None, "compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8", unit="name"
     )
-    schema_states: int = setting(
+    constraint_states: int = setting(
         0, "room for schemas of this many states, as in `treeflash serve`; 0: no schemas", least=0, unit="states"
     )
     no_compile: bool = setting(False, "count weights and caches only, for a mesh of any size")
@@ -104,13 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
     result |= {"dtype": dtype.name, "quantize": quantize}
-    if arguments.schema_states:
+    if arguments.constraint_states:
         if arguments.no_compile:
-            raise ValueError("got --schema-states with --no-compile, expected one: their tables are parts of programs")
-        result["schema_states"] = arguments.schema_states
+            raise ValueError("got --constraint-states with --no-compile, expected one: their tables are parts of programs")
+        result["schema_states"] = arguments.constraint_states
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        automaton = (arguments.schema_states, SERVER_CLASSES, model.vocab_size) if arguments.schema_states else None
+        automaton = (arguments.constraint_states, SERVER_CLASSES, model.vocab_size) if arguments.constraint_states else None
         sizes = SamplingSizes(automaton=automaton)
         compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, sizes)
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}

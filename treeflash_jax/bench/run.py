@@ -37,7 +37,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "treeflash": {"ngrams": 0},
     "joined": {"ngrams": 8},
 }
-NAME = re.compile(r"([a-z]+)(?:-(\d+))?(?:@(\d+\.?\d*))?((?::\w+=[^:]+)*)")  # as in treeflash-32@0.7:builder=hybrid
+NAME = re.compile(r"([a-z]+)(?:-(\d+))?(?:@(\d+\.?\d*))?((?::\w+=[^:]+)*)")  # as in treeflash-32@0.7:builder=skeleton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class RunOptions:
     prompt_ids: str | None = setting(None, "token ids of one prompt, instead of files", unit="ids")
     systems: str = setting(
         " ".join(SYSTEMS),
-        "systems, or a tree like treeflash-32@0.7:builder=hybrid (nodes, drafter temperature, other settings)",
+        "systems, or a tree like treeflash-32@0.7:builder=skeleton (nodes, drafter temperature, other settings)",
         unit="name",
     )
     other: Sequence[str] = setting(
@@ -92,7 +92,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         if base not in SYSTEMS or (size and not is_tree) or (base == "ar" and name != "ar"):
             raise ValueError(
                 f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, or one "
-                "with its own drafter temperature and settings like treeflash-32@0.7:builder=hybrid"
+                "with its own drafter temperature and settings like treeflash-32@0.7:builder=skeleton"
             )
         given = dict(word.split("=", 1) for word in settings.split(":")[1:])
         if temperature:

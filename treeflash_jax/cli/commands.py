@@ -130,9 +130,10 @@ def _serve_options(parser: Parser) -> None:
 
     Requests are decoded together; their settings of sampling are their own, by default those that the model recommends.
     """
-    chosen = field_names(GenerateConfig, "drafting", "tree", "running")
+    chosen = [*field_names(GenerateConfig, "drafting", "tree", "running"), "schema_depth"]
     without = [name for name in field_names(GenerateConfig) if name not in chosen]
-    output = add_settings(parser, without=(*without, "batch_size", "log_probs", "top_log_probs", "expected_lengths"))
+    without += ["batch_size", "log_probs", "top_log_probs", "expected_lengths", "schema_states"]  # the last is its own
+    output = add_settings(parser, without=without)
     output.title = "server"
     add_options(output, ServeOptions)
 

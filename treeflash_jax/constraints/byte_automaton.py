@@ -1,79 +1,124 @@
-"""Compiles a pattern or a JSON schema to an automaton over bytes, in a process of its own: a huge one cannot end others.
+"""Constraints as automata over bytes, compiled in a process of its own, as small as possible."""
 
-    python byte_automaton.py pattern|schema SECONDS BYTES < text > edges
-
-SECONDS of CPU time and BYTES of memory are the most that it takes. An edge is three int32: a state, a byte and the state
-after it; END_OF_TEXT in place of the byte says that a text may end in the state. Texts begin in state 0. If it ends with
-status 1, stderr says why the text cannot be followed; any other status but 0 means that it took too much.
-"""
-
-import ctypes
-import signal
+import json
+import subprocess
 import sys
-from array import array
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import NamedTuple
 
-END_OF_TEXT = 256
-START, END = "\x01\x01", "\x00"  # around a text
-START_TOKEN, EOS_TOKEN = 256, 257  # ids; those of bytes are their values
-END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
-DEEPEST = 1000  # references to definitions inside each other; beyond that, outlines-core leaves them out
-ANCHORS = "leave out ^ and $, a pattern matches the whole text"
+import numpy as np
+
+from treeflash_jax.constraints.compiler import process
+from treeflash_jax.core.checks import clipped
+from treeflash_jax.decoding.automaton import NOWHERE
+
+RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
+MOST_STATES = 2**17
+MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # that compiling a constraint may take
+# The package itself is not imported, nor JAX with it.
+START = """import sys, types
+sys.modules["treeflash_jax"] = package = types.ModuleType("treeflash_jax")
+package.__path__ = [sys.argv.pop(1)]
+from treeflash_jax.constraints.compiler.process import main
+main()"""
 
 
-def read_edges(expression: str) -> array:
-    """Returns the edges of the automaton, without those that nothing leads to.
+class Unusable(Exception):
+    """A constraint without a table; the text says why."""
 
-    They are read from the automaton of START, the expression and END, or nothing. outlines-core's automata look for matches
-    that begin at any byte, so those of a text of up to n characters in quotes, which may have quotes in it, have some 2^n
-    states; the empty match ends that search. Up to 0.2.14 they also lack ways on from a match to a longer one. Here nothing
-    but the empty text and what ends with END matches, and START, one token of two bytes, passes what follows the former.
+
+class ByteAutomaton(NamedTuple):
+    """A deterministic automaton over bytes; texts begin in state 0.
+
+    Attributes:
+      next_qk: state after a byte of each class, or NOWHERE.
+      class_y: class of each byte, [256].
+      is_final_q: whether a text may end in a state.
     """
-    from outlines_core import Index, Vocabulary
 
-    tokens = {bytes([byte]): [byte] for byte in range(256)} | {START.encode(): [START_TOKEN]}
-    Index(f"{expression}|", Vocabulary(EOS_TOKEN, {}))  # refuses what parentheses around it would make an expression
-    index = Index(f"(?:{START}(?:{expression}){END})|", Vocabulary(EOS_TOKEN, tokens))
-    rows, ends = index.get_transitions(), index.get_final_states()
-    if START_TOKEN not in rows[index.get_initial_state()]:
-        raise ValueError("nothing matches it")
-    numbers, edges = {rows[index.get_initial_state()][START_TOKEN]: 0}, array("i")
-    unread = [*numbers]
-    while unread:
-        state = unread.pop()
-        for token, target in rows[state].items():
-            if token == ord(END) and target in ends:
-                edges.extend((numbers[state], END_OF_TEXT, numbers[state]))
-            elif token in range(256) and token != ord(END):
-                if target not in numbers:
-                    numbers[target] = len(numbers)
-                    unread.append(target)
-                edges.extend((numbers[state], token, numbers[target]))
-    return edges
+    next_qk: np.ndarray
+    class_y: np.ndarray
+    is_final_q: np.ndarray
 
 
-def main() -> None:
-    kind, *limits = sys.argv[1:]
-    with suppress(ImportError, ValueError, OSError):  # not every system has such limits
-        import resource
+def compile_bytes(kind: str, value: str | Sequence[str], depth: int, thoughts_end: str | None = None) -> ByteAutomaton:
+    """Returns the automaton of a constraint.
 
-        for limit, most in zip((resource.RLIMIT_CPU, resource.RLIMIT_AS), map(int, limits), strict=True):
-            resource.setrlimit(limit, (most, most))
-    with suppress(AttributeError, OSError, TypeError):  # not every system has prctl
-        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
-    text = sys.stdin.buffer.read().decode()
-    try:
-        if kind == "schema":
-            from outlines_core.json_schema import build_regex_from_schema
+    Args:
+      kind: "schema" (JSON text), "pattern" or "choices".
+      depth: levels up to which values nest that a schema does not describe, or that contain themselves.
+      thoughts_end: what ends a free text before the constraint; None without such a text.
 
-            text = build_regex_from_schema(text, max_recursion_depth=DEEPEST)
-        edges = read_edges(text)
-    except MemoryError:
-        sys.exit(2)
-    except Exception as error:  # of Rust code: no common class
-        sys.exit(ANCHORS if "start state" in str(error) else str(error))
-    edges.tofile(sys.stdout.buffer)
+    Raises Unusable for a constraint that cannot be followed, that nothing satisfies, or that takes too much to compile.
+    """
+    request = {"kind": kind, "value": value, "depth": depth, "states": MOST_STATES, "thoughts_end": thoughts_end}
+    command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(MOST_SECONDS), str(MOST_MEMORY)]
+    run = RUN.get()(command, input=json.dumps(request).encode(), capture_output=True)
+    if run.returncode == process.REFUSED:
+        raise Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 200)}")
+    if run.returncode == 1:  # an error of the compiler
+        raise RuntimeError(run.stderr.decode())
+    if run.returncode:  # by memory, or killed by the limit of time
+        limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
+        raise Unusable(f"which takes more than {limits} to compile: give shorter repetitions")
+    return minimize(_read(np.frombuffer(run.stdout, np.int32)))
 
 
-if __name__ == "__main__":
-    main()
+def _read(numbers: np.ndarray) -> ByteAutomaton:
+    """Returns the automaton that the compiler wrote."""
+    num_masks, num_edges, num_final = numbers[:3]
+    ends = np.cumsum([3, num_masks * 256, num_edges * 3, num_final])
+    flags_my, edges_e3, final = (numbers[a:b] for a, b in zip(ends, ends[1:], strict=False))
+    flags_ym = flags_my.reshape(-1, 256).T.astype(bool)
+    kinds_km, class_y = np.unique(flags_ym, axis=0, return_inverse=True)
+    edges_e3 = edges_e3.reshape(-1, 3)
+    next_qk = np.full((1 + max([0, *edges_e3[:, 2], *final]), len(kinds_km)), NOWHERE, np.int32)
+    edge, kind = np.nonzero(kinds_km.T[edges_e3[:, 1]])
+    next_qk[edges_e3[edge, 0], kind] = edges_e3[edge, 2]
+    is_final_q = np.zeros(len(next_qk), bool)
+    is_final_q[final] = True
+    return ByteAutomaton(next_qk, class_y.reshape(-1), is_final_q)
+
+
+def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
+    """Returns the smallest automaton of the same texts: states with the same texts after them become one.
+
+    Groups of states are split until the bytes of a group lead to the same groups (Moore); a split is followed only to the
+    states that lead to it.
+    """
+    next_qk, class_y, is_final_q = automaton
+    num_states, num_classes = next_qk.shape
+    # One more state, from which nothing is accepted, in place of NOWHERE.
+    next_qk = np.append(np.where(next_qk == NOWHERE, num_states, next_qk), np.full((1, num_classes), num_states), axis=0)
+    group_q = np.append(is_final_q, False).astype(np.int64)
+    source_e, target_e = np.repeat(np.arange(num_states + 1), num_classes), next_qk.ravel()
+    order = np.argsort(target_e, kind="stable")
+    source_e, starts_q = source_e[order], np.searchsorted(target_e[order], np.arange(num_states + 2))
+    size_g = np.zeros(num_states + 2, np.int64)
+    size_g[:2] = np.bincount(group_q, minlength=2)
+    num_groups, changed = 2, np.arange(num_states + 1)
+    while changed.size:
+        affected = np.unique(np.concatenate([source_e[starts_q[q] : starts_q[q + 1]] for q in changed]))
+        signature = np.column_stack([group_q[affected], group_q[next_qk[affected]]])
+        _, first, kind, count = np.unique(signature, axis=0, return_index=True, return_inverse=True, return_counts=True)
+        group_p = group_q[affected[first]]  # of each part of a group
+        moves_p = np.ones(len(count), bool)
+        affected_g = np.bincount(group_p, weights=count, minlength=len(size_g))
+        by_size = np.argsort(-count, kind="stable")
+        largest = by_size[np.unique(group_p[by_size], return_index=True)[1]]
+        moves_p[largest] = affected_g[group_p[largest]] < size_g[group_p[largest]]  # it stays if no other part is left
+        np.subtract.at(size_g, group_p[moves_p], count[moves_p])
+        group_p[moves_p] = num_groups + np.arange(moves_p.sum())
+        size_g[group_p[moves_p]] = count[moves_p]
+        num_groups += moves_p.sum()
+        group_a = group_p[kind.reshape(-1)]
+        changed = affected[group_a != group_q[affected]]
+        group_q[affected] = group_a
+    # Groups in the order of their first states, that of state 0 first; the group of the added state is NOWHERE.
+    _, first, number_q = np.unique(group_q, return_index=True, return_inverse=True)
+    kept = np.sort(first[first != first[number_q[num_states]]])
+    rank_g = np.full(len(first), NOWHERE, np.int32)
+    rank_g[number_q[kept]] = np.arange(len(kept))
+    return ByteAutomaton(rank_g[number_q[next_qk[kept]]], class_y, is_final_q[kept])

@@ -1,17 +1,26 @@
 """Constraints of answers, compiled to the automaton over tokens that they mean."""
 
 import functools
-import re
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from treeflash_jax.constraints import expressions
-from treeflash_jax.constraints.expressions import Unusable
-from treeflash_jax.constraints.json_schema import check_schema
+from treeflash_jax.constraints.byte_automaton import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
 from treeflash_jax.core.checks import expect, parse_json, quoted
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 NAMES = "schema", "pattern", "choices"  # settings, of which a prompt has at most one
+DEPTH = 6  # levels of values that a schema does not describe: some 2,700 states in an object, twice as many for each more
+
+
+def as_json(schema: Any) -> Any:
+    """Returns a schema, or each of a list of them, as JSON text: of a dictionary, a pydantic model, or JSON text."""
+    if isinstance(schema, list | tuple):
+        return tuple(as_json(item) for item in schema)
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    return json.dumps(schema) if isinstance(schema, Mapping) else schema
 
 
 def compile_constraint(
@@ -21,11 +30,16 @@ def compile_constraint(
     tokenizer: Tokenizer | None,
     stop_ids: Sequence[int],
     vocab_size: int,
+    depth: int = DEPTH,
+    thoughts_end: str | None = None,
 ) -> AutomatonTable | None:
     """Returns the automaton of a prompt's constraint; None if it has none.
 
     Args:
       stop_ids: ids that end an answer, in states where the constraint is met.
+      depth: levels of arrays and objects up to which an answer nests where its schema says nothing, or contains itself.
+      thoughts_end: what ends the free text with which an answer begins, before it follows the constraint; None if it begins
+        with none.
 
     Raises ValueError for several constraints, one that cannot be expressed or met, and a tokenizer that does not say which
     bytes its tokens stand for.
@@ -38,24 +52,24 @@ def compile_constraint(
     if tokenizer is None or not stop_ids:
         missing = "tokenizer.json" if tokenizer is None else "token that ends an answer"
         raise ValueError(f"got {name} {quoted(value)}, but the verifier's folder has no {missing}")
-    text = _any_of(value) if name == "choices" else value
+    if name == "schema":
+        parse_json(value)
     try:
-        return _compile("schema" if name == "schema" else "pattern", text, tokenizer, tuple(stop_ids), vocab_size)
+        value = tuple(value) if name == "choices" else value
+        return _compile(name, value, depth, thoughts_end, tokenizer, tuple(stop_ids), vocab_size)
     except Unusable as error:
         raise ValueError(f"got {name} {quoted(value)}, {error}") from None
 
 
-def _any_of(choices: Sequence[str]) -> str:
-    return "|".join(f"({re.escape(choice)})" for choice in choices)
-
-
 @functools.lru_cache(maxsize=16)
-def _compile(kind: str, text: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int) -> AutomatonTable:
-    """Returns the automaton of a pattern or a schema, of whole answers; kept, since they come back."""
-    if kind == "schema":
-        root = parse_json(text)
-        try:
-            check_schema(root, root, {})
-        except (TypeError, LookupError, AttributeError, RecursionError):
-            raise Unusable("which cannot be followed: it is no JSON schema") from None
-    return make_table(*expressions.compile_bytes(kind, text), tokenizer, stop_ids, vocab_size)
+def _compile(
+    name: str,
+    value: str | tuple[str, ...],
+    depth: int,
+    thoughts_end: str | None,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    vocab_size: int,
+) -> AutomatonTable:
+    """Returns the automaton of one constraint; kept, since they come back."""
+    return make_table(compile_bytes(name, value, depth, thoughts_end), tokenizer, stop_ids, vocab_size, thoughts_end)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treeflash_jax.constraints.expressions import Unusable
+from treeflash_jax.constraints.byte_automaton import ByteAutomaton, Unusable
 from treeflash_jax.decoding.automaton import NOWHERE, Automaton
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -49,16 +49,27 @@ def stack(tables: Sequence[AutomatonTable | None], states: int, classes: int, vo
 
 
 def make_table(
-    next_qy: np.ndarray, is_final_q: np.ndarray, tokenizer: Tokenizer, stop_ids: Sequence[int], vocab_size: int
+    automaton: ByteAutomaton,
+    tokenizer: Tokenizer,
+    stop_ids: Sequence[int],
+    vocab_size: int,
+    thoughts_end: str | None = None,
 ) -> AutomatonTable:
     """Returns the automaton over tokens of one over bytes; ids that end an answer follow a complete text.
 
     Args:
-      next_qy, is_final_q: as returned by `expressions.compile_bytes`.
+      thoughts_end: text that ends the first part of every text; it may be an added token.
 
     Raises Unusable for a table that is too large, and if no text of the vocabulary's tokens is complete.
     """
-    columns, class_v = _token_classes(next_qy, tokenizer.token_bytes(), vocab_size)
+    is_final_q = automaton.is_final_q
+    added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
+    texts = tokenizer.token_bytes() | ({added[thoughts_end]: thoughts_end.encode()} if thoughts_end in added else {})
+    columns, class_v = _token_classes(automaton, texts, vocab_size)
+    if thoughts_end in added:  # which then is impossible elsewhere
+        after_q = columns[class_v[added[thoughts_end]]]
+        class_v[added[thoughts_end]] = len(columns)
+        columns.append(np.where(after_q == after_q[0], after_q, NOWHERE))
     class_v[[*stop_ids]] = len(columns)
     columns.append(np.where(is_final_q, np.arange(is_final_q.size), NOWHERE))  # the end of an answer
     classes, class_v = np.unique(class_v, return_inverse=True)
@@ -71,7 +82,9 @@ def make_table(
     return AutomatonTable(next_qc.astype(np.int32), class_v.astype(np.int32))
 
 
-def _token_classes(next_qy: np.ndarray, texts: Mapping[int, bytes], vocab_size: int) -> tuple[list[np.ndarray], np.ndarray]:
+def _token_classes(
+    automaton: ByteAutomaton, texts: Mapping[int, bytes], vocab_size: int
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the next states of each class of tokens, and the class of each token.
 
     Texts of one class lead from every state to the same state. The class of a token follows from that of its bytes but the
@@ -87,9 +100,10 @@ def _token_classes(next_qy: np.ndarray, texts: Mapping[int, bytes], vocab_size: 
             columns.append(column_q)
         return known
 
-    nowhere = number(np.full(len(next_qy), NOWHERE, np.int32))
-    empty = number(np.arange(len(next_qy), dtype=np.int32))
-    byte_class = [number(next_qy[:, byte]) for byte in range(256)]
+    next_qk, class_y, _ = automaton
+    nowhere = number(np.full(len(next_qk), NOWHERE, np.int32))
+    empty = number(np.arange(len(next_qk), dtype=np.int32))
+    byte_class = [number(next_qk[:, kind]) for kind in class_y]
     class_v = np.full(vocab_size, nowhere)
     for token, text in texts.items():
         at = empty

@@ -32,6 +32,7 @@ def setting(
     unset: str = "",
     basic: bool = False,
     group: str = "",
+    dtype: type | None = None,
     choices: Callable[[], Collection[str]] | None = None,
     spelled: Callable[[Any], Any] | None = None,
     min_length: int | None = None,
@@ -47,6 +48,7 @@ def setting(
       unset: meaning of the default None.
       basic: lists the field before the advanced ones.
       group: title under which help lists the field.
+      dtype: int or float, of the array that holds the numbers of a batch; None: there is no such array.
       choices: returns the accepted texts; called at every check, since registries grow.
       spelled: returns the usual form of a value that has several, before it is compared with the choices.
       min_length: smallest length of a list; 0 accepts an empty text.
@@ -56,7 +58,7 @@ def setting(
     checks |= {"choices": choices} if choices else {}
     checks |= {"spelled": spelled} if spelled else {}
     checks |= {} if min_length is None else {"min_length": min_length}
-    shown = {"help": help, "unit": unit, "unset": unset, "basic": basic, "group": group}
+    shown = {"help": help, "unit": unit, "unset": unset, "basic": basic, "group": group, "dtype": dtype}
     return dataclasses.field(default=default, default_factory=default_factory, metadata=shown | {"checks": checks})
 
 

@@ -55,7 +55,7 @@ def accept_path(
         coins_bx, bonus_bv = draw_coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = acceptance.Noise(target_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
         processed_bnv = logits_bnv
-        if processor is not None or state.sampling.is_processed:
+        if processors.is_needed(state.sampling, processor):
             path_bni = trees.path_tokens(tree, plan.path_length - 1)
             processed_bnv = processors.process(logits_bnv, state, path_bni, processor)
         target = make_target(processed_bnv, state.sampling)
@@ -88,7 +88,7 @@ def emit_first_token(
     """
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
     processed_bnv = logits_bnv
-    if weights.processor is not None or state.sampling.is_processed:
+    if processors.is_needed(state.sampling, weights.processor):
         no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)
         processed_bnv = processors.process(logits_bnv, state, no_path_bni, weights.processor)
     picks_bp = make_target(processed_bnv, state.sampling).sample(target_noise(state, 1, logits_bnv))
@@ -100,9 +100,8 @@ def emit_first_token(
 
 def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetDistribution:
     """Returns the verifier's distributions after temperature and filters."""
-    return acceptance.target_distribution(
-        logits_bnv, sampling.temperature_b, sampling.top_k_b, sampling.top_p_b, sampling.min_p_b
-    )
+    numbers = (sampling.settings[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+    return acceptance.target_distribution(logits_bnv, *numbers)
 
 
 def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
@@ -113,7 +112,7 @@ def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.
         positions_bp = state.end_b[:, None] + jnp.arange(depths)
         keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
         return lax.cond(
-            jnp.any(state.sampling.temperature_b > 0),
+            jnp.any(state.sampling.settings["temperature"] > 0),
             lambda: vocab.gumbel(keys_bp, size, dtype),
             lambda: sharding.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
         )

@@ -20,6 +20,7 @@ Shape suffixes: b batch, n tree nodes, i depth, s token slots, p emitted tokens,
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from jax import lax
 
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.decoding.state import Counts, DecodeState
+from treeflash_jax.decoding.state import Counts, DecodeState, Sampling
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import NO_TOKEN, pick
 
@@ -60,9 +61,30 @@ class History:
         return jnp.take_along_axis(text_bni, depth_bn1, axis=2)[..., 0]
 
 
+@struct.dataclass
+class Nodes:
+    """What processors of settings read of the nodes of a tree.
+
+    Attributes:
+      state: state at the root; `state.sampling.settings` has the numbers of each sequence.
+      path_bni: tokens from depth 1 to each node; NO_TOKEN beyond it.
+      automaton_bn: state of the automaton after each node; None without one.
+    """
+
+    state: DecodeState
+    path_bni: jax.Array
+    automaton_bn: jax.Array | None
+
+
+def is_needed(sampling: Sampling, processor: Any = None) -> bool:
+    """Returns True if `process` changes logits."""
+    has_settings = any(names[0] in sampling.settings for names in PROCESSORS)
+    return has_settings or sampling.automaton is not None or processor is not None
+
+
 def init_processors(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
     """Returns the state with what processors keep of its prompts; unchanged if no processor needs anything."""
-    if state.sampling.penalties_b3 is not None:
+    if PENALTIES[0] in state.sampling.settings:
         is_prompt_bs = jnp.arange(state.capacity) < state.end_b[:, None]
         ids_bs = jnp.where(is_prompt_bs, state.tokens_bs, NO_TOKEN)
         none_bv = jnp.zeros((state.end_b.size, vocab_size), bool)
@@ -93,25 +115,14 @@ def count_tokens(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, pr
 
 def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, processor: Any = None) -> jax.Array:
     """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least."""
-    sampling, is_path_bni = state.sampling, path_bni != NO_TOKEN
     with jax.named_scope("process"):
         logits_bnv = logits_bnv.astype(at_least_float32(logits_bnv.dtype))
-        zero_bv = jnp.zeros((logits_bnv.shape[0], logits_bnv.shape[2]), logits_bnv.dtype)
-        automaton = sampling.automaton
+        automaton = state.sampling.automaton
         automaton_bn = None if automaton is None else _advance_nodes(automaton, state.automaton_b, path_bni)
-        if sampling.bias is not None:
-            logits_bnv += vocab.put(zero_bv, *sampling.bias)[:, None]
-        if state.counts is not None:
-            logits_bnv = _penalize_texts(logits_bnv, sampling.penalties_b3, state.counts, path_bni)
-        if sampling.least_b is not None:
-            is_short_bn = state.end_b[:, None] + jnp.sum(is_path_bni, axis=2) < sampling.least_b[:, None]
-            stop_bv = vocab.put(
-                zero_bv, sampling.stop_ids_bx, jnp.full(sampling.stop_ids_bx.shape, -jnp.inf, zero_bv.dtype)
-            )
-            endless_bnv = logits_bnv + stop_bv[:, None]
-            if automaton is not None:  # which may allow only the end
-                is_short_bn &= jnp.any(automaton.constrain(endless_bnv, automaton_bn) > -jnp.inf, axis=-1)
-            logits_bnv = jnp.where(is_short_bn[..., None], endless_bnv, logits_bnv)
+        nodes = Nodes(state, path_bni, automaton_bn)
+        for names, change in PROCESSORS.items():
+            if names[0] in state.sampling.settings:
+                logits_bnv = change(logits_bnv, nodes)
         if processor is not None:
             history = History(state.tokens_bs, state.end_b, path_bni)
             if has_state(processor):
@@ -174,24 +185,48 @@ def _check_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> No
         raise ValueError(f"got processor {got}, expected one that takes ({', '.join(arguments)})") from None
 
 
-def _penalize_texts(logits_bnv: jax.Array, penalties_b3: jax.Array, counts: Counts, path_bni: jax.Array) -> jax.Array:
+def _add_bias(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
+    return logits_bnv + vocab.put(_zeros(logits_bnv), *nodes.state.sampling.settings["logit_bias"])[:, None]
+
+
+def _delay_end(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
+    """Returns logits without stop ids at nodes of short texts, unless their automaton allows only the end."""
+    state, sampling = nodes.state, nodes.state.sampling
+    length_bn = state.end_b[:, None] + jnp.sum(nodes.path_bni != NO_TOKEN, axis=2)
+    is_short_bn = length_bn < sampling.settings["min_new_tokens"][:, None]
+    never_bx = jnp.full(sampling.stop_ids_bx.shape, -jnp.inf, logits_bnv.dtype)
+    endless_bnv = logits_bnv + vocab.put(_zeros(logits_bnv), sampling.stop_ids_bx, never_bx)[:, None]
+    if sampling.automaton is not None:
+        allowed_bnv = sampling.automaton.constrain(endless_bnv, nodes.automaton_bn)
+        is_short_bn &= jnp.any(allowed_bnv > -jnp.inf, axis=-1)
+    return jnp.where(is_short_bn[..., None], endless_bnv, logits_bnv)
+
+
+def _zeros(logits_bnv: jax.Array) -> jax.Array:
+    return jnp.zeros((logits_bnv.shape[0], logits_bnv.shape[2]), logits_bnv.dtype)
+
+
+def _penalize_texts(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
     """Returns logits penalized for the root's text; those of path tokens also count the tokens of the path."""
+    counts, path_bni = nodes.state.counts, nodes.path_bni
+    penalties = [nodes.state.sampling.settings[name] for name in PENALTIES]
     in_answer_bv = counts.in_answer_bv
     is_seen_bv = counts.in_prompt_bv | (in_answer_bv > 0)
-    penalized_bnv = _penalize(logits_bnv, penalties_b3, in_answer_bv[:, None], is_seen_bv[:, None])
+    penalized_bnv = _penalize(logits_bnv, penalties, in_answer_bv[:, None], is_seen_bv[:, None])
     at_path_bni = vocab.take(logits_bnv, jnp.minimum(path_bni, logits_bnv.shape[-1] - 1))
-    at_path_bni = _penalize(at_path_bni, penalties_b3, _count_with(in_answer_bv, path_bni), jnp.bool_(True))
+    at_path_bni = _penalize(at_path_bni, penalties, _count_with(in_answer_bv, path_bni), jnp.bool_(True))
     return vocab.put(penalized_bnv, path_bni, at_path_bni)
 
 
-def _penalize(logits: jax.Array, penalties_b3: jax.Array, count: jax.Array, is_seen: jax.Array) -> jax.Array:
+def _penalize(logits: jax.Array, penalties: list[jax.Array], count: jax.Array, is_seen: jax.Array) -> jax.Array:
     """Returns logits [b, n, ...] after the penalties of transformers (repetition) and of vLLM (presence, frequency).
 
     Args:
+      penalties: these three of each sequence.
       count: number of times that the answer contains each token.
       is_seen: whether prompt or answer contain it.
     """
-    repetition, presence, frequency = (penalties_b3[:, i, None, None].astype(logits.dtype) for i in range(3))
+    repetition, presence, frequency = (penalty_b[:, None, None].astype(logits.dtype) for penalty_b in penalties)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(is_seen, repeated, logits)
     return logits - frequency * count.astype(logits.dtype) - presence * (count > 0)
@@ -202,6 +237,16 @@ def _count_with(in_answer_bv: jax.Array, path_bni: jax.Array) -> jax.Array:
     ids_bx = jnp.minimum(path_bni, in_answer_bv.shape[1] - 1).reshape(path_bni.shape[0], -1)
     in_path_bni = jnp.sum(path_bni[..., None] == path_bni[..., None, :], axis=-1)
     return vocab.take(in_answer_bv, ids_bx).reshape(path_bni.shape) + in_path_bni
+
+
+# By the settings that it reads, what changes the logits of nodes, in this order. Programs contain those of which a request
+# changes a setting.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PROCESSORS: dict[tuple[str, ...], Callable[[jax.Array, Nodes], jax.Array]] = {
+    ("logit_bias",): _add_bias,
+    PENALTIES: _penalize_texts,
+    ("min_new_tokens",): _delay_end,
+}
 
 
 def _advance_nodes(processor: Any, root: Any, path_bni: jax.Array) -> Any:

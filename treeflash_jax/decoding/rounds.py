@@ -122,7 +122,7 @@ def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -
 
     def build(expander, anchor_b, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None
-        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
+        return builder.build(trees.TreeInputs(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc))
 
     with jax.named_scope("tree"):
         build = partial(sharding.over_batch, build) if expander.is_table else build

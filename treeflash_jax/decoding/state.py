@@ -112,39 +112,24 @@ class Weights:
 class Sampling:
     """Sampling settings of each sequence; traced, so changing them never recompiles.
 
-    The last four are None if no request of the call has such a setting: programs then contain nothing of them.
-
     Attributes:
       key_b: random key from seed, index and sample, so that answers are independent of the batch.
-      temperature_b: 0 is greedy.
-      top_k_b: 0 keeps all.
-      top_p_b: 1 keeps all.
-      min_p_b: 0 keeps all.
       limit_b: prompt length + max_new_tokens.
       stop_ids_bx: ids that end a sequence; -1 pads.
       drafter_temperature_b: temperature of the drafted distribution, > 0.
-      penalties_b3: repetition, presence and frequency penalties.
-      bias: ids of tokens [b, x] and what is added to their logits [b, x]; NO_TOKEN pads.
-      least_b: prompt length + min_new_tokens.
-      automaton: tokens that may follow each other.
+      settings: numbers [b] of settings, by name: temperature, top_k, top_p, min_p, and those that processors read
+        (`processors.PROCESSORS`). If no request of the call has a processor's settings, they are absent, and programs
+        contain nothing of them. Of "logit_bias", ids of tokens [b, x] and what is added to their logits [b, x], padded with
+        NO_TOKEN; of "min_new_tokens", prompt length + min_new_tokens.
+      automaton: tokens that may follow each other; None without constraints.
     """
 
     key_b: jax.Array
-    temperature_b: jax.Array
-    top_k_b: jax.Array
-    top_p_b: jax.Array
-    min_p_b: jax.Array
     limit_b: jax.Array
     stop_ids_bx: jax.Array
     drafter_temperature_b: jax.Array
-    penalties_b3: jax.Array | None = None
-    bias: tuple[jax.Array, jax.Array] | None = None
-    least_b: jax.Array | None = None
+    settings: dict[str, Any]
     automaton: Automaton | None = None
-
-    @property
-    def is_processed(self) -> bool:
-        return any(setting is not None for setting in (self.penalties_b3, self.bias, self.least_b, self.automaton))
 
 
 @struct.dataclass

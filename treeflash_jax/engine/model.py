@@ -275,7 +275,7 @@ class TreeFlash:
         if config.sampling == "model":
             config, note = take_recommended(config, self.recommended, settings)
             self._note(note)
-        ids = encode_each(as_list(prompts), self.encode)
+        ids = encode_each(as_list(prompts), self.tokenizer)
         requests = make_requests(
             ids,
             config,

@@ -6,36 +6,30 @@ Fields of the bodies that are not listed are ignored. None is the default of eve
 import functools
 import inspect
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.prompts import Chat, Prompt, Text
+from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.log_probs import Place, PlaceReader, chat_form, completion_form
 from treeflash_jax.serve.message_blocks import CALL, THINK, BlockParser
 from treeflash_jax.serve.worker import TOP_LOG_PROBS, Piece
 
-SETTINGS = {  # of our requests, by OpenAI's names and by those of other servers
-    "n": "samples",
-    "stop": "stop",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-}
 MOST_SAMPLES = 128
 FAIL_FAST = Field(fail_fast=True)  # one error is enough, and a million take minutes
 Ids = Annotated[list[int], FAIL_FAST]
+B = TypeVar("B", bound="Body")
+ANY_OBJECT = '{"type": "object"}'
+# Fields of other servers that would change an answer; guided_decoding_backend would not.
+OTHER_CONSTRAINTS = re.compile("grammar|ebnf|structural_tag|guided_(?!decoding_backend).*|structured_.*")
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -54,14 +48,23 @@ class ResponseFormat(BaseModel):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return '{"type": "object"}'
+            return ANY_OBJECT
         schema = (self.json_schema or {}).get("schema")
         expect(isinstance(schema, dict), "response_format.json_schema.schema", schema, "a JSON schema")
         return json.dumps(schema)
 
 
-class Body(BaseModel):
-    """Fields of both kinds of requests."""
+class StructuredOutputs(BaseModel, extra="allow"):
+    """Constraint of the answer, as vLLM has it; at most one."""
+
+    schema_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], FAIL_FAST] | None = None
+    json_object: bool | None = None
+
+
+class Body(BaseModel, extra="allow"):
+    """Fields of both kinds of requests. `with_numbers` adds those of the settings with a number for every request."""
 
     model: str | None = None
     stream: bool | None = None
@@ -70,15 +73,15 @@ class Body(BaseModel):
     n: int | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FAIL_FAST] | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    numbers: ClassVar[tuple[str, ...]] = ()
 
     @property
     def num_prompts(self) -> int:
@@ -95,12 +98,35 @@ class Body(BaseModel):
     def settings(self) -> dict[str, Any]:
         """Returns the settings that the client gives, by our names. Raises ValueError for too large an `n`."""
         expect((self.n or 1) <= MOST_SAMPLES, "n", self.n, f"at most {MOST_SAMPLES}")
-        settings = {ours: getattr(self, name) for name, ours in SETTINGS.items()}
-        settings |= {"seed": None if self.seed is None else self.seed % 2**32, "max_new_tokens": self.max_new_tokens()}
-        settings["schema"] = self.response_format and self.response_format.schema_text()
-        if self.top_k == -1:  # off, as vLLM's clients say it
+        settings = {name: getattr(self, name) for name in self.numbers}
+        if settings.get("top_k") == -1:  # off, as vLLM's clients say it
             settings["top_k"] = 0
-        return {name: value for name, value in settings.items() if value is not None}
+        settings |= {"samples": self.n, "stop": self.stop, "logit_bias": self.logit_bias}
+        settings |= {"seed": None if self.seed is None else self.seed % 2**32, "max_new_tokens": self.max_new_tokens()}
+        return {name: value for name, value in settings.items() if value is not None} | self.constraint()
+
+    def constraint(self) -> dict[str, Any]:
+        """Returns the constraint of the answer, by our name. Raises ValueError for several, and for fields that we lack."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        given = {
+            "response_format": ("schema", self.response_format and self.response_format.schema_text()),
+            "structured_outputs.json": ("schema", outputs.schema_),
+            "structured_outputs.json_object": ("schema", ANY_OBJECT if outputs.json_object else None),
+            "structured_outputs.regex": ("pattern", outputs.regex),
+            "structured_outputs.choice": ("choices", outputs.choice),
+            "guided_json": ("schema", self.guided_json),
+            "guided_regex": ("pattern", self.guided_regex),
+            "guided_choice": ("choices", self.guided_choice),
+            "json_schema": ("schema", self.json_schema),
+            "regex": ("pattern", self.regex),
+        }
+        others = {f"structured_outputs.{name}": value for name, value in outputs.model_extra.items()}
+        others |= {name: value for name, value in self.model_extra.items() if OTHER_CONSTRAINTS.fullmatch(name)}
+        for name, value in others.items():
+            expect(value is None, name, value, "none: answers follow a JSON schema, a regular expression or choices")
+        given = {field: (name, value) for field, (name, value) in given.items() if value is not None}
+        expect(len(given) < 2, " and ".join(given), [value for _, value in given.values()], "one of them")
+        return {name: value if isinstance(value, str | list) else json.dumps(value) for name, value in given.values()}
 
     def max_new_tokens(self) -> int | None:
         return self.max_tokens
@@ -171,6 +197,15 @@ class CompletionBody(Body):
 
     def num_log_probs(self) -> int | None:
         return self.logprobs
+
+
+def with_numbers(body: type[B], config: type[GenerateConfig]) -> type[B]:
+    """Returns a kind of body with a field for every setting that gives a request a number."""
+    types = number_types(config)
+    fields: dict[str, Any] = {name: (number | None, None) for name, number in types.items()}
+    kind = create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
+    kind.numbers = tuple(types)
+    return kind
 
 
 @functools.cache
@@ -259,10 +294,10 @@ class ChatForm(Form):
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, body: ChatBody):
         super().__init__(model, tokenizer, body)
-        is_free = body.response_format is None or body.response_format.type == "text"
-        template = str(tokenizer.inner.chat_template) if tokenizer and is_free else ""  # JSON has no blocks
-        self._tools = body.offered_tools if CALL[0] in template else []
-        self._reads_thoughts = THINK[0] in template or THINK[1] in template
+        template = str(tokenizer.inner.chat_template) if tokenizer else ""
+        self._is_free = not body.constraint()  # others have no blocks, but for thoughts before them
+        self._tools = body.offered_tools if self._is_free and CALL[0] in template else []
+        self._has_thoughts = THINK[0] in template or THINK[1] in template
         self._parsers: dict[int, BlockParser] = {}  # by index of the answer
 
     def choice(self, index: int, result: Result) -> dict[str, Any]:
@@ -295,11 +330,11 @@ class ChatForm(Form):
 
     def _parser(self, index: int, result: Result) -> BlockParser:
         if index not in self._parsers:
-            kinds = {"reads_thoughts": self._reads_thoughts, "tools": self._tools}
-            if self._reads_thoughts:  # a template may begin the block of the answer
-                end = self.tokenizer.inner.decode(result.prompt_ids[-8:]).rstrip()
-                kinds["begins_in_thought"] = end.endswith(THINK[0])
-            self._parsers[index] = BlockParser(**kinds)
+            begins_in_thought = self._has_thoughts and self.tokenizer.begins_in_thought(result.prompt_ids)
+            reads_thoughts = self._has_thoughts and self._is_free
+            self._parsers[index] = BlockParser(
+                reads_thoughts=reads_thoughts, tools=self._tools, begins_in_thought=begins_in_thought
+            )
         return self._parsers[index]
 
 

@@ -29,6 +29,7 @@ from treeflash_jax.serve.api_forms import (
     Form,
     count_usage,
     make_error,
+    with_numbers,
 )
 from treeflash_jax.serve.limits import MOST_BYTES, Limits, parse_body
 from treeflash_jax.serve.metrics import Metrics
@@ -36,7 +37,7 @@ from treeflash_jax.serve.threads import Compiler, Threads
 from treeflash_jax.serve.worker import Piece, QueueFull, Submission, Worker
 
 READING, WRITING, COMPILING = 8, 4, 2  # threads for bodies, for whole answers, and for schemas, of up to 2 GiB each
-BODIES, SCHEMAS = {"ChatBody": ChatBody, "CompletionBody": CompletionBody}, "#/components/schemas/"
+SCHEMAS = "#/components/schemas/"
 KEPT_ANSWERS = 64  # whose trees the chat page can show
 logger = logging.getLogger("treeflash_jax")
 
@@ -78,15 +79,17 @@ def make_app(
             )
 
     needs = [Depends(check_key)]
-    body = [{"requestBody": {"content": {"application/json": {"schema": {"$ref": SCHEMAS + name}}}}} for name in BODIES]
+    bodies = [with_numbers(kind, type(worker.config)) for kind in (ChatBody, CompletionBody)]
+    schemas = [{"schema": {"$ref": SCHEMAS + kind.__name__}} for kind in bodies]
+    extra = [{"requestBody": {"content": {"application/json": schema}}} for schema in schemas]
 
-    @app.post("/v1/chat/completions", dependencies=needs, openapi_extra=body[0])
+    @app.post("/v1/chat/completions", dependencies=needs, openapi_extra=extra[0])
     async def chat(request: Request) -> Any:
-        return await answering.answer(request, ChatBody, ChatForm)
+        return await answering.answer(request, bodies[0], ChatForm)
 
-    @app.post("/v1/completions", dependencies=needs, openapi_extra=body[1])
+    @app.post("/v1/completions", dependencies=needs, openapi_extra=extra[1])
     async def complete(request: Request) -> Any:
-        return await answering.answer(request, CompletionBody, CompletionForm)
+        return await answering.answer(request, bodies[1], CompletionForm)
 
     @app.get("/v1/models", dependencies=needs)
     async def list_models() -> Any:
@@ -102,9 +105,9 @@ def make_app(
 
     @app.get("/openapi.json", dependencies=needs, include_in_schema=False)
     async def show_api() -> Any:
-        bodies = [(kind, "validation") for kind in BODIES.values()]
-        schemas = models_json_schema(bodies, ref_template=SCHEMAS + "{model}")[1]["$defs"]
-        return app.openapi() | {"components": {"schemas": schemas}}
+        kinds = [(kind, "validation") for kind in bodies]
+        definitions = models_json_schema(kinds, ref_template=SCHEMAS + "{model}")[1]["$defs"]
+        return app.openapi() | {"components": {"schemas": definitions}}
 
     @app.get("/metrics", dependencies=needs)
     async def show_metrics() -> Response:
@@ -204,8 +207,8 @@ class Answering:
         worker.check_room(body.num_answers)
         form = form_kind(name, worker.model.tokenizer, body)
         prompts = await run(lambda: worker.encode(body.prompts()))
-        if "schema" in settings:
-            await self.compiler.compile(settings["schema"])
+        for constraint in worker.find_constraints(prompts, settings):
+            await self.compiler.compile(constraint)
         requests = await run(lambda: worker.make_requests(prompts, **settings))
         submission = Submission(requests, streams=bool(body.stream))
         worker.submit(submission)

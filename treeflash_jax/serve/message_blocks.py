@@ -8,8 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from treeflash_jax.core.checks import parse_json
+from treeflash_jax.formats.tokenizer import THOUGHTS
 
-THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
+THINK, CALL = THOUGHTS, ("<tool_call>", "</tool_call>")
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?((?:(?!</?parameter\b).)*)</parameter>\s*", flags=re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as JSON's \\ud800 gives it: no UTF-8 has it

@@ -4,12 +4,12 @@ import asyncio
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from subprocess import PIPE
 from typing import Any, TypeVar
 
-from treeflash_jax.constraints import expressions
+from treeflash_jax.constraints import byte_automaton
 
 T = TypeVar("T")
 
@@ -59,34 +59,34 @@ class Threads:
 
 
 class Compiler:
-    """Compiles schemas, a few at a time and each once; a compilation ends with the last client that waits for it."""
+    """Compiles constraints, a few at a time and each once; a compilation ends with the last client that waits for it."""
 
-    def __init__(self, compile: Callable[[str], Any], most: int):
+    def __init__(self, compile: Callable[[Hashable], Any], most: int):
         self.threads = Threads(most)
         self._compile = compile
-        self._tasks: dict[str, asyncio.Task] = {}
-        self._waiting: Counter[str] = Counter()
+        self._tasks: dict[Hashable, asyncio.Task] = {}
+        self._waiting: Counter[Hashable] = Counter()
 
-    async def compile(self, schema: str) -> None:
-        """Returns when a schema is compiled. Raises ValueError as `compile_constraint`."""
-        if schema not in self._tasks:
-            self._tasks[schema] = asyncio.create_task(self._run(schema))
-        task = self._tasks[schema]
-        self._waiting[schema] += 1
+    async def compile(self, constraint: Hashable) -> None:
+        """Returns when a constraint is compiled. Raises ValueError as `compile_constraint`."""
+        if constraint not in self._tasks:
+            self._tasks[constraint] = asyncio.create_task(self._run(constraint))
+        task = self._tasks[constraint]
+        self._waiting[constraint] += 1
         try:
             await asyncio.shield(task)
         finally:
-            self._waiting[schema] -= 1
-            if not self._waiting[schema]:
-                del self._waiting[schema], self._tasks[schema]
+            self._waiting[constraint] -= 1
+            if not self._waiting[constraint]:
+                del self._waiting[constraint], self._tasks[constraint]
                 task.cancel()
 
-    async def _run(self, schema: str) -> None:
+    async def _run(self, constraint: Hashable) -> None:
         process = _Stoppable()
 
         def compile() -> None:
-            expressions.RUN.set(process.run)  # in this thread only
-            self._compile(schema)
+            byte_automaton.RUN.set(process.run)  # in this thread only
+            self._compile(constraint)
 
         try:
             await self.threads.run(compile)

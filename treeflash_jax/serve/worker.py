@@ -1,7 +1,6 @@
 """The thread that owns the device: it turns the scheduler, and sends pieces of answers to those who wait for them."""
 
 import asyncio
-import importlib.util
 import itertools
 import logging
 import queue
@@ -11,22 +10,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.compilation import NAMES, compile_constraint
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
-from treeflash_jax.engine.call.prompts import Prompt, encode, encode_each
+from treeflash_jax.engine.call.prompts import Prompt, encode_each
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, refill_size
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.scheduler import Scheduler
-from treeflash_jax.engine.settings.defaults import choose_slots
+from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
+from treeflash_jax.formats.tokenizer import THOUGHTS
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
@@ -73,12 +73,26 @@ class Submission:
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
 
+class Constraint(NamedTuple):
+    """A constraint of an answer, as a key.
+
+    Attributes:
+      kind: "schema", "pattern" or "choices".
+      is_behind_thoughts: whether the answer begins with thoughts, before it follows the constraint.
+    """
+
+    kind: str
+    value: str | tuple[str, ...]
+    is_behind_thoughts: bool
+
+
 class Worker(threading.Thread):
     """Decodes the requests of all submissions in the slots of one scheduler.
 
     Every program is compiled by the constructor: settings of requests are data.
 
     Attributes:
+      config: settings of requests that do not give them.
       context: largest number of tokens of a prompt and its answer together.
       text_limit: size of the longest text that can fit the context; None without a tokenizer.
       error: what ended the thread, if anything did.
@@ -93,10 +107,10 @@ class Worker(threading.Thread):
         self.config = replace(config, sampling="model", log_probs=True, top_log_probs=TOP_LOG_PROBS)
         self.error: BaseException | None = None
         self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
-        slots = options.slots or choose_slots(model.device, model.dtype)
+        slots = options.slots or of_device(model.device, model.dtype).slots
         self._limit = slots + options.queue
-        can_follow = model.tokenizer is not None and importlib.util.find_spec("outlines_core") is not None
-        self._sizes = SamplingSizes.for_server(options.schema_states if can_follow else 0, model.verifier.vocab_size)
+        schema_states = options.schema_states if model.tokenizer else 0
+        self._sizes = SamplingSizes.for_server(schema_states, model.verifier.vocab_size, type(config))
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request
         self._first_times: dict[int, float] = {}  # of the first token of each answer
@@ -144,13 +158,32 @@ class Worker(threading.Thread):
         for prompt in prompts:
             if isinstance(prompt, list) and len(prompt) > self.context:
                 raise ValueError(f"got {len(prompt)} prompt tokens, expected at most {self.context} (the server's context)")
-        return encode_each(prompts, lambda prompt: encode(prompt, self.model.tokenizer, self.text_limit))
+        return encode_each(prompts, self.model.tokenizer, self.text_limit)
 
-    def compile(self, schema: str) -> None:
-        """Compiles a schema; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
-        expect(self._sizes.automaton is not None, "schema", schema, "none: this server follows no schemas")
-        model = self.model
-        compile_constraint(schema, None, None, model.tokenizer, model.stop_ids, model.verifier.vocab_size)
+    def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
+        """Returns the constraints that settings mean for prompts: one, but for thoughts with which some answers begin.
+
+        Raises ValueError for a server that follows none.
+        """
+        for kind in NAMES:
+            if kind in settings:
+                expect(self._sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
+                value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])
+                return {Constraint(kind, value, self.model.tokenizer.begins_in_thought(ids)) for ids in prompts}
+        return set()
+
+    def compile(self, constraint: Constraint) -> None:
+        """Compiles a constraint; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
+        model, given = self.model, dict.fromkeys(NAMES) | {constraint.kind: constraint.value}
+        thoughts_end = THOUGHTS[1] if constraint.is_behind_thoughts else None
+        compile_constraint(
+            **given,
+            tokenizer=model.tokenizer,
+            stop_ids=model.stop_ids,
+            vocab_size=model.verifier.vocab_size,
+            depth=self.config.schema_depth,
+            thoughts_end=thoughts_end,
+        )
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.

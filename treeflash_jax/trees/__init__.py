@@ -2,13 +2,7 @@
 
 A builder reads a drafter only through an `Expander`. It is one function, and one line in BUILDERS:
 
-    build(expander, anchor_b, num_nodes, shape, noise_bnc) -> (DraftTree, Proposal or None)
-
-    expander   the drafter's `Expander` in this round
-    anchor_b   last committed token of each sequence
-    num_nodes  maximal number of nodes, root included; static
-    shape      `TreeShape`, static
-    noise_bnc  Gumbel noise from `draw_noise`; None for deterministic builders
+    build(inputs: TreeInputs) -> (DraftTree, Proposal or None)
 
 Deterministic builders (`best_first`, the default, `walk` and `chain`) return no proposal: rules that compare tokens are
 exact for them. Builders that draw nodes (`sampled`) return the distribution they draw from (`Proposal`) and declare its
@@ -27,13 +21,14 @@ from treeflash_jax.trees.chains import chain, walk
 from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, pick, root_only
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.sampled.draw_tokens import draw_noise
-from treeflash_jax.trees.sampled.hybrid import hybrid
 from treeflash_jax.trees.sampled.paths import delayed, delayed_size, paths
 from treeflash_jax.trees.sampled.proposal import Proposal
+from treeflash_jax.trees.sampled.skeleton import skeleton_chains
 from treeflash_jax.trees.sampled.without_replacement import without_replacement
 from treeflash_jax.trees.shape import TreeShape
+from treeflash_jax.trees.tree_inputs import TreeInputs
 
-Build = Callable[..., tuple[DraftTree, Proposal | None]]
+Build = Callable[[TreeInputs], tuple[DraftTree, Proposal | None]]
 
 
 @dataclass(frozen=True)
@@ -63,18 +58,6 @@ class Builder:
         return self.one_path if self.one_path and shape.branches == 1 else self.distribution
 
 
-def _best_first(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return best_first(expander, anchor_b, num_nodes, shape.lanes), None
-
-
-def _walk(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return walk(expander, anchor_b, num_nodes), None
-
-
-def _chain(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return chain(expander, anchor_b, num_nodes), None
-
-
 def _chain_size(depths: int, nodes: int, shape: TreeShape) -> int:
     return min(nodes, depths + 1)
 
@@ -84,19 +67,19 @@ def _paths_size(depths: int, nodes: int, shape: TreeShape) -> int:
 
 
 BUILDERS: dict[str, Builder] = {
-    "best-first": Builder(_best_first, frozenset({"lanes"})),
-    "walk": Builder(_walk, is_chain=True, size=_chain_size),
-    "chain": Builder(_chain, is_chain=True, size=_chain_size),
+    "best-first": Builder(best_first, frozenset({"lanes"})),
+    "walk": Builder(walk, is_chain=True, size=_chain_size),
+    "chain": Builder(chain, is_chain=True, size=_chain_size),
     "paths": Builder(paths, frozenset({"branches", "leaves"}), "paths", "one path", size=_paths_size),
     "delayed": Builder(delayed, frozenset({"branches", "trunk", "leaves"}), "delayed", "one path", size=delayed_size),
     "without-replacement": Builder(
         without_replacement, frozenset({"branches", "leaves"}), "without-replacement", "one path"
     ),
-    "hybrid": Builder(hybrid, frozenset({"skeleton", "leaves"}), "hybrid"),
+    "skeleton": Builder(skeleton_chains, frozenset({"skeleton", "leaves"}), "skeleton"),
 }
 
 
 __all__ = [
-    "BUILDERS", "NO_TOKEN", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape",
+    "BUILDERS", "NO_TOKEN", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeInputs", "TreeShape",
     "ancestor_mask", "best_first", "chain", "draw_noise", "first", "path_tokens", "pick", "root_only", "walk",
 ]  # fmt: skip

@@ -14,20 +14,15 @@ from jax import lax
 from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.models.backend.selection import stable_top_k
 from treeflash_jax.trees.draft_tree import DraftTree, below_root, pick, root_only
-from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.tree_inputs import TreeInputs
 
 
-def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: int | None = None) -> DraftTree:
+def best_first(inputs: TreeInputs) -> tuple[DraftTree, None]:
     """Returns the tree of the `num_nodes - 1` most probable continuations of the anchor.
 
     A path's score is the sum of its log-probabilities, so no node outscores its parent: level by level, the best nodes so
     far compete with the children of those that were added last. One stable top-k per depth therefore replaces the heap of
-    best-first search, and all shapes are static.
-
-    Args:
-      num_nodes: number of verified nodes, root included; static, at least 1.
-      lanes: number of nodes per level whose children are considered, most probable first; static. None: all of them.
-        Fewer give EAGLE-2's tree, whose network runs once per level and lane.
+    best-first search, and all shapes are static. Few lanes give EAGLE-2's tree, whose network runs once per level and lane.
 
     Returns:
       A tree in order of decreasing probability. If fewer continuations exist, the tail is padding (`valid_bn` False).
@@ -35,7 +30,7 @@ def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: i
     Source: DDTree (arXiv 2604.12989) section 4 for the objective; TreeFlash (arXiv 2606.03819) for conditional children;
     EAGLE-2 (arXiv 2406.16858) for few lanes.
     """
-    return best_first_search(expander, anchor_b, num_nodes, lanes)[0]
+    return best_first_search(inputs, inputs.num_nodes, inputs.shape.lanes)[0], None
 
 
 class _Best(NamedTuple):
@@ -57,10 +52,14 @@ class _Best(NamedTuple):
 
 
 def best_first_search(
-    expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: int | None = None
+    inputs: TreeInputs, num_nodes: int, lanes: int | None = None
 ) -> tuple[DraftTree, jax.Array, jax.Array]:
-    """Returns the tree of `best_first` and, for every node, its index among siblings and whether it has children."""
-    width = num_nodes - 1
+    """Returns the tree of `best_first` and, for every node, its index among siblings and whether it has children.
+
+    Args:
+      num_nodes, lanes: in place of those of the inputs.
+    """
+    expander, anchor_b, width = inputs.expander, inputs.anchor_b, num_nodes - 1
     if width == 0 or expander.num_depths == 0:
         tree = root_only(anchor_b)
         return tree, jnp.zeros_like(tree.tokens_bn), jnp.full(tree.tokens_bn.shape, expander.num_depths > 0)

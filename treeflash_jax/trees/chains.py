@@ -10,15 +10,16 @@ import jax.numpy as jnp
 
 from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.trees.draft_tree import DraftTree, below_root, root_only
-from treeflash_jax.trees.expander import Expander, TransitionTable
+from treeflash_jax.trees.expander import TransitionTable
+from treeflash_jax.trees.tree_inputs import TreeInputs
 
 
-def walk(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+def walk(inputs: TreeInputs) -> tuple[DraftTree, None]:
     """Follows the likeliest child of each drafted token until its branch ends."""
-    return _one_branch(expander, anchor_b, num_nodes, expander.follow)
+    return _one_branch(inputs, inputs.expander.follow), None
 
 
-def chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+def chain(inputs: TreeInputs) -> tuple[DraftTree, None]:
     """Builds the published chain: at each depth the likeliest child in that depth's first context, whatever was drafted.
 
     With one context per depth this is DFlash's chain, and equal to `walk`. Any expander but a plain `TransitionTable`
@@ -27,11 +28,13 @@ def chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """
     stay = lambda depth, state, child: state  # noqa: E731
-    return _one_branch(expander, anchor_b, num_nodes, stay if isinstance(expander, TransitionTable) else expander.follow)
+    is_table = isinstance(inputs.expander, TransitionTable)
+    return _one_branch(inputs, stay if is_table else inputs.expander.follow), None
 
 
-def _one_branch(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Callable) -> DraftTree:
-    length = min(num_nodes - 1, expander.num_depths)
+def _one_branch(inputs: TreeInputs, follow: Callable) -> DraftTree:
+    expander, anchor_b = inputs.expander, inputs.anchor_b
+    length = min(inputs.num_nodes - 1, expander.num_depths)
     if length == 0:
         return root_only(anchor_b)
     best_b1 = jnp.zeros_like(anchor_b)[:, None]

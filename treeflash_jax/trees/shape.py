@@ -12,7 +12,7 @@ class TreeShape:
     Attributes:
       branches: number of paths, or maximal number of children per node.
       trunk: number of nodes drafted as one path before the branches (delayed expansion).
-      skeleton: share of the nodes, without the root, that best-first search chooses (hybrid).
+      skeleton: share of the nodes, without the root, that best-first search chooses (builder "skeleton").
       leaves: whether tokens that end their branch may be drawn although the tree continues below.
       lanes: number of nodes per level whose children best-first search considers; None: all.
     """

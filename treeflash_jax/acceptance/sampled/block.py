@@ -18,7 +18,7 @@ from treeflash_jax.acceptance.sampled.draws import Draws, DrawsRule
 from treeflash_jax.trees import DraftTree
 
 
-class Block(DrawsRule):
+class BlockVerification(DrawsRule):
     distributions = ("one path",)
     needs = "one sampled path"
 

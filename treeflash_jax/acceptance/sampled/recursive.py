@@ -14,7 +14,7 @@ from treeflash_jax.acceptance.sampled.draws import Draws, TopDownRule, reject_al
 
 
 class Recursive(TopDownRule):
-    distributions = ("one path", "paths", "delayed", "without-replacement", "hybrid")
+    distributions = ("one path", "paths", "delayed", "without-replacement", "skeleton")
     needs = "sampled nodes with their distribution"
 
     def test_draws(self, draws: Draws) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ from treeflash_jax.trees import DraftTree, ancestor_mask, pick
 
 
 class Traversal(DrawsRule):
-    distributions = ("one path", "paths", "delayed", "without-replacement", "hybrid")
+    distributions = ("one path", "paths", "delayed", "without-replacement", "skeleton")
     needs = "sampled nodes with their distribution"
 
     def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:

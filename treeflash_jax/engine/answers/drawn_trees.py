@@ -73,14 +73,14 @@ class DraftAgain:
 def _draft(runner: Runner, request: Request, anchor: int, automaton: int) -> DraftTree:
     """Returns the tree below `anchor`, the token that follows a prompt; `automaton` is the state after it, if any."""
     plan, mesh, weights = runner.plan, runner.mesh, runner.weights
-    capacity = round_capacity(request.length + plan.path_length + 1)
+    capacity = round_capacity(len(request.ids) + plan.path_length + 1)
     batch = make_batch([request], SamplingSizes.fit([request]), capacity=capacity, dtype=weights.dtype, mesh=mesh)
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
         first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
         state = runner.prefill(batch, first_b=first_b)
     else:  # by the program that reads any prompt
         state = runner.prefill(batch)
-        state = state.replace(tokens_bs=state.tokens_bs.at[0, request.length].set(anchor))
+        state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(anchor))
     if request.automaton is not None:  # prefill begins with the state of an empty answer
         state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))
     return runner.call(loops.draft, weights, state, plan=plan)

@@ -187,7 +187,7 @@ class Reader:
         if not slots:
             return []
         tokens_bs, end_b = sharding.to_host((state.tokens_bs, state.end_b))
-        answers = {slot: tokens_bs[slot, requests[slot].length : end_b[slot]].tolist() for slot in slots}
+        answers = {slot: tokens_bs[slot, len(requests[slot].ids) : end_b[slot]].tolist() for slot in slots}
         return [slot for slot, ids in answers.items() if self.answer_text(slot, ids).has_stop]
 
     def read_results(self, slots: Sequence[int]) -> list[Result]:
@@ -206,7 +206,7 @@ class Reader:
         for slot in slots:
             tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
             request = scheduler.slots.requests[slot]
-            ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
+            ids, accepted = tokens_s[len(request.ids) : end].tolist(), accepted_s[:rounds].tolist()
             if ids[-1] >= vocab_size:  # no logit of this token was above -inf, and rounds ended there
                 ids = ids[:-1]
                 finished = "blocked"
@@ -237,7 +237,7 @@ class Reader:
                 draft_again=DraftAgain(self._model, plan, request) if plan.drafts else None,
             )
             if log_probs is not None:
-                answer = slice(request.length, request.length + len(ids))
+                answer = slice(len(request.ids), len(request.ids) + len(ids))
                 token_s, ids_sk, top_sk = (x[slot, answer].tolist() for x in jax.tree.leaves(log_probs))
                 top = [[*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True)]
                 result = replace(result, log_probs=token_s, top_log_probs=top if plan.prefill.top_log_probs else None)

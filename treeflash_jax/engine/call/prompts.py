@@ -1,6 +1,6 @@
 """Prompts of a call (a string, text to continue, a chat, or token ids) and chats of prompt and training files."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -69,12 +69,12 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return [items] if is_one else items
 
 
-def encode_each(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]]) -> list[list[int]]:
+def encode_each(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limit: TextLimit | None = None) -> list[list[int]]:
     """Returns the token ids of every prompt. Raises `encode`'s ValueError; it names the prompt if there are several."""
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
-            encoded.append(encode(prompt))
+            encoded.append(encode(prompt, tokenizer, limit))
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
     return encoded

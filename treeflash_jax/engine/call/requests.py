@@ -11,7 +11,7 @@ from treeflash_jax.core.checks import clipped, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import THOUGHTS, Tokenizer
 from treeflash_jax.models.config import ModelConfig
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
@@ -29,9 +29,7 @@ class Request:
 
     Attributes:
       ids: token ids of the prompt.
-      settings: settings of the call with one value each, and the stop strings and temperatures that apply.
-      stop_ids: ids of the tokens that end the answer.
-      bias: ids of tokens with what is added to their logits.
+      settings: settings of the call with one value each, and the stops and temperatures that apply.
       automaton: tokens that may follow each other; None without a constraint.
       index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
       sample: index of the answer among those to the same prompt.
@@ -40,16 +38,15 @@ class Request:
 
     ids: list[int]
     settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
-    stop_ids: tuple[int, ...] = ()
-    bias: tuple[tuple[int, float], ...] = ()
     automaton: AutomatonTable | None = None
     index: int = 0
     sample: int = 0
     number: int = 0
 
     @property
-    def length(self) -> int:
-        return len(self.ids)
+    def stop_ids(self) -> Sequence[int]:
+        """Ids of the tokens that end the answer."""
+        return self.settings.stop_ids or ()
 
 
 def make_requests(
@@ -86,15 +83,19 @@ def make_requests(
         end_ids = stop_ids if settings.stop_ids is None else settings.stop_ids
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
         wanted = [getattr(settings, name) for name in compilation.NAMES]
-        automaton = compilation.compile_constraint(*wanted, tokenizer, stop_ids, verifier.vocab_size)
+        is_thought = wanted != [None] * len(wanted) and tokenizer is not None and tokenizer.begins_in_thought(ids)
+        automaton = compilation.compile_constraint(
+            *wanted, tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth, THOUGHTS[1] if is_thought else None
+        )
         if automaton is not None:  # which allows these after a complete answer
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
-        settings = replace(settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop)
-        bias = tuple((settings.logit_bias or {}).items())
-        request = Request(ids=ids, settings=settings, stop_ids=end_ids, bias=bias, automaton=automaton, index=index)
+        settings = replace(
+            settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop, stop_ids=end_ids
+        )
+        request = Request(ids=ids, settings=settings, automaton=automaton, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return requests
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import jax
@@ -13,11 +13,13 @@ from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.settings import changed
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.automaton import Automaton
+from treeflash_jax.decoding.processors import PROCESSORS
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
 from treeflash_jax.trees import NO_TOKEN
 
 # Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
@@ -25,12 +27,9 @@ from treeflash_jax.trees import NO_TOKEN
 # take 2 s to load.
 BATCH_SIZES = (1, 2, 4, 8)
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-PROCESSED = frozenset({*PENALTIES, "logit_bias", "min_new_tokens"})  # settings that add something to the programs
 LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
 SERVER_STOP_IDS, SERVER_BIASES = 32, 304
 SERVER_CLASSES = 512  # kinds of tokens of a server's automata; SmolLM2's schemas have some 150
-UNUSED = Request(ids=[0], settings=GenerateConfig(max_new_tokens=1, drafter_temperature=1.0))  # of a row without a request
 ROOM = 256  # new tokens for which caches have room at first; they double for longer answers
 
 Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
@@ -51,7 +50,7 @@ def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
     if plan.drafts and plan.drafter.reads_prompt:
         # Such a drafter has read one token more than the prompt when longer prompts of the batch are still read.
         room = max(room, 1 + plan.prefill.chunk)
-    return round_capacity(max(request.length for request in requests) + room)
+    return round_capacity(max(len(request.ids) for request in requests) + room)
 
 
 def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: int, mesh: Any = None) -> tuple[int, int]:
@@ -62,7 +61,7 @@ def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: in
     sizes = [batch_size]
     if 1 < batch_size < len(requests):
         sizes.append(refill_size(batch_size))
-    longest = max(request.length + request.settings.max_new_tokens for request in requests) + plan.path_length
+    longest = max(len(request.ids) + request.settings.max_new_tokens for request in requests) + plan.path_length
     capacity, before = first_capacity(plan, requests), 0
     while capacity < longest:
         capacity, before = 2 * capacity, capacity
@@ -84,11 +83,14 @@ class SamplingSizes:
     """Sizes that the requests of a batch share: what its programs have room for. Equal sizes share the programs.
 
     Attributes:
+      config: class of the requests' settings.
       stop_ids, biases: number of them in a request, padding included.
-      processed: settings among PROCESSED that requests may change; programs contain nothing of others.
+      processed: settings of processors (`processors.PROCESSORS`) that requests may change, with those that a processor
+        reads together; programs contain nothing of others.
       automaton: numbers of states, classes and tokens of an automaton; None for programs without automata.
     """
 
+    config: type[GenerateConfig] = GenerateConfig
     stop_ids: int = LIST_SLOTS
     biases: int = LIST_SLOTS
     processed: frozenset[str] = frozenset()
@@ -101,31 +103,32 @@ class SamplingSizes:
         def pad(lengths: Iterable[int]) -> int:
             return max(1, -(-max(lengths) // LIST_SLOTS)) * LIST_SLOTS
 
-        def is_changed(name: str) -> bool:
-            return any(getattr(request.settings, name) != getattr(UNUSED.settings, name) for request in requests)
-
+        given = {name for request in requests for name in changed(request.settings)}
         automaton = None
         tables = [request.automaton for request in requests if request.automaton is not None]
         if tables:
-            largest = np.max([table.next_qc.shape for table in tables], axis=0).tolist()
+            least = requests[0].settings.schema_states, SERVER_CLASSES
+            largest = np.max([least, *(table.next_qc.shape for table in tables)], axis=0).tolist()
             states, classes = (1 << (size - 1).bit_length() for size in largest)
             automaton = states, classes, tables[0].class_v.size
         return SamplingSizes(
+            config=type(requests[0].settings),
             stop_ids=pad(len(request.stop_ids) for request in requests),
-            biases=pad(len(request.bias) for request in requests),
-            processed=frozenset(filter(is_changed, PROCESSED)),
+            biases=pad(len(request.settings.logit_bias or ()) for request in requests),
+            processed=frozenset(name for names in PROCESSORS if given & {*names} for name in names),
             automaton=automaton,
         )
 
     @staticmethod
-    def for_server(states: int, vocab_size: int) -> "SamplingSizes":
+    def for_server(states: int, vocab_size: int, config: type[GenerateConfig] = GenerateConfig) -> "SamplingSizes":
         """Returns sizes for every setting of sampling, and automata with up to `states` states; 0: without automata."""
         automaton = (states, SERVER_CLASSES, vocab_size) if states else None
-        return SamplingSizes(SERVER_STOP_IDS, SERVER_BIASES, PROCESSED, automaton)
+        return SamplingSizes(config, SERVER_STOP_IDS, SERVER_BIASES, frozenset(chain(*PROCESSORS)), automaton)
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request with more stop ids or biases, or with a larger automaton."""
-        for name, given, most in (("stop_ids", request.stop_ids, self.stop_ids), ("bias", request.bias, self.biases)):
+        biases = request.settings.logit_bias or ()
+        for name, given, most in (("stop_ids", request.stop_ids, self.stop_ids), ("bias", biases, self.biases)):
             expect(len(given) <= most, f"number of {name}", len(given), f"at most {most}")
         if request.automaton is None:
             return
@@ -160,38 +163,36 @@ def make_batch(
     """
     programs.check_process()
     unused = [None] * (sharding.pad_batch_size(len(rows), mesh) - len(rows))
-    requests = [request or UNUSED for request in (*rows, *unused)]
+    nothing = Request(ids=[0], settings=sizes.config(max_new_tokens=1, drafter_temperature=1.0))
+    requests = [request or nothing for request in (*rows, *unused)]
     tokens_bs = np.zeros((len(requests), capacity), np.int32)
     for tokens_s, request in zip(tokens_bs, requests, strict=True):
-        tokens_s[: request.length] = request.ids
+        tokens_s[: len(request.ids)] = request.ids
 
     def column(name: str, dtype: Any) -> np.ndarray:
         return np.array([getattr(request.settings, name) for request in requests], dtype)
 
-    length_b, dtype = np.array([request.length for request in requests], np.int32), at_least_float32(dtype)
+    length_b, dtype = np.array([len(request.ids) for request in requests], np.int32), at_least_float32(dtype)
     numbers = np.array([(request.settings.seed, request.index, request.sample) for request in requests], np.uint32)
-    penalties_b3 = bias = least_b = None
-    if sizes.processed & {*PENALTIES}:
-        penalties_b3 = np.stack([column(name, dtype) for name in PENALTIES], axis=1)
+    settings: dict[str, Any] = {
+        name: column(name, np.int32 if kind is int else dtype)
+        for name, kind in number_types(sizes.config).items()
+        if name in sizes.processed or name not in chain(*PROCESSORS)
+    }
     if "logit_bias" in sizes.processed:
-        ids, values = np.moveaxis(_pad([request.bias for request in requests], sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
-        bias = ids.astype(np.int32), values.astype(dtype)
+        biases = [tuple((request.settings.logit_bias or {}).items()) for request in requests]
+        ids, values = np.moveaxis(_pad(biases, sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
+        settings["logit_bias"] = ids.astype(np.int32), values.astype(dtype)
     if "min_new_tokens" in sizes.processed:
-        least_b = length_b + column("min_new_tokens", np.int32)
+        settings["min_new_tokens"] = length_b + column("min_new_tokens", np.int32)
     if sizes.automaton and automaton is None:
         automaton = tables.stack([request.automaton for request in requests], *sizes.automaton)
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
         key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
-        temperature_b=column("temperature", dtype),
-        top_k_b=column("top_k", np.int32),
-        top_p_b=column("top_p", dtype),
-        min_p_b=column("min_p", dtype),
         limit_b=length_b + column("max_new_tokens", np.int32),
         stop_ids_bx=_pad([request.stop_ids for request in requests], sizes.stop_ids, -1).astype(np.int32),
         drafter_temperature_b=column("drafter_temperature", dtype),
-        penalties_b3=penalties_b3,
-        bias=bias,
-        least_b=least_b,
+        settings=settings,
         automaton=automaton,
     )
     return sharding.place(jax.device_put((tokens_bs, length_b, sampling)), mesh)

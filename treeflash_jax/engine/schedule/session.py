@@ -57,7 +57,7 @@ class Session:
         count_b[0] = count_reusable(state, request.ids, plan.verifier.vocab_size)[0]
         if not count_b[0]:
             return None
-        capacity = max(capacity, state.capacity, round_capacity(request.length + plan.chunk))
+        capacity = max(capacity, state.capacity, round_capacity(len(request.ids) + plan.chunk))
         if state.capacity < capacity:
             state = runner.call(loops.grow_caches, state, capacity=capacity)
         return PrefixCaches(state.cache, state.drafter, count_b, capacity)

@@ -1,12 +1,13 @@
-"""Defaults that depend on the device: one function each, with the measurement that decided it.
+"""Defaults that depend on the device: a table per kind of device, and rules that a table cannot hold.
 
 Other defaults are constants of `GenerateConfig`, of a drafter, or of `train`'s settings. Those of a draft depend on the
 number of nodes, whether a call gives it or not. Times of SmolLM2-135M are at batch 1 on two cores with avx512_bf16; the
-tables are in notebooks/results.
+tables of measurements are in notebooks/results.
 """
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,15 +22,88 @@ from treeflash_jax.trees import Builder
 # of tau to speedup of four sets of prompts. By the instructions of the products, then by number of sequences.
 BREAK_EVEN_TAU = {"bfloat16": {1: 1.75, 2: 2.2, 4: 3.3}, "float32": {1: 2.15, 2: 2.2, 4: 3.2}}
 USUAL_TAU = 2.0  # assumed if a drafter states none
-# 1 to 9 % faster than 5 for three of four sets of prompts, 4 % slower for the fourth. With n-grams alone, 2 to 7 % faster
-# than 16 for all of four sets.
-SMALL_NODES = 8
-SMALL_CANDIDATES = 8  # 16 add 3 ms to a round of 8 nodes and nothing to tau
-SMALL_DEPTHS, SMALL_LANES = 4, 2  # in trees of up to 8 nodes 3 to 5 % faster than the drafters' own
-MATCHES = 8  # of n-grams that join a tree; on accelerators they were never timed
-# The second stage of a head takes 85 ms over 49,152 tokens and 16 ms over 32 per depth, at equal tau. Accelerators read the
-# vocabulary table once for all contexts of that stage.
-SHORTLIST, LARGE_VOCABULARY = 32, 2**14
+LARGE_VOCABULARY = 2**14  # from which on heads score a shortlist
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceDefaults:
+    """Defaults of one kind of device. None: those of the drafter, or no such limit.
+
+    Attributes:
+      slots: number of answers that a server decodes together. Rounds compute all slots, held or not.
+      prefill_attention: attention implementation of prefill, which reads only the filled part of a cache.
+      prefill_chunk: number of prompt tokens per prefill pass; None: about the ridge of the device, or 128.
+      prefill_passes: number of prefill passes per dispatch, for which Ctrl-C waits.
+      ngrams: number of matches of n-grams that join a tree.
+      shortlist: number of tokens per depth that a head scores, of large vocabularies.
+      nodes: largest default number of tree nodes; a block is then no longer than the tree.
+      candidates: most likely tokens per depth of a block drafter.
+      depths, lanes: sizes of trees of up to `nodes` nodes, of a drafter whose network runs once per level.
+      training_block: block size of a new drafter.
+      training_tokens: largest number of tokens of an answer that a new drafter is trained on.
+      training_vocabulary: number of vocabulary tokens per token of a sequence that a backbone is trained on; 0: all.
+    """
+
+    slots: int
+    prefill_attention: str
+    prefill_chunk: int | None
+    prefill_passes: int
+    ngrams: int | None
+    shortlist: int | None
+    nodes: int | None
+    candidates: int | None
+    depths: int | None
+    lanes: int | None
+    training_block: int
+    training_tokens: int
+    training_vocabulary: int
+
+
+# CPUs whose products use no matrix instructions: every further token makes a pass longer.
+PLAIN_CPU = DeviceDefaults(
+    # With 8 slots, one client gets 9 tokens/s of SmolLM2 and eight together 40; with one slot 30 and 31 (two cores, AVX2).
+    slots=1,
+    prefill_attention="streamed",
+    # Prompts of 40 and 1,500 tokens take 0.31 and 4.8 CPU seconds in passes of 64, 0.45 and 4.2 in passes of 128.
+    prefill_chunk=64,
+    prefill_passes=1,  # a pass takes 0.1 s or more
+    ngrams=8,
+    # The second stage of a head takes 85 ms over 49,152 tokens and 16 ms over 32 per depth, at equal tau.
+    shortlist=32,
+    # 1 to 9 % faster than 5 for three of four sets of prompts, 4 % slower for the fourth. With n-grams alone, 2 to 7 %
+    # faster than 16 for all of four sets.
+    nodes=8,
+    candidates=8,  # 16 add 3 ms to a round of 8 nodes and nothing to tau
+    depths=4,  # with two lanes 3 to 5 % faster than the drafters' own
+    lanes=2,
+    training_block=8,  # every drafted slot and every token costs time
+    training_tokens=256,
+    training_vocabulary=4,  # a sample saves most of a step's time
+)
+MATRIX_CPU = replace(PLAIN_CPU, slots=8, nodes=None, candidates=None, depths=None, lanes=None)
+ACCELERATOR = DeviceDefaults(
+    slots=8,
+    # A chunk's logits over all of a long cache would take gigabytes; a short one is read as by "xla".
+    prefill_attention="blocked",
+    prefill_chunk=None,
+    prefill_passes=16,
+    ngrams=None,  # never timed
+    shortlist=None,  # the vocabulary table is read once for all contexts of a head's second stage
+    nodes=None,
+    candidates=None,
+    depths=None,
+    lanes=None,
+    training_block=16,  # as published
+    training_tokens=1024,
+    training_vocabulary=0,  # a sample was never compared
+)
+
+
+def of_device(device: Device, dtype: Any = jnp.bfloat16) -> DeviceDefaults:
+    """Returns the table of a device that computes with weights of `dtype`."""
+    if not device.is_cpu:
+        return ACCELERATOR
+    return PLAIN_CPU if pays_per_token(device, dtype) else MATRIX_CPU
 
 
 def choose_dtype(device: Device) -> Any:
@@ -73,7 +147,7 @@ def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
 
 def choose_nodes(drafter: DrafterConfig, device: Device, dtype: Any) -> int:
     """Returns the number of nodes of a tree for one sequence."""
-    return min(drafter.num_nodes, SMALL_NODES) if pays_per_token(device, dtype) else drafter.num_nodes
+    return min(drafter.num_nodes, of_device(device, dtype).nodes or drafter.num_nodes)
 
 
 def draft_settings(
@@ -85,24 +159,24 @@ def draft_settings(
       vocab_size: number of the verifier's tokens.
       nodes: number of tree nodes, root included.
     """
-    defaults: dict[str, Any] = {}
-    if device.is_cpu and not builder.is_chain:
-        defaults["ngrams"] = MATCHES
-    if device.is_cpu and vocab_size >= LARGE_VOCABULARY:
-        defaults["shortlist"] = SHORTLIST
-    if pays_per_token(device, dtype):
-        defaults["candidates"] = min(SMALL_CANDIDATES, vocab_size)
-        if "block_size" in drafter.settings:
-            defaults["block_size"] = max(2, min(drafter.block_size, nodes))  # a tree is at most nodes - 1 deep
-        if nodes <= SMALL_NODES and drafter.lanes is not None and not builder.is_chain and not builder.draws:
-            defaults["depths"] = min(drafter.num_depths, SMALL_DEPTHS)
-    return {name: value for name, value in defaults.items() if name in drafter.settings}
+    table = of_device(device, dtype)
+    defaults: dict[str, Any] = {"candidates": table.candidates and min(table.candidates, vocab_size)}
+    if not builder.is_chain:
+        defaults["ngrams"] = table.ngrams
+    if vocab_size >= LARGE_VOCABULARY:
+        defaults["shortlist"] = table.shortlist
+    if table.nodes and "block_size" in drafter.settings:
+        defaults["block_size"] = max(2, min(drafter.block_size, nodes))  # a tree is at most nodes - 1 deep
+    if nodes <= (table.nodes or 0) and drafter.lanes is not None and not builder.is_chain and not builder.draws:
+        defaults["depths"] = min(drafter.num_depths, table.depths)
+    return {name: value for name, value in defaults.items() if name in drafter.settings and value is not None}
 
 
 def choose_lanes(drafter: DrafterConfig, nodes: int, device: Device, dtype: Any) -> int | None:
     """Returns the number of nodes per level that a best-first tree of `nodes` nodes may expand; None: all."""
-    is_small = drafter.lanes is not None and pays_per_token(device, dtype) and nodes <= SMALL_NODES
-    return SMALL_LANES if is_small else drafter.lanes
+    table = of_device(device, dtype)
+    is_small = drafter.lanes is not None and nodes <= (table.nodes or 0)
+    return table.lanes if is_small else drafter.lanes
 
 
 def choose_attention(device: Device, dtype: Any, head_dims: Collection[int] = ()) -> str:
@@ -117,37 +191,13 @@ def choose_attention(device: Device, dtype: Any, head_dims: Collection[int] = ()
     return "streamed" if device.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
 
 
-def choose_prefill_attention(device: Device) -> str:
-    """Returns the attention implementation of prefill, which reads only the filled part of a cache.
-
-    A chunk's logits over all of a long cache would take gigabytes on an accelerator; a short one is read as by "xla".
-    """
-    return "streamed" if device.is_cpu else "blocked"
-
-
 def choose_prefill_chunk(device: Device) -> int:
-    """Returns the number of prompt tokens per prefill pass: 64 on a CPU, about the ridge of a known accelerator, or 128.
+    """Returns the number of prompt tokens per prefill pass: the table's, about the ridge of a known accelerator, or 128.
 
-    With fewer, prefill is bound by memory; more would pad short prompts. Padding costs most on a CPU: prompts of 40 and
-    1,500 tokens take 0.31 and 4.8 CPU seconds in passes of 64, 0.45 and 4.2 in passes of 128.
+    With fewer, prefill is bound by memory; more would pad short prompts.
     """
-    if device.is_cpu:
-        return 64
-    return 128 if device.ridge is None else 2 ** round(math.log2(device.ridge))
-
-
-def choose_prefill_passes(device: Device) -> int:
-    """Returns the number of prefill passes per dispatch. Ctrl-C waits for a dispatch; a CPU's pass takes 0.1 s or more."""
-    return 1 if device.is_cpu else 16
-
-
-def choose_slots(device: Device, dtype: Any) -> int:
-    """Returns the number of answers that a server decodes together: one on a CPU that pays per token.
-
-    Rounds compute all slots, held or not. With 8 slots, one client gets 9 tokens/s of SmolLM2 and eight together 40; with
-    one slot 30 and 31 (two cores with AVX2).
-    """
-    return 1 if pays_per_token(device, dtype) else 8
+    ridge = device.ridge
+    return of_device(device).prefill_chunk or (128 if ridge is None else 2 ** round(math.log2(ridge)))
 
 
 def choose_residual_dtype(device: Device, dtype: Any) -> Any:
@@ -191,19 +241,3 @@ def choose_training_attention(device: Device, requested: str = "auto") -> str:
     if requested not in ("auto", "chunked", "splash" if device.is_cpu else kernel):
         raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'auto' or 'chunked'")
     return (kernel or "chunked") if requested == "auto" else requested
-
-
-def choose_training_lengths(device: Device) -> tuple[int, int]:
-    """Returns the block size of a new drafter, and the largest number of tokens of an answer that it is trained on.
-
-    Every drafted slot and every token costs time on a CPU; elsewhere the block has its published size.
-    """
-    return (8, 256) if device.is_cpu else (16, 1024)
-
-
-def choose_training_vocabulary(device: Device) -> int:
-    """Returns the number of vocabulary tokens per token of a sequence that a backbone is trained on; 0: all.
-
-    A sample saves most of a step's time on a CPU. On accelerators it was never compared.
-    """
-    return 4 if device.is_cpu else 0

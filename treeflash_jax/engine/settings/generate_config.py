@@ -1,12 +1,13 @@
 """`GenerateConfig`: the settings of a call, each declared once, with its type, default, limits and help."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.constraints.json_schema import as_json
+from treeflash_jax.constraints.byte_automaton import MOST_STATES
+from treeflash_jax.constraints.compilation import DEPTH, as_json
 from treeflash_jax.core.checks import refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
@@ -18,6 +19,7 @@ from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.shape import MAX_NODES
 
 MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
+MAX_DEPTH = 16
 MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 would leave float32
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
@@ -52,16 +54,27 @@ class GenerateConfig:
         128, "largest number of tokens in an answer, the stop token included", least=1, unit="tokens", basic=True
     )
     temperature: float | Sequence[float] = sampling(
-        0.0, "sampling temperature of the verifier; 0 is greedy", least=0, most=MAX_TEMPERATURE, basic=True
+        0.0, "sampling temperature of the verifier; 0 is greedy", least=0, most=MAX_TEMPERATURE, basic=True, dtype=float
     )
     top_k: int | Sequence[int] = sampling(
-        0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens", basic=True
+        0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens", basic=True, dtype=int
     )
     top_p: float | Sequence[float] = sampling(
-        1.0, "sample from the most likely tokens of this total probability", above=0, most=1, unit="probability", basic=True
+        1.0,
+        "sample from the most likely tokens of this total probability",
+        above=0,
+        most=1,
+        unit="probability",
+        basic=True,
+        dtype=float,
     )
     min_p: float | Sequence[float] = sampling(
-        0.0, "sample from tokens at least this many times as likely as the likeliest", least=0, most=1, unit="fraction"
+        0.0,
+        "sample from tokens at least this many times as likely as the likeliest",
+        least=0,
+        most=1,
+        unit="fraction",
+        dtype=float,
     )
     seed: int | Sequence[int] = sampling(
         0,
@@ -84,9 +97,10 @@ class GenerateConfig:
         above=0,
         most=100,
         unit="factor",
+        dtype=float,
     )
     presence_penalty: float | Sequence[float] = sampling(
-        0.0, "subtracted from the logits of tokens in the answer", least=-2, most=2, unit="logits"
+        0.0, "subtracted from the logits of tokens in the answer", least=-2, most=2, unit="logits", dtype=float
     )
     frequency_penalty: float | Sequence[float] = sampling(
         0.0,
@@ -94,6 +108,7 @@ class GenerateConfig:
         least=-2,
         most=2,
         unit="logits",
+        dtype=float,
     )
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = sampling(
         None, "numbers that are added to the logits of tokens, by token id", unset="none", unit="JSON"
@@ -120,6 +135,13 @@ class GenerateConfig:
         "JSON schema that the answer follows: a dictionary, JSON text or a pydantic model",
         unset="none",
         spelled=as_json,
+    )
+    schema_depth: int = sampling(
+        DEPTH,
+        "levels of arrays and objects in an answer where its schema says nothing, or contains itself",
+        least=1,
+        most=MAX_DEPTH,
+        unit="levels",
     )
     pattern: str | Sequence[str | None] | None = sampling(
         None, "regular expression that the whole answer matches", unset="none", unit="regex"
@@ -194,7 +216,7 @@ class GenerateConfig:
     builder: str | None = tree(
         None,
         "kind of draft: a tree of the most likely nodes (best-first) or of sampled nodes (paths, delayed, "
-        "without-replacement, hybrid); one path (walk: the most likely token after each token; chain: DFlash's, the most "
+        "without-replacement, skeleton); one path (walk: the most likely token after each token; chain: DFlash's, the most "
         "likely token of each depth); or none, one token at a time, whatever the other drafting settings are",
         unset="best-first; none without a drafter, or if drafting is not expected to pay and no drafting setting is given",
         choices=lambda: ("none", *BUILDERS),
@@ -221,7 +243,7 @@ class GenerateConfig:
     )
     trunk: int = tree(2, "nodes before the first branching of a delayed tree", least=0, most=MAX_NODES, unit="nodes")
     skeleton: float = tree(
-        0.25, "share of the nodes of a hybrid tree that best-first search chooses", least=0, most=1, unit="share"
+        0.25, "share of the nodes of a skeleton tree that best-first search chooses", least=0, most=1, unit="share"
     )
     leaves: bool = tree(False, "let sampled trees contain tokens that the drafter cannot continue")
     drafter_temperature: float | None = tree(
@@ -240,6 +262,14 @@ class GenerateConfig:
         unit="nodes",
     )
 
+    schema_states: int = running(
+        4096,
+        "states for which programs that follow a schema, a pattern or choices have room; one with more states compiles "
+        "programs of its own. A thousand take 2 MiB for each sequence",
+        least=1,
+        most=MOST_STATES,
+        unit="states",
+    )
     batch_size: int | None = running(
         None,
         "sequences decoded together; with fewer prompts, the unused slots decode padding. Every size is compiled once",
@@ -285,5 +315,16 @@ class GenerateConfig:
 def with_settings(config: GenerateConfig | None, settings: Mapping[str, Any]) -> GenerateConfig:
     """Returns settings of a call with some replaced; None: the defaults. Raises UnknownSetting for an unknown name."""
     elsewhere = dict.fromkeys(field_names(ModelOptions), "is an argument of tf.load")
-    refuse_unknown(settings, field_names(GenerateConfig), REFUSED | elsewhere)
-    return replace(config or GenerateConfig(), **settings)
+    config = config or GenerateConfig()
+    refuse_unknown(settings, field_names(type(config)), REFUSED | elsewhere)
+    return replace(config, **settings)
+
+
+def number_types(config: type[GenerateConfig] = GenerateConfig) -> dict[str, type]:
+    """Returns the settings that give every request a number, each with its type.
+
+    Those are the settings with a `dtype`. Such a setting needs nothing else but its arithmetic
+    (`decoding.processors.PROCESSORS`): servers take a field of its name, and `decoding.state.Sampling` has its numbers.
+    """
+    dtypes = {field.name: field.metadata["dtype"] for field in fields(config)}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}

@@ -36,7 +36,7 @@ Builder = Literal[
     "paths",
     "delayed",
     "without-replacement",
-    "hybrid",
+    "skeleton",
 ]
 Acceptance = Literal[
     "sample-and-match",
@@ -92,11 +92,11 @@ class GenerateSettings(TypedDict, total=False):
         fold_in(prompt's key, j) (default: 1).
       stop: text that ends an answer and is not part of it.
       builder: kind of draft: a tree of the most likely nodes (best-first) or of
-        sampled nodes (paths, delayed, without-replacement, hybrid); one path
+        sampled nodes (paths, delayed, without-replacement, skeleton); one path
         (walk: the most likely token after each token; chain: DFlash's, the most
         likely token of each depth); or none, one token at a time, whatever the
         other drafting settings are (one of none, best-first, walk, chain,
-        paths, delayed, without-replacement, hybrid; default: best-first; none
+        paths, delayed, without-replacement, skeleton; default: best-first; none
         without a drafter, or if drafting is not expected to pay and no drafting
         setting is given).
       nodes: tree nodes verified per round, the root (the last token of the
@@ -124,6 +124,8 @@ class GenerateSettings(TypedDict, total=False):
         those with a schema, a pattern or choices (default: the model's own).
       schema: JSON schema that the answer follows: a dictionary, JSON text or a
         pydantic model (default: none).
+      schema_depth: levels of arrays and objects in an answer where its schema
+        says nothing, or contains itself (default: 6).
       pattern: regular expression that the whole answer matches (default: none).
       choices: texts, one of which is the answer (default: none).
       processor: function of logits and `decoding.processors.History` that
@@ -164,7 +166,7 @@ class GenerateSettings(TypedDict, total=False):
       branches: number of sampled paths, or largest number of sampled children
         of a node (default: 2).
       trunk: nodes before the first branching of a delayed tree (default: 2).
-      skeleton: share of the nodes of a hybrid tree that best-first search
+      skeleton: share of the nodes of a skeleton tree that best-first search
         chooses (default: 0.25).
       leaves: let sampled trees contain tokens that the drafter cannot continue.
       drafter_temperature: temperature of the draft (default: the larger of the
@@ -173,6 +175,9 @@ class GenerateSettings(TypedDict, total=False):
         number of children: EAGLE-2's tree (default: all if the drafter drafts
         all levels in one pass; otherwise the drafter's, but 2 in trees of up to
         8 nodes on a CPU not using amx_bf16).
+      schema_states: states for which programs that follow a schema, a pattern
+        or choices have room; one with more states compiles programs of its own.
+        A thousand take 2 MiB for each sequence (default: 4096).
       attention: implementation of attention: xla reads whole caches; streamed,
         blocked, pallas-gpu and mosaic-gpu only their filled part. pallas-gpu is
         the default on H100 and H200 in bfloat16; mosaic-gpu never ran there,
@@ -205,6 +210,7 @@ class GenerateSettings(TypedDict, total=False):
     stop: Sequence[str] | Sequence[Sequence[str]]
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
     schema: str | Sequence[str | None] | None
+    schema_depth: int
     pattern: str | Sequence[str | None] | None
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None
     processor: Callable[..., Any] | None
@@ -226,6 +232,7 @@ class GenerateSettings(TypedDict, total=False):
     leaves: bool
     drafter_temperature: float | None
     lanes: int | None
+    schema_states: int
     batch_size: int | None
     attention: Attention | str | None
     kernels: Kernels | str | None

@@ -53,11 +53,12 @@ def resolve(
     kernels.check_device("attention", config.attention, device)
     kernels.check_device("kernels", config.kernels, device)
     attention = config.attention or defaults.choose_attention(device, dtype, head_dims)
+    table = defaults.of_device(device, dtype)
     prefill = PrefillPlan(
         verifier=verifier,
-        attention=config.attention or defaults.choose_prefill_attention(device),
+        attention=config.attention or table.prefill_attention,
         chunk=defaults.choose_prefill_chunk(device),
-        passes=defaults.choose_prefill_passes(device),
+        passes=table.prefill_passes,
         kernels=config.kernels,
         stacks_cache=attention in kernels.KERNELS["attention"],
         residual_dtype=defaults.choose_residual_dtype(device, dtype),

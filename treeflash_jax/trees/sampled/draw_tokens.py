@@ -19,6 +19,7 @@ from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, pick
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITHOUT_REPLACEMENT, Proposal
+from treeflash_jax.trees.tree_inputs import TreeInputs
 
 UNUSED = -1  # depth of a place without a node
 
@@ -64,32 +65,24 @@ def draw_noise(key_b: jax.Array, expander: Expander, num_nodes: int) -> jax.Arra
 
 
 def draw_tokens(
-    expander: Expander,
-    anchor_b: jax.Array,
-    outline: Outline,
-    noise_bnc: jax.Array,
-    *,
-    leaves: bool,
-    ranks: int = 1,
-    skeleton: int = 0,
-    deepest: int | None = None,
+    inputs: TreeInputs, outline: Outline, *, ranks: int = 1, skeleton: int = 0, deepest: int | None = None
 ) -> tuple[DraftTree, Proposal]:
     """Draws the nodes of an outline from q: the expander's distribution, restricted to tokens that continue, renormalised.
 
     An i.i.d. draw is argmax(log q + noise of its place). Siblings without replacement are the largest entries of
     log q + noise of their parent, in decreasing order: the first is distributed as q, each later one as q without the
-    earlier ones.
+    earlier ones. Tokens that end their branch are admitted if `shape.leaves` says so, if the outline has no children
+    below, or if no token continues.
 
     Args:
-      noise_bnc: Gumbel noise for at least as many nodes as places.
-      leaves: admits tokens that end their branch although the outline has children below. Without such children, or if no
-        token continues, they are admitted anyway.
+      inputs: inputs of the builder; their noise is for at least as many nodes as the outline has places.
       ranks: maximal number of children of a node drawn without replacement; static.
       skeleton: places 1 to `skeleton` are deterministic and tested after their sampled siblings; static.
       deepest: maximal depth of the places of any sequence; static. None: unknown.
 
     Source: DDTree and TreeFlash for q; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
     """
+    expander, anchor_b, noise_bnc = inputs.expander, inputs.anchor_b, inputs.noise_bnc
     batch, n = anchor_b.size, outline.parent_bn.shape[-1]
     outline = jax.tree.map(lambda x_n: jnp.broadcast_to(x_n, (batch, n)), outline)
     depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
@@ -101,7 +94,7 @@ def draw_tokens(
 
     def level(carry, depth):
         state_bn, nodes = carry
-        offered = _offered(expander, depth, state_bn, barred_bnc, goes_on_bn, leaves)
+        offered = _offered(expander, depth, state_bn, barred_bnc, goes_on_bn, inputs.shape.leaves)
         nodes = _drawn(outline, nodes, depth, *offered, noise_bnc, ranks)
         above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, outline.parent_bn), state_bn)
         is_below_bn = outline.depth_bn == depth + 1

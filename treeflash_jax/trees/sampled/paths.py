@@ -2,40 +2,34 @@
 
 from dataclasses import replace
 
-import jax
-
 from treeflash_jax.trees.draft_tree import DraftTree
-from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.sampled.draw_tokens import draw_tokens, make_outline
 from treeflash_jax.trees.sampled.proposal import WITH_REPLACEMENT, Proposal
 from treeflash_jax.trees.shape import TreeShape
+from treeflash_jax.trees.tree_inputs import TreeInputs
 
 
-def paths(
-    expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
-) -> tuple[DraftTree, Proposal]:
+def paths(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """Draws `shape.branches` i.i.d. paths of equal length from the anchor; common prefixes are verified once.
 
     Source: SpecInfer (arXiv 2305.09781); SpecTr (arXiv 2310.15141).
     """
-    return delayed(expander, anchor_b, num_nodes, replace(shape, trunk=0), noise_bnc)
+    return delayed(replace(inputs, shape=replace(inputs.shape, trunk=0)))
 
 
-def delayed(
-    expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
-) -> tuple[DraftTree, Proposal]:
+def delayed(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """Draws one path of `shape.trunk` tokens, then `shape.branches` i.i.d. paths from its end.
 
     Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth.
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
-    trunk, branches, length = _fit_paths(expander.num_depths, num_nodes, shape)
+    trunk, branches, length = _fit_paths(inputs.expander.num_depths, inputs.num_nodes, inputs.shape)
     # Place by place: the trunk, then level by level one place for each branch.
     first = [trunk] * branches if length else []
     parents = [*range(trunk), *first, *range(trunk + 1, 1 + trunk + branches * (length - 1))]
     outline = make_outline(parents, WITH_REPLACEMENT)
-    return draw_tokens(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, deepest=trunk + length)
+    return draw_tokens(inputs, outline, deepest=trunk + length)
 
 
 def delayed_size(depths: int, nodes: int, shape: TreeShape) -> int:

@@ -2,28 +2,23 @@
 
 import heapq
 
-import jax
-
 from treeflash_jax.trees.draft_tree import DraftTree
-from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.sampled.draw_tokens import draw_tokens, make_outline
 from treeflash_jax.trees.sampled.proposal import WITHOUT_REPLACEMENT, Proposal
-from treeflash_jax.trees.shape import TreeShape
+from treeflash_jax.trees.tree_inputs import TreeInputs
 
 ACCEPTANCE = 0.7  # assumed chance a that a test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
 
 
-def without_replacement(
-    expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
-) -> tuple[DraftTree, Proposal]:
+def without_replacement(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """Draws up to `shape.branches` distinct children per node; the outline is the best for a fixed acceptance rate.
 
     Source: Sequoia (arXiv 2402.12374) for fixed outlines and sampling without replacement; EAGLE (arXiv 2401.15077).
     """
-    ranks = min(shape.branches, noise_bnc.shape[2])
-    parents, siblings = best_outline(num_nodes - 1, ranks, expander.num_depths)
+    ranks = min(inputs.shape.branches, inputs.noise_bnc.shape[2])
+    parents, siblings = best_outline(inputs.num_nodes - 1, ranks, inputs.expander.num_depths)
     outline = make_outline(parents, WITHOUT_REPLACEMENT, siblings)
-    return draw_tokens(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, ranks=ranks)
+    return draw_tokens(inputs, outline, ranks=ranks)
 
 
 def best_outline(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:

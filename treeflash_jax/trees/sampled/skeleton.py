@@ -6,17 +6,14 @@ from jax import lax
 
 from treeflash_jax.trees.best_first import best_first_search
 from treeflash_jax.trees.draft_tree import DraftTree, pick
-from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.sampled.draw_tokens import UNUSED, Outline, draw_tokens
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITHOUT_REPLACEMENT, Proposal
-from treeflash_jax.trees.shape import TreeShape
+from treeflash_jax.trees.tree_inputs import TreeInputs
 
 REACH = 0.6  # assumed chance that a sampled node is accepted, for dividing the nodes only
 
 
-def hybrid(
-    expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
-) -> tuple[DraftTree, Proposal]:
+def skeleton_chains(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """Chooses a share `shape.skeleton` of the nodes by best-first search, and samples chains below them.
 
     Each skeleton node may have one sampled child, continued as a chain. It is drawn from the node's distribution without
@@ -25,8 +22,8 @@ def hybrid(
 
     Source: greedy drafting with one sampled child, Hu et al. (arXiv 2502.18779), here at every node of a best-first tree.
     """
-    wanted = round(shape.skeleton * (num_nodes - 1))
-    skeleton, slot_bk, open_bk = best_first_search(expander, anchor_b, wanted + 1)
+    wanted = round(inputs.shape.skeleton * (inputs.num_nodes - 1))
+    skeleton, slot_bk, open_bk = best_first_search(inputs, wanted + 1)
     fixed = skeleton.tokens_bn.shape[1] - 1
     depth_bk = jnp.where(skeleton.valid_bn, skeleton.depth_bn, UNUSED)
     kind_bk = jnp.full_like(depth_bk, DETERMINISTIC)
@@ -34,10 +31,10 @@ def hybrid(
     children_bk = jax.vmap(lambda parent_k, valid_k: jnp.zeros_like(parent_k).at[parent_k].add(valid_k))(
         skeleton.parent_bn, skeleton.valid_bn.at[:, 0].set(False).astype(jnp.int32)
     )
-    has_spare_bk = open_bk & (children_bk < noise_bnc.shape[2])  # none is left if all children are in the skeleton
-    chains = _chains(skeleton, has_spare_bk, num_nodes - 1 - fixed, expander.num_depths)
+    has_spare_bk = open_bk & (children_bk < inputs.noise_bnc.shape[2])  # none is left if all children are in the skeleton
+    chains = _chains(skeleton, has_spare_bk, inputs.num_nodes - 1 - fixed, inputs.expander.num_depths)
     outline = jax.tree.map(lambda fixed_bk, drawn_bs: jnp.concatenate([fixed_bk, drawn_bs], axis=1), outline, chains)
-    return draw_tokens(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, skeleton=fixed)
+    return draw_tokens(inputs, outline, skeleton=fixed)
 
 
 def _chains(skeleton: DraftTree, has_spare_bk: jax.Array, count: int, depths: int) -> Outline:

@@ -1,0 +1,356 @@
+"""JSON schemas: every text of the automaton is valid, and the valid texts of our form are in it."""
+
+import datetime
+import decimal
+import enum
+import ipaddress
+import itertools
+import json
+import random
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional
+
+import hypothesis
+import jsonschema
+import pydantic
+import pytest
+from byte_texts import assert_texts_are_valid, is_possible, random_text, schema_term
+from hypothesis import strategies as st
+from typing_extensions import TypedDict
+
+from treeflash_jax.constraints.compiler.json_texts import parse
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import is_nothing
+
+SUITE = Path(__file__).parents[3] / "shared/data/json_schema_suite"
+DEFS = {"a/b": {"type": "null"}, "c~d": {"const": 1}, "p%q": {"const": 2}, "here": {"$anchor": "spot", "enum": [3]}}
+NODE = {
+    "type": "object",
+    "properties": {"value": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
+    "required": ["value"],
+}
+
+# Schemas with values that are possible, and values that are not.
+FOLLOWED = [
+    # any value, and keywords that speak of one type
+    ({}, [None, True, 1, -2.5, "é", [], [1, ["a"]], {"a": {"b": [None]}}], []),
+    (False, [], [None, {}]),
+    ({"properties": {"answer": {}}}, [{"answer": {"city": "Paris"}}, 3], []),
+    ({"minLength": 2}, ["ab", 1, [], None], ["a"]),
+    ({"type": "integer", "enum": [1, "a"]}, [1], ["a"]),
+    ({"enum": [1, "a"], "anyOf": [{"type": "string"}]}, ["a"], [1]),
+    ({"type": ["integer", "null"]}, [1, None], [True, 1.5, "1"]),
+    ({"const": {"a": [1, "x"]}}, [{"a": [1, "x"]}], [{"a": [1, "y"]}, {}]),
+    ({"enum": [10**30, 0.1, True]}, [10**30, 0.1, True], [10**30 + 1, 1, 0]),
+    # numbers
+    ({"type": "integer", "minimum": -3, "maximum": 12}, [-3, 0, 9, 12], [-4, 13, 100, 3.5]),
+    ({"type": "integer", "exclusiveMinimum": 9, "exclusiveMaximum": 101}, [10, 55, 100], [9, 101, 1]),
+    ({"type": "number", "minimum": 0.5, "exclusiveMaximum": 10}, [0.5, 1, 9.99], [0.49, 10, 10.0, -1]),
+    ({"type": "number", "maximum": -1.25}, [-1.25, -2, -100.5], [-1.2, 0, 3]),
+    ({"type": "integer", "multipleOf": 7}, [0, 7, -14, 700], [1, 8, -15]),
+    ({"type": "number", "multipleOf": 0.01}, [1, 0.25, -3.1], [0.125, 1.001]),
+    ({"type": "number"}, [1, 1.0, 2.50, 1e20, 1.5e-7], []),
+    ({"type": "integer"}, [0, -5], [1.5]),
+    # texts
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é\n", "\U0001f600" * 3, '""'], ["a", "abcd"]),
+    ({"type": "string", "pattern": "cat|dog"}, ["cat", "hotdogs"], ["ca"]),
+    ({"type": "string", "pattern": "^a|b$"}, ["a", "axx", "xxb"], ["ba"]),
+    ({"type": "string", "pattern": r"^\d+$"}, ["123"], ["٣", "a"]),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 3}, ["a", "aaa"], ["aaaa", ""]),
+    ({"type": "string", "pattern": '^["\\\\\n]+$'}, ['"', "\\\n"], ["n"]),
+    (
+        {"type": "string", "format": "date"},
+        ["2024-02-29", "1999-12-31"],
+        ["2023-02-29", "2023-02-30", "1900-02-29", "0000-01-01"],
+    ),
+    (
+        {"type": "string", "format": "date-time"},
+        ["2024-02-29T23:59:59Z", "2024-04-30T00:00:00.5+02:00"],
+        ["2024-04-31T00:00:00Z", "2024-04-30T00:00:00"],
+    ),
+    ({"type": "string", "format": "time"}, ["08:30:06Z"], ["24:00:00Z", "08:30:06"]),
+    ({"type": "string", "format": "duration"}, ["P4DT12H30M5S", "P2W", "PT36H"], ["P", "P1D2H", "PT"]),
+    ({"type": "string", "format": "email"}, ["joe.bloggs@example.com"], ["a@b", ".a@b.c", "a"]),
+    ({"type": "string", "format": "ipv4"}, ["127.0.0.1"], ["256.0.0.1", "1.2.3"]),
+    ({"type": "string", "format": "ipv6"}, ["::1", "2001:db8::a:1", "1:2:3:4:5:6:7:8"], ["12345::", "1::2::3"]),
+    ({"type": "string", "format": "uuid"}, ["2eb8aa08-aa98-11ea-b4aa-73b441d16380"], ["2eb8aa08aa9811eab4aa73b441d16380"]),
+    ({"type": "string", "format": "uri"}, ["http://foo.bar/?baz=qux#quux"], ["//foo.bar", "foo"]),
+    ({"type": "string", "format": "hostname"}, ["www.example.com"], ["-a", "a_b"]),
+    ({"type": "string", "format": "colour"}, ["anything"], [1]),
+    # arrays
+    ({"type": "array", "prefixItems": [{}], "items": False}, [[], [1]], [[1, 2]]),
+    (
+        {"prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2},
+        [[1, "a"], [1, "a", None]],
+        [[1], ["a", 1]],
+    ),
+    ({"items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, [[True], [True, False]], [[], [True] * 3, [1]]),
+    ({"contains": {"type": "null"}, "items": {"type": ["null", "integer"]}}, [[1, None], [None]], [[], [1], ["a", None]]),
+    ({"contains": {"const": 1}, "minContains": 2, "maxContains": 2}, [[1, 1], [1, 2, 1]], [[1], [1, 1, 1]]),
+    ({"items": {"enum": [1, 2, 3]}, "uniqueItems": True}, [[], [3, 1, 2]], [[1, 1], [1, 2, 1]]),
+    # objects
+    (
+        {"properties": {"a": {"type": "null"}}, "required": ["b"]},
+        [{"b": 1}, {"a": None, "b": 1}],
+        [{"a": None}, {"a": 1, "b": 1}],
+    ),
+    ({"properties": {'q"\\': {"const": 1}, "é\n": True}}, [{'q"\\': 1, "é\n": 2}, {}], [{'q"\\': 2}]),
+    (
+        {"properties": {"a": {"const": 1}}, "additionalProperties": {"type": "null"}},
+        [{"a": 1, "b": None}],
+        [{"b": 1}, {"a": None}],
+    ),
+    (
+        {"type": "object", "patternProperties": {"^x-": {"type": "null"}}, "additionalProperties": False},
+        [{"x-a": None}],
+        [{"a": None}, {"x-a": 1}],
+    ),
+    ({"type": "object", "propertyNames": {"maxLength": 1}}, [{"a": 1}], [{"ab": 1}]),
+    (
+        {"type": "object", "minProperties": 1, "maxProperties": 2},
+        [{"a": 1}, {"a": 1, "b": 2}],
+        [{}, {"a": 1, "b": 2, "c": 3}],
+    ),
+    ({"dependentRequired": {"a": ["b"]}}, [{"b": 1}, {"a": 1, "b": 1}, {}], [{"a": 1}]),
+    ({"dependentSchemas": {"a": {"maxProperties": 1}}}, [{"a": 1}, {"b": 1, "c": 1}], [{"a": 1, "b": 1}]),
+    # combinations
+    ({"allOf": [{"minimum": 3}, {"maximum": 5}], "type": "integer"}, [3, 5], [2, 6]),
+    (
+        {"allOf": [{"properties": {"a": {"minimum": 1}}}, {"properties": {"a": {"maximum": 1}}}]},
+        [{"a": 1}],
+        [{"a": 2}, {"a": 0}],
+    ),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, [1, 2.5, "a"], [3, 1.5]),
+    ({"not": {"type": ["string", "integer"]}}, [None, 1.5], ["a", 1]),
+    ({"not": {"required": ["a"]}}, [{"b": 1}], [{"a": 1}, 3]),
+    ({"type": "integer", "not": {"enum": [1, 2]}}, [0, 3], [1, 2]),
+    ({"if": {"type": "integer"}, "then": {"minimum": 0}, "else": {"type": "string"}}, [1, "a"], [-1, None]),
+    (
+        {"properties": {"a": True}, "unevaluatedProperties": False, "anyOf": [{"properties": {"b": True}}, True]},
+        [{"a": 1, "b": 2}],
+        [{"c": 1}],
+    ),
+    ({"prefixItems": [True], "unevaluatedItems": {"type": "null"}}, [[1, None]], [[1, 1]]),
+    # references
+    ({"$ref": "#/$defs/a~1b", "$defs": DEFS}, [None], [1]),
+    ({"$ref": "#/$defs/c~0d", "$defs": DEFS}, [1], [2]),
+    ({"$ref": "#/$defs/p%25q", "$defs": DEFS}, [2], [1]),
+    ({"$ref": "#spot", "$defs": DEFS}, [3], [1]),
+    ({"$id": "http://x.org/root", "$ref": "other", "$defs": {"o": {"$id": "other", "type": "null"}}}, [None], [1]),
+    ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, [{"value": 1, "next": {"value": 2}}], [{"next": {"value": 1}}]),
+]
+
+
+@pytest.mark.parametrize("case", FOLLOWED, ids=lambda case: json.dumps(case[0])[:60])
+def test_what_a_schema_allows(case):
+    schema, possible, impossible = case
+    term = schema_term(schema)
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    assert all(map(validator.is_valid, possible))
+    for value in possible:
+        assert is_possible(term, value), value
+    for value in impossible:
+        assert not is_possible(term, value), value
+
+
+REFUSED = [
+    ({"type": "array", "uniqueItems": True}, ["uniqueItems", "#"]),
+    ({"properties": {"a": {"pattern": "(?=x)"}}}, ["look-around", "position 0", "#/properties/a/pattern"]),
+    ({"anyOf": [{"colour": 3}]}, ["keyword 'colour'", "#/anyOf/0"]),
+    ({"type": "lizard"}, ["lizard", "#/type"]),
+    ({"type": "array", "items": [3]}, ["items", "#"]),
+    ({"$ref": "#"}, ["contains itself"]),
+    ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, ["contains itself"]),
+    ({"$ref": "#/$defs/missing"}, ["'#/$defs/missing' names nothing"]),
+    ({"$ref": "http://example.com/x"}, ["names nothing"]),
+    ({"format": "regex"}, ["format 'regex'", "#/format"]),
+    ({"multipleOf": 12345}, ["multipleOf 12345"]),
+    ({"type": "object", "minProperties": 3}, ["minProperties 3"]),
+    ({"not": {"format": "date"}}, ["format 'date'", "#/not/format"]),
+    ({"minimum": "3"}, ["minimum '3'"]),
+    ([], ["no JSON schema"]),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: json.dumps(case[0])[:60])
+def test_what_is_refused_says_what_and_where(case):
+    schema, words = case
+    with pytest.raises(Refused) as caught:
+        schema_term(schema)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [False, {"enum": []}, {"type": "array", "minItems": 2, "maxItems": 1}, {"allOf": [{"const": 1}, {"const": 2}]}],
+)
+def test_schemas_without_values(schema):
+    assert is_nothing(schema_term(schema))
+
+
+def test_depth_of_values_that_a_schema_does_not_describe():
+    for depth in 1, 3:
+        for schema in {}, {"type": "array"}:
+            term = schema_term(schema, depth)
+            nested = [json.loads("[" * levels + "]" * levels) for levels in range(1, 6)]
+            assert [is_possible(term, value) for value in nested] == [levels <= depth for levels in range(1, 6)]
+    # A schema that describes every level has no depth; one that contains itself has.
+    deep = {"type": "integer"}
+    value = 1
+    for _ in range(5):
+        deep, value = {"type": "object", "properties": {"a": deep}, "required": ["a"]}, {"a": value}
+    assert is_possible(schema_term(deep, 1), value)
+    lists = {"type": "array", "items": {"$ref": "#"}}
+    assert is_possible(schema_term(lists, 3), [[[]]]) and not is_possible(schema_term(lists, 3), [[[[[]]]]])
+
+
+def permutations(value):
+    """Returns values whose keys stand in any order, up to a number of them."""
+    if isinstance(value, dict):
+        for items in itertools.islice(itertools.permutations(value.items()), 24):
+            for values in itertools.islice(itertools.product(*(permutations(inner) for _, inner in items)), 12):
+                yield dict(zip([key for key, _ in items], values, strict=True))
+    elif isinstance(value, list):
+        yield from map(list, itertools.islice(itertools.product(*map(permutations, value)), 24))
+    else:
+        yield value
+
+
+@pytest.mark.skipif(not SUITE.exists(), reason="half of the public JSON Schema test suite is not here")
+def test_public_suite():
+    """Of 237 schemas, 13 are refused and 219 have a valid value that is possible; for none is an invalid one possible."""
+    groups = [group for path in sorted(SUITE.rglob("*.json")) for group in json.loads(path.read_text())]
+    refused, without = [], []
+    for group in groups:
+        try:
+            term = schema_term(group["schema"], 6)
+        except Refused:
+            refused.append(group["description"])
+            continue
+        found = set()
+        for case in group["tests"]:
+            if any(is_possible(term, value) for value in permutations(case["data"])):
+                found.add(case["valid"])
+        assert False not in found, group
+        if True not in found and any(case["valid"] for case in group["tests"]):
+            without.append(group["description"])
+    assert len(groups) == 237 and len(refused) <= 13 and len(without) <= 5
+
+
+SIZES, NAMES = st.integers(0, 3), st.sampled_from(["a", "b"])
+LEAVES = {
+    "type": st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"]),
+    "enum": st.lists(st.sampled_from([None, True, 0, 1, 2.5, "a", 'é"', [1], {"a": 1}]), min_size=1, max_size=3),
+    "const": st.sampled_from([False, 7, -1.25, "ab", ["a"], {}]),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "maxProperties"), SIZES),
+    **dict.fromkeys(("minimum", "exclusiveMaximum"), st.sampled_from([-12, 0, 0.5, 3, 99.75])),
+    "multipleOf": st.sampled_from([1, 3, 10]),
+    # These mean the same in ECMA-262 and Python, but for the ends of lines.
+    "pattern": st.sampled_from(["a", "^a", "b$", "^[a-c]+$", "a|b$"]),
+    "required": st.lists(NAMES, max_size=2, unique=True),
+}
+
+
+def schemas(levels: int) -> st.SearchStrategy[dict]:
+    """Returns a strategy of schemas of up to three keywords."""
+    keywords = dict(LEAVES)
+    if levels:
+        inner = st.booleans() | schemas(levels - 1)
+        several, named = st.lists(inner, min_size=1, max_size=2), st.dictionaries(NAMES, inner, min_size=1, max_size=2)
+        keywords |= dict.fromkeys(("items", "contains", "propertyNames", "not", "if", "then", "else"), inner)
+        keywords |= dict.fromkeys(("additionalProperties", "unevaluatedProperties"), inner)
+        keywords |= dict.fromkeys(("prefixItems", "anyOf", "allOf", "oneOf"), several)
+        keywords |= dict.fromkeys(("properties", "patternProperties"), named)
+    some = st.lists(st.sampled_from(sorted(keywords)), min_size=1, max_size=3, unique=True)
+    return some.flatmap(lambda names: st.fixed_dictionaries({name: keywords[name] for name in names}))
+
+
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(schema=schemas(2), seed=st.integers(0, 2**32))
+def test_random_schemas(schema, seed):
+    """Texts are values that jsonschema accepts, and values without items and keys that it accepts are texts."""
+    try:
+        term = schema_term(schema, 2)
+    except Refused:
+        return
+    is_valid = jsonschema.Draft202012Validator(parse(json.dumps(schema))).is_valid
+    with decimal.localcontext(decimal.Context(prec=400)):  # jsonschema divides
+        assert_texts_are_valid(term, is_valid, random.Random(seed))
+        for value in (None, True, 0, 3, -1, 7, 2.5, "", "a", "ab", 'é"', "\x00", [], [1], {}, {"a": 1}):
+            value = parse(json.dumps(value))
+            if is_possible(term, value):
+                assert is_valid(value), value
+            elif not isinstance(value, list | dict) and "\n" not in str(value):
+                assert not is_valid(value), value
+
+
+class Colour(enum.Enum):
+    RED, GREEN = "red", 'gr"een'
+
+
+class Leaf(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(min_length=1, max_length=4, pattern="^[a-z]+$")]
+    next: Optional["Leaf"] = None
+
+
+@dataclass
+class Point:
+    x: float
+    y: float = 0.0
+
+
+FIELDS = [
+    bool, int, float, str, None, bytes, datetime.date, datetime.datetime, datetime.time,
+    datetime.timedelta, uuid.UUID, Path, Colour, Literal["a", 1, None], int | str, int | None, list[int], list[list[str]],
+    tuple[int, str], tuple[int, ...], dict[str, int], dict[str, Any], list[Any], Any, dict, list, Point, Leaf, list[Leaf],
+    set[Colour], frozenset[bool], Annotated[int, pydantic.Field(ge=0, le=120)],
+    Annotated[int, pydantic.Field(gt=3, multiple_of=5)],
+   
+    Annotated[float, pydantic.Field(gt=0, lt=1)], Annotated[str, pydantic.Field(max_length=5)],
+    Annotated[str, pydantic.Field(pattern="cat|dog")], Annotated[list[int], pydantic.Field(min_length=1, max_length=2)],
+    pydantic.PositiveInt, pydantic.NonNegativeFloat, pydantic.AnyUrl, ipaddress.IPv4Address, ipaddress.IPv6Address,
+    Annotated[Leaf | Point, pydantic.Field(title="either")], TypedDict("Movie", {"title": str, "year": int}),
+    dict[Literal["a", "b"], int], dict[Annotated[str, pydantic.Field(pattern="^x")], bool],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FIELDS, ids=str)
+def test_fields_of_pydantic_models(kind):
+    """Models with a field of each kind read every text."""
+    model = pydantic.create_model("Model", field=(kind, ...), other=(kind, None))
+    term, rng = schema_term(model.model_json_schema(), 3), random.Random(0)
+    texts = [random_text(term, rng) for _ in range(20)]
+    assert len({*texts}) > 1
+    for text in texts:
+        model.model_validate_json(text)
+
+
+@pytest.mark.slow
+def test_sampled_answers_are_valid(tiny):
+    """Of random schemas, at a high temperature, with trees and without."""
+    drawn = []
+
+    @hypothesis.settings(max_examples=200, database=None, derandomize=True, deadline=None)
+    @hypothesis.given(schemas(2))
+    def draw(schema):
+        drawn.append({"type": ["array", "object", "string", "number"], **schema})
+
+    draw()
+    followed = []
+    for schema in drawn:
+        try:
+            if not is_nothing(schema_term(schema, 2)):
+                followed.append(schema)
+        except Refused:
+            pass
+    assert len(followed) > 100
+    how = {"schema": followed, "schema_depth": 2, "temperature": 2.0, "max_new_tokens": 120, "batch_size": 8}
+    for draft in {"builder": "none"}, {"nodes": 8}:
+        results = tiny.generate(["Write JSON."] * len(followed), seed=1, **how, **draft)
+        ended = [(result, schema) for result, schema in zip(results, followed, strict=True) if result.finished == "stop"]
+        assert len(ended) > 50
+        with decimal.localcontext(decimal.Context(prec=400)):
+            for result, schema in ended:
+                jsonschema.Draft202012Validator(parse(json.dumps(schema))).validate(parse(result.text))

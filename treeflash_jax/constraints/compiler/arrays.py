@@ -1,0 +1,123 @@
+"""Arrays as texts."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from treeflash_jax.constraints.compiler.atoms import Atom, Contains, Items, LengthIn, Part, Unique, size_limits
+from treeflash_jax.constraints.compiler.json_texts import COMMA, finite_values, parse, value_text
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, concat, intersect, literal, repeat, union
+
+MOST_COUNTED = 1_000  # items of an array in which some are counted
+
+
+def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term]) -> Term:
+    """Returns the texts of the arrays that have all atoms.
+
+    Args:
+      write: returns the texts of items that are as all of some parts say.
+
+    Raises Refused for arrays of different items that are not finitely many.
+    """
+    least, most = size_limits(atoms, LengthIn)
+    if most is not None and most < least:
+        return NOTHING
+    items = [one for one in atoms if isinstance(one, Items)]
+    kinds = [one for one in atoms if isinstance(one, Contains)]
+    ends = [one.first if one.last is None else one.last + 1 for one in items]
+    alike = max([*ends, *(one.first for one in kinds)], default=0)  # items from here on are as the same schemas say
+
+    def item(index: int, more: Sequence[Part] = ()) -> Term:
+        parts = [one.part for one in items if one.first <= index and (one.last is None or index <= one.last)]
+        return write([*parts, *more])
+
+    is_unique = any(isinstance(one, Unique) for one in atoms) and most not in (0, 1)
+    if kinds or is_unique:
+        return concat(literal(b"["), _Counter(item, kinds, is_unique, least, most, alike).rest())
+    alike = max(alike, 1)  # there is no comma before the first item
+    body = EMPTY
+    if most is None or most > alike:
+        body = repeat(concat(COMMA, item(alike)), max(least - alike, 0), None if most is None else most - alike)
+    for index in reversed(range(alike if most is None else min(alike, most))):
+        part = concat(COMMA if index else EMPTY, item(index), body)
+        body = part if index < least else union(EMPTY, part)
+    return concat(literal(b"["), body, literal(b"]"))
+
+
+class _State(NamedTuple):
+    """Where an array is whose items are counted.
+
+    Attributes:
+      index: number of items, up to the largest that matters.
+      counts: number of items of each kind, likewise.
+      used: JSON texts of the items, if they have to be different.
+    """
+
+    index: int
+    counts: tuple[int, ...]
+    used: frozenset[str] = frozenset()
+
+
+class _Counter:
+    """Writes arrays in which items of some kinds are counted, or all items are different."""
+
+    def __init__(
+        self, item: Callable[..., Term], kinds: list[Contains], is_unique: bool, least: int, most: int | None, alike: int
+    ):
+        self.item, self.kinds, self.least, self.most, self.alike = item, kinds, least, most, alike
+        self.caps = [one.least if one.most is None else one.most + 1 for one in kinds]
+        self.last = max(alike, least, 1, 0 if most is None else most + 1)
+        if self.last > MOST_COUNTED:
+            raise Refused(f"an array of more than {MOST_COUNTED:,} items some of which are counted cannot be followed")
+        self.values = None
+        if is_unique:
+            self.values = {text: None for index in range(alike + 1) for text in finite_values(item(index))}
+        self._rest = cache(self._write_rest)
+
+    def rest(self) -> Term:
+        """Returns the texts behind the opening bracket."""
+        return self._rest(_State(0, (0,) * len(self.kinds)))
+
+    def _write_rest(self, state: _State) -> Term:
+        ways, loops = [], []
+        if state.index >= self.least and all(n >= kind.least for kind, n in zip(self.kinds, state.counts, strict=True)):
+            ways.append(literal(b"]"))
+        for term, after in self._choices(state):
+            if term is NOTHING or not self._is_possible(after):
+                continue
+            part = concat(COMMA if state.index else EMPTY, term)
+            if after == state:
+                loops.append(part)
+            else:
+                ways.append(concat(part, self._rest(after)))
+        return concat(repeat(union(*loops)), union(*ways))
+
+    def _is_possible(self, state: _State) -> bool:
+        is_short = self.most is None or state.index <= self.most
+        return is_short and all(
+            kind.most is None or n <= kind.most for kind, n in zip(self.kinds, state.counts, strict=True)
+        )
+
+    def _choices(self, state: _State) -> Iterable[tuple[Term, _State]]:
+        """Returns what the next item may be, with the state after it.
+
+        An item that is not counted may still be of a kind, unless the kind has a largest number.
+        """
+        open_kinds = [kind for kind in self.kinds if state.index >= kind.first]
+        for counted in itertools.product((True, False), repeat=len(open_kinds)):
+            is_counted = dict(zip(open_kinds, counted, strict=True))
+            parts = [kind.part for kind in open_kinds if is_counted[kind]]
+            parts += [kind.part.opposite() for kind in open_kinds if not is_counted[kind] and kind.most is not None]
+            counts = tuple(
+                min(n + is_counted.get(kind, False), cap)
+                for kind, n, cap in zip(self.kinds, state.counts, self.caps, strict=True)
+            )
+            term = self.item(min(state.index, self.alike), parts)
+            after = _State(min(state.index + 1, self.last), counts, state.used)
+            if self.values is None:
+                yield term, after
+            else:
+                for text in self.values.keys() - state.used:
+                    yield intersect(term, value_text(parse(text))), after._replace(used=state.used | {text})

@@ -1,0 +1,219 @@
+"""What a schema requires of a value, in atoms.
+
+An atom speaks of values of one type, as keywords do, and values of other types have it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from treeflash_jax.constraints.compiler.terms import Term
+
+TYPES = {name: {name} for name in ("null", "boolean", "integer", "string", "array", "object")}
+TYPES["number"] = {"integer", "fraction"}
+EVERY_TYPE = frozenset().union(*TYPES.values())
+NUMBERS = frozenset(TYPES["number"])
+
+
+class Place(NamedTuple):
+    """Where a schema stands.
+
+    Attributes:
+      resolver: resolver of references from there, of the package referencing.
+      path: its JSON pointer, for messages.
+    """
+
+    resolver: Any
+    path: str
+
+    def inside(self, *steps: str | int) -> "Place":
+        return Place(self.resolver, "/".join([self.path, *map(str, steps)]))
+
+
+class Part(NamedTuple):
+    """A schema inside a schema, or its opposite."""
+
+    schema: Any
+    place: Place
+    is_negated: bool = False
+
+    def opposite(self) -> "Part":
+        return self._replace(is_negated=not self.is_negated)
+
+
+class Atom:
+    """A requirement of values; atoms are equal only to themselves.
+
+    Attributes:
+      kind: "array" or "object" if it speaks of items or keys.
+      is_approximate: whether the texts that are written for it are not those of all values that have it.
+    """
+
+    kind = None
+    is_approximate = False
+
+
+def atom(cls: type) -> type:
+    return dataclass(frozen=True, eq=False)(cls)
+
+
+@atom
+class OfType(Atom):
+    """The value's type is one of these; numbers are integers or fractions."""
+
+    types: frozenset[str]
+
+
+@atom
+class OneOf(Atom):
+    """The value is one of these, or none of them."""
+
+    values: tuple[Any, ...]
+    is_negated: bool
+
+    @property
+    def is_approximate(self) -> bool:
+        return self.is_negated
+
+
+@atom
+class TextIn(Atom):
+    """A text is in a set, of texts inside quotes."""
+
+    texts: Term
+    is_approximate: bool = False
+
+
+@atom
+class NumberIn(Atom):
+    """A number is in a set, of numbers without exponents."""
+
+    numbers: Term
+
+
+@atom
+class LengthIn(Atom):
+    """An array has at least and at most so many items; None: no limit."""
+
+    kind = "array"
+
+    least: int
+    most: int | None
+
+
+@atom
+class Items(Atom):
+    """The items from `first` to `last` (None: the last one) are as a schema says."""
+
+    kind = "array"
+
+    first: int
+    last: int | None
+    part: Part
+    evaluates: bool = True
+
+
+@atom
+class Contains(Atom):
+    """So many of the items from `first` on are as a schema says."""
+
+    kind = "array"
+    is_approximate = True
+
+    first: int
+    part: Part
+    least: int
+    most: int | None
+
+
+@atom
+class Unique(Atom):
+    """No two items are equal."""
+
+    kind = "array"
+    is_approximate = True
+
+
+@atom
+class Required(Atom):
+    """An object has a key, or has it not."""
+
+    kind = "object"
+
+    name: str
+    is_negated: bool = False
+
+
+@atom
+class Keys:
+    """A set of keys: those of `names`, or those that `pattern` is found in; with `names` None and no pattern, all.
+
+    Attributes:
+      covered: keys of these sets are not in the set.
+    """
+
+    names: tuple[str, ...] | None = None
+    pattern: str | None = None
+    covered: tuple["Keys", ...] = ()
+
+
+@atom
+class Values(Atom):
+    """The values of these keys are as a schema says; `is_some`: that of at least one key."""
+
+    kind = "object"
+
+    keys: Keys
+    part: Part
+    is_some: bool = False
+    evaluates: bool = True
+
+    @property
+    def is_approximate(self) -> bool:
+        return self.is_some
+
+
+@atom
+class KeysIn(Atom):
+    """The keys of an object are texts as a schema says; `is_some`: at least one is."""
+
+    kind = "object"
+    is_approximate = True
+
+    part: Part
+    is_some: bool = False
+
+
+@atom
+class SizeIn(Atom):
+    """An object has at least and at most so many keys; None: no limit."""
+
+    kind = "object"
+    is_approximate = True
+
+    least: int
+    most: int | None
+
+
+Alternatives = list[tuple[Atom, ...]]  # a value has all atoms of one of them
+
+
+def types_of(atoms: Iterable[Atom]) -> frozenset[str]:
+    """Returns the types that are left of a value."""
+    types = EVERY_TYPE
+    for one in atoms:
+        if isinstance(one, OfType):
+            types &= one.types
+    return types
+
+
+def only(kind: str | Iterable[str], *atoms: Atom) -> tuple[Atom, ...]:
+    """Returns an alternative whose value has a type."""
+    return (OfType(frozenset([kind] if isinstance(kind, str) else kind)), *atoms)
+
+
+def size_limits(atoms: Iterable[Atom], kind: type[LengthIn] | type[SizeIn]) -> tuple[int, int | None]:
+    """Returns the least and the most that atoms of a kind allow together; None: no limit."""
+    sizes = [one for one in atoms if isinstance(one, kind)]
+    most = [one.most for one in sizes if one.most is not None]
+    return max((one.least for one in sizes), default=0), min(most, default=None)

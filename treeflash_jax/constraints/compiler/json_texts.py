@@ -1,0 +1,82 @@
+"""Texts of single JSON values, and the commas and quotes around them.
+
+After a comma or colon there may be one space, elsewhere none.
+"""
+
+import json
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import Any
+
+from treeflash_jax.constraints.compiler.characters import quote
+from treeflash_jax.constraints.compiler.numerals import MOST_DIGITS, same_value, write
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import ANYTHING, EMPTY, NOTHING, Term, concat, literal, union
+
+SPACE = union(EMPTY, literal(b" "))
+COMMA, COLON = concat(literal(b","), SPACE), concat(literal(b":"), SPACE)
+QUOTE = literal(b'"')
+MOST_FINITE, LONGEST_FINITE = 8, 1_000  # values of a set that is enumerated, and bytes of each
+
+
+def key_text(name: Any) -> Term:
+    """Returns a key without its quotes; nothing for a value that is no text."""
+    return literal(quote(name).encode()) if isinstance(name, str) else NOTHING
+
+
+def type_of(value: Any) -> str:
+    """Returns the type of a JSON value, whose numbers are of type int or, with a fraction, Decimal."""
+    kinds = {bool: "boolean", int: "integer", Decimal: "fraction", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "null")
+
+
+def value_text(value: Any) -> Term:
+    """Returns the texts of one value, with numbers in their shortest form."""
+    if isinstance(value, dict):
+        return _braces([concat(QUOTE, key_text(name), QUOTE, COLON, value_text(one)) for name, one in value.items()], b"{}")
+    if isinstance(value, list):
+        return _braces(map(value_text, value), b"[]")
+    if isinstance(value, str):
+        return concat(QUOTE, key_text(value), QUOTE)
+    return literal((write(value) if type(value) in (int, Decimal) else json.dumps(value)).encode())
+
+
+def _braces(parts: Iterable[Term], braces: bytes) -> Term:
+    items = [concat(COMMA if i else EMPTY, part) for i, part in enumerate(parts)]
+    return concat(literal(braces[:1]), *items, literal(braces[1:]))
+
+
+def cover(value: Any) -> Term:
+    """Returns at least all texts of a value: for objects, which have keys in any order, those of all objects."""
+    if isinstance(value, dict) and value:
+        return concat(literal(b"{"), ANYTHING)
+    if isinstance(value, list):
+        return _braces(map(cover, value), b"[]")
+    return same_value(value) if type(value) in (int, Decimal) else value_text(value)
+
+
+def finite_values(term: Term) -> list[str]:
+    """Returns the JSON texts of a set, each value once. Raises Refused if they are not few."""
+    found, unread = {}, [(b"", term)]
+    while unread:
+        text, rest = unread.pop()
+        if rest.has_empty:
+            found[json.dumps(json.loads(text), ensure_ascii=False)] = None
+        unread += [
+            (text + bytes([value]), after) for mask, after in rest.edges() for value in range(256) if mask >> value & 1
+        ]
+        if len(found) > MOST_FINITE or len(unread) > 256 or len(text) > LONGEST_FINITE:
+            raise Refused(f"uniqueItems of more than {MOST_FINITE} possible values cannot be followed")
+    return [*found]
+
+
+def parse(text: str) -> Any:
+    """Returns a JSON value with exact numbers: int, or Decimal with a fraction."""
+
+    def read(digits: str) -> int | Decimal:
+        value = Decimal(digits)
+        if not value.is_finite() or abs(value.adjusted()) > MOST_DIGITS:
+            raise Refused(f"number {digits[:40]} is too long")
+        return int(value) if value == value.to_integral_value() else value
+
+    return json.loads(text, parse_float=read)

@@ -1,0 +1,156 @@
+"""Objects as texts."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from treeflash_jax.constraints.compiler.atoms import Atom, Keys, KeysIn, Part, Required, SizeIn, Values, size_limits
+from treeflash_jax.constraints.compiler.characters import quote, quoted, texts
+from treeflash_jax.constraints.compiler.json_texts import COLON, COMMA, QUOTE, key_text
+from treeflash_jax.constraints.compiler.patterns import search
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import (
+    EMPTY,
+    NOTHING,
+    Term,
+    complement,
+    concat,
+    contains,
+    intersect,
+    is_nothing,
+    literal,
+    repeat,
+    union,
+)
+
+MOST_PATTERNS = 4  # of keys, in one object
+
+
+def object_texts(
+    atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term], key_texts: Callable[[Part], Term], is_open: bool
+) -> Term:
+    """Returns the texts of the objects that have all atoms.
+
+    Args:
+      write: returns the texts of values that are as all of some parts say.
+      key_texts: returns the texts of keys that are as a part says, without quotes.
+      is_open: whether objects have keys that no atom speaks of although there are atoms that speak of values.
+
+    Raises Refused for more patterns of keys, or more keys of any name, than can be followed.
+    """
+    return _Objects(write, key_texts, is_open).write_all(tuple(atoms), ())
+
+
+@dataclass
+class _Objects:
+    """Writes objects; see `object_texts`."""
+
+    write: Callable[[Sequence[Part]], Term]
+    key_texts: Callable[[Part], Term]
+    is_open: bool
+
+    def write_all(self, atoms: tuple[Atom, ...], last: tuple[Atom, ...]) -> Term:
+        """Returns the texts of objects; `last`: what holds for their last key and value, if some key has to be so.
+
+        Of a key that is repeated, the last value counts.
+        """
+        values = [one for one in atoms if isinstance(one, Values)]
+        limits = [one for one in atoms if isinstance(one, KeysIn)]
+        demands = [one for one in atoms if isinstance(one, Required)]
+        names = dict.fromkeys(name for one in values for name in one.keys.names or ())
+        names = [*(names | dict.fromkeys(one.name for one in demands))]
+        some = next((one for one in (*values, *limits) if one.is_some), None)
+        if some:
+            others = tuple(one for one in atoms if one is not some)
+            ways = [(*others, *_with_name(some, name)) for name in names if self._has_key(some, name)]
+            return union(*(self.write_all(way, last) for way in ways), self.write_all(others, (*last, some)))
+        least, most = size_limits(atoms, SizeIn)
+        is_open = self.is_open or not values or least > len(names)
+        other = self._pairs(values, limits, names, (), is_open)
+        final = self._pairs(values, limits, names, last, is_open) if last else None
+        if least > len(names) + 1 and other is not NOTHING:
+            raise Refused(f"minProperties {least} with keys of any name cannot be followed")
+        required = {one.name for one in demands if not one.is_negated}
+        forbidden = {one.name for one in demands if one.is_negated}
+        cap = max(1, least, most or 0)  # numbers of keys above it are alike
+        rest = [_end(count, other, final, least, most) for count in range(cap + 1)]
+        for name in reversed(names):
+            is_possible = name not in forbidden and all(self._has_key(one, name) for one in limits)
+            value = self.write([one.part for one in values if has_key(one.keys, name)]) if is_possible else NOTHING
+            pair = concat(QUOTE, key_text(name), QUOTE, COLON, value)
+            before = []
+            for count in range(cap + 1):
+                after = rest[min(count + 1, cap)] if most is None or count < most else NOTHING
+                present = concat(COMMA if count else EMPTY, pair, after)
+                before.append(present if name in required else union(present, rest[count]))
+            rest = before
+        return concat(literal(b"{"), rest[0])
+
+    def _has_key(self, one: Values | KeysIn, name: str) -> bool:
+        """Returns whether an atom speaks of a key, or has it in its set."""
+        if isinstance(one, Values):
+            return has_key(one.keys, name)
+        return contains(self.key_texts(one.part), quote(name).encode())
+
+    def _pairs(
+        self, values: list[Values], limits: list[KeysIn], names: list[str], last: tuple[Atom, ...], is_open: bool
+    ) -> Term:
+        """Returns a key that is none of the names, with its value, for which `last` holds."""
+        final = [one for one in last if isinstance(one, Values)]
+        keys = [self.key_texts(one.part) for one in (*limits, *last) if isinstance(one, KeysIn)]
+        keys.append(complement(union(*map(key_text, names))))
+        patterns = sorted({pattern for one in (*values, *final) for pattern in _patterns(one.keys)})
+        if len(patterns) > MOST_PATTERNS:
+            raise Refused(f"more than {MOST_PATTERNS} patterns of keys in one object cannot be followed")
+        pairs = []
+        for are_found in itertools.product((True, False), repeat=len(patterns)):
+            is_found = dict(zip(patterns, are_found, strict=True))
+            if not all(_has_other(one.keys, is_found) for one in final):
+                continue
+            found = [search(p, quoted) if is_found[p] else complement(search(p, quoted)) for p in patterns]
+            key = intersect(texts(quoted), *keys, *found)
+            parts = [one.part for one in (*values, *final) if _has_other(one.keys, is_found)]
+            if (parts or is_open) and not is_nothing(key):
+                pairs.append(concat(QUOTE, key, QUOTE, COLON, self.write(parts)))
+        return union(*pairs)
+
+
+def _end(count: int, other: Term, final: Term | None, least: int, most: int | None) -> Term:
+    """Returns the texts behind `count` named keys: pairs of other keys and values, the final one, and the brace.
+
+    Other keys may be repeated, so that any number of them counts as one towards the least.
+    """
+    end, comma = literal(b"}"), COMMA if count else EMPTY
+    ways = [end] if final is None and count >= least else []
+    if count + 1 >= least and (most is None or count < most):
+        more = None if most is None else most - count - 1
+        if final is None:
+            ways.append(concat(comma, other, repeat(concat(COMMA, other), 0, more), end))
+        else:
+            ways.append(concat(comma, repeat(concat(other, COMMA), 0, more), final, end))
+    return union(*ways)
+
+
+def _with_name(some: Values | KeysIn, name: str) -> list[Atom]:
+    """Returns the atoms of an object in which a key of this name is as `some` asks."""
+    return [Required(name), *([Values(Keys((name,)), some.part)] if isinstance(some, Values) else [])]
+
+
+def _patterns(keys: Keys) -> set[str]:
+    return {keys.pattern, *(one.pattern for one in keys.covered)} - {None}
+
+
+def _has_other(keys: Keys, is_found: dict[str, bool]) -> bool:
+    """Returns whether a key that is none of the names is in a set, by the patterns that are found in it."""
+    if keys.names is not None:
+        return False
+    return not any(_has_other(one, is_found) for one in keys.covered) if keys.pattern is None else is_found[keys.pattern]
+
+
+def has_key(keys: Keys, name: str) -> bool:
+    """Returns whether a set has a key."""
+    if keys.names is not None:
+        return name in keys.names
+    if keys.pattern is not None:
+        return contains(search(keys.pattern, quoted), quote(name).encode())
+    return not any(has_key(one, name) for one in keys.covered)

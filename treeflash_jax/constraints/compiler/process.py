@@ -1,0 +1,97 @@
+"""Compiles one constraint, in a process of its own.
+
+Reads JSON from stdin: {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most,
+"thoughts_end": what ends a free text before, or null}. Writes a `ByteAutomaton` as int32: number of sets of bytes, of edges
+and of final states, then each set as 256 flags, the edges and the final states. Exit status REFUSED: stderr says why there
+is none; TOO_LARGE: memory did not suffice.
+"""
+
+import ctypes
+import json
+import signal
+import sys
+from array import array
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from treeflash_jax.constraints.compiler.characters import plain
+from treeflash_jax.constraints.compiler.json_texts import parse
+from treeflash_jax.constraints.compiler.patterns import full_match
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import (
+    ANYTHING,
+    ByteAutomaton,
+    Term,
+    TooLarge,
+    complement,
+    concat,
+    is_nothing,
+    literal,
+    read_automaton,
+    repeat,
+    union,
+)
+
+REFUSED, TOO_LARGE = 3, 4  # exit statuses
+END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+MOST_LINES = 2  # line ends between thoughts and answer
+DEEPEST = 10_000  # calls inside each other
+
+
+def compile_term(request: Mapping[str, Any]) -> Term:
+    """Returns the texts of a constraint, behind thoughts if it has some. Raises Refused, RecursionError, and TooLarge."""
+    if request.get("thoughts_end") is not None:
+        end = literal(request["thoughts_end"].encode())
+        thoughts = complement(concat(ANYTHING, end, ANYTHING))
+        lines = repeat(literal(b"\n"), 0, MOST_LINES)
+        return concat(thoughts, end, lines, compile_term({**request, "thoughts_end": None}))
+    kind, value = request["kind"], request["value"]
+    if kind == "choices":
+        return union(*(literal(choice.encode()) for choice in value))
+    if kind == "pattern":
+        return full_match(value, plain)
+    from treeflash_jax.constraints.compiler.values import schema_texts  # with a package that patterns do without
+
+    return schema_texts(parse(value), request["depth"])
+
+
+def compile_automaton(request: Mapping[str, Any]) -> ByteAutomaton:
+    """Returns the automaton of a constraint. Raises Refused for one that cannot be followed, or that nothing satisfies."""
+    try:
+        term = compile_term(request)
+        if is_nothing(term, request["states"]):
+            raise Refused("nothing satisfies it")
+        return read_automaton(term, request["states"])
+    except TooLarge:
+        raise Refused(f"it has more than {request['states']:,} states") from None
+    except RecursionError:
+        raise Refused("it nests too deep") from None
+    except UnicodeEncodeError:
+        raise Refused("it has half a character, which no answer has") from None
+
+
+def limit(seconds: int, size: int) -> None:
+    """Limits this process to seconds of CPU time and bytes of memory, and to the life of its parent, if the system can."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, size)):
+            resource.setrlimit(kind, (most, most))
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+
+
+def main() -> None:
+    limit(*map(int, sys.argv[1:]))
+    sys.setrecursionlimit(DEEPEST)
+    try:
+        automaton = compile_automaton(json.load(sys.stdin.buffer))
+    except MemoryError:
+        sys.exit(TOO_LARGE)
+    except Refused as error:
+        sys.stderr.write(str(error).encode("ascii", "backslashreplace").decode())
+        sys.exit(REFUSED)
+    sizes = [len(automaton.masks), len(automaton.edges) // 3, len(automaton.final)]
+    flags = [mask >> value & 1 for mask in automaton.masks for value in range(256)]
+    array("i", [*sizes, *flags, *automaton.edges, *automaton.final]).tofile(sys.stdout.buffer)

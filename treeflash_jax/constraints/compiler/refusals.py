@@ -1,0 +1,12 @@
+"""The error of what cannot be followed."""
+
+
+class Refused(Exception):
+    """A constraint without an automaton: what cannot be followed, and `path`, the JSON pointer of where it stands."""
+
+    def __init__(self, what: str, path: str | None = None):
+        super().__init__(what)
+        self.what, self.path = what, path
+
+    def __str__(self) -> str:
+        return self.what if self.path is None else f"{self.what}, at {self.path}"

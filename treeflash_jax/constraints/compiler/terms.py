@@ -1,0 +1,258 @@
+"""Sets of byte strings as terms, and their automata: Brzozowski's derivatives of extended regular expressions.
+
+A term is made by the functions below, never by `Term`: equal terms are one object, so that the terms that follow each
+other byte by byte are the states of a deterministic automaton. Unlike expressions, terms have intersections and
+complements; both cost nothing until an automaton is read. Brzozowski, Derivatives of Regular Expressions (1964).
+
+Sets of bytes are integers of 256 bits: bit 65 is the byte "A".
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, reduce
+from typing import Any, NamedTuple
+
+ALL_BYTES = (1 << 256) - 1
+
+
+class TooLarge(Exception):
+    """An automaton of more states than allowed."""
+
+
+class Term:
+    """A set of byte strings.
+
+    Attributes:
+      kind: name of the function that made it.
+      parts: its arguments.
+      has_empty: whether the empty string is in the set.
+    """
+
+    __slots__ = "_edges", "has_empty", "kind", "parts"
+
+    def __init__(self, kind: str, parts: tuple, has_empty: bool):
+        self.kind, self.parts, self.has_empty = kind, parts, has_empty
+        self._edges: list[tuple[int, Term]] | None = None
+
+    def edges(self) -> list[tuple[int, "Term"]]:
+        """Returns what may follow each first byte, as disjoint sets of bytes with terms; bytes of no set are impossible."""
+        if self._edges is None:
+            self._edges = [(mask, term) for mask, term in EDGES[self.kind](*self.parts) if term is not NOTHING]
+        return self._edges
+
+
+_terms: dict[tuple, Term] = {}
+
+
+def _make(kind: str, parts: tuple, has_empty: bool) -> Term:
+    key = (kind, *parts)
+    term = _terms.get(key)
+    if term is None:
+        term = _terms[key] = Term(kind, parts, has_empty)
+    return term
+
+
+EMPTY = _make("literal", (b"",), True)  # the empty string alone
+NOTHING = _make("byte", (0,), False)  # no string
+ANYTHING = _make("complement", (NOTHING,), True)  # every string
+
+
+def byte(mask: int) -> Term:
+    """Returns the strings of one byte of a set."""
+    return _make("byte", (mask,), False)
+
+
+def literal(text: bytes) -> Term:
+    return _make("literal", (text,), not text)
+
+
+def concat(*terms: Term) -> Term:
+    """Returns the strings that consist of one of each term, in this order."""
+    return reduce(lambda tail, head: _pair(head, tail), reversed(terms), EMPTY)
+
+
+def _pair(head: Term, tail: Term) -> Term:
+    if head is EMPTY or tail is NOTHING:
+        return tail
+    if tail is EMPTY or head is NOTHING:
+        return head
+    if head.kind == "concat":
+        return _pair(head.parts[0], _pair(head.parts[1], tail))
+    if head.kind == tail.kind == "literal":
+        return literal(head.parts[0] + tail.parts[0])
+    return _make("concat", (head, tail), head.has_empty and tail.has_empty)
+
+
+def union(*terms: Term) -> Term:
+    """Returns the strings of any of the terms."""
+    parts, mask = {}, 0
+    for term in terms:
+        for part in term.parts[0] if term.kind == "union" else [term]:
+            if part.kind == "byte":
+                mask |= part.parts[0]
+            else:
+                parts[part] = None
+    if ANYTHING in parts:
+        return ANYTHING
+    if mask:
+        parts[byte(mask)] = None
+    if len(parts) < 2:
+        return next(iter(parts), NOTHING)
+    return _make("union", (frozenset(parts),), any(part.has_empty for part in parts))
+
+
+def intersect(*terms: Term) -> Term:
+    """Returns the strings that all terms have."""
+    parts = {}
+    for term in terms:
+        parts |= dict.fromkeys(term.parts[0] if term.kind == "intersect" else [term])
+    parts.pop(ANYTHING, None)
+    literals = sum(part.kind == "literal" for part in parts)
+    if NOTHING in parts or literals > 1:
+        return NOTHING
+    if literals:  # one string, which the others have or have not
+        text = next(part for part in parts if part.kind == "literal")
+        return text if all(contains(part, text.parts[0]) for part in parts) else NOTHING
+    if len(parts) < 2:
+        return next(iter(parts), ANYTHING)
+    return _make("intersect", (frozenset(parts),), all(part.has_empty for part in parts))
+
+
+def complement(term: Term) -> Term:
+    """Returns the strings that a term does not have."""
+    if term.kind == "complement":
+        return term.parts[0]
+    return _make("complement", (term,), not term.has_empty)
+
+
+def repeat(term: Term, least: int = 0, most: int | None = None) -> Term:
+    """Returns the strings of `least` to `most` strings of a term; None: without an end."""
+    if most == 0 or term is EMPTY:
+        return EMPTY
+    if (least, most) == (1, 1):
+        return term
+    if term is NOTHING:
+        return EMPTY if least == 0 else NOTHING
+    if term.has_empty:
+        least = 0
+    return _make("repeat", (term, least, most), least == 0)
+
+
+def machine(step: Callable[[Any], Iterable[tuple[int, Any]]], is_final: Callable[[Any], bool], state: Any) -> Term:
+    """Returns the strings of an automaton from a state on; `step` returns sets of bytes with the states after them."""
+    return _make("machine", (step, is_final, state), is_final(state))
+
+
+def _concat_edges(head: Term, tail: Term) -> list[tuple[int, Term]]:
+    edges = [(mask, _pair(term, tail)) for mask, term in head.edges()]
+    return _overlay([edges, tail.edges()], union) if head.has_empty else edges
+
+
+def _repeat_edges(term: Term, least: int, most: int | None) -> list[tuple[int, Term]]:
+    rest = repeat(term, max(least - 1, 0), None if most is None else most - 1)
+    return [(mask, _pair(after, rest)) for mask, after in term.edges()]
+
+
+def _intersect_edges(terms: frozenset[Term]) -> list[tuple[int, Term]]:
+    cells: list[tuple[int, tuple[Term, ...]]] = [(ALL_BYTES, ())]
+    for term in terms:
+        cells = [(both, (*found, after)) for mask, found in cells for part, after in term.edges() if (both := mask & part)]
+    return _join((mask, intersect(*found)) for mask, found in cells)
+
+
+def _complement_edges(term: Term) -> list[tuple[int, Term]]:
+    edges = [(mask, complement(after)) for mask, after in term.edges()]
+    others = ALL_BYTES & ~reduce(int.__or__, (mask for mask, _ in edges), 0)
+    return _join([*edges, (others, ANYTHING)] if others else edges)
+
+
+def _overlay(lists: Iterable[list[tuple[int, Term]]], combine: Callable[..., Term]) -> list[tuple[int, Term]]:
+    """Returns disjoint sets of bytes with the combination of what follows them in each list."""
+    cells: list[tuple[int, tuple[Term, ...]]] = []
+    for edges in lists:
+        after_cells = []
+        for mask, found in cells:
+            for part, after in edges:
+                if both := mask & part:
+                    after_cells.append((both, (*found, after)))
+                    mask &= ~part
+            if mask:
+                after_cells.append((mask, found))
+        known = reduce(int.__or__, (mask for mask, _ in cells), 0)
+        after_cells += [(part & ~known, (after,)) for part, after in edges if part & ~known]
+        cells = after_cells
+    return _join((mask, combine(*found)) for mask, found in cells)
+
+
+def _join(edges: Iterable[tuple[int, Term]]) -> list[tuple[int, Term]]:
+    """Returns edges with one set of bytes for each term."""
+    masks: dict[Term, int] = {}
+    for mask, term in edges:
+        masks[term] = masks.get(term, 0) | mask
+    return [(mask, term) for term, mask in masks.items()]
+
+
+EDGES: dict[str, Callable[..., Iterable[tuple[int, Term]]]] = {
+    "byte": lambda mask: [(mask, EMPTY)] if mask else [],
+    "literal": lambda text: [(1 << text[0], literal(text[1:]))] if text else [],
+    "concat": _concat_edges,
+    "union": lambda terms: _overlay([term.edges() for term in terms], union),
+    "intersect": _intersect_edges,
+    "complement": _complement_edges,
+    "repeat": _repeat_edges,
+    "machine": lambda step, is_final, state: [(mask, machine(step, is_final, after)) for mask, after in step(state)],
+}
+
+
+def contains(term: Term, text: bytes) -> bool:
+    """Returns whether a string is in a set."""
+    for value in text:
+        term = next((after for mask, after in term.edges() if mask >> value & 1), NOTHING)
+    return term.has_empty
+
+
+def _walk(term: Term, most: int) -> Iterator[Term]:
+    """Returns the states of a term's automaton, each once. Raises TooLarge for more than `most`."""
+    seen, unread = {term}, [term]
+    while unread:
+        state = unread.pop()
+        yield state
+        for _, after in state.edges():
+            if after not in seen:
+                if len(seen) == most:
+                    raise TooLarge
+                seen.add(after)
+                unread.append(after)
+
+
+@cache
+def is_nothing(term: Term, most: int = 20_000) -> bool:
+    """Returns whether a set has no strings. Raises TooLarge for a large automaton."""
+    return not any(state.has_empty for state in _walk(term, most))
+
+
+class ByteAutomaton(NamedTuple):
+    """A deterministic automaton over bytes; state 0 is the first.
+
+    Attributes:
+      masks: sets of bytes.
+      edges: a state, the index of a set of bytes, and the state after these, one after the other.
+      final: states in which a string may end.
+    """
+
+    masks: list[int]
+    edges: list[int]
+    final: list[int]
+
+
+def read_automaton(term: Term, most: int) -> ByteAutomaton:
+    """Returns the automaton of a set of strings. Raises TooLarge for more than `most` states."""
+    states = list(_walk(term, most))
+    numbers = {state: number for number, state in enumerate(states)}
+    masks: dict[int, int] = {}
+    edges = [
+        value
+        for number, state in enumerate(states)
+        for mask, after in state.edges()
+        for value in (number, masks.setdefault(mask, len(masks)), numbers[after])
+    ]
+    return ByteAutomaton([*masks], edges, [number for number, state in enumerate(states) if state.has_empty])

@@ -1,0 +1,161 @@
+"""JSON values of a schema as sets of texts, in one form.
+
+After a comma or colon there may be one space, elsewhere none. Characters are escaped only if JSON asks for it. Numbers
+have a fraction of any length and, if a schema does not limit their value, an exponent of up to two digits; integers have
+neither. Keys stand in the order of `properties` and `required`, then other keys. An object whose schema has
+`properties` or `patternProperties` has only keys that these, `required` or `additionalProperties` speak of.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from referencing import Registry
+from referencing.jsonschema import DRAFT202012
+
+from treeflash_jax.constraints.compiler.arrays import array_texts
+from treeflash_jax.constraints.compiler.atoms import (
+    NUMBERS,
+    Atom,
+    Contains,
+    Items,
+    NumberIn,
+    OfType,
+    OneOf,
+    Part,
+    Place,
+    TextIn,
+    Values,
+    types_of,
+)
+from treeflash_jax.constraints.compiler.characters import quoted, texts
+from treeflash_jax.constraints.compiler.json_texts import QUOTE, cover, key_text, type_of, value_text
+from treeflash_jax.constraints.compiler.numerals import DECIMALS, EXPONENTS, FRACTIONS, INTEGERS
+from treeflash_jax.constraints.compiler.objects import object_texts
+from treeflash_jax.constraints.compiler.reader import Reader
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import (
+    ANYTHING,
+    NOTHING,
+    Term,
+    complement,
+    concat,
+    intersect,
+    is_nothing,
+    literal,
+    union,
+)
+
+ANY_TEXT = texts(quoted)
+LITERALS = {"null": (None,), "boolean": (True, False)}
+BEGINS = {"array": b"[", "object": b"{"}
+
+
+def schema_texts(schema: Any, depth: int) -> Term:
+    """Returns the JSON texts of a schema's values.
+
+    Args:
+      depth: levels of arrays and objects up to which a text nests where its schema says nothing, or contains itself.
+
+    Raises Refused for a schema that cannot be followed, and TooLarge.
+    """
+    if not isinstance(schema, dict | bool):
+        raise Refused(f"{schema!r} is no JSON schema")
+    resource = DRAFT202012.create_resource(schema)
+    uri = resource.id() or ""
+    resolver = Registry().with_resource(uri, resource).resolver(uri)
+    reader = Reader("$dynamicRef" in json.dumps(schema, default=str))
+    bounding = Writer(reader, is_bound=True)
+    reader.are_disjoint = lambda a, b: is_nothing(bounding.write_atoms((*a, *b), 1))
+    return Writer(reader).write([Part(schema, Place(resolver, "#"))], depth)
+
+
+@dataclass
+class Writer:
+    """Writes the values of schemas as texts.
+
+    Attributes:
+      is_bound: whether the texts are at least those of all values, instead of some in one form: what the bounds of two
+        schemas do not share, no value shares.
+    """
+
+    reader: Reader
+    is_bound: bool = False
+    _known: dict[tuple, Term] = field(default_factory=dict)
+    _open: set[frozenset[Atom]] = field(default_factory=set)  # of the values around the one that is being written
+
+    def write(self, parts: Sequence[Part], depth: int) -> Term:
+        """Returns the texts of values that are as all parts say."""
+        place = parts[0].place if parts else None
+        try:
+            alternatives = self.reader.all_of(map(self.reader.read, parts), place)
+            return union(*(self.write_atoms(atoms, depth) for atoms in alternatives))
+        except Refused as error:
+            raise Refused(error.what, error.path or place and place.path) from None
+
+    def write_atoms(self, atoms: Iterable[Atom], depth: int) -> Term:
+        """Returns the texts of values that have all atoms."""
+        atoms = tuple(one for one in dict.fromkeys(atoms) if not (self.is_bound and one.is_approximate))
+        key = frozenset(atoms)
+        if (key, depth) in self._known:
+            return self._known[key, depth]
+        is_repeated = key in self._open and any(isinstance(one, Items | Contains | Values) for one in atoms)
+        if depth <= 0 and is_repeated:
+            return ANYTHING if self.is_bound else NOTHING
+        self._open.add(key)
+        try:
+            term = self._write(atoms, depth)
+        finally:
+            if not is_repeated:
+                self._open.discard(key)
+        if depth > 0:  # below, it depends on the values around
+            self._known[key, depth] = term
+        return term
+
+    def _write(self, atoms: tuple[Atom, ...], depth: int) -> Term:
+        types = types_of(atoms)
+        listed = next((one for one in atoms if isinstance(one, OneOf) and not one.is_negated), None)
+        if listed:
+            found = union(*map(cover if self.is_bound else value_text, [x for x in listed.values if type_of(x) in types]))
+            others = [one for one in atoms if one is not listed]
+            is_done = all(isinstance(one, OfType) for one in others)
+            return found if is_done else intersect(found, self.write_atoms(others, depth))
+        if depth <= 0 and len(types) > 1 and not self.is_bound:  # of any type: no items and keys that no atom speaks of
+            types -= {"array", "object"} - {one.kind for one in atoms}
+        ways = [value_text(x) for kind, values in LITERALS.items() if kind in types for x in values]
+        if types & NUMBERS:
+            ways.append(_number_texts(types, atoms))
+        if "string" in types:
+            ways.append(concat(QUOTE, _string_texts(atoms), QUOTE))
+        if self.is_bound and depth <= 0:
+            ways += [concat(literal(begin), ANYTHING) for kind, begin in BEGINS.items() if kind in types]
+            types -= {*BEGINS}
+        if "array" in types:
+            ways.append(array_texts(atoms, lambda parts: self.write(parts, depth - 1)))
+        if "object" in types:
+            ways.append(object_texts(atoms, lambda parts: self.write(parts, depth - 1), self._key_texts, self.is_bound))
+        excluded = [value for one in atoms if isinstance(one, OneOf) and one.is_negated for value in one.values]
+        return intersect(union(*ways), *(complement(cover(value)) for value in excluded))
+
+    def _key_texts(self, part: Part) -> Term:
+        """Returns the keys, without quotes, that are texts as a schema says."""
+        found = []
+        for atoms in self.reader.read(part):
+            if "string" in types_of(atoms):
+                lists = [(one, union(*map(key_text, one.values))) for one in atoms if isinstance(one, OneOf)]
+                limits = [complement(listed) if one.is_negated else listed for one, listed in lists]
+                found.append(intersect(_string_texts(atoms), *limits))
+        return union(*found)
+
+
+def _string_texts(atoms: Iterable[Atom]) -> Term:
+    """Returns the texts of strings, without quotes."""
+    return intersect(ANY_TEXT, *(one.texts for one in atoms if isinstance(one, TextIn)))
+
+
+def _number_texts(types: frozenset[str], atoms: Iterable[Atom]) -> Term:
+    terms = [one.numbers for one in atoms if isinstance(one, NumberIn)]
+    if types >= NUMBERS:
+        return intersect(DECIMALS, *terms) if terms else EXPONENTS
+    return intersect(INTEGERS if "integer" in types else FRACTIONS, *terms)
