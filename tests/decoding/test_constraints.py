@@ -146,7 +146,7 @@ def test_every_draw_is_valid(tiny, smollm2):
     for model, draws, draft in ((tiny, 500, {"nodes": 8, "batch_size": 64}), (smollm2, 50, {"builder": "none"})):
         results = model.generate(CHATS[0], schema=PERSON, samples=draws, temperature=1.0, max_new_tokens=64, **draft)
         assert_valid(results, [PERSON] * draws)
-        assert len({result.text for result in results}) > draws / 2
+        assert len({result.text for result in results}) > draws / 3
 
 
 # Two states over twelve tokens; token 0 ends an answer in state 1 alone.
