@@ -55,7 +55,7 @@ def build(ids_dc, probabilities_dc, *, nodes: int) -> trees.DraftTree:
     """Builds the best-first tree of marginals, as that of a block drafter without a head."""
     below_dc = jnp.zeros_like(ids_dc).at[-1].set(-1)
     table = trees.TransitionTable(*(array[None, :, None] for array in (ids_dc, jnp.log(probabilities_dc), below_dc)))
-    return trees.best_first(table, jnp.zeros(1, jnp.int32), nodes)
+    return trees.best_first(trees.TreeInputs(table, jnp.zeros(1, jnp.int32), nodes))[0]
 
 
 def accepted(tree: trees.DraftTree, answer: list[int]) -> int:

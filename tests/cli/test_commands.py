@@ -108,7 +108,7 @@ def test_the_verdict_names_the_first_difference_and_an_error_before_a_near_tie()
 def test_the_gap_counts_the_noise_that_draws_the_token(random):
     """The drawn token has the largest score, so its distances to two others differ by the distance between these."""
     [drawn] = random.generate([[5]], builder="none", max_new_tokens=4, temperature=20.0, seed=7, indices=[1])
-    drawn, row = drawn.ids, Request(ids=[5], settings=tf.GenerateConfig(temperature=20.0, seed=7), index=1)
+    drawn, row = drawn.ids, Request(ids=[5], settings=tf.GenerateConfig(temperature=20.0, seed=7, stop_ids=()), index=1)
     for index, token in enumerate(drawn):
         first, *others = (i for i in range(10) if i != token)
         at = {i: find_divergence(random, row, [*drawn[:index], i], drawn).gap for i in (first, *others)}
@@ -128,7 +128,7 @@ def judge(random, monkeypatch):
         )
         with monkeypatch.context() as patch:
             patch.setattr(programs, "call", given)
-            settings = [tf.GenerateConfig(temperature=temperature, seed=seed, **filters) for seed in range(16)]
+            settings = [tf.GenerateConfig(temperature=temperature, seed=seed, stop_ids=(), **filters) for seed in range(16)]
             requests = [Request(ids=[1], settings=own) for own in settings]
             return np.array([find_divergence(model, request, [drafted], [plain]).near_tie for request in requests])
 

@@ -221,7 +221,7 @@ def find_differences(
         if is_comparable(record, other) and record["ids"] != other["ids"]:
             turn = next(i for i, (a, b) in enumerate(zip(record["ids"], other["ids"], strict=True)) if a != b)
             drafted, plain = (other, record) if settings["builder"] == "none" else (record, other)
-            config = tf.GenerateConfig(seed=prompt.seed(settings["seed"]), **sampling)
+            config = tf.GenerateConfig(seed=prompt.seed(settings["seed"]), stop_ids=(), **sampling)
             request = Request(ids=results[turn].prompt_ids, settings=config)
             difference = find_divergence(model, request, drafted["ids"][turn], plain["ids"][turn])
             differing[other["system"]] = {"turn": turn, **asdict(difference)}

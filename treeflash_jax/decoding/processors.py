@@ -239,9 +239,9 @@ def _count_with(in_answer_bv: jax.Array, path_bni: jax.Array) -> jax.Array:
     return vocab.take(in_answer_bv, ids_bx).reshape(path_bni.shape) + in_path_bni
 
 
-# By the settings that it reads, what changes the logits of nodes, in this order. Programs contain those of which a request
-# changes a setting.
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+# Arithmetic of settings, in the order in which it is applied; the key names all settings that it reads. A program contains
+# it if a request of its batch changes one of them.
 PROCESSORS: dict[tuple[str, ...], Callable[[jax.Array, Nodes], jax.Array]] = {
     ("logit_bias",): _add_bias,
     PENALTIES: _penalize_texts,

@@ -19,7 +19,7 @@ from treeflash_jax.drafters import DrafterConfig
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
-from treeflash_jax.engine.settings.defaults import choose_dtype, choose_nodes, keeps_fp8, merges_weights
+from treeflash_jax.engine.settings.defaults import choose_dtype, choose_nodes, keeps_fp8, merges_weights, of_device
 from treeflash_jax.engine.settings.keywords import LoadOptions
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, model_files
@@ -138,7 +138,7 @@ def _choose_scheme(pair: _Pair, requested: str | None, drafter: DrafterConfig | 
     if requested is not None:
         return None if requested == NONE else requested
     device = sharding.device(mesh)
-    tokens = 1 if drafter is None else choose_nodes(drafter, device, dtype)
+    tokens = 1 if drafter is None else choose_nodes(drafter, of_device(device, dtype))
     return "fp8" if keeps_fp8(device, dtype, tokens) and model_files.has_fp8(pair.verifier) else None
 
 

@@ -211,7 +211,7 @@ class Reader:
                 ids = ids[:-1]
                 finished = "blocked"
                 _explain_no_token(request, len(ids), runner.weights.processor)
-            elif done and ids[-1] in request.stop_ids:
+            elif done and ids[-1] in request.settings.stop_ids:
                 finished = "stop"
             else:
                 finished = "interrupted" if not done and scheduler.is_interrupted else "length"

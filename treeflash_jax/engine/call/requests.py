@@ -37,16 +37,11 @@ class Request:
     """
 
     ids: list[int]
-    settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0))
+    settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0, stop_ids=()))
     automaton: AutomatonTable | None = None
     index: int = 0
     sample: int = 0
     number: int = 0
-
-    @property
-    def stop_ids(self) -> Sequence[int]:
-        """Ids of the tokens that end the answer."""
-        return self.settings.stop_ids or ()
 
 
 def make_requests(

@@ -113,7 +113,7 @@ class SamplingSizes:
             automaton = states, classes, tables[0].class_v.size
         return SamplingSizes(
             config=type(requests[0].settings),
-            stop_ids=pad(len(request.stop_ids) for request in requests),
+            stop_ids=pad(len(request.settings.stop_ids) for request in requests),
             biases=pad(len(request.settings.logit_bias or ()) for request in requests),
             processed=frozenset(name for names in PROCESSORS if given & {*names} for name in names),
             automaton=automaton,
@@ -128,7 +128,7 @@ class SamplingSizes:
     def check(self, request: Request) -> None:
         """Raises ValueError for a request with more stop ids or biases, or with a larger automaton."""
         biases = request.settings.logit_bias or ()
-        for name, given, most in (("stop_ids", request.stop_ids, self.stop_ids), ("bias", biases, self.biases)):
+        for name, given, most in (("stop_ids", request.settings.stop_ids, self.stop_ids), ("bias", biases, self.biases)):
             expect(len(given) <= most, f"number of {name}", len(given), f"at most {most}")
         if request.automaton is None:
             return
@@ -163,7 +163,7 @@ def make_batch(
     """
     programs.check_process()
     unused = [None] * (sharding.pad_batch_size(len(rows), mesh) - len(rows))
-    nothing = Request(ids=[0], settings=sizes.config(max_new_tokens=1, drafter_temperature=1.0))
+    nothing = Request(ids=[0], settings=sizes.config(max_new_tokens=1, drafter_temperature=1.0, stop_ids=()))
     requests = [request or nothing for request in (*rows, *unused)]
     tokens_bs = np.zeros((len(requests), capacity), np.int32)
     for tokens_s, request in zip(tokens_bs, requests, strict=True):
@@ -190,7 +190,7 @@ def make_batch(
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
         key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
         limit_b=length_b + column("max_new_tokens", np.int32),
-        stop_ids_bx=_pad([request.stop_ids for request in requests], sizes.stop_ids, -1).astype(np.int32),
+        stop_ids_bx=_pad([request.settings.stop_ids for request in requests], sizes.stop_ids, -1).astype(np.int32),
         drafter_temperature_b=column("drafter_temperature", dtype),
         settings=settings,
         automaton=automaton,

@@ -145,13 +145,13 @@ def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
     return usual if device.ridge is None else min(usual, device.ridge // sequences)
 
 
-def choose_nodes(drafter: DrafterConfig, device: Device, dtype: Any) -> int:
+def choose_nodes(drafter: DrafterConfig, table: DeviceDefaults) -> int:
     """Returns the number of nodes of a tree for one sequence."""
-    return min(drafter.num_nodes, of_device(device, dtype).nodes or drafter.num_nodes)
+    return min(drafter.num_nodes, table.nodes or drafter.num_nodes)
 
 
 def draft_settings(
-    drafter: DrafterConfig, vocab_size: int, builder: Builder, nodes: int, device: Device, dtype: Any
+    drafter: DrafterConfig, vocab_size: int, builder: Builder, nodes: int, table: DeviceDefaults
 ) -> dict[str, Any]:
     """Returns the settings of a draft (`DrafterConfig.settings`) whose defaults the device changes.
 
@@ -159,7 +159,6 @@ def draft_settings(
       vocab_size: number of the verifier's tokens.
       nodes: number of tree nodes, root included.
     """
-    table = of_device(device, dtype)
     defaults: dict[str, Any] = {"candidates": table.candidates and min(table.candidates, vocab_size)}
     if not builder.is_chain:
         defaults["ngrams"] = table.ngrams
@@ -172,9 +171,8 @@ def draft_settings(
     return {name: value for name, value in defaults.items() if name in drafter.settings and value is not None}
 
 
-def choose_lanes(drafter: DrafterConfig, nodes: int, device: Device, dtype: Any) -> int | None:
+def choose_lanes(drafter: DrafterConfig, nodes: int, table: DeviceDefaults) -> int | None:
     """Returns the number of nodes per level that a best-first tree of `nodes` nodes may expand; None: all."""
-    table = of_device(device, dtype)
     is_small = drafter.lanes is not None and nodes <= (table.nodes or 0)
     return table.lanes if is_small else drafter.lanes
 

@@ -81,12 +81,12 @@ def resolve(
     given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
     nodes = config.nodes
     if nodes is None:
-        usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, device, dtype)  # `size` cuts a chain
+        usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, table)  # `size` cuts a chain
         nodes = max(2, defaults.nodes_within_ridge(device, usual, sequences), 1 + (config.lanes or 0))
     expect((config.lanes or 0) < nodes, "lanes", config.lanes, f"at most {nodes - 1}: the nodes below the root")
     if name == "best-first" and config.lanes is None:
-        shape = replace(shape, lanes=defaults.choose_lanes(drafter, nodes, device, dtype))
-    by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, nodes, device, dtype)
+        shape = replace(shape, lanes=defaults.choose_lanes(drafter, nodes, table))
+    by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, nodes, table)
     draft = drafter.configured(**by_device | given)
     nodes = builder.size(draft.num_depths, nodes, shape)
     prefill = replace(prefill, drafter=drafter)
