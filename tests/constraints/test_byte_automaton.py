@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from treeflash_jax.constraints import byte_automaton
-from treeflash_jax.constraints.byte_automaton import ByteAutomaton, Unusable, compile_bytes, minimize
+from treeflash_jax.constraints.byte_automaton import Unusable, compile_bytes
+from treeflash_jax.constraints.compiler.minimization import ByteAutomaton, minimize
 from treeflash_jax.decoding.automaton import NOWHERE
 
 

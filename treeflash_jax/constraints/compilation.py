@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from treeflash_jax.constraints.byte_automaton import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
 from treeflash_jax.core.checks import expect, parse_json, quoted
 from treeflash_jax.formats.tokenizer import Tokenizer
+
+logger = logging.getLogger("treeflash_jax")
 
 NAMES = "schema", "pattern", "choices"  # settings, of which a prompt has at most one
 DEPTH = 6  # levels of values that a schema does not describe: some 2,700 states in an object, twice as many for each more
@@ -72,4 +75,7 @@ def _compile(
     vocab_size: int,
 ) -> AutomatonTable:
     """Returns the automaton of one constraint; kept, since they come back."""
-    return make_table(compile_bytes(name, value, depth, thoughts_end), tokenizer, stop_ids, vocab_size, thoughts_end)
+    automaton = compile_bytes(name, value, depth, thoughts_end)
+    table = make_table(automaton, tokenizer, stop_ids, vocab_size, thoughts_end)
+    logger.info("%s %s has %d states and %d kinds of tokens", name, quoted(value), *table.next_qc.shape)
+    return table

@@ -1,4 +1,4 @@
-"""The compiler of constraints: schemas, patterns and choices as automata over bytes, by nothing but Python.
+"""The compiler of constraints: schemas, patterns and choices as automata over bytes, by nothing but Python and NumPy.
 
 `process` runs in a process of its own, since a huge constraint must not end others, and imports nothing of the package
 around it: `reader` and `keywords` turn a schema into `atoms`, `values` writes these as `terms` (sets of byte strings),

@@ -1,34 +1,31 @@
 """Compiles one constraint, in a process of its own.
 
 Reads JSON from stdin: {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most,
-"thoughts_end": what ends a free text before, or null}. Writes a `ByteAutomaton` as int32: number of sets of bytes, of edges
-and of final states, then each set as 256 flags, the edges and the final states. Exit status REFUSED: stderr says why there
-is none; TOO_LARGE: memory did not suffice.
+"thoughts_end": what ends a free text before, or null}. Writes `ByteAutomaton.to_bytes()`. Exit status REFUSED: stderr says
+why there is none; TOO_LARGE: memory did not suffice.
 """
 
 import ctypes
 import json
 import signal
 import sys
-from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from treeflash_jax.constraints.compiler.characters import plain
 from treeflash_jax.constraints.compiler.json_texts import parse
+from treeflash_jax.constraints.compiler.minimization import ByteAutomaton, read_automaton
 from treeflash_jax.constraints.compiler.patterns import full_match
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import (
     ANYTHING,
-    ByteAutomaton,
     Term,
     TooLarge,
     complement,
     concat,
     is_nothing,
     literal,
-    read_automaton,
     repeat,
     union,
 )
@@ -92,6 +89,4 @@ def main() -> None:
     except Refused as error:
         sys.stderr.write(str(error).encode("ascii", "backslashreplace").decode())
         sys.exit(REFUSED)
-    sizes = [len(automaton.masks), len(automaton.edges) // 3, len(automaton.final)]
-    flags = [mask >> value & 1 for mask in automaton.masks for value in range(256)]
-    array("i", [*sizes, *flags, *automaton.edges, *automaton.final]).tofile(sys.stdout.buffer)
+    sys.stdout.buffer.write(automaton.to_bytes())

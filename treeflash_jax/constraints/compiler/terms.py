@@ -9,7 +9,7 @@ Sets of bytes are integers of 256 bits: bit 65 is the byte "A".
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 ALL_BYTES = (1 << 256) - 1
 
@@ -210,7 +210,7 @@ def contains(term: Term, text: bytes) -> bool:
     return term.has_empty
 
 
-def _walk(term: Term, most: int) -> Iterator[Term]:
+def walk(term: Term, most: int) -> Iterator[Term]:
     """Returns the states of a term's automaton, each once. Raises TooLarge for more than `most`."""
     seen, unread = {term}, [term]
     while unread:
@@ -227,32 +227,4 @@ def _walk(term: Term, most: int) -> Iterator[Term]:
 @cache
 def is_nothing(term: Term, most: int = 20_000) -> bool:
     """Returns whether a set has no strings. Raises TooLarge for a large automaton."""
-    return not any(state.has_empty for state in _walk(term, most))
-
-
-class ByteAutomaton(NamedTuple):
-    """A deterministic automaton over bytes; state 0 is the first.
-
-    Attributes:
-      masks: sets of bytes.
-      edges: a state, the index of a set of bytes, and the state after these, one after the other.
-      final: states in which a string may end.
-    """
-
-    masks: list[int]
-    edges: list[int]
-    final: list[int]
-
-
-def read_automaton(term: Term, most: int) -> ByteAutomaton:
-    """Returns the automaton of a set of strings. Raises TooLarge for more than `most` states."""
-    states = list(_walk(term, most))
-    numbers = {state: number for number, state in enumerate(states)}
-    masks: dict[int, int] = {}
-    edges = [
-        value
-        for number, state in enumerate(states)
-        for mask, after in state.edges()
-        for value in (number, masks.setdefault(mask, len(masks)), numbers[after])
-    ]
-    return ByteAutomaton([*masks], edges, [number for number, state in enumerate(states) if state.has_empty])
+    return not any(state.has_empty for state in walk(term, most))

@@ -1,0 +1,92 @@
+"""The smallest automaton of a set of byte strings, as arrays."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from treeflash_jax.constraints.compiler.terms import Term, walk
+
+NOWHERE = -1  # as in decoding.automaton, which imports JAX
+
+
+class ByteAutomaton(NamedTuple):
+    """A deterministic automaton over bytes; texts begin in state 0.
+
+    Attributes:
+      next_qk: state after a byte of each class, or NOWHERE.
+      class_y: class of each byte, [256].
+      is_final_q: whether a text may end in a state.
+    """
+
+    next_qk: np.ndarray
+    class_y: np.ndarray
+    is_final_q: np.ndarray
+
+    def to_bytes(self) -> bytes:
+        """Returns it as int32: number of states, `class_y`, `is_final_q`, `next_qk`."""
+        arrays = [np.array([len(self.next_qk)]), self.class_y, self.is_final_q, self.next_qk.ravel()]
+        return np.concatenate(arrays).astype(np.int32).tobytes()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "ByteAutomaton":
+        numbers = np.frombuffer(data, np.int32)
+        states, class_y = numbers[0], numbers[1:257]
+        is_final_q, next_qk = numbers[257 : 257 + states], numbers[257 + states :]
+        return ByteAutomaton(next_qk.reshape(states, -1), class_y, is_final_q.astype(bool))
+
+
+def read_automaton(term: Term, most: int) -> ByteAutomaton:
+    """Returns the smallest automaton of a set. Raises TooLarge for more than `most` states before it is made small."""
+    states = list(walk(term, most))
+    numbers = {state: number for number, state in enumerate(states)}
+    masks = list(dict.fromkeys(mask for state in states for mask, _ in state.edges()))
+    has_byte_ym = np.array([[mask >> value & 1 for mask in masks] for value in range(256)], bool)
+    kinds_km, class_y = np.unique(has_byte_ym, axis=0, return_inverse=True)
+    columns = {mask: np.flatnonzero(kinds_km[:, m]) for m, mask in enumerate(masks)}
+    next_qk = np.full((len(states), len(kinds_km)), NOWHERE, np.int32)
+    for number, state in enumerate(states):
+        for mask, after in state.edges():
+            next_qk[number, columns[mask]] = numbers[after]
+    return minimize(ByteAutomaton(next_qk, class_y.reshape(-1), np.array([state.has_empty for state in states])))
+
+
+def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
+    """Returns the smallest automaton of the same texts: states with the same texts after them become one.
+
+    Groups of states are split until the bytes of a group lead to the same groups (Moore); a split is followed only to the
+    states that lead to it.
+    """
+    next_qk, class_y, is_final_q = automaton
+    num_states, num_classes = next_qk.shape
+    # One more state, from which nothing is accepted, in place of NOWHERE.
+    next_qk = np.append(np.where(next_qk == NOWHERE, num_states, next_qk), np.full((1, num_classes), num_states), axis=0)
+    group_q = np.append(is_final_q, False).astype(np.int64)
+    source_e, target_e = np.repeat(np.arange(num_states + 1), num_classes), next_qk.ravel()
+    order = np.argsort(target_e, kind="stable")
+    source_e, starts_q = source_e[order], np.searchsorted(target_e[order], np.arange(num_states + 2))
+    size_g = np.zeros(num_states + 2, np.int64)
+    size_g[:2] = np.bincount(group_q, minlength=2)
+    num_groups, changed = 2, np.arange(num_states + 1)
+    while changed.size:
+        affected = np.unique(np.concatenate([source_e[starts_q[q] : starts_q[q + 1]] for q in changed]))
+        signature = np.column_stack([group_q[affected], group_q[next_qk[affected]]])
+        _, first, kind, count = np.unique(signature, axis=0, return_index=True, return_inverse=True, return_counts=True)
+        group_p = group_q[affected[first]]  # of each part of a group
+        moves_p = np.ones(len(count), bool)
+        affected_g = np.bincount(group_p, weights=count, minlength=len(size_g))
+        by_size = np.argsort(-count, kind="stable")
+        largest = by_size[np.unique(group_p[by_size], return_index=True)[1]]
+        moves_p[largest] = affected_g[group_p[largest]] < size_g[group_p[largest]]  # it stays if no other part is left
+        np.subtract.at(size_g, group_p[moves_p], count[moves_p])
+        group_p[moves_p] = num_groups + np.arange(moves_p.sum())
+        size_g[group_p[moves_p]] = count[moves_p]
+        num_groups += moves_p.sum()
+        group_a = group_p[kind.reshape(-1)]
+        changed = affected[group_a != group_q[affected]]
+        group_q[affected] = group_a
+    # Groups in the order of their first states, that of state 0 first; the group of the added state is NOWHERE.
+    _, first, number_q = np.unique(group_q, return_index=True, return_inverse=True)
+    kept = np.sort(first[first != first[number_q[num_states]]])
+    rank_g = np.full(len(first), NOWHERE, np.int32)
+    rank_g[number_q[kept]] = np.arange(len(kept))
+    return ByteAutomaton(rank_g[number_q[next_qk[kept]]], class_y, is_final_q[kept])
