@@ -6,6 +6,7 @@ import enum
 import ipaddress
 import itertools
 import json
+import math
 import random
 import uuid
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ REFUSED = [
     ({"type": "object", "minProperties": 3}, ["minProperties 3"]),
     ({"not": {"format": "date"}}, ["format 'date'", "#/not/format"]),
     ({"minimum": "3"}, ["minimum '3'"]),
+    ({"const": math.nan}, ["NaN is no JSON"]),
     ([], ["no JSON schema"]),
 ]
 

@@ -79,4 +79,7 @@ def parse(text: str) -> Any:
             raise Refused(f"number {digits[:40]} is too long")
         return int(value) if value == value.to_integral_value() else value
 
-    return json.loads(text, parse_float=read)
+    def refuse(name: str) -> None:
+        raise Refused(f"{name} is no JSON")
+
+    return json.loads(text, parse_float=read, parse_constant=refuse)
