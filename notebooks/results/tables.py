@@ -68,7 +68,7 @@ def tau() -> str:
         f"{runs['greedy']['rows'][0]['prompts']} prompts, at most {settings['max_new_tokens']} new tokens, "
         f"{settings['dtype']} on {where['cores']} CPU cores, batch {settings['batch_size']}, jax {versions['jax']}; "
         "all answers equal those of one-token decoding; "
-        "commands in [tau_gsm8k.json](notebooks/results/tau_gsm8k.json)."
+        "commands in [tau_gsm8k.json](tau_gsm8k.json)."
     )
     header = "drafted by | nodes | tau, T = 0 | over the marginal tree | tau, T = 1 | over the marginal tree"
     return section(header, rows, caption)
