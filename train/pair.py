@@ -57,7 +57,7 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
             made = stage.continued(made, settings)
         composer.stages[stage.name] = made
         if action == "skip":
-            if stage.name == "respond":  # all stages have this verifier; those that run compare it themselves
+            if stage.name == "respond":  # all stages have this verifier; stages that run compare it themselves
                 answers.check_inputs(made, files.absolute(made.out))
             hosts.say("  finished before")
             continue

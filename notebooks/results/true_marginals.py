@@ -52,7 +52,7 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
 
 @partial(programs.jit, static_argnames="nodes")
 def build(ids_dc, probabilities_dc, *, nodes: int) -> trees.DraftTree:
-    """Builds the best-first tree of marginals, as that of a block drafter without a head."""
+    """Builds the best-first tree of marginals, as a block drafter without a head does."""
     below_dc = jnp.zeros_like(ids_dc).at[-1].set(-1)
     table = trees.TransitionTable(*(array[None, :, None] for array in (ids_dc, jnp.log(probabilities_dc), below_dc)))
     return trees.best_first(table, jnp.zeros(1, jnp.int32), nodes)

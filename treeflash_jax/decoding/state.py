@@ -28,7 +28,7 @@ class PrefillPlan:
       chunk: maximal number of prompt tokens per pass.
       passes: number of passes per dispatch.
       stacks_cache: whether the verifier's cache has one state for all layers of a kind (`caches.allocate`).
-      residual_dtype: dtype of the verifier's residual stream and logits; None: that of the weights.
+      residual_dtype: dtype of the verifier's residual stream and logits; None: the weights' dtype.
       log_probs: whether to record the verifier's log-probability of every emitted token.
       top_log_probs: number of likeliest tokens that are recorded with them.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
