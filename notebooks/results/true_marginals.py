@@ -1,4 +1,4 @@
-"""Measures tau of trees of a verifier's marginals: what a drafter without a head would learn from endless sampled answers.
+"""Measures tau of trees of a verifier's marginals, which a drafter without a head would learn from endless sampled answers.
 
     treeflash bench run ... --systems ar --out answers.jsonl
     python notebooks/results/true_marginals.py MODEL answers.jsonl PROMPTS... --nodes 4 8 16

@@ -1,4 +1,4 @@
-"""Frozen inputs: what a run reads whenever it starts and never changes, such as the verifier, a backbone or a tokenizer.
+"""Frozen inputs: files that a run reads whenever it starts and never changes, such as a verifier, a backbone, a tokenizer.
 
 A run notes a digest of each when it begins: in its checkpoints, or beside the file of `train.respond` and `train.ask`.
 Continuing it, `train.export` and `train.pair` compare them.

@@ -5,7 +5,7 @@ system is solved by sweeps u <- right - A u. After i of them every position of d
 that of a substitution, since no power of A appears. The kernel was interpreted on CPUs and compiled for v5e and v5p, but
 never ran on a TPU; no device has it as default.
 
-Shape suffixes: those of `delta_rule`.
+Shape suffixes: as in `delta_rule`.
 """
 
 from functools import partial
