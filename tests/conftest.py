@@ -161,7 +161,7 @@ def backend_form(request, monkeypatch) -> Iterator[str]:
 
 @pytest.fixture
 def as_users_compile(monkeypatch) -> None:
-    """Programs that are compiled ahead of time in a test have the instructions and buffers of those that users run."""
+    """Programs that a test compiles ahead of time have the instructions and buffers of the programs that users run."""
     quick = jax.stages.Lowered.compile
     options = {"xla_disable_hlo_passes": ""} | ({"xla_cpu_use_fusion_emitters": True} if HAS_EMITTERS else {})
     monkeypatch.setattr(

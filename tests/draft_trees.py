@@ -43,7 +43,7 @@ def best_first(children: Callable[[Path], Iterable], nodes: float = float("inf")
 
 
 def eagle_2(children: Callable[[Path], Iterable], depths: int, nodes: int, lanes: int) -> dict[Path, float]:
-    """The published ledger: the best `lanes` nodes of a level offer children, all of which it keeps until the end.
+    """The published ledger: the best `lanes` nodes of a level offer children; all are kept until the end.
 
     A branch that ends keeps its lane.
     """

@@ -75,7 +75,7 @@ def test_rounds_of_the_shipped_pair(treeflash, tiny):
 
 @needs_cpu
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the numbers are those of jax 0.10")
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the numbers are jax 0.10's")
 def test_programs_of_smollm2_have_few_instructions(as_users_compile):
     """The first call compiles them: a prompt of up to 119 tokens, in float32."""
     model, drafter = shapes.find_pair("smollm2", str(locate("smollm2", "drafter")))

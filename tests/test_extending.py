@@ -33,7 +33,7 @@ DRAFT = SMALL | {"ngrams": 0}
 IDS = " ".join(map(str, PROMPT))
 COMMAND = ["--verifier", str(FOLDERS["verifier"]), "--drafter", str(FOLDERS["drafter"]), "--prompt-ids", IDS]
 
-# Heads: those of the page that explains how to write one, taken from it.
+# Heads: taken from the page that explains how to write one.
 
 PAGE = (Path(tf.__file__).parent / "drafters" / "README.md").read_text(encoding="utf-8").partition("## Adding a head")[2]
 
@@ -165,7 +165,7 @@ TOY_ARCHITECTURE = Architecture(
 
 
 def test_an_architecture(monkeypatch, short, tmp_path, capsys):
-    """Answers are those of the same weights as Qwen3."""
+    """Answers equal those that the same weights give as Qwen3."""
     monkeypatch.setitem(ARCHITECTURES, "toy", TOY_ARCHITECTURE)
     qwen3 = tf.load(short)
     config, folder = replace(qwen3.verifier, model_type="toy"), tmp_path / "verifier"

@@ -74,7 +74,7 @@ def texts(value: typing.Any) -> list[str]:
 
 
 def test_printed_commands_parse():
-    """Those of pages and of results, which say how their numbers were made."""
+    """On pages, and in results, which say how their numbers were made."""
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")]
     printed = {*re.findall(r"^(?:cat .* \| )?treeflash (.*)$", SHELL, flags=re.MULTILINE)}
     printed |= {text.removeprefix("treeflash ") for text in texts(contents) if text.startswith("treeflash ")}

@@ -184,7 +184,7 @@ def record_batches(path: Path) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
-    if "TOY_RECORD" in os.environ:  # a process of several, of which the last may be terminated
+    if "TOY_RECORD" in os.environ:  # one of several processes; the last may be terminated
         number = int(os.environ["JAX_PROCESS_ID"])
         record_batches(Path(f"{os.environ['TOY_RECORD']}-{number}"))
         if number == int(os.environ["JAX_NUM_PROCESSES"]) - 1:

@@ -2,7 +2,7 @@
 
     python -m train.ask verifier=smollm2 out=runs/smollm2/questions.jsonl count=1400
 
-Given only the beginning of a user's turn, a chat model continues with a question like those that it was trained to answer.
+Given only the beginning of a user's turn, a chat model continues with a question like the ones it was trained on.
 Writes one JSON object per line, {"id", "turns": [text]}, for `train.respond` and `train.pair`. Questions that do not end
 within `max_tokens`, and duplicates, are left out.
 

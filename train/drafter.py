@@ -80,7 +80,7 @@ class BlockStage(DraftingStage):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterStage(BlockStage):
-    """Settings of this stage, besides those of BlockStage."""
+    """Settings that this stage adds to BlockStage."""
 
     stage: Literal["drafter"] = setting("drafter", "kind of the run, which it stores")
     num_layers: int = setting(5, "number of layers of the backbone; sizes not given here are the verifier's", least=1)

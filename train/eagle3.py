@@ -77,7 +77,7 @@ def check_chunks(objective: RolloutConfig, sequence_length: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Stage(DraftingStage):
-    """Settings of this stage, besides those of DraftingStage."""
+    """Settings that this stage adds to DraftingStage."""
 
     records_training = True
 
@@ -196,7 +196,7 @@ def rollout_sums(
       frozen: "verifier", and "offsets" if the draft vocabulary is a part of the verifier's.
       network: an `Eagle3Network`, or another with its methods.
 
-    Returns those of `losses.path_sums`; the loss is the cross-entropy to the verifier's distribution over the draft
+    Returns the sums of `losses.path_sums`; the loss is the cross-entropy to the verifier's distribution over the draft
     vocabulary.
     """
     tables = frozen["verifier"]

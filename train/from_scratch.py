@@ -64,7 +64,7 @@ def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
 
 
 def train_tokenizer(settings: FromScratchConfig) -> None:
-    """Trains a tokenizer like that of the `tiny` pair: byte-level BPE, single digits and a ChatML-like chat template."""
+    """Trains a tokenizer like the `tiny` pair's: byte-level BPE, single digits and a ChatML-like chat template."""
     texts = training_texts(settings.tokenizer_sources, settings.loop.seed)
     alike = Tokenizer.load(locate("tiny", "verifier")).inner
     trained = alike.train_new_from_iterator(texts, settings.vocab_size, show_progress=False)

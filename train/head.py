@@ -30,7 +30,7 @@ from treeflash_jax.models.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class HeadStage(BlockStage):
-    """Settings of this stage, besides those of BlockStage."""
+    """Settings that this stage adds to BlockStage."""
 
     stage: Literal["head"] = setting("head", "kind of the run, which it stores")
     drafter: str = setting("tiny", "name of a pair, folder or Hub id of a DFlash or TreeFlash drafter")

@@ -39,7 +39,7 @@ from treeflash_jax.models.verifier import forward
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelStage(DraftingStage):
-    """Settings of this stage, besides those of DraftingStage."""
+    """Settings that this stage adds to DraftingStage."""
 
     lists_tokens = True
     trains = ("embed", "groups", "norm", "unembed")

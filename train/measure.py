@@ -3,7 +3,7 @@
     python -m train.measure runs/pair/measure.toml
 
 All answer every prompt, batch 1, in one process and in turns: trees of `nodes` nodes; trees of n-grams alone, which need no
-drafter; and one token at a time with the default attention of the device and with another one, of which the faster counts.
+drafter; and one token at a time with the device's default attention and with another one: the faster one counts.
 Prints a table and writes a summary as JSON. Compilation is never counted.
 """
 
@@ -63,7 +63,7 @@ def main(settings: MeasureConfig) -> None:
 def measure(settings: MeasureConfig) -> dict[str, Any]:
     """Returns the summary of `report.summarise`, with the number of nodes of the trees among its settings.
 
-    Entries of systems also have "over_ngrams", the ratio of their speed to that of n-grams alone.
+    Entries of systems also have "over_ngrams", their speed over n-grams alone.
     """
     began = time.perf_counter()
     responded = run_config.load(respond.RespondConfig, settings.respond)

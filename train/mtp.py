@@ -8,7 +8,7 @@ settings of EAGLE-3's own. Embedding and vocabulary table are the verifier's, wh
 
 Writes a folder, RUN/model, with the published names of the layer's tensors.
 
-Shape suffixes: those of `train.eagle3`.
+Shape suffixes: as in `train.eagle3`.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ from treeflash_jax.models.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MtpStage(DraftingStage):
-    """Settings of this stage, besides those of DraftingStage."""
+    """Settings that this stage adds to DraftingStage."""
 
     trains = ("fc", "embed_norm", "hidden_norm", "groups", "norm")
 
@@ -61,7 +61,7 @@ class MtpStage(DraftingStage):
 
 @dataclass(frozen=True)
 class MtpNetwork:
-    """The layer as a rollout runs it; its methods are those of `train.eagle3.Eagle3Network`."""
+    """The layer as a rollout runs it, with the methods of `train.eagle3.Eagle3Network`."""
 
     drafter: MtpConfig
 

@@ -57,7 +57,7 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
             made = stage.continued(made, settings)
         composer.stages[stage.name] = made
         if action == "skip":
-            if stage.name == "respond":  # all stages have this verifier; those that run compare it themselves
+            if stage.name == "respond":  # all stages have this verifier; stages that run compare it themselves
                 answers.check_inputs(made, files.absolute(made.out))
             hosts.say("  finished before")
             continue
@@ -79,7 +79,7 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
 
 
 def announce(began: float, steps: int, step: int, seconds: float) -> None:
-    """Prints what the whole command will take, once `seconds` of a training step are known; at `step` of `steps`."""
+    """Prints an estimate of the command's whole time, once `seconds` of a training step are known; at `step` of `steps`."""
     spent = time.perf_counter() - began
     training = (steps - step + math.ceil(steps / 2)) * seconds
     total, *parts = map(watch.duration, (spent + training + MEASURE_SECONDS, spent, training, MEASURE_SECONDS))

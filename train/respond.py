@@ -1,4 +1,4 @@
-"""Answers training prompts with the verifier: a drafter has to predict the verifier's text, not that of a data set.
+"""Answers training prompts with the verifier: a drafter has to predict the verifier's text, not a data set's.
 
     python -m train.respond configs/shipped/respond.toml out=runs/responses.jsonl sources.0.path=data/gsm8k_train.jsonl
 

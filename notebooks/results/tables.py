@@ -68,7 +68,7 @@ def tau() -> str:
         f"{runs['greedy']['rows'][0]['prompts']} prompts, at most {settings['max_new_tokens']} new tokens, "
         f"{settings['dtype']} on {where['cores']} CPU cores, batch {settings['batch_size']}, jax {versions['jax']}; "
         "all answers equal those of one-token decoding; "
-        "commands in [tau_gsm8k.json](notebooks/results/tau_gsm8k.json)."
+        "commands in [tau_gsm8k.json](tau_gsm8k.json)."
     )
     header = "drafted by | nodes | tau, T = 0 | over the marginal tree | tau, T = 1 | over the marginal tree"
     return section(header, rows, caption)
@@ -148,7 +148,7 @@ def batches_smollm2() -> str:
 
 
 def _train_steps() -> list[dict[str, Any]]:
-    """Returns the compiled steps but those of chunked attention, which kernels replace."""
+    """Returns the compiled steps, without those with chunked attention, which kernels replace."""
     return [step for step in read("train_steps.json").values() if step["attention"] != "chunked"]
 
 
@@ -321,7 +321,7 @@ def beside_published_gpu() -> str:
 
 
 def beside_peers(drafting: str) -> str:
-    """Formats systems of peers_smollm2.json by prompts, with speeds over those of the first system."""
+    """Formats systems of peers_smollm2.json by prompts, with speeds over the first system's."""
     runs, rows = read("peers_smollm2.json")[drafting], []
     for prompts, run in runs["runs"].items():
         plain = next(iter(run["systems"].values()))

@@ -1,4 +1,4 @@
-"""Measures tau of trees of a verifier's marginals: what a drafter without a head would learn from endless sampled answers.
+"""Measures tau of trees of a verifier's marginals, which a drafter without a head would learn from endless sampled answers.
 
     treeflash bench run ... --systems ar --out answers.jsonl
     python notebooks/results/true_marginals.py MODEL answers.jsonl PROMPTS... --nodes 4 8 16
@@ -52,7 +52,7 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
 
 @partial(programs.jit, static_argnames="nodes")
 def build(ids_dc, probabilities_dc, *, nodes: int) -> trees.DraftTree:
-    """Builds the best-first tree of marginals, as that of a block drafter without a head."""
+    """Builds the best-first tree of marginals, as a block drafter without a head does."""
     below_dc = jnp.zeros_like(ids_dc).at[-1].set(-1)
     table = trees.TransitionTable(*(array[None, :, None] for array in (ids_dc, jnp.log(probabilities_dc), below_dc)))
     return trees.best_first(trees.TreeInputs(table, jnp.zeros(1, jnp.int32), nodes))[0]

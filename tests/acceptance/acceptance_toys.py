@@ -37,7 +37,7 @@ class Drafter:
 
 
 def draw(tree: Tree, run: Run, at: list[Prefix | None], above: int, distribution: np.ndarray | None, kind: str) -> None:
-    """Draws the next place below the place `above`, and adds its prefix to those of the places before; None: no node."""
+    """Draws the next place below the place `above`, and appends its prefix to the list; None: no node."""
     if distribution is None:
         at.append(None)
         return

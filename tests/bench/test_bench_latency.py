@@ -1,4 +1,4 @@
-"""`bench latency`: timed phases are those of a round; output, files and errors.
+"""`bench latency`: the timed phases are a round's; output, files and errors.
 
 No test looks at a time: on a busy machine times are noise.
 """

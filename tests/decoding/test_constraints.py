@@ -1,4 +1,4 @@
-"""Answers that follow a schema, a pattern or choices: valid, and those of one-token decoding whatever is drafted."""
+"""Answers that follow a schema, a pattern or choices: valid, and equal to one-token decoding whatever is drafted."""
 
 import copy
 import json

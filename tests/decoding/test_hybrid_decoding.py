@@ -179,7 +179,7 @@ def test_a_session_goes_on_from_its_answer_or_the_end_of_its_prompt_or_reads_ane
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [HYBRID, replace(WINDOWS, window=150)], ids=["states", "rings"])
 def test_settings_of_each_prompt_log_probs_streams_and_larger_caches(float64, monkeypatch, config):
-    """Three prompts in two slots, an answer of which outgrows the first caches, and the rings in them their window."""
+    """Three prompts in two slots; one answer outgrows the first caches, and the rings in them their window."""
     monkeypatch.setattr(batching, "ROOM", 8)
     pair, prompts = hybrid_pair(config=config), [TEXTS[2], TEXTS[1], TEXTS[0]]
     settings = {

@@ -1,4 +1,4 @@
-"""Processors of logits: equal to those of transformers, lossless in float64 with every draft, nothing without them."""
+"""Processors of logits: equal to transformers' own, lossless in float64 with every draft, nothing without them."""
 
 import dataclasses
 import itertools

@@ -96,7 +96,7 @@ def test_a_prompt_is_read_in_pieces_that_are_reported(small, monkeypatch, caplog
 
 
 def test_caches_grow_with_a_long_answer(monkeypatch):
-    """To twice their size; the tokens are those of an answer whose caches had room at first."""
+    """To twice their size; the tokens are the same as with caches that had room at first."""
     model, prompt = make_pair(ONE_LAYER, KINDS["block"]), [1, 2, 3] * 5
     settings = {"max_new_tokens": 300, "nodes": 4, "children": 4, "candidates": 4}
     expected = answer(model, prompt, None, max_new_tokens=300, builder="none")

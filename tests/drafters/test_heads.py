@@ -40,7 +40,7 @@ def sized(candidates: int, children: int, shortlist: int = 0, **others) -> Block
 
 
 def make_weights(name: str):
-    """Returns weights none of which is zero, so that the token before matters."""
+    """Returns weights without zeros, so that the token before matters."""
     specs = HEADS[name].specs(DRAFTER)
     return {key: 0.3 * draw(*spec.shape, seed=i) for i, (key, spec) in enumerate(specs.items())}
 
@@ -101,7 +101,7 @@ def test_a_selector_compares_its_candidates_alone(block):
 
 @pytest.mark.parametrize(("name", "prefix"), [("lowrank-rnn", 0), ("gru", 0), ("gru", 2)])
 def test_lanes_along_a_path_are_the_logits_that_training_sees(block, name, prefix):
-    """Normalised over the candidates after the prefix, in which the tokens are those of the marginals."""
+    """Normalised over the candidates after the prefix; the tokens are the marginals' candidates."""
     unembed, hidden_bid, anchor_b = block
     sizes, listed = {"head_sizes": GruSizes(D, prefix)} if name == "gru" else {}, 9
     drafter, head, params = sized(listed, listed, **sizes), HEADS[name], make_weights(name)

@@ -118,7 +118,7 @@ def test_on_other_platforms_than_a_cpu_no_level_is_a_branch(shared, monkeypatch)
 
 
 def test_the_network_runs_below_tokens_of_n_grams(shared):
-    """Below a token that it cannot draft itself, its next tokens are those of a rollout, and the n-gram still agrees."""
+    """Below a token that it cannot draft itself, it drafts the next tokens of a rollout, and the n-gram still agrees."""
     foreign = next(token for token in range(VOCAB) if token not in shared["ids"])
     match = np.full((BATCH, 1, DEPTHS), foreign), np.full((BATCH, 1), 3), np.zeros((BATCH, 1)), np.zeros(BATCH)
 

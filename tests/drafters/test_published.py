@@ -1,7 +1,7 @@
 """Block drafters with heads against numbers of the published code: JetSpec, Domino, DSpark, DFlash2, LiLiCorr.
 
 Random weights, on the verifier of a_treeflash: numerics and alignments, not how much is accepted. Folders are in
-tests/data/published; those of DSpark's gated and recurrent heads have no backbone, that of dflash2 a part of one layer.
+tests/data/published; the files of DSpark's gated and recurrent heads have no backbone, dflash2's has part of one layer.
 """
 
 from dataclasses import replace

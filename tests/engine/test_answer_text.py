@@ -115,7 +115,7 @@ def read_tokens(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> tupl
 
 
 def test_a_chat_s_answer_keeps_the_space_after_the_template(byte_fallback):
-    """As vLLM and llama.cpp do, also behind special tokens, of which more than the context may come last."""
+    """As vLLM and llama.cpp do, also behind special tokens; more of them than the context holds may come last."""
     prompt = ids_of(byte_fallback, "▁river", *["<end>"] * 20)
     answer = AnswerText(byte_fallback, prompt, [" of"])
     answer.extend(ids_of(byte_fallback, "▁Europe", "▁of"))

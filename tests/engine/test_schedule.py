@@ -1,4 +1,4 @@
-"""Every answer is that of its own call, however requests share the slots of a batch.
+"""Every answer is the one that a call alone gives, however requests share the slots of a batch.
 
 Random prompts with settings of their own, many of them beginning alike, are answered one by one; then in batches of every
 size, on meshes, with arrivals, cancellations and failures in between, and in conversations.
@@ -185,7 +185,7 @@ def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:
 
 @pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
 def test_answers_of_interleaved_conversations_are_those_without(float64, draft):
-    """Streams of several sessions in turns, some of which end early or go on from another text."""
+    """Streams of several sessions in turns; some end early or go on from another text."""
     model, rng = few_tokens(), np.random.default_rng(3)
     how = {"max_new_tokens": 6, "temperature": 0.9, **draft}
     sessions = [tf.Session() for _ in range(3)]

@@ -61,7 +61,7 @@ def test_biases_stay_wide_in_int8():
 
 
 def test_a_new_drafter_has_the_published_kind_of_layers():
-    """Those of PyTorch's drafters, whatever the verifier's are, and a rotation of its own."""
+    """As in PyTorch's drafters, whatever the verifier has, and a rotation of its own."""
     config = model_files.read_verifier_config(QWEN2)
     layers = fresh_layers(config, 1)
     assert layers.qk_norm and not layers.qkv_bias and layers.model_type == "qwen3"

@@ -72,7 +72,7 @@ def arguments(lengths, dtype="float32", *, queries=T, heads=H, kv_heads=K, slots
 
 
 def short_arguments(**sizes):
-    """Sequences with none, some and all of 12 slots filled; those that are not hold large garbage."""
+    """Sequences with none, some and all of 12 slots filled; unfilled slots hold large garbage."""
     return arguments((0, 5, 12), slots=12, poison=lambda length: 12, **sizes)
 
 
@@ -279,7 +279,7 @@ def test_what_a_kernel_does_not_take_runs_plainly_and_is_said(caplog):
 @needs_mosaic
 @pytest.mark.parametrize("qk_norm, tokens, scheme", [(True, 7, None), (False, 1, None), (True, 7, "fp8")])
 def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens, scheme):
-    """Merged weights, a prefix of two lengths and a tree: hidden states, keys and values are those of "xla"."""
+    """Merged weights, a prefix of two lengths and a tree: hidden states, keys and values equal "xla"."""
     config = replace(RANDOM_MODEL, hidden_size=512, head_dim=64, qk_norm=qk_norm)
     specs = verifier.specs(config)
     params = random_weights(specs, scale=0.1, dtype=jnp.bfloat16)

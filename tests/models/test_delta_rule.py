@@ -214,7 +214,7 @@ def test_the_kernel_for_tpus_computes_the_rule(size, reach, alike):
 @needs_mosaic
 @pytest.mark.parametrize("size, reach, alike", [(14, 4, 0.0), (BLOCK, 9, 0.95)])
 def test_the_kernel_for_hopper_computes_the_rule(size, reach, alike):
-    """Interpreted, and lowered for a GPU; its products are as exact as those of float32."""
+    """Interpreted, and lowered for a GPU; its products are as exact as in float32."""
     paths, inputs = draw_tree(size, reach, reach), draw_inputs(size, alike=alike, batch=1, key_dim=128, value_dim=64)
     mask, kernel = draw_mask(paths), jax.jit(delta_rule_mosaic.run)
     arrays = *as_arrays(inputs, jnp.float32), mask[None]

@@ -174,7 +174,7 @@ def test_tpus_read_matrices_in_the_layout_that_they_have():
 
 @pytest.mark.slow
 def test_a_loop_on_a_tpu_copies_no_experts():
-    """Two layers with the sizes of gpt-oss, of which a v5p holds eight experts each: copies had 549 MB."""
+    """Two layers with the sizes of gpt-oss; a v5p holds eight experts of each: copies had 549 MB."""
     libtpu = pytest.importorskip("libtpu", reason='needs pip install "jax[tpu]"')
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -2,7 +2,7 @@
 
 Their layers are of two kinds: most of Qwen's are gated delta rules, every second one of gpt-oss sees a window. The fixtures
 have logits, features of some layers and 32 greedy ids after prompts of 5, 40 and 150 tokens, and a random tree below each
-prompt, every node of which was computed as a text of its own.
+prompt; every node was computed as a text of its own.
 """
 
 from functools import lru_cache, partial

@@ -24,7 +24,7 @@ plain = jax.nn.dot_product_attention
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """XLA for cuDNN, and small blocks: several, some of which a causal mask hides."""
+    """XLA for cuDNN, and several small blocks; a causal mask hides some of them."""
 
     def attend(*arrays, implementation, **options):
         assert implementation == "cudnn"
@@ -41,7 +41,7 @@ def segments(batch: int, length: int) -> jax.Array:
 
 
 def compare(function, arrays, kind, atol):
-    """Compares results, and gradients of a weighted sum of them, with those of the plain form in float32."""
+    """Compares results, and gradients of a weighted sum of them, with the plain form's in float32."""
 
     def summed(arrays, kind):
         out = function(*arrays, kind)

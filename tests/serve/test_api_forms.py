@@ -133,7 +133,7 @@ def test_top_k_is_off_in_the_form_of_other_clients():
 
 
 def test_the_metric_of_accepted_tokens_counts_drafted_ones():
-    """One round accepted nothing, one two tokens, and the last one three, of which the answer's end cut off two tokens."""
+    """One round accepted nothing, one two tokens, and the last one three; the answer's end cut off two of them."""
     metrics = Metrics()
     metrics.observe(make_result(ids=[1] * 7, accept_lengths=[1, 3, 2], cut=2), 1.0)
     labels = [{"depth": str(depth)} for depth in (1, 2, 3, 4)]

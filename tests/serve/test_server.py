@@ -1,4 +1,4 @@
-"""The server, over HTTP: its answers are those of `generate`, in the forms that the openai client reads."""
+"""The server, over HTTP: it answers as `generate` does, in the forms that the openai client reads."""
 
 import json
 import re

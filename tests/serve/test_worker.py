@@ -1,4 +1,4 @@
-"""The worker's thread: answers of many submissions are those of their own calls, also after dispatches that fail."""
+"""The worker's thread: many submissions get the answers of separate calls, also after dispatches that fail."""
 
 import asyncio
 import logging

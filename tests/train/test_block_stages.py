@@ -118,7 +118,7 @@ def test_held_out_slots_weigh_the_same_at_every_step(toy):
 
 
 def test_of_experts_those_of_a_token_are_counted(toy):
-    """As many products as in a dense layer of their joint width, and those of the router."""
+    """As many products as in a dense layer of their joint width, plus the router's."""
     settings = toy_training.settings(toy)
     experts = dataclasses.replace(MODEL, num_experts=8, experts_per_token=2, expert_size=12)
     sparse, dense = (

@@ -18,7 +18,7 @@ from train.runtime import checkpoint, frozen_inputs, run_config, training_state,
 from train.stages import drafting, registry
 from treeflash_jax.engine.settings.pairs import locate
 
-# Lines of the settings of each stage, besides those of the toy's head, and the names of those that it does not have.
+# Lines of settings that each stage adds to the toy head's, and names of the head's settings that it lacks.
 ROLLOUT = "objective = { steps = 2, anchors = 16, chunk = 8 }"
 STAGES = {
     "head": ((), ()),

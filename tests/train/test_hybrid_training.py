@@ -28,7 +28,7 @@ from treeflash_jax import TreeFlash
 from treeflash_jax.models import verifier
 
 LENGTHS, SIZE = (50, 13, 1, 90, 2, 3, 20, 20, 150), 256  # they begin and end inside blocks of 64 positions
-STAGES = {  # settings of head.toml that they do not have, and others; those of a drafter also over gpt-oss
+STAGES = {  # settings of head.toml that they lack, and added ones; a drafter's also over gpt-oss
     "head": ((), ()),
     "drafter": (("drafter",), ("num_layers=1", "block_size=4", "mask_token_id=3", "objective.loss=cross-entropy")),
     "eagle3": (("drafter", "objective"), ("draft_vocab_size=20", "objective={steps = 2, anchors = 16, chunk = 8}")),
@@ -63,7 +63,7 @@ def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, mode
 
 @pytest.mark.parametrize("name, model", [slow_unless(name == "head", name, None) for name in STAGES] + [OF_GPT_OSS])
 def test_a_stopped_stage_goes_on_to_the_same_end(hybrid, tmp_path, monkeypatch, name, model):
-    """Losses and weights are those of an uninterrupted run."""
+    """Losses and weights equal an uninterrupted run's."""
     without, words = STAGES[name]
     monkeypatch.setattr(drafting, "step_flops", lambda *_: 1.0)
     toml, folder = toy_training.write_stage(hybrid, f'stage = "{name}"', without=without), model or hybrid / "verifier"

@@ -1,4 +1,4 @@
-"""Training of a layer of multi-token prediction: its tau rises over that of the layer in the verifier's files."""
+"""Training of a layer of multi-token prediction: its tau rises over the original layer's in the verifier's files."""
 
 import json
 from dataclasses import replace

@@ -243,7 +243,7 @@ def test_a_selector_is_trained_to_choose_among_its_candidates(case):
 
 
 def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
-    """Ids ascend, those of the sequence stand for themselves, and sums over samples have the mean of the whole sum."""
+    """Ids ascend, ids of the sequence stand for themselves, and sums over samples have the mean of the whole sum."""
     _, batch, keys, _ = case
     draw = jax.jit(partial(objective.sample_vocabulary, vocab_size=64), static_argnames="size")
     sample = draw(batch, size=40, keys_b=keys)

@@ -1,4 +1,4 @@
-"""Compiling a step without weights: the numbers it prints are those of the program."""
+"""Compiling a step without weights: it prints the program's numbers."""
 
 import dataclasses
 import json

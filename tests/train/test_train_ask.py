@@ -1,4 +1,4 @@
-"""Questions are functions of seed and number; a file that was stopped or is added to is that of a single run."""
+"""Questions are functions of seed and number; a file that was stopped or extended equals a single run's."""
 
 import json
 import shutil

@@ -34,7 +34,7 @@ def test_every_file_is_understood_and_survives_being_saved(path, tmp_path):
 
 
 def test_a_file_says_of_which_stage_it_is(tmp_path):
-    """Not its keys, which stages share: a file without the line is refused by name, and so is that of another stage."""
+    """Not its keys, which stages share: a file without the line is refused by name, and so is another stage's file."""
     path = tmp_path / "settings.toml"
     path.write_text(HEAD.read_text().replace('stage = "head"\n', ""))
     refused(lambda: registry.read_stage(path), "settings.toml: got stage = None", 'such as stage = "head" (one of head, ')

@@ -367,7 +367,7 @@ def test_a_mask_token_is_one_that_never_occurs(used, size, expected):
 
 
 def test_published_and_real_choices():
-    """Qwen3's is the id after its tokenizer's last; SmolLM2's layers are those of its recipe."""
+    """Qwen3's is the id after its tokenizer's last; SmolLM2's layers are its recipe's."""
     qwen = Tokenizer(Inner({0: "<s>", 1: "</s>", 2: "<|fim_pad|>"}, 151_669))
     assert choices.mask_token(qwen, np.zeros(151_936, np.int64)) == 151_669
     assert choices.mask_token(Tokenizer.load(locate("tiny")), np.zeros(2048, np.int64), (2,)) == 3

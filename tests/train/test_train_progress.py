@@ -101,7 +101,7 @@ def test_without_a_terminal_there_are_plain_lines_only(capsys):
 
 
 def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
-    """Also those of steps 41 to 50 of an earlier start, which are lost."""
+    """Also of steps 41 to 50 of an earlier start, which are lost."""
     with (run / "log.jsonl").open("a") as file:
         file.write('{"step": 50, "seconds": 140.0}\n')
     monkeypatch.setattr(watch.time, "perf_counter", iter([100.0, 107.5]).__next__)

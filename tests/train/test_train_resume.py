@@ -87,7 +87,7 @@ def test_a_run_that_is_extended_may_have_other_documents(copied, capsys):
 @pytest.mark.parametrize("damage", ["missing", *DAMAGES])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_checkpoints_are_refused_in_one_line(copied, damage):
-    """Without that of step 2, the run continues from step 1."""
+    """Without the checkpoint of step 2, the run continues from step 1."""
     run, config = copied
     newest = run / "checkpoints" / "2"
     largest = max(newest.rglob("d/*"), key=lambda path: path.stat().st_size)
@@ -113,7 +113,7 @@ def test_other_arrays_are_refused(two_checkpoints, arrays, words):
 
 
 def several_processes(toy, run, count, *overrides, terminated_after=0):
-    """Trains on a device each of `count` processes, the last of which may get SIGTERM; returns the first one's output."""
+    """Trains in `count` processes of one device each; the last may get SIGTERM. Returns the first one's output."""
     command = [sys.executable, toy_training.__file__, str(toy.parent), f"run={run}", *STEPS, *overrides]
     environment = {"TOY_RECORD": f"{run}.{count}", "TOY_TERMINATE_AFTER": str(terminated_after)}
     outputs = toy_training.run_job(command, count, 143 if terminated_after else 0, **environment)
@@ -147,7 +147,7 @@ def states(run, count):
 
 @pytest.mark.slow
 def test_a_run_moves_from_four_processes_to_two_to_one(tmp_path, monkeypatch):
-    """Over all of them every epoch has each example once, and the losses are those of a run that nothing interrupts."""
+    """Over all of them, every epoch has each example once, and the losses equal an uninterrupted run's."""
     toy, rng = toy_training.write(tmp_path), np.random.default_rng(0)
     examples = [rng.integers(4, 64, rng.integers(18, 32)).tolist() for _ in range(24)]  # of more than half a sequence each
     write_lines(tmp_path / "responses.jsonl", [{"prompt": ids[:3], "response": ids[3:]} for ids in examples])

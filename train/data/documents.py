@@ -36,7 +36,7 @@ class DataConfig:
         0.0, "loss weight of chat tokens outside of the assistant's turns, whose tokens weigh 1", least=0, most=1
     )
     unfinished: Literal["keep", "drop"] = setting(
-        "keep", 'handling of unfinished responses: "drop" leaves out those that reached the length limit of `train.respond`'
+        "keep", 'handling of unfinished responses: "drop" leaves out those cut by the length limit of `train.respond`'
     )
     record: str = setting(
         "",

@@ -1,4 +1,4 @@
-"""Settings of the stages of `train.pair`: composed by rule, then replaced by those that were given."""
+"""Settings of the stages of `train.pair`: composed by rule, then replaced by the given ones."""
 
 import dataclasses
 import hashlib
@@ -77,11 +77,11 @@ class PairConfig:
     anyway: bool = setting(False, "trains for fewer than 50 steps, too")
     seed: int = setting(0, "random seed of all stages", least=0, most=run_config.MAX_SEED)
     mesh: MeshConfig = MeshConfig()
-    respond: dict[str, Any] = setting(help="settings of `train.respond` in place of those by rule", default_factory=dict)
-    drafter: dict[str, Any] = setting(help="settings of `train.drafter` in place of those by rule", default_factory=dict)
-    head: dict[str, Any] = setting(help="settings of `train.head` in place of those by rule", default_factory=dict)
-    export: dict[str, Any] = setting(help="settings of `train.export` in place of those by rule", default_factory=dict)
-    measure: dict[str, Any] = setting(help="settings of `train.measure` in place of those by rule", default_factory=dict)
+    respond: dict[str, Any] = setting(help="settings of `train.respond` that replace the rules'", default_factory=dict)
+    drafter: dict[str, Any] = setting(help="settings of `train.drafter` that replace the rules'", default_factory=dict)
+    head: dict[str, Any] = setting(help="settings of `train.head` that replace the rules'", default_factory=dict)
+    export: dict[str, Any] = setting(help="settings of `train.export` that replace the rules'", default_factory=dict)
+    measure: dict[str, Any] = setting(help="settings of `train.measure` that replace the rules'", default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.steps and self.passes:
@@ -92,7 +92,7 @@ class PairConfig:
 
 
 class Composer:
-    """Composes the settings of every stage from those of the command, and config and tokenizer of the verifier.
+    """Composes every stage's settings from the command's settings and the verifier's config and tokenizer.
 
     Attributes:
       stages: settings of the stages composed so far, by name; the training stages depend on those before them.
@@ -107,7 +107,7 @@ class Composer:
 
     @cached_property
     def prompts(self) -> list[Record]:
-        """Prompts of the command, without those that cannot be read if they may be skipped."""
+        """Prompts of the command, without unreadable ones if they may be skipped."""
         source = Source(path=self.settings.prompts, limit=self.settings.num_prompts, hold_out=0)
         return [*read_records(source, self.settings.seed, self.skipped)]
 

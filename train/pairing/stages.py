@@ -52,13 +52,13 @@ class Stage:
         return {"given": given, "digest": digest, "size": self.size(composer, made)}
 
     def continued(self, made: Any, settings: PairConfig) -> Any:
-        """Returns the settings that the stage was begun with, but for those of `made` that may change."""
+        """Returns the settings that the stage was begun with, without the settings in `made` that may change."""
         begun = run_config.load(type(made), settings.path(f"{self.name}.toml"))
         now = dotted(run_config.to_dict(made), into_lists=True)
         return run_config.replaced(begun, {key: value for key, value in now.items() if key.startswith(self.follows)})
 
     def set_aside(self, settings: PairConfig) -> None:
-        """Moves earlier results to OUT/before, in place of those that are there."""
+        """Moves earlier results to OUT/before, replacing what is there."""
         folder = settings.path("before")
         folder.mkdir(exist_ok=True)
         for path in settings.path("").glob(self.writes):

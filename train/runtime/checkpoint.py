@@ -132,7 +132,7 @@ def check_inputs(run: str, loop: LoopConfig, inputs: Inputs) -> None:
 
 
 def claim(folder: epath.Path, config: Any) -> None:
-    """Writes the settings of a new run, or compares them with those of this directory. Raises ValueError if they differ."""
+    """Writes the settings of a new run, or compares them with this directory's. Raises ValueError if they differ."""
     path = folder / "settings.toml"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Frozen inputs: what a run reads whenever it starts and never changes, such as the verifier, a backbone or a tokenizer.
+"""Frozen inputs: files that a run reads whenever it starts and never changes, such as a verifier, a backbone, a tokenizer.
 
 A run notes a digest of each when it begins: in its checkpoints, or beside the file of `train.respond` and `train.ask`.
 Continuing it, `train.export` and `train.pair` compare them.
@@ -30,7 +30,7 @@ def note(path: str, files: Path, *, weights: bool = True) -> dict[str, str]:
 def digest_model(path: Path, *, weights: bool = True) -> str:
     """Returns the SHA-256 of the files of a model as they lie, read in pieces by all cores.
 
-    Of a folder these are config.json, tokenizer.json and the files of its tensors; those that are missing do not count.
+    In a folder, these are config.json, tokenizer.json and the files of its tensors; missing ones do not count.
     """
     names = ["config.json", "tokenizer.json", *tensor_files.file_names(path)] if weights else ["config.json"]
     found = [path] if path.is_file() else [path / name for name in names if (path / name).exists()]

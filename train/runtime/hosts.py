@@ -65,7 +65,7 @@ def introduce(mesh: jax.sharding.Mesh, output: str) -> None:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Makes a mesh over `devices`, by default those of all hosts; with `data` 0, that axis takes all that remain."""
+    """Makes a mesh over `devices` (default: of all hosts); with `data` 0, that axis takes all remaining devices."""
     devices = jax.devices() if devices is None else devices
     data = config.data or max(1, len(devices) // max(1, config.fsdp * config.model))
     mesh = sharding.make_mesh(data, config.model, devices, fsdp=config.fsdp)

@@ -70,7 +70,7 @@ def fit(
       config: settings of the stage; reads `run`, `loop`, `optimizer` and `data`, and a run belongs to all of them.
       params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
       inputs: frozen inputs, which checkpoints note; a run that continues must have the same.
-      evaluate: metrics of the weights, added to those of the held-out sequences; it may report its progress.
+      evaluate: metrics of the weights, added to the held-out sequences' metrics; it may report its progress.
       on_timed: receives, at the first log line, the number of the step and the seconds that a step takes.
 
     Raises:
@@ -200,7 +200,7 @@ def make_held_out_measure(
 ) -> Callable[[Any, Any, Report], dict[str, Any]]:
     """Returns a function of trained and frozen weights: means over a few held-out batches of every source.
 
-    The batches are spread over the source, and their anchors are fixed. Like those of a step, they are computed in
+    The batches are spread over the source, and their anchors are fixed. Like a step's batches, they are computed in
     `loop.accumulate` parts.
     """
     members = hosts.local_members(loop.batch, mesh)

@@ -206,6 +206,6 @@ def save(config: Any, path: epath.PathLike) -> None:
 
 
 def dump(config: Any) -> str:
-    """Returns settings as TOML, without those that are None, which TOML cannot express."""
+    """Returns settings as TOML, without None, which TOML cannot express."""
     plain = json.dumps(dataclasses.asdict(config))
     return tomli_w.dumps(json.loads(plain, object_hook=lambda table: {k: v for k, v in table.items() if v is not None}))

@@ -200,7 +200,7 @@ def make_update(
 def by_batch(function: Callable[..., Any], task: TrainTask, *, scatters: bool = False) -> Callable[..., Any]:
     """Runs `function(params, frozen, batch, keys_b)` per device group, on its sequences and its fsdp slices of weights.
 
-    Its result is replicated, or if `scatters`, a pair of slices like those of the parameters and something replicated.
+    Its result is replicated, or if `scatters`, a pair: slices like the parameters', and something replicated.
     With a model axis everything is partitioned automatically: XLA (jax 0.10) cannot split heads and vocabulary inside.
     """
     mesh, whole = sharding.current(), PartitionSpec()

@@ -73,7 +73,7 @@ def read_log(folder: Any) -> list[Metrics]:
 class Watch(Bar):
     """Progress bar, printed lines and RUN/log.jsonl of a run; silent on all hosts but the first.
 
-    A run that continues drops log lines after the step of its checkpoint. "seconds" are those of all starts, up to the last
+    A run that continues drops log lines after the step of its checkpoint. "seconds" cover all starts, up to the last
     line of each.
 
     Args:
@@ -109,7 +109,7 @@ class Watch(Bar):
 
 
 def describe(metrics: Metrics) -> str:
-    """Returns the most important metrics in words, tau by number of nodes beside that of the marginals."""
+    """Returns the most important metrics in words, tau by number of nodes beside the marginals' tau."""
     words = [form.format(metrics[name]) for name, form in SHOWN.items() if metrics.get(name) is not None]
     for name, value in metrics.items():
         kind, _, nodes = name.rpartition("_")

@@ -156,7 +156,7 @@ def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
 
 
 def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> dict[str, Any]:
-    """Returns the weights of the drafter that the stage starts from, and those of `read_derived`."""
+    """Returns the weights of the drafter that the stage starts from, and the weights of `read_derived`."""
     stored: dict[str, Any] = {}
     if settings.starts_from:
         stored = model_files.load_drafter(locate(settings.starts_from, "drafter"), dtype=jnp.float32)[1]

@@ -88,7 +88,7 @@ class Sample:
     log_counts_bc: jax.Array
 
     def places(self, ids: jax.Array) -> jax.Array:
-        """Returns the index in the sample of each of these tokens [b, ...], all of which it contains."""
+        """Returns the index in the sample of each of these tokens [b, ...]; the sample contains all of them."""
         return jax.vmap(jnp.searchsorted)(self.ids_bc, ids)
 
 
@@ -166,7 +166,7 @@ def drafting_sums(
 def with_base(
     loss_bni: jax.Array, base_bni: jax.Array, weight: float | Literal["annealed"], progress_b: jax.Array | None
 ) -> jax.Array:
-    """Returns the head's loss together with that of the marginals; "annealed" without progress is the head's alone."""
+    """Returns the head's loss together with the marginals' loss; "annealed" without progress is the head's alone."""
     if weight != "annealed":
         return loss_bni + weight * base_bni
     if progress_b is None:

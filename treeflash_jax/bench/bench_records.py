@@ -17,7 +17,7 @@ from treeflash_jax.core.checks import clipped, parse_json, quoted, read_json, wa
 Record = dict[str, Any]
 
 SCHEMA = 4
-# Settings that are equal in all records of a file. Those of a system differ between systems; temperature and seed may vary.
+# Settings that are equal in all records of a file. Systems have settings of their own; temperature and seed may vary.
 SHARED = "verifier template quantize max_new_tokens batch_size top_k top_p stop_ids attention".split()
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
@@ -95,7 +95,7 @@ def check_one_run(records: Sequence[Record], path: str | Path) -> None:
 
 
 def _conditions(record: Record, is_same_system: bool) -> Record:
-    """Returns what is equal in all records of a run, or in those of one system."""
+    """Returns what is equal in all records of a run, or of one system."""
     settings = record["settings"]
     names = settings.keys() - {"temperature", "seed"} if is_same_system else SHARED
     return {name: settings.get(name) for name in names} | record["versions"] | record["hardware"]

@@ -37,7 +37,7 @@ class System:
     """A named way to answer prompts.
 
     Attributes:
-      config: settings of `generate`; temperature and seed are replaced by those that are measured.
+      config: settings of `generate`; temperature and seed are replaced by the measured ones.
 
     Example:
       >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))
@@ -49,7 +49,7 @@ class System:
     config: tf.GenerateConfig
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
-        """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of those of the call.
+        """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of the call's.
 
         Raises KeyboardInterrupt after Ctrl-C while decoding: half an answer is no measurement.
         """
@@ -146,7 +146,7 @@ def measure(
     """Answers every prompt with every system at all combinations of temperature and seed.
 
     Every prompt draws from its own seed, made of the given one and its id: prompts are independent, and all systems use the
-    same noise. Answers that drafting must not change are compared with those of one-token decoding, and every difference is
+    same noise. Answers that drafting must not change are compared with one-token decoding, and every difference is
     printed on stderr.
 
     Args:

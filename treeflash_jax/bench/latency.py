@@ -2,7 +2,7 @@
 
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 
-Every combination of batch, context, attention and nodes is measured, those of one batch and context in turns. Times are
+Every combination of batch, context, attention and nodes is measured, with one batch and context in turns. Times are
 median milliseconds, with quartiles; prefill's is per prompt token of all sequences. The output file is written after every
 batch and context, and keeps results of other settings.
 """
@@ -114,7 +114,7 @@ def make_plans(model: tf.TreeFlash, arguments: argparse.Namespace, attention: st
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the settings, a table of the phases, and the time of rounds over that of one-token steps."""
+    """Prints the settings, a table of the phases, and the time of rounds over one-token steps."""
     settings, hardware, phases = result["settings"], result["hardware"], result["phases"]
     shown = {name: value for name, value in settings.items() if value is not None} | result["versions"]
     terminal.show(", ".join(f"{name} {value}" for name, value in shown.items()))

@@ -194,7 +194,7 @@ def describe(result: dict[str, Any]) -> list[str]:
 
 
 def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int]:
-    """Returns the bytes on each device by part, with those that the compiler reports of both programs."""
+    """Returns the bytes on each device by part, including the compiler's reports on both programs."""
     of_prefill, of_round = prefill.memory_analysis(), decode.memory_analysis()
     held = of_round.argument_size_in_bytes + of_round.output_size_in_bytes - of_round.alias_size_in_bytes
     resident = max(held, needs.total)

@@ -1,6 +1,6 @@
 """The phases of decoding as programs of their own, and the device time of each.
 
-The timed programs are those that run: `prefill` and `decode` as they are shipped (a whole round and a one-token step are
+The timed programs are the ones that run: `prefill` and `decode` as they are shipped (a whole round and a one-token step are
 rounds of `decode`'s loop on the device), and the functions that `rounds.decode_round` is composed of, each compiled alone.
 
 A sample is many calls enqueued back to back before the clock waits, so that dispatch is hidden behind the device. Samples

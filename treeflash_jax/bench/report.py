@@ -1,6 +1,6 @@
 """Prints the tables of a file that `treeflash bench run` wrote: `treeflash bench report FILE`.
 
-treeflash_jax/bench/README.md explains the tables. speedup: tokens/s over that of one-token decoding. Ratios are over the
+treeflash_jax/bench/README.md explains the tables. speedup: tokens/s over one-token decoding. Ratios are over the
 answers that two systems have in common at one temperature. Intervals are 95 % percentile bootstraps over prompts; both
 systems and all seeds of a prompt are resampled together.
 """
@@ -158,9 +158,9 @@ def _settings(answers: Answers) -> dict[str, Any]:
 
 
 def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str) -> dict[str, Any] | None:
-    """Computes (sum of top / sum of bottom) of one system over that of another, with a paired bootstrap interval.
+    """Computes (sum of top / sum of bottom) of one system over another's, with a paired bootstrap interval.
 
-    `top` and `bottom` are names in the records, of which only those of a (prompt, seed) of both systems count. Returns
+    `top` and `bottom` are names in the records; only a (prompt, seed) that both systems have counts. Returns
     {"value", "low", "high", "answers"}; None without a common answer or if a sum is zero. One prompt has no interval.
     """
     common = sorted(mine.keys() & theirs.keys())

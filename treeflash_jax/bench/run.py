@@ -158,7 +158,7 @@ def parse_others(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[
 
 
 def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
-    """Loads the verifier with every drafter, and makes the systems; those of a drafter with equal settings only once.
+    """Loads the verifier with every drafter, and makes the systems; equal settings of one drafter make only one.
 
     With several drafters, a system's name ends with its drafter. Each of them gets the options that it has, and no system
     whose name asks for another; options that are off need not be known to it.

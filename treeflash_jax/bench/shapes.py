@@ -185,7 +185,7 @@ def random_pair(
     """Makes a pair of random weights, drawn one by one in their dtype; the verifier's are quantised as drawn.
 
     No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
-    that trees fill up as those of a trained head.
+    that trees fill up as with a trained head.
     """
     is_merged = merges_weights(sharding.device(mesh), model.num_kv_heads, mesh)
     specs = verifier.specs(model, is_merged=is_merged), drafter.specs()

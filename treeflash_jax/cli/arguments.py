@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
-    """Adds the options of the model and of GenerateConfig; returns a group for those of output, after the basic ones.
+    """Adds the options of the model and of GenerateConfig; returns a group for output options, after the basic ones.
 
     Parsed arguments contain only the options that are given.
     """

@@ -91,7 +91,7 @@ def _generate_options(parser: Parser) -> None:
     """Answers prompts, by default with smollm2 if present, otherwise with tiny."""
     add_prompts(parser)
     output = add_settings(parser)
-    help = "print one JSON object per answer, with all results; only it shows those of --log-probs and --expected-lengths"
+    help = "print one JSON object per answer, with all results; only this shows --log-probs and --expected-lengths"
     output.add_argument("--json", action="store_true", help=help)
 
 
@@ -128,7 +128,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 def _serve_options(parser: Parser) -> None:
     """Serves a model over HTTP with OpenAI's API, by default at http://127.0.0.1:8000/v1.
 
-    Requests are decoded together; their settings of sampling are their own, by default those that the model recommends.
+    Requests are decoded together; each has its own sampling settings, by default the model's recommended ones.
     """
     chosen = [*field_names(GenerateConfig, "drafting", "tree", "running"), "schema_depth"]
     without = [name for name in field_names(GenerateConfig) if name not in chosen]

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_demo(arguments: argparse.Namespace) -> int:
     """Streams answers side by side, and prints a draft tree and a table.
 
-    Speeds are those of interleaved runs at batch 1, greedy, made after all programs are compiled. The picture has the
+    Speeds come from interleaved runs at batch 1, greedy, made after all programs are compiled. The picture has the
     streams of the last prompt when the first of them ended, the tree and the table.
     """
     if arguments.svg is not None:

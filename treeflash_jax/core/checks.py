@@ -108,7 +108,7 @@ def coerce(
       spelled: returns the usual form of a value that has several.
       choices: returns the accepted texts.
       min_length: smallest length of a list; 0 accepts an empty text.
-      **limits: `least`, `most`, `above` and `below` of numbers, also of those in lists.
+      **limits: `least`, `most`, `above` and `below` of numbers, also in lists.
 
     Raises ValueError for any other value.
     """

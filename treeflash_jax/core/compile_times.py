@@ -1,4 +1,4 @@
-"""Seconds for which earlier processes waited for their programs, in a small file beside those that are kept on disk.
+"""Seconds for which earlier processes waited for their programs, in a small file beside the programs kept on disk.
 
 A program that is compiled for the first time takes as long as the last new one of the same function and model; a known one
 is read from JAX's cache, and takes as long as the last time that it was read.

@@ -1,6 +1,6 @@
 """Properties of devices: instruction sets, memory and peak rates. Defaults that follow: `engine.settings.defaults`.
 
-A `Device` is a plain value, also for devices that are not present; `sharding.device` returns that of a mesh.
+A `Device` is a plain value, also for devices that are not present; `sharding.device` returns the Device of a mesh.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Float dtypes: their names, the same for `tf.load`, command lines and the settings of training, and that of sums."""
+"""Float dtypes: their names, the same for `tf.load`, command lines and training settings, and the dtype of sums."""
 
 from contextlib import suppress
 from typing import Any

@@ -36,7 +36,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def absolute(path: str | os.PathLike) -> Any:
-    """Returns an absolute epath.Path, which Orbax requires, or that of a URL. Raises ValueError if it cannot be opened."""
+    """Returns an epath.Path: absolute, as Orbax requires, or of a URL. Raises ValueError if it cannot be opened."""
     from etils import epath  # only training needs it
 
     if not is_remote(path):
@@ -96,7 +96,7 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
                         copy = part / target.name / name
                         copy.parent.mkdir(parents=True, exist_ok=True)
                         system.get_file(path, str(copy))
-    except Exception as error:  # of a file system, which may be that of any package
+    except Exception as error:  # of a file system, from whatever package
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         reason = clipped(str(error) or type(error).__name__, 120)
         place = clipped(url, LONGEST_PATH)
@@ -238,7 +238,7 @@ def _move(part: Path, target: Path) -> None:
 
 
 def _part(folder: Path, name: str) -> Path:
-    """Returns a new path for an unfinished `name` in `folder`; removes those of processes that were killed a day ago."""
+    """Returns a new path for an unfinished `name` in `folder`; removes leftovers of processes killed a day ago."""
     for path in folder.glob(f".{glob.escape(name)}.part-*"):
         if PART.fullmatch(path.name) and path.stat().st_mtime < time.time() - DAY:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

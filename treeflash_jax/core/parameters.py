@@ -53,7 +53,7 @@ class Entry:
       part: (index, count) if the weight is one of `count` equal blocks of the tensor.
       part_axis: matrix axis of these blocks.
       is_stacked: whether the tensor has the weight's first axis as its first axis.
-      has_middle: whether the tensor has an axis of size 1 between those of the matrix, as depthwise convolutions have.
+      has_middle: whether the tensor has an axis of size 1 between the matrix's axes, as depthwise convolutions have.
     """
 
     name: str

@@ -32,7 +32,7 @@ KEPT_SECONDS = 0.1  # shortest compilation whose program commands store on disk
 
 @dataclass(eq=False)
 class Program:
-    """A jitted function, and an executable compiled from it, which takes those of its arguments that are not static.
+    """A jitted function, and an executable compiled from it, which takes the arguments that are not static.
 
     Attributes:
       labels: digest of the program, and name of its function with a digest of its model; equal in all processes.
@@ -83,7 +83,7 @@ def wait(*programs: "Program", clock: Clock) -> None:
 def as_compiled(*programs: "Program", clock: Clock) -> Iterator[Program]:
     """Yields programs in this order, each when it is compiled; the clock counts the waiting as compilation.
 
-    A program that takes over a second is announced with its number among those that are not compiled at first, and with
+    A program that takes over a second is announced with its number among the programs not yet compiled, and with
     the time that it took in an earlier process, if that is known.
     """
     unfinished = [program for program in programs if not program.executable.done()]
@@ -166,7 +166,7 @@ def check_process() -> None:
 
 
 def compile_lowered(lowered: Any, mesh: Any, name: str = "") -> Any:
-    """Compiles a program, or reads it from JAX's cache; those of several CPU devices are not stored there.
+    """Compiles a program, or reads it from JAX's cache, which stores no programs of several CPU devices.
 
     A program named "decode" has the device's options for rounds.
 
@@ -197,7 +197,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def _precision(leaves: Sequence[Any], mesh: Any) -> str | None:
-    """Returns the precision of matrix products: that of JAX, but the highest for float32 on accelerators.
+    """Returns the precision of matrix products: JAX's default, but the highest for float32 on accelerators.
 
     Their default rounds float32 to TF32 or bfloat16, by more than the near-ties of float32 allow.
     """

@@ -5,7 +5,7 @@
         nodes: int | None = setting(None, "tree nodes verified per round", least=1, unset="the drafter's", unit="nodes")
 
 `validate` checks an instance, `describe` returns the help text, and `add_options` adds an option of a command line for
-every field. `build` makes an instance from nested dicts, such as those of a TOML file; names in tables are dotted.
+every field. `build` makes an instance from nested dicts, such as a TOML file's; names in tables are dotted.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def changed(config: Any) -> dict[str, Any]:
 
 
 def field_names(cls: type, *groups: str, basic: bool | None = None) -> list[str]:
-    """Returns the names of the fields of a dataclass; only those of `groups`, and only basic ones or only others."""
+    """Returns the names of the fields of a dataclass: only in `groups`, and only basic ones or only others."""
     chosen = [field for field in fields(cls) if not groups or field.metadata["group"] in groups]
     return [field.name for field in chosen if basic in (None, field.metadata["basic"])]
 
@@ -95,7 +95,7 @@ def default_text(field: Field) -> str:
 
 
 def describe(cls: type, chosen: Collection[str] | None = None) -> str:
-    """Returns name, help, choices and default of every setting, or of those of the chosen names."""
+    """Returns name, help, choices and default of every setting, or of the named ones."""
     lines = []
     for name, kind, field in leaves(cls):
         if chosen is not None and name not in chosen:
@@ -116,7 +116,7 @@ def _is_required(field: Field) -> bool:
 
 
 def _choices(field: Field, kind: Any) -> list[str]:
-    """Returns the words that a field accepts: its choices, or those of a Literal."""
+    """Returns the words that a field accepts: its choices, or its Literal's."""
     if choices := field.metadata.get("checks", {}).get("choices"):
         return list(choices())
     return [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
@@ -130,7 +130,7 @@ def add_options(
     Args:
       chosen: names of the fields to add; None for all.
       several: names of fields whose option accepts a list of values.
-      **defaults: defaults that replace those of the fields; with argparse.SUPPRESS, the result has given options only.
+      **defaults: defaults that replace the fields' own; with argparse.SUPPRESS, the result has given options only.
     """
     for field in fields(cls):
         if chosen is None or field.name in chosen:
@@ -179,7 +179,7 @@ def option_values(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Field]]:
-    """Yields dotted name, type and field of every setting; those of tables last, with "[]" after lists of tables."""
+    """Yields dotted name, type and field of every setting; tables come last, with "[]" after lists of tables."""
     tables = []
     for field in fields(cls):
         kind = kinds(cls)[field.name]
@@ -198,7 +198,7 @@ def _table(kind: Any) -> type | None:
 
 
 def setting_names(cls: type) -> list[str]:
-    """Returns the dotted name of every setting; those of list items lack the item's number."""
+    """Returns the dotted name of every setting; names in list items lack the item's number."""
     return [name.replace("[]", "") for name, _, _ in leaves(cls)]
 
 

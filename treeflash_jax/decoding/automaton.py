@@ -22,7 +22,7 @@ NOWHERE = -1  # next state after a token that the pattern does not allow
 
 @struct.dataclass
 class Automaton:
-    """The automaton of each sequence; state 0 is that of an empty answer. A sequence without a pattern has one state.
+    """The automaton of each sequence; state 0 is the empty answer's. A sequence without a pattern has one state.
 
     Attributes:
       next_bqc: state after a token of each class; NOWHERE if it is not allowed. Tokens that end an answer have a class of
@@ -55,7 +55,7 @@ class Automaton:
 class ConstrainedExpander(Expander):
     """A drafter's expander without the children that the automaton does not allow; the others share their probability.
 
-    The state is that of the drafter and that of the automaton.
+    The state is a pair: the drafter's and the automaton's.
     """
 
     drafter: Expander

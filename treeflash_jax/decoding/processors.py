@@ -4,7 +4,7 @@ The text of a node is the text of its sequence up to the root, then the tokens o
 one-token decoding would process them after that text, before any acceptance rule reads them, so every rule is lossless for
 the processed distribution. Drafters do not see processed logits.
 
-The order is that of transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
+The order is as in transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
 and `frequency_penalty`, `min_new_tokens`, the user's processor, the automaton; then temperature and filters
 (`acceptance.target`).
 
@@ -207,7 +207,7 @@ def _zeros(logits_bnv: jax.Array) -> jax.Array:
 
 
 def _penalize_texts(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
-    """Returns logits penalized for the root's text; those of path tokens also count the tokens of the path."""
+    """Returns logits penalized for the root's text; logits of path tokens also count the tokens of the path."""
     counts, path_bni = nodes.state.counts, nodes.path_bni
     penalties = [nodes.state.sampling.settings[name] for name in PENALTIES]
     in_answer_bv = counts.in_answer_bv

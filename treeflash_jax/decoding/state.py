@@ -29,7 +29,7 @@ class PrefillPlan:
       chunk: maximal number of prompt tokens per pass.
       passes: number of passes per dispatch.
       stacks_cache: whether the verifier's cache has one state for all layers of a kind (`caches.allocate`).
-      residual_dtype: dtype of the verifier's residual stream and logits; None: that of the weights.
+      residual_dtype: dtype of the verifier's residual stream and logits; None: the weights' dtype.
       log_probs: whether to record the verifier's log-probability of every emitted token.
       top_log_probs: number of likeliest tokens that are recorded with them.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
@@ -197,7 +197,7 @@ class DecodeState:
 
 
 def without_caches(tokens_bs: jax.Array, end_b: jax.Array, sampling: Sampling) -> DecodeState:
-    """Returns a state with what the sampling of a token reads, and nothing of the rounds."""
+    """Returns a state with only the fields that sampling a token reads."""
     of_rounds = "done_b", "cache", "drafter", "rounds_b", "accepted_bs", "log_probs", "expected_bs"
     return DecodeState(tokens_bs=tokens_bs, end_b=end_b, sampling=sampling, **dict.fromkeys(of_rounds))
 

@@ -66,7 +66,7 @@ class MtpConfig(LaneDrafterConfig):
         return replace(self, draft_vocab_size=draft_vocab_size)
 
     def specs(self) -> dict[str, Any]:
-        """Returns the specs: those of a model of one layer without tables, and of the layer's input."""
+        """Returns the specs of a model of one layer without tables, and of the layer's input."""
         width, model = self.layers.hidden_size, verifier.specs(self.layers)
         norm = layers.norm_spec(self.layers, width)
         fc = Spec((2 * width, width), ("embed", None), inputs=(0,), outputs=(1,))

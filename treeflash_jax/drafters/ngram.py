@@ -102,7 +102,7 @@ class NgramConfig(DrafterConfig):
 
 @struct.dataclass
 class Continuations(Expander):
-    """Continuations of the matches of a round. The state marks those that agree with a lane's path.
+    """Continuations of the matches of a round. The state marks the matches that agree with a lane's path.
 
     Attributes:
       tokens_bmi: continuation of each match.

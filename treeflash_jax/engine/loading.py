@@ -90,7 +90,7 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Files of a verifier and its drafter; `names` are those that the caller gave."""
+    """Files of a verifier and its drafter; `names` are as the caller gave them."""
 
     names: tuple[str, str]
     verifier: Path
@@ -98,7 +98,7 @@ class _Pair:
 
 
 def _locate(options: ModelOptions) -> _Pair:
-    """Finds the files of a pair, downloading those of Hub ids and URLs."""
+    """Finds the files of a pair; downloads Hub ids and URLs."""
     verifier = pairs.locate(options.verifier, "verifier", options.revision, options.local_files_only)
     drafter = pairs.default_drafter(options.verifier, verifier) if options.drafter is None else options.drafter
     names = (str(options.verifier), str(drafter))

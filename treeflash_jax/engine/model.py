@@ -122,8 +122,8 @@ class TreeFlash:
 
         Raises:
           TypeError: an unknown setting.
-          ValueError: an invalid setting or prompt; both are raised before any computation. Or an answer of which the
-            verifier computes NaN.
+          ValueError: an invalid setting or prompt, before any computation; or an answer for which the verifier
+            computes NaN.
           RuntimeError: this process was forked from the one that loaded the model.
         """
         call = self.prepare(prompts, config, indices=indices, **settings)
@@ -142,7 +142,7 @@ class TreeFlash:
     ) -> Iterator[tuple[int, Result]]:
         """Yields each answer as soon as it is finished, in any order.
 
-        The answers are those of `generate`, which describes the arguments. When a sequence finishes, a waiting prompt takes
+        The answers equal `generate`'s, which describes the arguments. When a sequence finishes, a waiting prompt takes
         its place in the batch (continuous batching), so short answers do not wait for long ones.
 
         Yields:
@@ -165,7 +165,7 @@ class TreeFlash:
     ) -> Iterator[Chunk | Result]:
         """Yields the answer to one prompt piece by piece: Chunks while it is generated, then the Result.
 
-        The tokens are those of `generate`, whatever `rounds_per_dispatch` is.
+        The tokens are the same as from `generate`, whatever `rounds_per_dispatch` is.
 
         Args:
           prompt: one prompt, alone or in a list; see `generate`.
@@ -233,7 +233,7 @@ class TreeFlash:
     ) -> PreparedCall:
         """Checks a call against the pair and the memory of its device; computes nothing.
 
-        Arguments and exceptions are those of `generate`; with `for_session`, caches are those of a session. Logs once why
+        Arguments and exceptions are as in `generate`; with `for_session`, caches are a session's. Logs once why
         nothing is drafted, and what the model recommends.
         """
         config, requests = self.make_requests(prompts, config, indices=indices, **settings)

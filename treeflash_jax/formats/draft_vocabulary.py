@@ -19,7 +19,7 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import vocab
 
 NAME = "draft_vocabulary.json"
-SHARE = 6  # one token in six is listed: SmolLM2's tau is within 0.02 of that of drafting all tokens
+SHARE = 6  # one token in six is listed: SmolLM2's tau is within 0.02 of drafting all tokens
 SMALLEST = 2**14  # vocabulary for which a list is written
 
 

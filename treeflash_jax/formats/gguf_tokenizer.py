@@ -100,7 +100,7 @@ def special_ids(file: File) -> dict[str, int]:
 
 
 def end_ids(file: File) -> list[int]:
-    """Returns the ids that end an answer: those of the ends that the metadata names, and of tokens known by their texts."""
+    """Returns the ids that end an answer: the ends that the metadata names, and tokens known by their texts."""
     named = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
     tokens = file.keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list") or []
     ends = {token: i for i, token in enumerate(tokens) if isinstance(token, str) and token in _ENDS}

@@ -101,7 +101,7 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
-    """Returns the ids that end an answer of a verifier: those of its config and of a generation_config.json beside it.
+    """Returns the ids that end an answer of a verifier, from its config and a generation_config.json beside it.
 
     Raises ValueError for a damaged file or bad ids.
     """
@@ -125,7 +125,7 @@ def save_drafter(
 
     Args:
       folder: created if missing.
-      params: weights of its specs; those of a block drafter are {"backbone": ..., "head": ...}.
+      params: weights of its specs; for a block drafter, {"backbone": ..., "head": ...}.
       dialect: name of one of `dialects.written()`; None: the usual one of this kind of drafter.
 
     Raises ValueError for no such dialect, or one that cannot store this drafter.

@@ -13,7 +13,7 @@ class TextLimit:
 
     Attributes:
       most_bytes: that size (UTF-8): the context times the longest text that can become one token. None, no limit, for a
-        tokenizer that may drop any text: white space around a special token, or what a step that is not known here drops.
+        tokenizer that may drop any text: white space around a special token, or whatever an unknown step drops.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int):

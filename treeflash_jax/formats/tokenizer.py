@@ -82,7 +82,7 @@ class Tokenizer:
         return bool(self.inner.chat_template)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
-        """Returns the ids of a chat up to the start of the next answer; arguments and exceptions are those of `render`."""
+        """Returns the ids of a chat up to the start of the next answer; arguments and exceptions as in `render`."""
         return self.encode_texts([self.render(messages, **arguments)], add_special_tokens=False)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **arguments: Any) -> str:
@@ -133,7 +133,7 @@ class Tokenizer:
 
 
 def _read_byte_level(token: str) -> bytes:
-    """Reads GPT-2's alphabet: a character for each byte, that of Latin-1 if it can be seen."""
+    """Reads GPT-2's alphabet: a character for each byte, Latin-1's if it is visible."""
     return bytes(BYTES_OF[character] for character in token)
 
 

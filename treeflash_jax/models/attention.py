@@ -72,7 +72,7 @@ def tree_attention(
       prefix: committed keys and values, in slots as `LayerKV.positions` has them. None: no prefix.
       length_b: number of committed positions per sequence.
       first_bt: first position of the prefix that each new one sees (sliding windows); None: all. Rings need it.
-      window: number of positions before `length_b` of which no new one sees more; None: not known, so all are read.
+      window: largest number of positions before `length_b` that a new one sees; None: not known, so all are read.
       sinks_h: logits that join the softmax of each head, and whose weights are dropped; None: none.
       implementation: a name in IMPLEMENTATIONS.
     """

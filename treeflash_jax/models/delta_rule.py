@@ -69,7 +69,7 @@ class NewDelta:
 
 
 def init(sizes: DeltaSizes, batch: int, dtype: Any) -> DeltaState:
-    """Returns the state before the first token; `dtype` is that of the activations."""
+    """Returns the state before the first token; `dtype` is the activations' dtype."""
     window_bjc = jnp.zeros((batch, sizes.conv_width - 1, sizes.channels), dtype)
     width = sizes.value_heads // sizes.key_heads * sizes.value_dim
     shape = batch, sizes.key_heads, sizes.key_dim, width

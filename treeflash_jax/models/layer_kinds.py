@@ -1,4 +1,4 @@
-"""The kinds of layers, by their names in `ModelConfig.layer_types`: those of transformers' `layer_types`."""
+"""The kinds of layers, by their names in `ModelConfig.layer_types`, the same as in transformers."""
 
 from treeflash_jax.models.attention_layer import AttentionLayer
 from treeflash_jax.models.delta_layer import DeltaLayer

@@ -94,7 +94,7 @@ def specs(tree: Any, scheme: str | None, mesh: Any = None) -> Any:
 
 
 def specs_like(tree: Any, weights: Any) -> Any:
-    """Returns the specs of weights of which some may be quantised, given those of all of them as arrays."""
+    """Returns the specs of partly quantised weights, given the specs of all of them as arrays."""
 
     def like(spec: Spec, weight: Any) -> Any:
         if not _is_quantized(weight):
@@ -127,7 +127,7 @@ def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = (SCALE_B
 def quantize(weight: jax.Array, inputs: tuple[int, ...], counts: tuple[int, ...] | None = None) -> Quantized:
     """Rounds a weight to int8 with a scale per channel: |w - values * scale| <= scale / 2. Channels of zeros get scale 0.
 
-    The scale has the weight's dtype and its axes but for `inputs`, those that a product sums over.
+    The scale has the weight's dtype and its axes except `inputs`, the axes that a product sums over.
 
     Args:
       counts: number of blocks along each axis; rounds to float8_e4m3fn instead, with a scale per block, [*counts].

@@ -44,7 +44,7 @@ def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = Fa
     """Returns the spec of every weight, matrices quantised by the scheme. Tied models have no `unembed`.
 
     Args:
-      is_merged: whether the specs are those of the weights after `merge`.
+      is_merged: whether to return the specs of the weights after `merge`.
       mesh: mesh whose shards have whole blocks of quantised weights; None: one device.
     """
     table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))

@@ -176,7 +176,7 @@ def filter_threshold(
 ) -> jax.Array:
     """Returns the smallest logit that survives top-k, top-p and min-p of softmax(logits / temperature), [...].
 
-    The order is that of transformers: top-p counts the tokens that top-k keeps. vLLM applies min-p before both.
+    The order is as in transformers: top-p counts the tokens that top-k keeps. vLLM applies min-p before both.
     Tokens with smaller logits are dropped: ties are kept, and so is the token that crosses p; -inf keeps all. The cuts of
     top-k and top-p are computed by bisection over the ordered bit patterns of the logits' own dtype, 16 passes each for
     bfloat16: exact, without sorting the vocabulary or writing anything of its size, and with sums only, so a sharded

@@ -317,7 +317,7 @@ async def stream(
 
 
 def _failure(reason: Exception) -> Exception:
-    """Returns what a client is told about an exception while its answer is made: never that its request is wrong."""
+    """Returns the error that a client gets for a failure during its answer: never that its request is wrong."""
     if isinstance(reason, RuntimeError | Gone):
         return reason
     logger.error("an answer could not be written", exc_info=reason)

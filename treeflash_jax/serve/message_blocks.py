@@ -118,7 +118,7 @@ def _read_function(name: str, text: str, tools: Sequence[dict[str, Any]]) -> dic
 
 
 def _may_be_string(schema: Any) -> bool:
-    """Returns whether values of a JSON schema may be strings; those of a schema without a type may."""
+    """Returns whether values of a JSON schema may be strings, as they may without a type."""
     kinds, alternatives = _get(schema, "type"), _get(schema, "anyOf")
     if isinstance(alternatives, list):
         return any(map(_may_be_string, alternatives))

@@ -32,7 +32,7 @@ class Metrics:
         self._num_rounds, self._num_added = 0, 0
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Sets the functions that count the answers in slots and those that wait."""
+        """Sets the functions that count running answers and waiting ones."""
         self.running.set_function(running)
         self.waiting.set_function(waiting)
 

@@ -254,7 +254,7 @@ class Worker(threading.Thread):
             raise error
 
     def _end_submissions(self) -> None:
-        """Ends all submissions, also those that were not admitted yet; there are none after them."""
+        """Ends all submissions, even ones not admitted yet; there are none after them."""
         with self._lock:
             self._has_ended = True
         self._scheduler.recover()  # before actions, which may cancel: the state may be lost

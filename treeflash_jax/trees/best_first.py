@@ -21,7 +21,7 @@ def best_first(inputs: TreeInputs) -> tuple[DraftTree, None]:
     """Returns the tree of the `num_nodes - 1` most probable continuations of the anchor.
 
     A path's score is the sum of its log-probabilities, so no node outscores its parent: level by level, the best nodes so
-    far compete with the children of those that were added last. One stable top-k per depth therefore replaces the heap of
+    far compete with the children of the nodes added last. One stable top-k per depth therefore replaces the heap of
     best-first search, and all shapes are static. Few lanes give EAGLE-2's tree, whose network runs once per level and lane.
 
     Returns:

@@ -260,7 +260,7 @@ def _explain_no_token(request: Request, index: int, processor: Any) -> None:
 
 
 def with_totals(results: Sequence[Result]) -> list[Result]:
-    """Replaces times and speed of single answers by those of the whole call."""
+    """Replaces times and speed of single answers by the whole call's."""
     totals = {name: max(getattr(result, name) for result in results) for name in ("seconds", "compile_seconds")}
     speed = sum(len(result.ids) for result in results) / max(totals["seconds"], 1e-9)
     return [replace(result, **totals, tokens_per_second=speed) for result in results]

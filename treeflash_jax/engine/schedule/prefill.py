@@ -33,7 +33,7 @@ class Runner:
     clock: Clock = field(default_factory=Clock)
 
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
-        """Runs a compiled program. Those that return the state donate it, except `grow_caches`."""
+        """Runs a compiled program. Programs that return the state donate it, except `grow_caches`."""
         return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
 
     def prepare(self, function: Any, *args: Any, **static: Any) -> programs.Program:

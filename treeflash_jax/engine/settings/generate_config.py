@@ -147,7 +147,7 @@ class GenerateConfig:
         None, "regular expression that the whole answer matches", unset="none", unit="regex"
     )
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None = sampling(
-        None, "texts, one of which is the answer", unset="none", unit="text", min_length=1
+        None, "texts; the answer is one of them", unset="none", unit="text", min_length=1
     )
     processor: Callable[..., Any] | None = sampling(
         None, "function of logits and `decoding.processors.History` that returns logits, in Python only", unset="none"
@@ -234,7 +234,7 @@ class GenerateConfig:
     )
     acceptance: str | None = tree(
         None,
-        "rule that accepts nodes; with sample-and-match, the answer is also that of one-token decoding with the same seed",
+        "rule that accepts nodes; with sample-and-match, the answer also equals one-token decoding with the same seed",
         unset="sample-and-match, but block for one sampled path and traversal for other sampled trees",
         choices=lambda: tuple(RULES),
     )

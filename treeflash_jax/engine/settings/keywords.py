@@ -127,7 +127,7 @@ class GenerateSettings(TypedDict, total=False):
       schema_depth: levels of arrays and objects in an answer where its schema
         says nothing, or contains itself (default: 6).
       pattern: regular expression that the whole answer matches (default: none).
-      choices: texts, one of which is the answer (default: none).
+      choices: texts; the answer is one of them (default: none).
       processor: function of logits and `decoding.processors.History` that
         returns logits, in Python only (default: none).
       sampling: model: temperature (if do_sample is true), filters and
@@ -158,8 +158,8 @@ class GenerateSettings(TypedDict, total=False):
       ngrams: number of earlier occurrences of the last tokens in the text whose
         continuations join the tree (prompt lookup) (default: 0; for trees on a
         CPU 8).
-      acceptance: rule that accepts nodes; with sample-and-match, the answer is
-        also that of one-token decoding with the same seed (one of sample-and-
+      acceptance: rule that accepts nodes; with sample-and-match, the answer
+        also equals one-token decoding with the same seed (one of sample-and-
         match, rejection, recursive, naive-tree, k-sequential, block, traversal,
         multi-path-block; default: sample-and-match, but block for one sampled
         path and traversal for other sampled trees).

@@ -14,7 +14,7 @@ layers, `layer` names the weights of both kinds of layers, and `layouts` has the
         class_name="MineForCausalLM",
         keys=dense.size_keys(lambda keys, fields: 64),         # sizes, and the default of head_dim
         constants={"qk_norm": False},
-        only=dense.ONLY | {"logit_scale": (1.0,)},             # a key of which one value is implemented
+        only=dense.ONLY | {"logit_scale": (1.0,)},             # a key with one implemented value
         inert=dense.INERT | {"training_recipe"},               # a key without effect on the forward pass
         layer=dense.LAYER,                                     # names of the layers' tensors
         outside=dense.OUTSIDE,

@@ -23,7 +23,7 @@ class Key:
       field: field of ModelConfig.
       kind: int (at least 1), float (above 0) or bool.
       most: largest value of an int.
-      default: value of a missing key, that of the family's configuration class in transformers; None: the key is required.
+      default: value of a missing key, as in the family's configuration class in transformers; None: the key is required.
         A function of the config's keys and the fields read so far replaces null too.
     """
 

@@ -68,7 +68,7 @@ _SHARED = {
 
 
 def text_keys(keys: Keys) -> Keys:
-    """Returns the keys of the text model in an image-and-text file; those of any other file as they are.
+    """Returns the keys of the text model in an image-and-text file; keys of any other file as they are.
 
     Raises ValueError for an outer key that changes numbers, or no `text_config`.
     """

@@ -43,7 +43,7 @@ class BlockFolder(Dialect):
     """A folder with `dflash_config` in its config.json.
 
     Attributes:
-      projectors: values of `projector_type`; the first is that of files without the key.
+      projectors: values of `projector_type`; the first holds for files without the key.
       head_keys: keys of the head in dflash_config.
       shifted: alignment of files that do not state it; None: they have to.
       inert: prefixes of tensors without effect on drafts, such as confidence heads.
@@ -53,7 +53,7 @@ class BlockFolder(Dialect):
     part = "drafter"
     marks = ("dflash_config",)
     kind = "block"
-    # Keys beside those of the layers. `thinking` and `verifier` are ours; other programs ignore them.
+    # Keys beside the layers'. `thinking` and `verifier` are ours; other programs ignore them.
     known: tuple[str, ...] = tuple(
         "dflash_config block_size num_target_layers auto_map thinking verifier is_causal".split()
     )

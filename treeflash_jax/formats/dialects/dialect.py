@@ -22,7 +22,7 @@ OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau")
 class Dialect:
     """A file format of verifiers or drafters: its marks, the meaning of its config, and the location of each weight.
 
-    Tensors may be presented under other names, types or orders than the file's, as those of GGUF files are.
+    Tensors may be presented under other names, types or orders than the file's, as for GGUF files.
 
     Attributes:
       name: name in the registry, on the command line and in settings of export.

@@ -55,7 +55,7 @@ class Eagle3(Dialect):
     ids_are_inputs = False
     is_nested = False  # the sizes of the layer are in an object inside config.json
     norm_is_optional = False  # `norm_output` tells whether the next step is fed the normalised output
-    known: tuple[str, ...] = (  # keys beside those of the layer
+    known: tuple[str, ...] = (  # keys beside the layer's
         *"draft_vocab_size eagle_config target_model_type target_hidden_size num_target_layers auto_map".split(), *OPTIONS
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ PATH_CANDIDATES = 64  # per depth, as the published trees over heads that follow
 
 
 class Domino(BlockFolder):
-    """The dialect of Domino drafters: SpecForge's, and those of the authors' code."""
+    """The dialect of Domino drafters, from SpecForge or the authors' code."""
 
     name = "domino"
     projectors = ("domino",)

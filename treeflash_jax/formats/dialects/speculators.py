@@ -20,7 +20,7 @@ from treeflash_jax.formats.dialects.published_heads import DFlash2, DSpark
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
-OUTSIDE = ("block_size", "num_target_layers", "thinking")  # keys beside those of the layers in every dialect
+OUTSIDE = ("block_size", "num_target_layers", "thinking")  # keys beside the layers', in every dialect
 KEYS = tuple(  # of drafters of every kind
     """architectures auto_map draft_vocab_size dtype model_type speculators_config speculators_model_type
     speculators_version target_hidden_size tie_word_embeddings torch_dtype transformer_layer_config
@@ -125,7 +125,7 @@ class SpeculatorsBlock(BlockFolder):
         return without_lists(path, config, super().select(path, config, tensors))
 
     def write(self, raw: dict[str, Any], config: BlockConfig, **head: Any) -> dict[str, Any]:
-        """Returns config.json, from that of a folder with `dflash_config`."""
+        """Returns config.json, made from the config of a folder with `dflash_config`."""
         outside = {name: raw[name] for name in ("architectures", *OUTSIDE) if name in raw}
         layers = {name: value for name, value in raw.items() if name not in ("dflash_config", "verifier", *outside)}
         return {

@@ -5,7 +5,7 @@ take no float32: an operand is the sum of three bfloat16 numbers, and a product 
 solved by its inverse, which grows from the inverses of blocks on its diagonal and is as stable as a substitution. The
 kernel was compiled for an H200.
 
-Shape suffixes: those of `delta_rule`; r rows and x columns of an operand.
+Shape suffixes: as in `delta_rule`; r rows and x columns of an operand.
 """
 
 from functools import partial

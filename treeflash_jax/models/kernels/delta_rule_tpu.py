@@ -4,7 +4,7 @@ Another form of `delta_rule.attend` for up to its BLOCK positions: XLA expands t
 system is solved by sweeps u <- right - A u. After i of them every position of depth below i is exact, and the rounding is
 that of a substitution, since no power of A appears. The kernel was compiled for v5e and v5p.
 
-Shape suffixes: those of `delta_rule`.
+Shape suffixes: as in `delta_rule`.
 """
 
 from functools import partial
