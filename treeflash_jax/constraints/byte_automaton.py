@@ -15,7 +15,9 @@ RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", 
 MOST_STATES = 2**17
 MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # that compiling a constraint may take
 # The package itself is not imported, nor JAX with it.
-START = """import sys, types
+# OpenBLAS would reserve memory for every core.
+START = """import os, sys, types
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 sys.modules["treeflash_jax"] = package = types.ModuleType("treeflash_jax")
 package.__path__ = [sys.argv.pop(1)]
 from treeflash_jax.constraints.compiler.process import main

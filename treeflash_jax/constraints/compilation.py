@@ -23,7 +23,12 @@ def as_json(schema: Any) -> Any:
         return tuple(as_json(item) for item in schema)
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
-    return json.dumps(schema) if isinstance(schema, Mapping) else schema
+    if not isinstance(schema, Mapping):
+        return schema
+    try:
+        return json.dumps(dict(schema))
+    except TypeError as error:
+        raise ValueError(f"got schema {quoted(schema)}, expected JSON values: {error}") from None
 
 
 def compile_constraint(

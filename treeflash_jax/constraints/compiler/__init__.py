@@ -2,5 +2,6 @@
 
 `process` runs in a process of its own, since a huge constraint must not end others, and imports nothing of the package
 around it: `reader` and `keywords` turn a schema into `atoms`, `values` writes these as `terms` (sets of byte strings),
-with `patterns`, `numerals`, `text_formats` and `characters`. Imported by `byte_automaton`, and by tests.
+with `arrays`, `objects`, `json_texts`, `patterns`, `numerals`, `text_formats` and `characters`; `minimization` makes
+the smallest automaton. Imported by `byte_automaton`, and by tests.
 """

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from treeflash_jax.constraints.compiler.atoms import Atom, Contains, Items, LengthIn, Part, Unique, size_limits
-from treeflash_jax.constraints.compiler.json_texts import COMMA, finite_values, parse, value_text
+from treeflash_jax.constraints.compiler.json_texts import COMMA, finite_values
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, concat, intersect, literal, repeat, union
 
@@ -52,7 +52,7 @@ class _State(NamedTuple):
     Attributes:
       index: number of items, up to the largest that matters.
       counts: number of items of each kind, likewise.
-      used: JSON texts of the items, if they have to be different.
+      used: the items, if they have to be different.
     """
 
     index: int
@@ -69,11 +69,14 @@ class _Counter:
         self.item, self.kinds, self.least, self.most, self.alike = item, kinds, least, most, alike
         self.caps = [one.least if one.most is None else one.most + 1 for one in kinds]
         self.last = max(alike, least, 1, 0 if most is None else most + 1)
-        if self.last > MOST_COUNTED:
+        if max(self.last, *self.caps, 0) > MOST_COUNTED:
             raise Refused(f"an array of more than {MOST_COUNTED:,} items some of which are counted cannot be followed")
         self.values = None
         if is_unique:
-            self.values = {text: None for index in range(alike + 1) for text in finite_values(item(index))}
+            self.values = {}
+            for index in range(alike + 1):
+                for key, texts in finite_values(item(index)).items():
+                    self.values[key] = union(self.values.get(key, NOTHING), texts)
         self._rest = cache(self._write_rest)
 
     def rest(self) -> Term:
@@ -119,5 +122,5 @@ class _Counter:
             if self.values is None:
                 yield term, after
             else:
-                for text in self.values.keys() - state.used:
-                    yield intersect(term, value_text(parse(text))), after._replace(used=state.used | {text})
+                for key in self.values.keys() - state.used:
+                    yield intersect(term, self.values[key]), after._replace(used=state.used | {key})

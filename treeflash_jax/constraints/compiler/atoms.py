@@ -21,13 +21,16 @@ class Place(NamedTuple):
     Attributes:
       resolver: resolver of references from there, of the package referencing.
       path: its JSON pointer, for messages.
+      is_resolved: whether the resolver is that of the schema's own $id, if it has one.
     """
 
     resolver: Any
     path: str
+    is_resolved: bool = False
 
     def inside(self, *steps: str | int) -> "Place":
-        return Place(self.resolver, "/".join([self.path, *map(str, steps)]))
+        names = [str(step).replace("~", "~0").replace("/", "~1") for step in steps]
+        return Place(self.resolver, "/".join([self.path, *names]))
 
 
 class Part(NamedTuple):
@@ -73,7 +76,7 @@ class OneOf(Atom):
 
     @property
     def is_approximate(self) -> bool:
-        return self.is_negated
+        return self.is_negated and any(isinstance(value, list | dict) for value in self.values)
 
 
 @atom
@@ -155,6 +158,10 @@ class Keys:
     names: tuple[str, ...] | None = None
     pattern: str | None = None
     covered: tuple["Keys", ...] = ()
+
+    def all_names(self) -> list[str]:
+        """Returns the names that stand in the set or are not in it."""
+        return [*(self.names or ()), *(name for one in self.covered for name in one.all_names())]
 
 
 @atom

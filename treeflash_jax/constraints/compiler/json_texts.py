@@ -5,7 +5,7 @@ After a comma or colon there may be one space, elsewhere none.
 
 import json
 from collections.abc import Iterable
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Any
 
 from treeflash_jax.constraints.compiler.characters import quote
@@ -16,6 +16,8 @@ from treeflash_jax.constraints.compiler.terms import ANYTHING, EMPTY, NOTHING, T
 SPACE = union(EMPTY, literal(b" "))
 COMMA, COLON = concat(literal(b","), SPACE), concat(literal(b":"), SPACE)
 QUOTE = literal(b'"')
+SPACE_MASK = 1 << ord(" ")
+EXACT = Context(prec=3 * MOST_DIGITS)
 MOST_FINITE, LONGEST_FINITE = 8, 1_000  # values of a set that is enumerated, and bytes of each
 
 
@@ -30,8 +32,14 @@ def type_of(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
+def nesting(value: Any) -> int:
+    """Returns the levels of arrays and objects in a value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(nesting, inner), default=0)
+
+
 def value_text(value: Any) -> Term:
-    """Returns the texts of one value, with numbers in their shortest form."""
+    """Returns the texts of one value, with a number in its shortest form."""
     if isinstance(value, dict):
         return _braces([concat(QUOTE, key_text(name), QUOTE, COLON, value_text(one)) for name, one in value.items()], b"{}")
     if isinstance(value, list):
@@ -55,31 +63,36 @@ def cover(value: Any) -> Term:
     return same_value(value) if type(value) in (int, Decimal) else value_text(value)
 
 
-def finite_values(term: Term) -> list[str]:
-    """Returns the JSON texts of a set, each value once. Raises Refused if they are not few."""
-    found, unread = {}, [(b"", term)]
+def finite_values(term: Term) -> dict[str, Term]:
+    """Returns the texts of each value in a set, by a text that equal values share. Raises Refused if values are not few."""
+    texts, unread = {}, [(b"", term)]
     while unread:
         text, rest = unread.pop()
         if rest.has_empty:
-            found[json.dumps(json.loads(text), ensure_ascii=False)] = None
-        unread += [
-            (text + bytes([value]), after) for mask, after in rest.edges() for value in range(256) if mask >> value & 1
-        ]
-        if len(found) > MOST_FINITE or len(unread) > 256 or len(text) > LONGEST_FINITE:
+            value = parse(text.decode())
+            key = json.dumps(value, sort_keys=True, default=str)
+            texts[key] = union(texts.get(key, NOTHING), value_text(value))
+        for mask, after in rest.edges():
+            is_space = mask == SPACE_MASK and {*after.edges()} <= {*rest.edges()}  # that may be left out, as in SPACE
+            unread += [(text + bytes([byte]), after) for byte in range(256) if mask >> byte & 1 and not is_space]
+        if len(texts) > MOST_FINITE or len(unread) > 256 or len(text) > LONGEST_FINITE:
             raise Refused(f"uniqueItems of more than {MOST_FINITE} possible values cannot be followed")
-    return [*found]
+    return texts
 
 
 def parse(text: str) -> Any:
     """Returns a JSON value with exact numbers: int, or Decimal with a fraction."""
 
     def read(digits: str) -> int | Decimal:
-        value = Decimal(digits)
-        if not value.is_finite() or abs(value.adjusted()) > MOST_DIGITS:
-            raise Refused(f"number {digits[:40]} is too long")
-        return int(value) if value == value.to_integral_value() else value
+        try:
+            value = Decimal(digits)
+        except ArithmeticError:
+            value = Decimal("inf")
+        if not value.is_finite() or abs(value.adjusted()) > MOST_DIGITS or len(digits) > MOST_DIGITS:
+            raise Refused(f"number {digits[:40]} has too many digits")
+        return int(value) if value == value.to_integral_value() else value.normalize(EXACT)
 
     def refuse(name: str) -> None:
         raise Refused(f"{name} is no JSON")
 
-    return json.loads(text, parse_float=read, parse_constant=refuse)
+    return json.loads(text, parse_float=read, parse_int=read, parse_constant=refuse)

@@ -45,6 +45,8 @@ def _requirement(
 
 def _type(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
     names = [value] if isinstance(value, str) else value
+    if not names:
+        raise TypeError
     unknown = [name for name in names if name not in TYPES]
     if unknown:
         raise Refused(f"type {unknown[0]!r} is unknown")
@@ -54,6 +56,8 @@ def _type(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternati
 
 
 def _enum(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    if not isinstance(value, list):
+        raise TypeError
     return [(OneOf(tuple(value), is_negated),)]
 
 
@@ -74,6 +78,8 @@ def _text(make: Callable[[Any], Term | None]) -> Callable[..., Alternatives]:
 
 
 def _format(value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    if not isinstance(value, str):
+        raise TypeError
     found = format_texts(value, quoted)
     if found is None:
         return NEVER if is_negated else ALWAYS
@@ -129,16 +135,17 @@ def _items(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternat
 def _prefix_items(value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
     parts = [Part(one, place.inside("prefixItems", i)) for i, one in enumerate(value)]
     if is_negated:
-        return [only("array", LengthIn(i + 1, None), Items(i, i, part.opposite(), False)) for i, part in enumerate(parts)]
+        return [only("array", LengthIn(i + 1, None), Items(i, i, part.opposite())) for i, part in enumerate(parts)]
     return [tuple(Items(i, i, part) for i, part in enumerate(parts))]
 
 
 def _contains(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-    least, most = _count(schema.get("minContains", 1)), schema.get("maxContains")
+    least = _count(schema.get("minContains", 1))
+    most = _count(schema["maxContains"]) if "maxContains" in schema else None
     part = Part(value, place.inside("contains"))
     fails = [(Contains(0, part, 0, least - 1),)] if least else []
     if most is not None:
-        fails.append((Contains(0, part, _count(most) + 1, None),))
+        fails.append((Contains(0, part, most + 1, None),))
     return _requirement("array", Contains(0, part, least, most), fails, is_negated)
 
 
@@ -150,7 +157,7 @@ def _unique(value: Any, schema: dict, place: Place, is_negated: bool) -> Alterna
     return [(Unique(),)]
 
 
-def _required(value: list[str], schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def required(value: list[str], schema: dict, place: Place, is_negated: bool) -> Alternatives:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise TypeError
     if is_negated:
@@ -161,16 +168,14 @@ def _required(value: list[str], schema: dict, place: Place, is_negated: bool) ->
 def _properties(value: dict[str, Any], schema: dict, place: Place, is_negated: bool) -> Alternatives:
     parts = [(name, Part(part, place.inside("properties", name))) for name, part in value.items()]
     if is_negated:
-        return [
-            only("object", Required(name), Values(Keys((name,)), part.opposite(), evaluates=False)) for name, part in parts
-        ]
+        return [only("object", Required(name), Values(Keys((name,)), part.opposite())) for name, part in parts]
     return [tuple(Values(Keys((name,)), part) for name, part in parts)]
 
 
 def _pattern_properties(value: dict[str, Any], schema: dict, place: Place, is_negated: bool) -> Alternatives:
     parts = [(Keys(None, name), Part(part, place.inside("patternProperties", name))) for name, part in value.items()]
     if is_negated:
-        return [only("object", Values(keys, part.opposite(), True, False)) for keys, part in parts]
+        return [only("object", Values(keys, part.opposite(), True)) for keys, part in parts]
     return [tuple(Values(keys, part) for keys, part in parts)]
 
 
@@ -180,7 +185,7 @@ def _additional(value: Any, schema: dict, place: Place, is_negated: bool) -> Alt
         *(Keys(None, name) for name in schema.get("patternProperties", {})),
     )
     keys, part = Keys(covered=covered), Part(value, place.inside("additionalProperties"))
-    return _requirement("object", Values(keys, part), [(Values(keys, part.opposite(), True, False),)], is_negated)
+    return _requirement("object", Values(keys, part), [(Values(keys, part.opposite(), True),)], is_negated)
 
 
 def _property_names(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
@@ -209,7 +214,7 @@ KEYWORDS = {
     "exclusiveMinimum": _number(lambda x: between(Bounds(least=x, is_least_strict=True))),
     "exclusiveMaximum": _number(lambda x: between(Bounds(most=x, is_most_strict=True))), "multipleOf": _number(_multiple),
     "minItems": _limit("array", LengthIn, True), "maxItems": _limit("array", LengthIn, False), "items": _items,
-    "prefixItems": _prefix_items, "contains": _contains, "uniqueItems": _unique, "required": _required,
+    "prefixItems": _prefix_items, "contains": _contains, "uniqueItems": _unique, "required": required,
     "properties": _properties, "patternProperties": _pattern_properties, "additionalProperties": _additional,
     "propertyNames": _property_names,
     "minProperties": _limit("object", SizeIn, True), "maxProperties": _limit("object", SizeIn, False),

@@ -43,10 +43,7 @@ class Bounds(NamedTuple):
 
 def write(value: Number) -> str:
     """Returns a number without an exponent."""
-    text = str(value) if isinstance(value, int) else format(value, "f")
-    if len(text) > MOST_DIGITS:
-        raise Refused(f"number {value:.3e} has more than {MOST_DIGITS} digits")
-    return text
+    return str(value) if isinstance(value, int) else format(value, "f")
 
 
 def same_value(value: Number) -> Term:
@@ -124,22 +121,20 @@ class _Remainder(NamedTuple):
 
 
 @cache
-def multiples(of: Number) -> Term:
+def multiples(divisor: Number) -> Term:
     """Returns the multiples of a number, among texts of numbers without exponents. Raises Refused for large ones."""
-    places = max(0, -Decimal(of).normalize().as_tuple().exponent)
-    modulus = int(of * 10**places)
+    places = max(0, -Decimal(divisor).normalize().as_tuple().exponent)
+    modulus = int(divisor * 10**places)
     if modulus * (places + 1) > MOST_REMAINDERS:
-        raise Refused(f"multipleOf {of} needs more than {MOST_REMAINDERS:,} states")
+        raise Refused(f"multipleOf {divisor} needs more than {MOST_REMAINDERS:,} states")
 
     def step(state: Any) -> list[tuple[int, Any]]:
         value, digits = state
         edges = [(1 << ord("-"), state)] if digits is None and value == 0 else []
-        if digits is None and places:
-            edges.append((1 << ord("."), _Remainder(value, 0)))
-        elif digits is None:  # only zeros may follow the dot
+        if digits is None:
             edges.append((1 << ord("."), _Remainder(value, 0)))
         for digit in range(10):
-            if digits == places:
+            if digits == places:  # only zeros may follow
                 after = state if digit == 0 else None
             else:
                 after = _Remainder((value * 10 + digit) % modulus, None if digits is None else digits + 1)

@@ -57,7 +57,7 @@ class _Objects:
         values = [one for one in atoms if isinstance(one, Values)]
         limits = [one for one in atoms if isinstance(one, KeysIn)]
         demands = [one for one in atoms if isinstance(one, Required)]
-        names = dict.fromkeys(name for one in values for name in one.keys.names or ())
+        names = dict.fromkeys(name for one in (*values, *last) if isinstance(one, Values) for name in one.keys.all_names())
         names = [*(names | dict.fromkeys(one.name for one in demands))]
         some = next((one for one in (*values, *limits) if one.is_some), None)
         if some:
@@ -72,7 +72,7 @@ class _Objects:
             raise Refused(f"minProperties {least} with keys of any name cannot be followed")
         required = {one.name for one in demands if not one.is_negated}
         forbidden = {one.name for one in demands if one.is_negated}
-        cap = max(1, least, most or 0)  # numbers of keys above it are alike
+        cap = max(1, len(names) if least or most is not None else 1)  # numbers of keys above it are alike
         rest = [_end(count, other, final, least, most) for count in range(cap + 1)]
         for name in reversed(names):
             is_possible = name not in forbidden and all(self._has_key(one, name) for one in limits)

@@ -4,9 +4,11 @@ Not regular or not followed, and refused with their position: look-around, back 
 """
 
 import itertools
+import re
+import string
 import unicodedata
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from treeflash_jax.constraints.compiler.characters import LAST, Ranges, Writer, invert, merge, texts
 from treeflash_jax.constraints.compiler.refusals import Refused
@@ -23,7 +25,7 @@ LONG_CATEGORIES = {
     "Punctuation": "P", "Symbol": "S", "Separator": "Z", "Mark": "M", "Other": "C",
 }  # fmt: skip
 MOST_REPEATED = 10_000
-MOST_ALTERNATIVES = 1_000
+MOST_SEQUENCES = 1_000
 
 
 class Anchor(NamedTuple):
@@ -82,14 +84,15 @@ class _Parser:
     def __init__(self, pattern: str, writer: Writer):
         self.pattern, self.writer, self.at = pattern, writer, 0
 
-    def refuse(self, what: str, at: int | None = None) -> None:
+    def refuse(self, what: str, at: int | None = None) -> NoReturn:
         raise Refused(f"pattern {self.pattern!r} has {what} at position {self.at if at is None else at}")
 
     def skip(self, text: str) -> bool:
         """Moves behind a text if it comes next."""
-        is_next = self.pattern.startswith(text, self.at)
-        self.at += len(text) * is_next
-        return is_next
+        if not self.pattern.startswith(text, self.at):
+            return False
+        self.at += len(text)
+        return True
 
     def take(self) -> str:
         if self.at == len(self.pattern):
@@ -103,9 +106,9 @@ class _Parser:
         for sequence in alternatives:
             choices = [self.flatten(item.alternatives) if isinstance(item, Group) else [[item]] for item in sequence]
             flat += [
-                list(itertools.chain(*parts)) for parts in itertools.islice(itertools.product(*choices), MOST_ALTERNATIVES)
+                list(itertools.chain(*parts)) for parts in itertools.islice(itertools.product(*choices), MOST_SEQUENCES)
             ]
-            if len(flat) >= MOST_ALTERNATIVES:
+            if len(flat) >= MOST_SEQUENCES:
                 self.refuse("too many groups with ^ or $", 0)
         return flat
 
@@ -125,7 +128,7 @@ class _Parser:
             item = Anchor(char == "^")
         elif char == "(":
             item = self._read_group(start)
-        elif char in "*+?":
+        elif char in "*+?" or (char == "{" and self._is_count(start)):
             self.refuse(f"{char} without anything before it", start)
         else:
             item = self.writer(self._read_class() if char == "[" else self._read_character(char, start))
@@ -160,7 +163,7 @@ class _Parser:
         else:
             return item
         self.skip("?")  # lazy: the same texts
-        if self.at < len(self.pattern) and self.pattern[self.at] in "*+?":
+        if self.pattern[self.at : self.at + 1] in ("*", "+", "?") or self._is_count(self.at):
             self.refuse("a repetition of a repetition")
         if not isinstance(item, Term):
             self.refuse("a repetition of ^ or $, which cannot be followed,", start)
@@ -170,14 +173,16 @@ class _Parser:
 
     def _read_braces(self) -> tuple[int, int | None] | None:
         """Returns the numbers of {2}, {2,} or {2,3} if they come next."""
+        if not self._is_count(self.at):
+            return None
         end = self.pattern.find("}", self.at)
-        if not self.pattern.startswith("{", self.at) or end < 0:
-            return None
         least, comma, most = self.pattern[self.at + 1 : end].partition(",")
-        if not all(part.isascii() and part.isdigit() for part in (least, most or least)):
-            return None
         self.at = end + 1
         return int(least), int(most) if most else None if comma else int(least)
+
+    def _is_count(self, at: int) -> bool:
+        """Returns whether {2}, {2,} or {2,3} stand at a position."""
+        return re.match(r"\{[0-9]+(,[0-9]*)?\}", self.pattern[at:]) is not None
 
     def _read_character(self, char: str, start: int) -> Ranges:
         """Returns the set that a character stands for outside of brackets."""
@@ -214,25 +219,32 @@ class _Parser:
     def _read_hex(self, digits: int, start: int) -> int:
         text = self.pattern[self.at : self.at + digits]
         self.at += digits
-        try:
-            return int(text if len(text) == digits and text.isalnum() else "", 16)
-        except ValueError:
-            return self.refuse("half an escape", start)
+        if len(text) != digits or not digits or not {*text} <= {*string.hexdigits}:
+            self.refuse("half an escape", start)
+        return int(text, 16)
 
     def _read_unicode(self, start: int) -> int:
         if self.skip("{"):
             end = self.pattern.find("}", self.at)
             point = self._read_hex(end - self.at, start)
             self.at = end + 1
-            return point if point <= LAST else self.refuse("no character", start)
+            if point > LAST:
+                self.refuse("no character", start)
+            return point
         point = self._read_hex(4, start)
         if 0xD800 <= point < 0xDC00 and self.skip("\\u"):
-            point = 0x10000 + (point - 0xD800 << 10) + self._read_hex(4, start) - 0xDC00
+            second = self._read_hex(4, start)
+            if not 0xDC00 <= second < 0xE000:
+                self.refuse("half a character", start)
+            point = 0x10000 + (point - 0xD800 << 10) + second - 0xDC00
         return point
 
     def _read_property(self, is_inverted: bool, start: int) -> Ranges:
-        name = self.pattern[self.at :].partition("}")[0].removeprefix("{").rpartition("=")[2]
-        self.at = self.pattern.find("}", self.at) + 1
+        end = self.pattern.find("}", self.at)
+        if not self.skip("{") or end < 0:
+            self.refuse("half an escape", start)
+        name = self.pattern[self.at : end].removeprefix("General_Category=").removeprefix("gc=")
+        self.at = end + 1
         category = LONG_CATEGORIES.get(name, name)
         ranges = _category(category) if category.isalpha() and len(category) < 3 else ()
         if not ranges:

@@ -87,6 +87,6 @@ def main() -> None:
     except MemoryError:
         sys.exit(TOO_LARGE)
     except Refused as error:
-        sys.stderr.write(str(error).encode("ascii", "backslashreplace").decode())
+        sys.stderr.buffer.write(str(error).encode("utf-8", "backslashreplace"))
         sys.exit(REFUSED)
     sys.stdout.buffer.write(automaton.to_bytes())

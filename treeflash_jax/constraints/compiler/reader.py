@@ -6,6 +6,7 @@ ever complemented: repeated keys and the ways to write a number have no part in 
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from treeflash_jax.constraints.compiler.atoms import (
     only,
     types_of,
 )
-from treeflash_jax.constraints.compiler.keywords import ALWAYS, KEYWORDS, NEVER, unevaluated
+from treeflash_jax.constraints.compiler.keywords import ALWAYS, KEYWORDS, NEVER, required, unevaluated
 from treeflash_jax.constraints.compiler.refusals import Refused
 
 ANNOTATIONS = frozenset(
@@ -33,7 +34,7 @@ ANNOTATIONS = frozenset(
     $dynamicAnchor $comment $defs definitions $vocabulary contentEncoding contentMediaType contentSchema""".split()
 )
 COMPANIONS = "then", "else", "minContains", "maxContains"  # read with another keyword
-MOST_ALTERNATIVES = 500
+FEW_ALTERNATIVES, MOST_ALTERNATIVES = 16, 1_000  # above the first number, those without values are sought and left out
 
 
 @dataclass
@@ -42,13 +43,14 @@ class Reader:
 
     Attributes:
       has_scope: whether references depend on the way to them ($dynamicRef).
+      dynamic_anchors: number of places of each $dynamicAnchor.
       are_disjoint: returns whether no value has the atoms of both of two alternatives.
     """
 
     has_scope: bool
-    are_disjoint: Callable[[tuple[Atom, ...], tuple[Atom, ...]], bool] = lambda a, b: False
+    dynamic_anchors: Counter[str]
+    are_disjoint: Callable[[tuple[Atom, ...], tuple[Atom, ...]], bool]
     _known: dict[tuple, Alternatives | None] = field(default_factory=dict)
-    _made: list[Any] = field(default_factory=list)  # schemas that are kept, since they are known by their identity
 
     def read(self, part: Part) -> Alternatives:
         """Returns the alternatives of a schema, or of its opposite.
@@ -68,18 +70,22 @@ class Reader:
 
     def all_of(self, parts: Iterable[Alternatives], place: Place) -> Alternatives:
         """Returns the alternatives that consist of one of each part."""
-        found = ALWAYS
+        joined = ALWAYS
         for alternatives in parts:
-            found = [(*a, *b) for a in found for b in alternatives]
-            found = [atoms for atoms in found if types_of(atoms)]
-            if len(found) > MOST_ALTERNATIVES:
+            is_product = len(joined) > 1 and len(alternatives) > 1
+            joined = [(*a, *b) for a in joined for b in alternatives if types_of((*a, *b))]
+            if is_product and len(joined) > FEW_ALTERNATIVES:
+                joined = [atoms for atoms in joined if not self.are_disjoint(atoms, ())]
+            if is_product and len(joined) > MOST_ALTERNATIVES:
                 raise Refused(f"more than {MOST_ALTERNATIVES} alternatives cannot be followed", place and place.path)
-        return found
+        return joined
 
     def _read(self, schema: Any, place: Place, is_negated: bool) -> Alternatives:
         if not isinstance(schema, dict):
             raise Refused(f"{schema!r} is no JSON schema", place.path)
-        if "$id" in schema and place.path != "#":
+        if not isinstance(schema.get("$id", ""), str):
+            raise Refused(f"$id {schema['$id']!r} is no text", place.path)
+        if "$id" in schema and not place.is_resolved:
             place = place._replace(resolver=place.resolver.in_subresource(DRAFT202012.create_resource(schema)))
         late = [name for name in schema if name.startswith("unevaluated")]
         parts = []
@@ -88,8 +94,8 @@ class Reader:
                 parts.append(self._read_keyword(name, schema, place, is_negated))
         if is_negated and late:
             raise Refused(f"{late[0]} cannot be followed where a schema must not hold", place.path)
-        if is_negated:
-            return [*itertools.chain(*parts)]
+        if is_negated:  # a schema that fails evaluates nothing
+            return [tuple(map(_without_evaluation, atoms)) for atoms in itertools.chain(*parts)]
         alternatives = self.all_of(parts, place)
         for name in late:
             alternatives = [
@@ -136,10 +142,7 @@ class Reader:
         return found
 
     def _not(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-        found = self.read(Part(value, place.inside("not"), not is_negated))
-        return [
-            tuple(replace(one, evaluates=False) if isinstance(one, Values | Items) else one for one in x) for x in found
-        ]
+        return self.read(Part(value, place.inside("not"), not is_negated))
 
     def _if(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
         condition = Part(value, place.inside("if"))
@@ -151,28 +154,36 @@ class Reader:
         return found + (self.all_of([self.read(condition.opposite()), otherwise], place) if otherwise else [])
 
     def _dependent(self, value: dict, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-        found = []
+        keyword = next(name for name in DEPENDENT if schema.get(name) is value)
+        if keyword == "dependencies" and is_negated:  # of older drafts; by the present one, it never fails
+            raise Refused("dependencies cannot be followed where a schema must not hold")
+        parts = []
         for name, needed in value.items():
             missing = [only(EVERY_TYPE - {"object"}), only("object", Required(name, True))]
             if isinstance(needed, list):
-                needed = {"required": needed}
-                self._made.append(needed)
-            then = self.all_of(
-                [[only("object", Required(name))], self.read(Part(needed, place.inside(name), is_negated))], place
-            )
-            found.append(then if is_negated else missing + then)
-        return [*itertools.chain(*found)] if is_negated else self.all_of(found, place)
+                more = required(needed, schema, place, is_negated)
+            else:
+                more = self.read(Part(needed, place.inside(keyword, name), is_negated))
+            then = self.all_of([[only("object", Required(name))], more], place)
+            parts.append(then if is_negated else missing + then)
+        return [*itertools.chain(*parts)] if is_negated else self.all_of(parts, place)
 
     def _ref(self, value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+        if self.dynamic_anchors[value.partition("#")[2]] > 1 and schema.get("$ref") is value:
+            raise Refused(f"$ref {value!r} to one of several $dynamicAnchor cannot be followed")
         try:
             target = place.resolver.lookup(value)
         except Unresolvable:
             raise Refused(f"reference {value!r} names nothing in this schema", place.path) from None
-        return self.read(Part(target.contents, Place(target.resolver, value), is_negated))
+        return self.read(Part(target.contents, Place(target.resolver, value, is_resolved=True), is_negated))
 
 
+def _without_evaluation(one: Atom) -> Atom:
+    return replace(one, evaluates=False) if isinstance(one, Values | Items) and one.evaluates else one
+
+
+DEPENDENT = "dependentSchemas", "dependentRequired", "dependencies"
 APPLICATORS = {
     "anyOf": Reader._any_of, "allOf": Reader._all_of, "oneOf": Reader._one_of, "not": Reader._not, "if": Reader._if,
-    "dependentSchemas": Reader._dependent, "dependentRequired": Reader._dependent, "dependencies": Reader._dependent,
-    "$ref": Reader._ref, "$dynamicRef": Reader._ref,
+    **dict.fromkeys(DEPENDENT, Reader._dependent), "$ref": Reader._ref, "$dynamicRef": Reader._ref,
 }  # fmt: skip

@@ -6,7 +6,10 @@ neither. Keys stand in the order of `properties` and `required`, then other keys
 `properties` or `patternProperties` has only keys that these, `required` or `additionalProperties` speak of.
 """
 
+import decimal
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +33,7 @@ from treeflash_jax.constraints.compiler.atoms import (
     types_of,
 )
 from treeflash_jax.constraints.compiler.characters import quoted, texts
-from treeflash_jax.constraints.compiler.json_texts import QUOTE, cover, key_text, type_of, value_text
+from treeflash_jax.constraints.compiler.json_texts import EXACT, QUOTE, cover, key_text, nesting, type_of, value_text
 from treeflash_jax.constraints.compiler.numerals import DECIMALS, EXPONENTS, FRACTIONS, INTEGERS
 from treeflash_jax.constraints.compiler.objects import object_texts
 from treeflash_jax.constraints.compiler.reader import Reader
@@ -63,12 +66,16 @@ def schema_texts(schema: Any, depth: int) -> Term:
     if not isinstance(schema, dict | bool):
         raise Refused(f"{schema!r} is no JSON schema")
     resource = DRAFT202012.create_resource(schema)
-    uri = resource.id() or ""
+    uri = schema.get("$id", "") if isinstance(schema, dict) else ""
+    if not isinstance(uri, str):
+        raise Refused(f"$id {uri!r} is no text", "#")
     resolver = Registry().with_resource(uri, resource).resolver(uri)
-    reader = Reader("$dynamicRef" in json.dumps(schema, default=str))
-    bounding = Writer(reader, is_bound=True)
-    reader.are_disjoint = lambda a, b: is_nothing(bounding.write_atoms((*a, *b), 1))
-    return Writer(reader).write([Part(schema, Place(resolver, "#"))], depth)
+    text = json.dumps(schema, default=str)
+    anchors = Counter(json.loads(name) for name in re.findall(r'"\$dynamicAnchor": ("[^"]*")', text))
+    reader = Reader("$dynamicRef" in text, anchors, lambda a, b: is_nothing(bounding.write_atoms((*a, *b), 1)))
+    bounding = Writer(reader, is_superset=True)
+    with decimal.localcontext(EXACT):  # limits are exact
+        return Writer(reader).write([Part(schema, Place(resolver, "#", is_resolved=True))], depth)
 
 
 @dataclass
@@ -76,12 +83,12 @@ class Writer:
     """Writes the values of schemas as texts.
 
     Attributes:
-      is_bound: whether the texts are at least those of all values, instead of some in one form: what the bounds of two
-        schemas do not share, no value shares.
+      is_superset: whether it writes at least the texts of all values, in place of some in one form: schemas whose
+        supersets share no text share no value.
     """
 
     reader: Reader
-    is_bound: bool = False
+    is_superset: bool = False
     _known: dict[tuple, Term] = field(default_factory=dict)
     _open: set[frozenset[Atom]] = field(default_factory=set)  # of the values around the one that is being written
 
@@ -96,13 +103,13 @@ class Writer:
 
     def write_atoms(self, atoms: Iterable[Atom], depth: int) -> Term:
         """Returns the texts of values that have all atoms."""
-        atoms = tuple(one for one in dict.fromkeys(atoms) if not (self.is_bound and one.is_approximate))
+        atoms = tuple(one for one in dict.fromkeys(atoms) if not (self.is_superset and one.is_approximate))
         key = frozenset(atoms)
         if (key, depth) in self._known:
             return self._known[key, depth]
         is_repeated = key in self._open and any(isinstance(one, Items | Contains | Values) for one in atoms)
         if depth <= 0 and is_repeated:
-            return ANYTHING if self.is_bound else NOTHING
+            return ANYTHING if self.is_superset else NOTHING
         self._open.add(key)
         try:
             term = self._write(atoms, depth)
@@ -117,24 +124,27 @@ class Writer:
         types = types_of(atoms)
         listed = next((one for one in atoms if isinstance(one, OneOf) and not one.is_negated), None)
         if listed:
-            found = union(*map(cover if self.is_bound else value_text, [x for x in listed.values if type_of(x) in types]))
+            found = union(
+                *map(cover if self.is_superset else value_text, [x for x in listed.values if type_of(x) in types])
+            )
             others = [one for one in atoms if one is not listed]
             is_done = all(isinstance(one, OfType) for one in others)
-            return found if is_done else intersect(found, self.write_atoms(others, depth))
-        if depth <= 0 and len(types) > 1 and not self.is_bound:  # of any type: no items and keys that no atom speaks of
+            deepest = max(depth, 1 + max(map(nesting, listed.values), default=0))  # values that are listed are not cut
+            return found if is_done else intersect(found, self.write_atoms(others, deepest))
+        if depth <= 0 and len(types) > 1 and not self.is_superset:  # of any type: no items and keys that no atom speaks of
             types -= {"array", "object"} - {one.kind for one in atoms}
         ways = [value_text(x) for kind, values in LITERALS.items() if kind in types for x in values]
         if types & NUMBERS:
             ways.append(_number_texts(types, atoms))
         if "string" in types:
             ways.append(concat(QUOTE, _string_texts(atoms), QUOTE))
-        if self.is_bound and depth <= 0:
+        if self.is_superset and depth <= 0:
             ways += [concat(literal(begin), ANYTHING) for kind, begin in BEGINS.items() if kind in types]
             types -= {*BEGINS}
         if "array" in types:
             ways.append(array_texts(atoms, lambda parts: self.write(parts, depth - 1)))
         if "object" in types:
-            ways.append(object_texts(atoms, lambda parts: self.write(parts, depth - 1), self._key_texts, self.is_bound))
+            ways.append(object_texts(atoms, lambda parts: self.write(parts, depth - 1), self._key_texts, self.is_superset))
         excluded = [value for one in atoms if isinstance(one, OneOf) and one.is_negated for value in one.values]
         return intersect(union(*ways), *(complement(cover(value)) for value in excluded))
 
