@@ -25,7 +25,7 @@ main()"""
 
 
 class Unusable(Exception):
-    """A constraint without a table; the text says why."""
+    """Raised for a constraint that cannot be compiled; the text says why."""
 
 
 def compile_bytes(kind: str, value: str | Sequence[str], depth: int, thoughts_end: str | None = None) -> ByteAutomaton:

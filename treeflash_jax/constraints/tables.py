@@ -67,7 +67,9 @@ def make_table(
     added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
     texts = tokenizer.token_bytes() | ({added[thoughts_end]: thoughts_end.encode()} if thoughts_end in added else {})
     columns, class_v = _token_classes(automaton, texts, vocab_size)
-    if thoughts_end in added:  # which then is impossible elsewhere
+    # Inside thoughts, their end leads to the state that it leads to from the first state. Elsewhere, such as in a string, a
+    # token of its own would be no text.
+    if thoughts_end in added:
         after_q = columns[class_v[added[thoughts_end]]]
         class_v[added[thoughts_end]] = len(columns)
         columns.append(np.where(after_q == after_q[0], after_q, NOWHERE))

@@ -36,7 +36,7 @@ class ServeOptions:
     )
     schema_states: int = setting(
         8192,
-        "states of the largest schema that answers may follow, about 10 for a character of maxLength; 0 refuses all",
+        "states of the largest schema that answers may follow, 14 for a character of maxLength; 0 refuses all",
         least=0,
         unit="states",
     )

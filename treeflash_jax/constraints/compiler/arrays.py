@@ -27,7 +27,7 @@ def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term]) 
     items = [one for one in atoms if isinstance(one, Items)]
     kinds = [one for one in atoms if isinstance(one, Contains)]
     ends = [one.first if one.last is None else one.last + 1 for one in items]
-    alike = max([*ends, *(one.first for one in kinds)], default=0)  # items from here on are as the same schemas say
+    alike = max([*ends, *(one.first for one in kinds)], default=0)  # index from which all items have the same schemas
 
     def item(index: int, more: Sequence[Part] = ()) -> Term:
         parts = [one.part for one in items if one.first <= index and (one.last is None or index <= one.last)]

@@ -1,6 +1,7 @@
 """What a schema requires of a value, in atoms.
 
-An atom speaks of values of one type, as keywords do, and values of other types have it.
+An atom constrains values of one type, as keywords do; values of other types satisfy it. Each schema is read once, so that
+atoms are equal only to themselves: that is how a schema that contains itself is found.
 """
 
 from collections.abc import Iterable
@@ -45,11 +46,11 @@ class Part(NamedTuple):
 
 
 class Atom:
-    """A requirement of values; atoms are equal only to themselves.
+    """A requirement of values.
 
     Attributes:
-      kind: "array" or "object" if it speaks of items or keys.
-      is_approximate: whether the texts that are written for it are not those of all values that have it.
+      kind: "array" or "object" if it constrains items or keys.
+      is_approximate: whether the texts written for it are only those of some values that satisfy it.
     """
 
     kind = None
@@ -96,7 +97,7 @@ class NumberIn(Atom):
 
 @atom
 class LengthIn(Atom):
-    """An array has at least and at most so many items; None: no limit."""
+    """The number of items is between `least` and `most`; None: no limit."""
 
     kind = "array"
 
@@ -118,7 +119,7 @@ class Items(Atom):
 
 @atom
 class Contains(Atom):
-    """So many of the items from `first` on are as a schema says."""
+    """Between `least` and `most` of the items from `first` on are as a schema says."""
 
     kind = "array"
     is_approximate = True
@@ -193,7 +194,7 @@ class KeysIn(Atom):
 
 @atom
 class SizeIn(Atom):
-    """An object has at least and at most so many keys; None: no limit."""
+    """The number of keys is between `least` and `most`; None: no limit."""
 
     kind = "object"
     is_approximate = True

@@ -1,4 +1,4 @@
-"""Keywords that speak of values of one type, as atoms, or as the ways to violate them."""
+"""Keywords that constrain values of one type: as atoms, or as the ways to violate them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

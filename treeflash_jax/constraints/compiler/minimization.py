@@ -1,4 +1,8 @@
-"""The smallest automaton of a set of byte strings, as arrays."""
+"""The smallest automaton of a set of byte strings, as arrays.
+
+Shape suffixes: q states, k classes of bytes, y bytes, m sets of bytes, e edges, g groups of states, a affected states, p parts
+of groups.
+"""
 
 from typing import NamedTuple
 
@@ -53,8 +57,10 @@ def read_automaton(term: Term, most: int) -> ByteAutomaton:
 def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
     """Returns the smallest automaton of the same texts: states with the same texts after them become one.
 
-    Groups of states are split until the bytes of a group lead to the same groups (Moore); a split is followed only to the
-    states that lead to it.
+    Hopcroft's idea in NumPy: states begin in two groups, final and not; a group is split if its states lead to different
+    groups by some byte. After a split, only states that lead to a state with a new group are looked at again, and the largest
+    part of a group keeps its number, so that few states change. Splitting all groups in every pass would take a pass for each
+    character of a long text.
     """
     next_qk, class_y, is_final_q = automaton
     num_states, num_classes = next_qk.shape

@@ -34,7 +34,7 @@ def object_texts(
     Args:
       write: returns the texts of values that are as all of some parts say.
       key_texts: returns the texts of keys that are as a part says, without quotes.
-      is_open: whether objects have keys that no atom speaks of although there are atoms that speak of values.
+      is_open: whether objects have keys that no atom covers, although some atoms cover values.
 
     Raises Refused for more patterns of keys, or more keys of any name, than can be followed.
     """
@@ -50,9 +50,11 @@ class _Objects:
     is_open: bool
 
     def write_all(self, atoms: tuple[Atom, ...], last: tuple[Atom, ...]) -> Term:
-        """Returns the texts of objects; `last`: what holds for their last key and value, if some key has to be so.
+        """Returns the texts of objects.
 
-        Of a key that is repeated, the last value counts.
+        Args:
+          last: atoms with `is_some` that the final key without a name, and its value, satisfy; it is the final one because
+            the last value of a repeated key counts.
         """
         values = [one for one in atoms if isinstance(one, Values)]
         limits = [one for one in atoms if isinstance(one, KeysIn)]

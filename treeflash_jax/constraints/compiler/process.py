@@ -1,7 +1,7 @@
 """Compiles one constraint, in a process of its own.
 
 Reads JSON from stdin: {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most,
-"thoughts_end": what ends a free text before, or null}. Writes `ByteAutomaton.to_bytes()`. Exit status REFUSED: stderr says
+"thoughts_end": marker that ends a free text before, or null}. Writes `ByteAutomaton.to_bytes()`. Exit status REFUSED: stderr says
 why there is none; TOO_LARGE: memory did not suffice.
 """
 
