@@ -1,7 +1,7 @@
 """The smallest automaton of a set of byte strings, as arrays.
 
-Shape suffixes: q states, k classes of bytes, y bytes, m sets of bytes, e edges, g groups of states, a affected states, p parts
-of groups.
+Shape suffixes: q states, k classes of bytes, y bytes, m sets of bytes, e edges, g groups of states, a affected states,
+p parts of groups.
 """
 
 from typing import NamedTuple
@@ -58,9 +58,9 @@ def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
     """Returns the smallest automaton of the same texts: states with the same texts after them become one.
 
     Hopcroft's idea in NumPy: states begin in two groups, final and not; a group is split if its states lead to different
-    groups by some byte. After a split, only states that lead to a state with a new group are looked at again, and the largest
-    part of a group keeps its number, so that few states change. Splitting all groups in every pass would take a pass for each
-    character of a long text.
+    groups by some byte. After a split, only states that lead to a state with a new group are looked at again, and the
+    largest part of a group keeps its number, so that few states change. Splitting all groups in every pass would take a
+    pass for each character of a long text.
     """
     next_qk, class_y, is_final_q = automaton
     num_states, num_classes = next_qk.shape

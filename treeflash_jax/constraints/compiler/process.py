@@ -1,8 +1,8 @@
 """Compiles one constraint, in a process of its own.
 
 Reads JSON from stdin: {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most,
-"thoughts_end": marker that ends a free text before, or null}. Writes `ByteAutomaton.to_bytes()`. Exit status REFUSED: stderr says
-why there is none; TOO_LARGE: memory did not suffice.
+"thoughts_end": marker that ends a free text before, or null}. Writes `ByteAutomaton.to_bytes()`. Exit status REFUSED:
+stderr says why there is none; TOO_LARGE: memory did not suffice.
 """
 
 import ctypes
