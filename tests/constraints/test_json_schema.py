@@ -387,7 +387,7 @@ def test_sampled_answers_are_valid(tiny):
     """Of random schemas, at a high temperature, with trees and without."""
     drawn = []
 
-    @hypothesis.settings(max_examples=200, database=None, derandomize=True, deadline=None)
+    @hypothesis.settings(max_examples=80, database=None, derandomize=True, deadline=None)
     @hypothesis.given(schemas(2))
     def draw(schema):
         drawn.append({"type": ["array", "object", "string", "number"], **schema})
@@ -400,12 +400,12 @@ def test_sampled_answers_are_valid(tiny):
                 followed.append(schema)
         except Refused:
             pass
-    assert len(followed) > 100
+    assert len(followed) > 40
     how = {"schema": followed, "schema_depth": 2, "temperature": 2.0, "max_new_tokens": 120, "batch_size": 8}
     for draft in {"builder": "none"}, {"nodes": 8}:
         results = tiny.generate(["Write JSON."] * len(followed), seed=1, **how, **draft)
         ended = [(result, schema) for result, schema in zip(results, followed, strict=True) if result.finished == "stop"]
-        assert len(ended) > 50
+        assert len(ended) > 20
         with decimal.localcontext(decimal.Context(prec=400)):
             for result, schema in ended:
                 jsonschema.Draft202012Validator(parse(json.dumps(schema))).validate(parse(result.text))
