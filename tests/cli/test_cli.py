@@ -222,7 +222,7 @@ def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first
         main(["generate", "--help-all"])
     text = capsys.readouterr().out
     shown = re.sub(r"-|\s", "", text)  # lines are broken at spaces and hyphens
-    assert "onlyitshowsthoseoflogprobsandexpectedlengths" in shown
+    assert "onlythisshowslogprobsandexpectedlengths" in shown
     for field in (field for field in fields(tf.GenerateConfig) if field.name != "processor"):
         about = field.metadata["help"] + (f" (default: {default_text(field)})" if default_text(field) else "")
         assert re.sub(r"-|\s|_", "", field.name) in shown and re.sub(r"-|\s", "", about) in shown
