@@ -6,30 +6,26 @@ Fields of the bodies that are not listed are ignored. None is the default of eve
 import functools
 import inspect
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, create_model
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.prompts import Chat, Prompt, Text
 from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.constraint_fields import FAIL_FAST, ConstraintFields
 from treeflash_jax.serve.log_probs import Place, PlaceReader, chat_form, completion_form
 from treeflash_jax.serve.message_blocks import CALL, THINK, BlockParser
 from treeflash_jax.serve.worker import TOP_LOG_PROBS, Piece
 
 MOST_SAMPLES = 128
-FAIL_FAST = Field(fail_fast=True)  # one error is enough, and a million take minutes
 Ids = Annotated[list[int], FAIL_FAST]
 B = TypeVar("B", bound="Body")
-ANY_OBJECT = '{"type": "object"}'
-# Fields of other servers that would change an answer; guided_decoding_backend would not.
-OTHER_CONSTRAINTS = re.compile("grammar|ebnf|structural_tag|guided_(?!decoding_backend).*|structured_.*")
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -37,33 +33,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """Form of the answer: "text", "json_object", or "json_schema" with the schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-    def schema_text(self) -> str | None:
-        """Returns the schema that the answer has to follow. Raises ValueError if it is missing."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return ANY_OBJECT
-        schema = (self.json_schema or {}).get("schema")
-        expect(isinstance(schema, dict), "response_format.json_schema.schema", schema, "a JSON schema")
-        return json.dumps(schema)
-
-
-class StructuredOutputs(BaseModel, extra="allow"):
-    """Constraint of the answer, as vLLM has it; at most one."""
-
-    schema_: dict[str, Any] | bool | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: Annotated[list[str], FAIL_FAST] | None = None
-    json_object: bool | None = None
-
-
-class Body(BaseModel, extra="allow"):
+class Body(ConstraintFields):
     """Fields of both kinds of requests. `with_numbers` adds those of the settings with a number for every request."""
 
     model: str | None = None
@@ -74,13 +44,6 @@ class Body(BaseModel, extra="allow"):
     seed: int | None = None
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
     logit_bias: dict[int, float] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | bool | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], FAIL_FAST] | None = None
-    json_schema: dict[str, Any] | bool | str | None = None
-    regex: str | None = None
     numbers: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -104,29 +67,6 @@ class Body(BaseModel, extra="allow"):
         settings |= {"samples": self.n, "stop": self.stop, "logit_bias": self.logit_bias}
         settings |= {"seed": None if self.seed is None else self.seed % 2**32, "max_new_tokens": self.max_new_tokens()}
         return {name: value for name, value in settings.items() if value is not None} | self.constraint()
-
-    def constraint(self) -> dict[str, Any]:
-        """Returns the constraint of the answer, by our name. Raises ValueError for several, and for fields that we lack."""
-        outputs = self.structured_outputs or StructuredOutputs()
-        given = {
-            "response_format": ("schema", self.response_format and self.response_format.schema_text()),
-            "structured_outputs.json": ("schema", outputs.schema_),
-            "structured_outputs.json_object": ("schema", ANY_OBJECT if outputs.json_object else None),
-            "structured_outputs.regex": ("pattern", outputs.regex),
-            "structured_outputs.choice": ("choices", outputs.choice),
-            "guided_json": ("schema", self.guided_json),
-            "guided_regex": ("pattern", self.guided_regex),
-            "guided_choice": ("choices", self.guided_choice),
-            "json_schema": ("schema", self.json_schema),
-            "regex": ("pattern", self.regex),
-        }
-        others = {f"structured_outputs.{name}": value for name, value in outputs.model_extra.items()}
-        others |= {name: value for name, value in self.model_extra.items() if OTHER_CONSTRAINTS.fullmatch(name)}
-        for name, value in others.items():
-            expect(value is None, name, value, "none: answers follow a JSON schema, a regular expression or choices")
-        given = {field: (name, value) for field, (name, value) in given.items() if value is not None}
-        expect(len(given) < 2, " and ".join(given), [value for _, value in given.values()], "one of them")
-        return {name: value if isinstance(value, str | list) else json.dumps(value) for name, value in given.values()}
 
     def max_new_tokens(self) -> int | None:
         return self.max_tokens

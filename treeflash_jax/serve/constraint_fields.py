@@ -1,0 +1,75 @@
+"""Fields of requests that constrain the answer, as OpenAI, vLLM, llama.cpp and SGLang name them."""
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from treeflash_jax.core.checks import expect
+
+FAIL_FAST = Field(fail_fast=True)  # one error is enough, and a million take minutes
+ANY_OBJECT = '{"type": "object"}'
+# Fields of other servers that would change an answer; guided_decoding_backend would not.
+OTHER_CONSTRAINTS = re.compile("grammar|ebnf|structural_tag|guided_(?!decoding_backend).*|structured_.*")
+
+
+class ResponseFormat(BaseModel):
+    """Form of the answer: "text", "json_object", or "json_schema" with the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    def schema_text(self) -> str | None:
+        """Returns the schema that the answer has to follow. Raises ValueError if it is missing."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return ANY_OBJECT
+        schema = (self.json_schema or {}).get("schema")
+        expect(isinstance(schema, dict), "response_format.json_schema.schema", schema, "a JSON schema")
+        return json.dumps(schema)
+
+
+class StructuredOutputs(BaseModel, extra="allow"):
+    """Constraint of the answer, as vLLM has it; at most one."""
+
+    schema_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], FAIL_FAST] | None = None
+    json_object: bool | None = None
+
+
+class ConstraintFields(BaseModel, extra="allow"):
+    """The fields, of which a request has at most one."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FAIL_FAST] | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+
+    def constraint(self) -> dict[str, Any]:
+        """Returns the constraint of the answer, by our name. Raises ValueError for several, and for fields that we lack."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        given = {
+            "response_format": ("schema", self.response_format and self.response_format.schema_text()),
+            "structured_outputs.json": ("schema", outputs.schema_),
+            "structured_outputs.json_object": ("schema", ANY_OBJECT if outputs.json_object else None),
+            "structured_outputs.regex": ("pattern", outputs.regex),
+            "structured_outputs.choice": ("choices", outputs.choice),
+            "guided_json": ("schema", self.guided_json),
+            "guided_regex": ("pattern", self.guided_regex),
+            "guided_choice": ("choices", self.guided_choice),
+            "json_schema": ("schema", self.json_schema),
+            "regex": ("pattern", self.regex),
+        }
+        others = {f"structured_outputs.{name}": value for name, value in outputs.model_extra.items()}
+        others |= {name: value for name, value in self.model_extra.items() if OTHER_CONSTRAINTS.fullmatch(name)}
+        for name, value in others.items():
+            expect(value is None, name, value, "none: answers follow a JSON schema, a regular expression or choices")
+        given = {field: (name, value) for field, (name, value) in given.items() if value is not None}
+        expect(len(given) < 2, " and ".join(given), [value for _, value in given.values()], "one of them")
+        return {name: value if isinstance(value, str | list) else json.dumps(value) for name, value in given.values()}
