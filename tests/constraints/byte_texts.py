@@ -3,8 +3,8 @@
 import json
 import random
 
+from treeflash_jax.constraints.compiler.compile_process import compile_term
 from treeflash_jax.constraints.compiler.json_texts import parse
-from treeflash_jax.constraints.compiler.process import compile_term
 from treeflash_jax.constraints.compiler.terms import Term, contains, is_nothing
 
 FRIENDLY = b'abfox-"\\1205., []{}:'  # bytes that random texts prefer

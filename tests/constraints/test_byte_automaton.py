@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from treeflash_jax.constraints import byte_automaton
-from treeflash_jax.constraints.byte_automaton import Unusable, compile_bytes
-from treeflash_jax.constraints.compiler.minimization import ByteAutomaton, minimize
+from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
+from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton, minimize
 from treeflash_jax.decoding.automaton import NOWHERE
 
 
@@ -68,6 +67,6 @@ def test_what_takes_too_much_is_refused(monkeypatch):
     with pytest.raises(Unusable, match="nests too deep"):
         compile_bytes("schema", '{"items":' * 5000 + "{}" + "}" * 5000, 6)
     assert is_text(compile_bytes("choices", ["a\x00b", "é"], 6), b"a\x00b")
-    monkeypatch.setattr(byte_automaton, "MOST_MEMORY", 2**26)
+    monkeypatch.setattr("treeflash_jax.constraints.compile_bytes.MOST_MEMORY", 2**26)
     with pytest.raises(Unusable, match="takes more than 60 s or 0.0625 GiB to compile"):
         compile_bytes("pattern", "(a{1,999}b){1,999}", 6)

@@ -21,8 +21,8 @@ from byte_texts import assert_texts_are_valid, is_possible, random_text, schema_
 from hypothesis import strategies as st
 from typing_extensions import TypedDict
 
+from treeflash_jax.constraints.compiler.compile_process import compile_term
 from treeflash_jax.constraints.compiler.json_texts import parse
-from treeflash_jax.constraints.compiler.process import compile_term
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import Term, contains, is_nothing
 

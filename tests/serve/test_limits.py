@@ -23,7 +23,7 @@ from refusals import refused
 from servers import CHAT, CONTEXT, LIMIT
 
 import treeflash_jax as tf
-from treeflash_jax.constraints import byte_automaton
+from treeflash_jax.constraints import compile_bytes
 from treeflash_jax.constraints.compilation import NAMES
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.settings import pairs
@@ -206,7 +206,7 @@ def test_a_compilation_ends_with_its_last_client():
             raise ValueError("no schema")
         started.append(schema)
         sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-        run = byte_automaton.RUN.get()(sleep, input=b"", capture_output=True)
+        run = compile_bytes.RUN.get()(sleep, input=b"", capture_output=True)
         started.append(run.returncode)
 
     async def run() -> None:
@@ -224,7 +224,7 @@ def test_a_compilation_ends_with_its_last_client():
         assert started[1] < 0
 
     asyncio.run(run())
-    assert byte_automaton.RUN.get() is subprocess.run
+    assert compile_bytes.RUN.get() is subprocess.run
 
 
 def test_what_a_client_left_is_not_prepared_further():
@@ -233,7 +233,7 @@ def test_what_a_client_left_is_not_prepared_further():
 
     def compile(schema: str) -> None:
         compiling.set()
-        byte_automaton.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
+        compile_bytes.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
         left.set()
 
     with listening(make_app(stub_worker(compile=compile), Metrics())) as port:

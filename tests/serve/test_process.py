@@ -62,7 +62,7 @@ def compilers(process: subprocess.Popen) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == process.pid and b"compiler.process" in (folder / "cmdline").read_bytes():
+            if int(parent) == process.pid and b"compiler.compile_process" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
 

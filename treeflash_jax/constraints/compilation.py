@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeflash_jax.constraints.byte_automaton import Unusable, compile_bytes
+from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
 from treeflash_jax.core.checks import expect, parse_json, quoted
 from treeflash_jax.formats.tokenizer import Tokenizer

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treeflash_jax.constraints.byte_automaton import Unusable
-from treeflash_jax.constraints.compiler.minimization import ByteAutomaton
+from treeflash_jax.constraints.compile_bytes import Unusable
+from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton
 from treeflash_jax.decoding.automaton import NOWHERE, Automaton
 from treeflash_jax.formats.tokenizer import Tokenizer
 

@@ -63,7 +63,7 @@ class History:
 
 @struct.dataclass
 class Nodes:
-    """What processors of settings read of the nodes of a tree.
+    """Nodes of a tree, as the processors of settings read them.
 
     Attributes:
       state: state at the root; `state.sampling.settings` has the numbers of each sequence.

@@ -9,7 +9,7 @@ from contextlib import suppress
 from subprocess import PIPE
 from typing import Any, TypeVar
 
-from treeflash_jax.constraints import byte_automaton
+from treeflash_jax.constraints import compile_bytes
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Compiler:
         process = _Stoppable()
 
         def compile() -> None:
-            byte_automaton.RUN.set(process.run)  # in this thread only
+            compile_bytes.RUN.set(process.run)  # in this thread only
             self._compile(constraint)
 
         try:

@@ -47,7 +47,7 @@ def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term]) 
 
 
 class _State(NamedTuple):
-    """Where an array is whose items are counted.
+    """Position in an array with counted items.
 
     Attributes:
       index: number of items, up to the largest that matters.

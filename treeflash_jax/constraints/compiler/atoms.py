@@ -1,4 +1,4 @@
-"""What a schema requires of a value, in atoms.
+"""Atoms: simple requirements of a value, of which schemas consist.
 
 An atom constrains values of one type, as keywords do; values of other types satisfy it. Each schema is read once, so that
 atoms are equal only to themselves: that is how a schema that contains itself is found.
@@ -17,7 +17,7 @@ NUMBERS = frozenset(TYPES["number"])
 
 
 class Place(NamedTuple):
-    """Where a schema stands.
+    """Position of a schema in its document.
 
     Attributes:
       resolver: resolver of references from there, of the package referencing.

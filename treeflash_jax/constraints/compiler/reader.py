@@ -26,8 +26,8 @@ from treeflash_jax.constraints.compiler.atoms import (
     only,
     types_of,
 )
-from treeflash_jax.constraints.compiler.keywords import ALWAYS, KEYWORDS, NEVER, required, unevaluated
 from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.type_keywords import ALWAYS, KEYWORDS, NEVER, required, unevaluated
 
 ANNOTATIONS = frozenset(
     """title description default example examples deprecated readOnly writeOnly discriminator $schema $id $anchor
@@ -146,12 +146,12 @@ class Reader:
 
     def _if(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
         condition = Part(value, place.inside("if"))
-        then, otherwise = (Part(schema.get(name, True), place.inside(name), is_negated) for name in ("then", "else"))
-        return self._choose(condition, self.read(then), self.read(otherwise), place)
-
-    def _choose(self, condition: Part, then: Alternatives, otherwise: Alternatives, place: Place) -> Alternatives:
-        found = self.all_of([self.read(condition), then], place) if then else []
-        return found + (self.all_of([self.read(condition.opposite()), otherwise], place) if otherwise else [])
+        alternatives = []
+        for name, holds in ("then", condition), ("else", condition.opposite()):
+            more = self.read(Part(schema.get(name, True), place.inside(name), is_negated))
+            if more:  # a condition whose opposite is not needed may have none
+                alternatives += self.all_of([self.read(holds), more], place)
+        return alternatives
 
     def _dependent(self, value: dict, schema: dict, place: Place, is_negated: bool) -> Alternatives:
         keyword = next(name for name in DEPENDENT if schema.get(name) is value)

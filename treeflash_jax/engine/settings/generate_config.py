@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.constraints.byte_automaton import MOST_STATES
 from treeflash_jax.constraints.compilation import DEPTH, as_json
+from treeflash_jax.constraints.compile_bytes import MOST_STATES
 from treeflash_jax.core.checks import refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
-from treeflash_jax.constraints.compiler import process
-from treeflash_jax.constraints.compiler.minimization import ByteAutomaton
+from treeflash_jax.constraints.compiler import compile_process
+from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton
 from treeflash_jax.core.checks import clipped
 
 RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
@@ -20,7 +20,7 @@ START = """import os, sys, types
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 sys.modules["treeflash_jax"] = package = types.ModuleType("treeflash_jax")
 package.__path__ = [sys.argv.pop(1)]
-from treeflash_jax.constraints.compiler.process import main
+from treeflash_jax.constraints.compiler.compile_process import main
 main()"""
 
 
@@ -41,7 +41,7 @@ def compile_bytes(kind: str, value: str | Sequence[str], depth: int, thoughts_en
     request = {"kind": kind, "value": value, "depth": depth, "states": MOST_STATES, "thoughts_end": thoughts_end}
     command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(MOST_SECONDS), str(MOST_MEMORY)]
     run = RUN.get()(command, input=json.dumps(request).encode(), capture_output=True)
-    if run.returncode == process.REFUSED:
+    if run.returncode == compile_process.REFUSED:
         raise Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 200)}")
     if run.returncode == 1:  # an error of the compiler
         raise RuntimeError(run.stderr.decode())

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton, read_automaton
 from treeflash_jax.constraints.compiler.characters import plain
 from treeflash_jax.constraints.compiler.json_texts import parse
-from treeflash_jax.constraints.compiler.minimization import ByteAutomaton, read_automaton
 from treeflash_jax.constraints.compiler.patterns import full_match
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import (
