@@ -16,14 +16,16 @@ from serve.servers import CHAT, running
 import treeflash_jax as tf
 from treeflash_jax.core.settings import add_options
 from treeflash_jax.decoding.processors import PROCESSORS, Nodes
-from treeflash_jax.engine.settings.generate_config import sampling
+from treeflash_jax.engine.settings.generate_config import sampling_setting
 
 PROMPT = [3, 4, 5]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(tf.GenerateConfig):
-    even_penalty: float | Sequence[float] = sampling(0.0, "subtracted from logits of even ids", least=0, dtype=float)
+    even_penalty: float | Sequence[float] = sampling_setting(
+        0.0, "subtracted from logits of even ids", least=0, dtype=float
+    )
 
 
 def penalize_even(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:

@@ -33,10 +33,10 @@ GROUPS = {  # titles in help texts
     "tree": "tree (affects the speed, never the distribution of the output)",
     "running": "running",
 }
-sampling = partial(setting, group="sampling")
-drafting = partial(setting, group="drafting")
-tree = partial(setting, group="tree")
-running = partial(setting, group="running")
+sampling_setting = partial(setting, group="sampling")
+drafting_setting = partial(setting, group="drafting")
+tree_setting = partial(setting, group="tree")
+running_setting = partial(setting, group="running")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,16 @@ class GenerateConfig:
       >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)
     """
 
-    max_new_tokens: int | Sequence[int] = sampling(
+    max_new_tokens: int | Sequence[int] = sampling_setting(
         128, "largest number of tokens in an answer, the stop token included", least=1, unit="tokens", basic=True
     )
-    temperature: float | Sequence[float] = sampling(
+    temperature: float | Sequence[float] = sampling_setting(
         0.0, "sampling temperature of the verifier; 0 is greedy", least=0, most=MAX_TEMPERATURE, basic=True, dtype=float
     )
-    top_k: int | Sequence[int] = sampling(
+    top_k: int | Sequence[int] = sampling_setting(
         0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens", basic=True, dtype=int
     )
-    top_p: float | Sequence[float] = sampling(
+    top_p: float | Sequence[float] = sampling_setting(
         1.0,
         "sample from the most likely tokens of this total probability",
         above=0,
@@ -68,7 +68,7 @@ class GenerateConfig:
         basic=True,
         dtype=float,
     )
-    min_p: float | Sequence[float] = sampling(
+    min_p: float | Sequence[float] = sampling_setting(
         0.0,
         "sample from tokens at least this many times as likely as the likeliest",
         least=0,
@@ -76,14 +76,14 @@ class GenerateConfig:
         unit="fraction",
         dtype=float,
     )
-    seed: int | Sequence[int] = sampling(
+    seed: int | Sequence[int] = sampling_setting(
         0,
         "random seed; prompt i uses the key fold_in(seed, i), or fold_in(its own seed, 0) if there is a list of seeds",
         least=0,
         most=2**32 - 1,
         basic=True,
     )
-    samples: int = sampling(
+    samples: int = sampling_setting(
         1,
         "answers per prompt; answer 0 uses the prompt's key, answer j fold_in(prompt's key, j)",
         least=1,
@@ -91,7 +91,7 @@ class GenerateConfig:
         unit="answers",
         basic=True,
     )
-    repetition_penalty: float | Sequence[float] = sampling(
+    repetition_penalty: float | Sequence[float] = sampling_setting(
         1.0,
         "divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer",
         above=0,
@@ -99,10 +99,10 @@ class GenerateConfig:
         unit="factor",
         dtype=float,
     )
-    presence_penalty: float | Sequence[float] = sampling(
+    presence_penalty: float | Sequence[float] = sampling_setting(
         0.0, "subtracted from the logits of tokens in the answer", least=-2, most=2, unit="logits", dtype=float
     )
-    frequency_penalty: float | Sequence[float] = sampling(
+    frequency_penalty: float | Sequence[float] = sampling_setting(
         0.0,
         "subtracted from the logits of tokens for every time that they are in the answer",
         least=-2,
@@ -110,19 +110,19 @@ class GenerateConfig:
         unit="logits",
         dtype=float,
     )
-    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = sampling(
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = sampling_setting(
         None, "numbers that are added to the logits of tokens, by token id", unset="none", unit="JSON"
     )
-    min_new_tokens: int | Sequence[int] = sampling(
+    min_new_tokens: int | Sequence[int] = sampling_setting(
         0,
         "smallest number of tokens in an answer; a stop string, or a constraint that allows only the end, ends it earlier",
         least=0,
         unit="tokens",
     )
-    stop: Sequence[str] | Sequence[Sequence[str]] = sampling(
+    stop: Sequence[str] | Sequence[Sequence[str]] = sampling_setting(
         (), "text that ends an answer and is not part of it", unit="text", basic=True
     )
-    stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling(
+    stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling_setting(
         None,
         "ids of the tokens that end an answer; the model's still end those with a schema, a pattern or choices",
         least=0,
@@ -130,29 +130,29 @@ class GenerateConfig:
         unit="ids",
     )
 
-    schema: str | Sequence[str | None] | None = sampling(
+    schema: str | Sequence[str | None] | None = sampling_setting(
         None,
         "JSON schema that the answer follows: a dictionary, JSON text or a pydantic model",
         unset="none",
         spelled=as_json,
     )
-    schema_depth: int = sampling(
+    schema_depth: int = sampling_setting(
         DEPTH,
         "levels of arrays and objects in an answer where its schema says nothing, or contains itself",
         least=1,
         most=MAX_DEPTH,
         unit="levels",
     )
-    pattern: str | Sequence[str | None] | None = sampling(
+    pattern: str | Sequence[str | None] | None = sampling_setting(
         None, "regular expression that the whole answer matches", unset="none", unit="regex"
     )
-    choices: Sequence[str] | Sequence[Sequence[str] | None] | None = sampling(
+    choices: Sequence[str] | Sequence[Sequence[str] | None] | None = sampling_setting(
         None, "texts; the answer is one of them", unset="none", unit="text", min_length=1
     )
-    processor: Callable[..., Any] | None = sampling(
+    processor: Callable[..., Any] | None = sampling_setting(
         None, "function of logits and `decoding.processors.History` that returns logits, in Python only", unset="none"
     )
-    sampling: str | None = sampling(
+    sampling: str | None = sampling_setting(
         None,
         "model: temperature (if do_sample is true), filters and repetition penalty, if they are not given, are those of "
         "generation_config.json",
@@ -160,13 +160,13 @@ class GenerateConfig:
         choices=lambda: ("model",),
     )
 
-    head: str | None = drafting(
+    head: str | None = drafting_setting(
         None,
         "head of a block drafter, which conditions a token on those before it; marginal turns it off",
         unset="the drafter's own",
         choices=lambda: tuple(HEADS),
     )
-    block_size: int | None = drafting(
+    block_size: int | None = drafting_setting(
         None,
         "length of a block drafter's block, the last token of the text included, at most the drafter's; shorter blocks "
         "make rounds faster and trees shallower",
@@ -174,7 +174,7 @@ class GenerateConfig:
         least=2,
         unit="tokens",
     )
-    depths: int | None = drafting(
+    depths: int | None = drafting_setting(
         None,
         "deepest level of the tree, or length of the chain, for drafters whose network runs once per level",
         unset="the drafter's, but at most 4 in trees of up to 8 nodes on a CPU not using amx_bf16",
@@ -182,30 +182,30 @@ class GenerateConfig:
         most=MAX_NODES - 1,
         unit="levels",
     )
-    candidates: int | None = drafting(
+    candidates: int | None = drafting_setting(
         None,
         "most likely tokens per depth of a block drafter, from which trees are built (M in the TreeFlash paper)",
         unset="the drafter's: 16, or 64 if its head follows the path; on a CPU not using amx_bf16 8",
         least=1,
         unit="tokens",
     )
-    children: int = drafting(
+    children: int = drafting_setting(
         16, "most likely next tokens kept for every candidate (K in the TreeFlash paper)", least=1, unit="tokens"
     )
-    shortlist: int | None = drafting(
+    shortlist: int | None = drafting_setting(
         None,
         "most likely tokens per depth that a head scores, at every depth those of all depths; 0: the whole vocabulary",
         unset="0; on a CPU 32 if the vocabulary has 16,384 tokens or more",
         least=0,
         unit="tokens",
     )
-    draft_vocabulary: str | None = drafting(
+    draft_vocabulary: str | None = drafting_setting(
         None,
         "tokens that a block drafter may draft: the frequent ones that its folder lists, or all",
         unset="frequent if there is a list",
         choices=lambda: VOCABULARIES,
     )
-    ngrams: int | None = drafting(
+    ngrams: int | None = drafting_setting(
         None,
         "number of earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup)",
         unset="0; for trees on a CPU 8",
@@ -213,7 +213,7 @@ class GenerateConfig:
         unit="matches",
     )
 
-    builder: str | None = tree(
+    builder: str | None = tree_setting(
         None,
         "kind of draft: a tree of the most likely nodes (best-first) or of sampled nodes (paths, delayed, "
         "without-replacement, skeleton); one path (walk: the most likely token after each token; chain: DFlash's, the most "
@@ -222,7 +222,7 @@ class GenerateConfig:
         choices=lambda: ("none", *BUILDERS),
         basic=True,
     )
-    nodes: int | None = tree(
+    nodes: int | None = tree_setting(
         None,
         "tree nodes verified per round, the root (the last token of the text) included",
         unset="for one path its full length; for a tree the drafter's, usually 16, but at most 8 on a CPU not using "
@@ -232,27 +232,29 @@ class GenerateConfig:
         unit="nodes",
         basic=True,
     )
-    acceptance: str | None = tree(
+    acceptance: str | None = tree_setting(
         None,
         "rule that accepts nodes; with sample-and-match, the answer also equals one-token decoding with the same seed",
         unset="sample-and-match, but block for one sampled path and traversal for other sampled trees",
         choices=lambda: tuple(RULES),
     )
-    branches: int = tree(
+    branches: int = tree_setting(
         2, "number of sampled paths, or largest number of sampled children of a node", least=1, most=MAX_NODES, unit="nodes"
     )
-    trunk: int = tree(2, "nodes before the first branching of a delayed tree", least=0, most=MAX_NODES, unit="nodes")
-    skeleton: float = tree(
+    trunk: int = tree_setting(
+        2, "nodes before the first branching of a delayed tree", least=0, most=MAX_NODES, unit="nodes"
+    )
+    skeleton: float = tree_setting(
         0.25, "share of the nodes of a skeleton tree that best-first search chooses", least=0, most=1, unit="share"
     )
-    leaves: bool = tree(False, "let sampled trees contain tokens that the drafter cannot continue")
-    drafter_temperature: float | None = tree(
+    leaves: bool = tree_setting(False, "let sampled trees contain tokens that the drafter cannot continue")
+    drafter_temperature: float | None = tree_setting(
         None,
         "temperature of the draft",
         unset="the larger of the drafter's own temperature and min(sampling temperature, 1)",
         above=0,
     )
-    lanes: int | None = tree(
+    lanes: int | None = tree_setting(
         None,
         "nodes per level that a best-first tree may expand; equal to the number of children: EAGLE-2's tree",
         unset="all if the drafter drafts all levels in one pass; otherwise the drafter's, but 2 in trees of up to 8 nodes "
@@ -262,7 +264,7 @@ class GenerateConfig:
         unit="nodes",
     )
 
-    schema_states: int = running(
+    schema_states: int = running_setting(
         4096,
         "states for which programs that follow a schema, a pattern or choices have room; one with more states compiles "
         "programs of its own. A thousand take 2 MiB for each sequence",
@@ -270,7 +272,7 @@ class GenerateConfig:
         most=MOST_STATES,
         unit="states",
     )
-    batch_size: int | None = running(
+    batch_size: int | None = running_setting(
         None,
         "sequences decoded together; with fewer prompts, the unused slots decode padding. Every size is compiled once",
         unset="the number of answers rounded up to 1, 2, 4 or 8; 8 for more",
@@ -279,7 +281,7 @@ class GenerateConfig:
         unit="sequences",
         basic=True,
     )
-    attention: str | None = running(
+    attention: str | None = running_setting(
         None,
         "implementation of attention: xla reads whole caches; streamed, blocked, pallas-gpu and mosaic-gpu only their "
         "filled part. pallas-gpu is the default on H100 and H200 in bfloat16; mosaic-gpu never ran there, and needs "
@@ -287,7 +289,7 @@ class GenerateConfig:
         unset="chosen by device and dtype",
         choices=lambda: IMPLEMENTATIONS,
     )
-    kernels: str | None = running(
+    kernels: str | None = running_setting(
         None,
         "kernels for other operations of the verifier, none of which ever ran on its device: mosaic-gpu for recurrent "
         "layers, FP8 weights and, with attention mosaic-gpu, norms and additions on H100 and H200 (jax 0.12); pallas-tpu "
@@ -295,11 +297,11 @@ class GenerateConfig:
         unset="XLA's operations",
         choices=lambda: SETS,
     )
-    log_probs: bool = running(False, "also return the verifier's log-probability of every token")
-    top_log_probs: int = running(
+    log_probs: bool = running_setting(False, "also return the verifier's log-probability of every token")
+    top_log_probs: int = running_setting(
         0, "also return this many of the likeliest tokens in the place of every token", least=0, most=20, unit="tokens"
     )
-    expected_lengths: bool = running(
+    expected_lengths: bool = running_setting(
         False, "also return the expected number of tokens that each round commits, given its tree"
     )
 
