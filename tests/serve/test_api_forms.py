@@ -7,8 +7,8 @@ import pytest
 import toy_tokenizers
 
 import treeflash_jax as tf
-from treeflash_jax.engine.answers.answer_text import AnswerText
 from treeflash_jax.engine.answers.results import Chunk
+from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.api_forms import ChatBody, ChatForm, CompletionBody, CompletionForm, with_numbers
 from treeflash_jax.serve.metrics import Metrics
