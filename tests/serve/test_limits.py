@@ -30,12 +30,14 @@ from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import limits
-from treeflash_jax.serve.api_forms import ChatBody, CompletionBody
-from treeflash_jax.serve.app import COMPILING, READING, make_app
+from treeflash_jax.serve.answering import COMPILING, READING
+from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.limits import parse_body
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.process import Server
+from treeflash_jax.serve.protocols.chat import ChatBody
+from treeflash_jax.serve.protocols.completions import CompletionBody
 from treeflash_jax.serve.threads import Compiler
 from treeflash_jax.serve.worker import Constraint, Piece, QueueFull, Submission, Worker
 
@@ -131,11 +133,11 @@ def test_one_error_of_a_body_is_enough(kind, body):
 
 def test_bodies_are_json_without_millions_of_lists():
     few, many = (json.dumps({"prompt": [[1]] * n}).encode() for n in (10, 200_000))
-    assert parse_body(CompletionBody, "application/json; charset=utf-8", few, 100).num_prompts == 10
+    assert len(parse_body(CompletionBody, "application/json; charset=utf-8", few, 100).prompts()) == 10
     refused(lambda: parse_body(CompletionBody, "application/json", many, 100), "200,002 brackets", "at most 65,636")
     refused(lambda: parse_body(CompletionBody, "text/plain", few, 100), "got content-type 'text/plain'")
     text = json.dumps({"prompt": "[" * 70_000}).encode()
-    assert parse_body(CompletionBody, "application/json", text, 70_000).num_prompts == 1
+    assert len(parse_body(CompletionBody, "application/json", text, 70_000).prompts()) == 1
 
 
 async def until(is_true: Callable[[], bool]) -> None:

@@ -31,7 +31,7 @@ from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
 ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
-TOP_LOG_PROBS = 5
+TOP_LOG_PROBS = 20
 DEFAULT_CONTEXT = 8192
 CAPACITY_STEP = 256
 MOST_FAILURES = 3  # dispatches that fail one after the other before the device is taken for lost
