@@ -131,7 +131,8 @@ def test_thoughts_come_before_a_constraint(tiny):
     tokenizer.inner.add_tokens(["</think>"])
     [end] = tokenizer.encode("</think>")
     size = tiny.verifier.vocab_size + 1
-    table = compilation.compile_constraint(None, "[^]+", None, tokenizer, tiny.stop_ids, size, thoughts_end="</think>")
+    constraint = compilation.behind_thoughts("pattern", "[^]+")
+    table = compilation.compile_constraint(*constraint, tokenizer, tiny.stop_ids, size)
     assert can_answer(table, [*encode("a b"), end, *encode("c")]) and not can_answer(table, [end, *encode("c"), end])
 
 
@@ -158,7 +159,7 @@ CLASS = np.array([0, 1, 1, 1, 2, 2, 2, 3, 3, 1, 2, 3], np.int32)
 def small_automaton(monkeypatch):
     """A pattern that has this automaton over FEW_TOKENS, which have no tokenizer."""
     table = AutomatonTable(NEXT, CLASS)
-    monkeypatch.setattr(compilation, "compile_constraint", lambda schema, pattern, *_: pattern and table)
+    monkeypatch.setattr(compilation, "compile_constraint", lambda *_: table)
 
 
 def expected_distribution(pair, text: list[int], state: int, depth: int) -> dict[tuple[int, ...], float]:
@@ -247,7 +248,7 @@ def test_models_inside_models_are_followed(small):
 
 @pytest.mark.parametrize("pattern", MATCHED)
 def test_walks_through_a_table_are_matches(tiny, pattern):
-    table = compilation.compile_constraint(None, pattern, None, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
+    table = compilation.compile_constraint("pattern", pattern, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
     rng, end = np.random.default_rng(0), tiny.stop_ids[0]
 
     def walk(ids: list[int]) -> bool:

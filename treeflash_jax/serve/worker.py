@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from treeflash_jax.constraints.compilation import NAMES, compile_constraint
+from treeflash_jax.constraints.compilation import NAMES, behind_thoughts, compile_constraint
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
@@ -26,7 +26,6 @@ from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
-from treeflash_jax.formats.tokenizer import THOUGHTS
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
@@ -77,7 +76,7 @@ class Constraint(NamedTuple):
     """A constraint of an answer, as a key.
 
     Attributes:
-      kind: "schema", "pattern" or "choices".
+      kind: one of `constraints.compilation.NAMES`.
       is_behind_thoughts: whether the answer begins with thoughts, before it follows the constraint.
     """
 
@@ -174,16 +173,11 @@ class Worker(threading.Thread):
 
     def compile(self, constraint: Constraint) -> None:
         """Compiles a constraint; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
-        model, given = self.model, dict.fromkeys(NAMES) | {constraint.kind: constraint.value}
-        thoughts_end = THOUGHTS[1] if constraint.is_behind_thoughts else None
-        compile_constraint(
-            **given,
-            tokenizer=model.tokenizer,
-            stop_ids=model.stop_ids,
-            vocab_size=model.verifier.vocab_size,
-            depth=self.config.schema_depth,
-            thoughts_end=thoughts_end,
-        )
+        model, (kind, value, is_behind_thoughts) = self.model, constraint
+        if is_behind_thoughts:
+            kind, value = behind_thoughts(kind, value)
+        size, depth = model.verifier.vocab_size, self.config.schema_depth
+        compile_constraint(kind, value, model.tokenizer, model.stop_ids, size, depth)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.

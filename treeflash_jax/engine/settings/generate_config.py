@@ -149,6 +149,13 @@ class GenerateConfig:
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None = sampling_setting(
         None, "texts; the answer is one of them", unset="none", unit="text", min_length=1
     )
+    structural_tag: str | Sequence[str | None] | None = sampling_setting(
+        None,
+        "structure of the answer, such as text around a schema, in xgrammar's JSON: a dictionary or JSON text",
+        unset="none",
+        unit="JSON",
+        spelled=as_json,
+    )
     processor: Callable[..., Any] | None = sampling_setting(
         None, "function of logits and `decoding.processors.History` that returns logits, in Python only", unset="none"
     )

@@ -128,6 +128,8 @@ class GenerateSettings(TypedDict, total=False):
         says nothing, or contains itself (default: 6).
       pattern: regular expression that the whole answer matches (default: none).
       choices: texts; the answer is one of them (default: none).
+      structural_tag: structure of the answer, such as text around a schema, in
+        xgrammar's JSON: a dictionary or JSON text (default: none).
       processor: function of logits and `decoding.processors.History` that
         returns logits, in Python only (default: none).
       sampling: model: temperature (if do_sample is true), filters and
@@ -213,6 +215,7 @@ class GenerateSettings(TypedDict, total=False):
     schema_depth: int
     pattern: str | Sequence[str | None] | None
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None
+    structural_tag: str | Sequence[str | None] | None
     processor: Callable[..., Any] | None
     sampling: Sampling | str | None
     head: Head | str | None

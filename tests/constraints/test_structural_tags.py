@@ -1,0 +1,164 @@
+"""Structural tags: the texts of every format, tokens of their own, and calls that are read back."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from refusals import refused
+from toy_tokenizers import byte_level
+
+from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.compiler.compile_process import compile_term
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import Term, contains
+from treeflash_jax.constraints.tables import AutomatonTable
+from treeflash_jax.formats.tokenizer import Tokenizer
+
+ANY, INTEGER = {"type": "any_text"}, {"type": "json_schema", "json_schema": {"type": "integer"}}
+LETTER = {"type": "regex", "pattern": "[ab]"}
+
+
+def tag_term(tag: dict, tokens: tuple[str, ...] = ()) -> Term:
+    return compile_term({"kind": "structural_tag", "value": json.dumps(tag), "depth": 3, "tokens": tokens})
+
+
+def const(value: str) -> dict:
+    return {"type": "const_string", "value": value}
+
+
+def tag(begin: str, content: dict, end: str) -> dict:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def several(kind: str, **more) -> dict:
+    return {"type": kind, "tags": [tag("<n>", INTEGER, ";"), {"begin": "<t>", "content": ANY, "end": ";"}], **more}
+
+
+def triggered(**more) -> dict:
+    return several("triggered_tags", triggers=["<n", "<t>"], **more)
+
+
+def separated(**more) -> dict:
+    return several("tags_with_separator", separator=", ", **more)
+
+
+TEXTS = [  # a format, its texts, and others
+    (const("yé"), ["yé"], ["", "y", "yéé"]),
+    ({"type": "structural_tag", "format": const("y")}, ["y"], [""]),
+    (INTEGER, ["7", "-12"], ["1.5", "x"]),
+    (LETTER, ["a"], ["c", "ab"]),
+    (ANY, ["", "a\n<é"], []),
+    ({"type": "any_text", "excludes": ["</a>", "aab"]}, ["", "aaa</a", "<</a<"], ["</a>", "x aaaab"]),
+    ({"type": "sequence", "elements": [LETTER, INTEGER]}, ["a5"], ["a", "5", "a5a"]),
+    ({"type": "sequence", "elements": []}, [""], ["a"]),
+    ({"type": "or", "elements": [LETTER, INTEGER]}, ["a", "5"], ["", "a5"]),
+    ({"type": "optional", "content": LETTER}, ["", "a"], ["ab"]),
+    (tag("<a>", INTEGER, "</a>"), ["<a>5</a>"], ["<a></a>", "5"]),
+    (tag("<a>", ANY, "</a>"), ["<a>x</</a>", "<a></a>"], ["<a>x</a>y</a>", "<a>"]),
+    (tag("(", {"type": "sequence", "elements": [tag("[", ANY, "]"), ANY]}, ")"), ["([x]y)"], ["([)])", "([x])y)"]),
+    (tag("<a>", ANY, ""), ["<a>x"], ["x"]),
+    (triggered(), ["", "a", "<n>5;", "a<n>5;b<t>c;<n>6;d", "5;"], ["<n", "a<n>x;", "<n>5", "a<t>"]),
+    (triggered(at_least_one=True), ["<n>5;", "<n>5;b<t>c;d"], ["", "a", "a<n>5;"]),
+    (triggered(stop_after_first=True), ["", "a", "a<n>5;"], ["<n>5;b", "a<n>5;<n>6;"]),
+    (triggered(at_least_one=True, stop_after_first=True), ["<n>5;"], ["", "a<n>5;", "<n>5;b"]),
+    (separated(), ["", "<n>5;", "<n>5;, <t>x;, <n>6;"], ["a", "<n>5;<n>6;", "<n>5;, "]),
+    (separated(at_least_one=True), ["<n>5;", "<n>5;, <n>6;"], [""]),
+    (separated(stop_after_first=True), ["", "<n>5;"], ["<n>5;, <n>6;"]),
+    (separated(at_least_one=True, stop_after_first=True), ["<t>;"], ["", "<n>5;, <n>6;"]),
+]
+
+
+@pytest.mark.parametrize("case", TEXTS, ids=lambda case: f"{case[0]['type']}")
+def test_texts_of_a_format(case):
+    structure, texts, others = case
+    term = tag_term(structure)
+    assert [text for text in texts if not contains(term, text.encode())] == []
+    assert [text for text in others if contains(term, text.encode())] == []
+
+
+CALL, END, HALF = "<tool_call>", "</tool_call>", "<tool"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """The tokenizer of `tiny` with tokens of its own, two of which begin alike."""
+    tokenizer = Tokenizer(copy.deepcopy(byte_level().inner))
+    tokenizer.inner.add_tokens([HALF, CALL, END])
+    return tokenizer
+
+
+def compiled(tokenizer: Tokenizer, structure: dict, stop_ids: tuple[int, ...] = ()) -> AutomatonTable:
+    stop_ids = stop_ids or tokenizer.stop_ids
+    return compile_constraint("structural_tag", json.dumps(structure), tokenizer, stop_ids, len(tokenizer.inner))
+
+
+def can_answer(table: AutomatonTable, ids: list[int]) -> bool:
+    state = 0
+    for token in ids:
+        state = table.next_qc[state, table.class_v[token]]
+        if state < 0:
+            return False
+    return True
+
+
+def ids_of(tokenizer: Tokenizer, *pieces: str | bytes) -> list[int]:
+    """Returns added tokens for texts that are one, and a token for each byte of bytes."""
+    by_byte = {text: id for id, text in tokenizer.token_bytes().items() if len(text) == 1}
+    ids = []
+    for piece in pieces:
+        ids += [by_byte[bytes([byte])] for byte in piece] if isinstance(piece, bytes) else tokenizer.encode(piece)
+    return ids
+
+
+def test_added_tokens_are_tokens_where_a_constraint_names_them(tokenizer):
+    stop = tokenizer.stop_ids[0]
+    free = {"type": "any_text", "excludes": [CALL]}
+    table = compiled(tokenizer, {"type": "sequence", "elements": [free, tag(CALL + "\n", INTEGER, "\n" + END)]})
+
+    def can(*pieces: str | bytes) -> bool:
+        return can_answer(table, [*ids_of(tokenizer, *pieces), stop])
+
+    assert can("Hm. ", CALL, "\n5\n", END) and can(b"<tool", b"_cal", CALL, b"\n5\n", END)
+    spelled = [part.encode() for part in (CALL, END)]
+    assert not can(spelled[0], "\n5\n", END) and not can(CALL, "\n5\n", spelled[1])
+    assert not can(spelled[0], CALL, "\n5\n", END), "free text spells what it excludes"
+    assert not can(HALF, CALL, "\n5\n", END) and not can(END, CALL, "\n5\n", END), "free text has added tokens"
+    # A byte of no text, behind which the first marker's number would follow, is not the beginning of a marker.
+    assert not can(b"\xff\x00\n5\n", END) and not can(b"\xff\x01\n5\n", END) and not can(b"\xff", CALL, "\n5\n", END)
+    allowed = np.flatnonzero(table.next_qc[:, table.class_v].max(axis=0) >= 0)
+    texts = tokenizer.token_bytes()
+    assert not any(b"\xff" in texts.get(token, b"") for token in allowed)
+
+
+def test_a_token_that_ends_answers_may_end_a_constraint(tokenizer):
+    [end], plain = tokenizer.encode(END), tokenizer.stop_ids[0]
+    table = compiled(tokenizer, {"type": "or", "elements": [tag(CALL, INTEGER, END), LETTER]}, (end, plain))
+    call = [*tokenizer.encode(CALL), *tokenizer.encode("5")]
+    assert can_answer(table, [*call, end]) and not can_answer(table, [*call, plain])
+    for stop in end, plain:
+        assert can_answer(table, [*tokenizer.encode("a"), stop]) and not can_answer(table, [stop])
+    longer = {"type": "sequence", "elements": [tag(CALL, INTEGER, END), LETTER]}
+    refused(lambda: compiled(tokenizer, longer, (end, plain)), "goes on behind '</tool_call>', a token that ends an answer")
+
+
+@pytest.mark.parametrize(
+    "structure, what",
+    [
+        ([], "type None is unknown, expected one of const_string"),
+        ({"type": "structural_tag"}, "format.type None is unknown"),
+        ({"type": "sequence", "elements": [ANY, {"type": "grammar"}]}, "elements.1.type 'grammar' is unknown"),
+        ({"type": "or", "elements": [tag("", const("a") | {"more": 1}, "")]}, "elements.0.content.more cannot be followed"),
+        ({"type": "tag", "begin": "a", "content": ANY}, "end is missing in 'tag'"),
+        (const(5), "value 5 is of another type than 'const_string' has"),
+        ({"type": "any_text", "excludes": ["a", 5]}, "excludes ['a', 5] is of another type"),
+        ({"type": "optional", "content": {"type": "regex", "pattern": "("}}, "content.pattern: pattern '('"),
+        ({"type": "json_schema", "json_schema": {"type": "lizard"}}, "json_schema: type 'lizard' is unknown, at #/type"),
+        (several("triggered_tags", triggers=["<n"]), "tags.1.begin '<t>' begins with none of the triggers"),
+        ({"type": "tags_with_separator", "tags": [LETTER], "separator": ""}, "tags.0.type 'regex' is not 'tag'"),
+    ],
+)
+def test_what_is_refused_says_where(structure, what):
+    with pytest.raises(Refused) as caught:
+        tag_term(structure)
+    assert what in str(caught.value)
