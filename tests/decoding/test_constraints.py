@@ -131,7 +131,7 @@ def test_thoughts_come_before_a_constraint(tiny):
     tokenizer.inner.add_tokens(["</think>"])
     [end] = tokenizer.encode("</think>")
     size = tiny.verifier.vocab_size + 1
-    constraint = compilation.behind_thoughts("pattern", "[^]+")
+    constraint = compilation.answer_constraint("pattern", "[^]+", tokenizer, tokenizer.encode("<think>"))
     table = compilation.compile_constraint(*constraint, tokenizer, tiny.stop_ids, size)
     assert can_answer(table, [*encode("a b"), end, *encode("c")]) and not can_answer(table, [end, *encode("c"), end])
 

@@ -53,7 +53,7 @@ def stub_worker(**more: Any) -> SimpleNamespace:
             submission.pieces.put_nowait(Piece(index, Chunk(ids=[5], text="yes", rounds=1), result, True))
 
     def find_constraints(prompts: list[list[int]], settings: dict[str, Any]) -> list[Constraint]:
-        return [Constraint(kind, str(settings[kind]), False) for kind in NAMES if kind in settings]
+        return [Constraint(kind, str(settings[kind])) for kind in NAMES if kind in settings]
 
     worker = SimpleNamespace(
         model=SimpleNamespace(names=("tiny",), tokenizer=None), config=tf.GenerateConfig(), error=None,

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from treeflash_jax.constraints.compilation import NAMES
+from treeflash_jax.constraints.compilation import NAMES, as_tag
 from treeflash_jax.core.checks import warn
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.formats.messages import find_format
-from treeflash_jax.formats.messages.message_format import Tag, const, either
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.protocols.chat_messages import plain_messages
@@ -44,20 +43,9 @@ def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Seque
     is_constrained = bool(given) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
     if tokenizer is None or not functions or not is_constrained or not find_format(tokenizer).writes_calls:
         return call.settings
-    [content] = [_tag(name, value) for name, value in given.items()] or [None]
+    [content] = [as_tag(name, value) for name, value in given.items()] or [None]
     tag = find_format(tokenizer).answer_tag(
         prompts[0], content, functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel
     )
     others = {name: value for name, value in call.settings.items() if name not in given}
     return others | {"structural_tag": json.dumps(tag)}
-
-
-def _tag(name: str, value: Any) -> Tag:
-    """Returns a constraint as a structural tag."""
-    if name == "schema":
-        return {"type": "json_schema", "json_schema": json.loads(value)}
-    if name == "pattern":
-        return {"type": "regex", "pattern": value}
-    if name == "choices":
-        return either(*map(const, value))
-    return json.loads(value)

@@ -47,7 +47,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     host = f"[{host}]" if ":" in host else host
     for number in SIGNALS:
         signal.signal(number, server.handle_exit)
-    print(f"treeflash: serving {app.state.answering.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+    print(f"treeflash: serving {app.state.answering.served.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     return server.finish()
 
