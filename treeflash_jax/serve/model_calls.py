@@ -44,6 +44,8 @@ def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Seque
     if tokenizer is None or not functions or not is_constrained or not find_format(tokenizer).writes_calls:
         return call.settings
     [content] = [as_tag(name, value) for name, value in given.items()] or [None]
+    if content is not None:  # otherwise an answer could be neither content nor a call that parses
+        functions = [replace(function, is_strict=True) for function in functions]
     tag = find_format(tokenizer).answer_tag(
         prompts[0], content, functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel
     )
