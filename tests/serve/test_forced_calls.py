@@ -86,17 +86,20 @@ def test_answers_follow_a_schema_or_call(client):
     for seed in range(6):
         given = {"model": "tiny", "messages": CHAT, "tools": TOOLS, "response_format": form, "seed": seed}
         [choice] = client.chat.completions.create(**given, temperature=2.0, max_tokens=150).choices
+        if choice.finish_reason == "length":
+            continue
         if choice.message.tool_calls:
             check_calls(choice.message.tool_calls, {"add", "say"})
         else:
             jsonschema.validate(json.loads(choice.message.content), schema)
         kinds.add(choice.finish_reason)
-    assert kinds <= {"tool_calls", "stop"}
+    assert kinds and kinds <= {"tool_calls", "stop"}
 
 
 @pytest.mark.parametrize("change, words", [
     ({"tool_choice": "required", "tools": []}, "got tool_choice that demands a call, but no tools to call"),
-    ({"tool_choice": {"type": "function", "function": {"name": "less"}}}, "got tool_choice 'less', expected one of tools: add, say"),
+    ({"tool_choice": {"type": "function", "function": {"name": "less"}}},
+     "got tool_choice 'less', expected one of tools: add, say"),
     ({"tool_choice": {"type": "custom"}}, "got tool_choice {'type': 'custom'}, expected 'none', 'auto'"),
     ({"tool_choice": "always"}, "got tool_choice 'always', expected 'none', 'auto'"),
     ({"tools": [{"type": "function"}]}, "got tools.0 {'type': 'function'}, expected a function with a name"),

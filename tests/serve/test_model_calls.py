@@ -16,7 +16,8 @@ from treeflash_jax.serve.protocols.exchange import Served
 ADD = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": ADD}}
 STRICT = {"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}}
-GOOD, BAD = ('<tool_call>\n{"name": "add", "arguments": {"x": %d}}\n</tool_call>' % x for x in (1, 3))
+GOOD = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+BAD = GOOD.replace("1", "3")
 
 
 def make_call(**fields) -> ServerCall:
