@@ -399,3 +399,51 @@ def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
 
         check()
     assert statuses == {400, 429}
+
+
+def test_other_pages_may_call_if_their_origin_is_allowed():
+    async def preflight(**options: Any) -> httpx.Headers:
+        headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
+        async with client_of(stub_worker(), **options) as http:
+            return (await http.options("/v1/chat/completions", headers=headers)).headers
+
+    assert "access-control-allow-origin" not in asyncio.run(preflight())
+    assert "access-control-allow-origin" not in asyncio.run(preflight(origins=["https://b.example"]))
+    for origins in ["https://a.example", "https://b.example"], ["*"]:
+        assert asyncio.run(preflight(origins=origins))["access-control-allow-origin"] in (origins[0], "https://a.example")
+
+
+def test_a_model_has_the_names_that_it_was_given():
+    async def name_of(model: str) -> tuple[int, str]:
+        async with client_of(stub_worker(), names=["large", "small"]) as http:
+            assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]] == ["large", "small"]
+            response = await http.post("/v1/completions", json={"prompt": "a", "model": model})
+            return response.status_code, response.json().get("model")
+
+    assert [asyncio.run(name_of(model)) for model in ("small", "tiny", "x")] == [
+        (200, "large"),
+        (200, "large"),
+        (404, None),
+    ]
+
+
+def test_ignored_fields_are_logged_once(caplog):
+    worker = stub_worker()
+    for _ in range(2):
+        assert ask(worker, {"prompt": "a", "my_new_field": 1, "user": "x"}).status_code == 200
+    assert sum("my_new_field" in record.message for record in caplog.records) == 1
+
+
+def test_keys_are_bearers_or_x_api_key():
+    async def status(**headers: str) -> int:
+        async with client_of(stub_worker(), key="secret") as http:
+            return (await http.get("/v1/models", headers=headers)).status_code
+
+    given = [
+        {"authorization": "Bearer secret"},
+        {"x-api-key": "secret"},
+        {"x-api-key": "no"},
+        {"authorization": "secret"},
+        {},
+    ]
+    assert [asyncio.run(status(**headers)) for headers in given] == [200, 200, 401, 401, 401]

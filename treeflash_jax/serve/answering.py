@@ -5,10 +5,11 @@ import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from treeflash_jax.core.checks import WrongValue, clipped, warn
@@ -25,6 +26,7 @@ READING, WRITING, COMPILING = 8, 4, 2  # threads for bodies, for whole answers, 
 KEPT_ANSWERS = 64  # whose trees the chat page can show
 MOST_IGNORED = 100  # fields that the log names
 logger = logging.getLogger("treeflash_jax")
+B = TypeVar("B", bound=BaseModel)
 
 
 class Gone(Exception):
@@ -119,10 +121,7 @@ class Answering:
         worker, run = self.worker, self.reading.run
         if self._has_ended:
             raise ServerEnds("the server ends")
-        limit = worker.text_limit
-        most_text = MOST_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
-        body = await run(lambda: parse_body(kind.body_kind, content_type, data, most_text))
-        self.check_model(body.model)
+        body = await self.parse(data, content_type, kind.body_kind)
         exchange = kind(body, self.served)
         call = exchange.call()
         self.note_ignored(kind, body)
@@ -140,6 +139,14 @@ class Answering:
         submission = Submission(requests, streams=call.streams)
         worker.submit(submission)
         return exchange, call, submission, sum(map(len, prompts))
+
+    async def parse(self, data: bytes, content_type: str, kind: type[B]) -> B:
+        """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
+        limit = self.worker.text_limit
+        most_text = MOST_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
+        body = await self.reading.run(lambda: parse_body(kind, content_type, data, most_text))
+        self.check_model(body.model)
+        return body
 
     def check_model(self, name: str | None) -> None:
         """Raises HTTPException for a name of another model."""

@@ -1,12 +1,13 @@
 """The HTTP server: its protocols, the state of the server, and its metrics."""
 
 import hmac
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from importlib import resources
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
@@ -22,6 +23,7 @@ from treeflash_jax.serve.protocols import PROTOCOLS
 from treeflash_jax.serve.protocols.chat import ChatExchange
 from treeflash_jax.serve.protocols.exchange import Exchange
 from treeflash_jax.serve.protocols.fields import with_numbers
+from treeflash_jax.serve.tokenizing import add_tokenizing
 from treeflash_jax.serve.worker import QueueFull, Worker
 
 SCHEMAS = "#/components/schemas/"
@@ -34,6 +36,8 @@ def make_app(
     *,
     hosts: Collection[str] | None = None,
     has_page: bool = False,
+    names: Sequence[str] = (),
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """Returns the application, whose `state.answering` is its `Answering`.
 
@@ -42,10 +46,14 @@ def make_app(
     Args:
       hosts: names by which clients may call the server; None for any.
       has_page: whether it serves the chat page, and trees of the last answers.
+      names: names of the model; without any, one from what was given as verifier.
+      origins: origins of other pages that browsers may call it from (CORS), such as https://example.org, or "*".
     """
     app = FastAPI(title="treeflash serve", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Limits, metrics=metrics, hosts=hosts)
-    answering = app.state.answering = Answering(worker, int(metrics.started), keeps_latest=has_page)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    answering = app.state.answering = Answering(worker, int(metrics.started), names=tuple(names), keeps_latest=has_page)
 
     async def check_key(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -60,6 +68,7 @@ def make_app(
     ]
     for protocol in protocols:
         add_protocol(app, answering, protocol, needs)
+    add_tokenizing(app, answering, needs)
 
     @app.get("/v1/models", dependencies=needs)
     async def list_models() -> Any:
