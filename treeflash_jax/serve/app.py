@@ -6,12 +6,11 @@ import json
 import logging
 from collections.abc import AsyncIterator, Collection
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
@@ -33,12 +32,12 @@ from treeflash_jax.serve.api_forms import (
 )
 from treeflash_jax.serve.limits import MOST_BYTES, Limits, parse_body
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.page import KEPT_ANSWERS, add_page
 from treeflash_jax.serve.threads import Compiler, Threads
 from treeflash_jax.serve.worker import Piece, QueueFull, Submission, Worker
 
 READING, WRITING, COMPILING = 8, 4, 2  # threads for bodies, for whole answers, and for schemas, of up to 2 GiB each
 SCHEMAS = "#/components/schemas/"
-KEPT_ANSWERS = 64  # whose trees the chat page can show
 logger = logging.getLogger("treeflash_jax")
 
 
@@ -114,7 +113,7 @@ def make_app(
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     if has_page:
-        add_page(app, answering, needs)
+        add_page(app, needs, answering.latest, worker.model.tokenizer, answering.writing)
     add_error_handlers(app)
     return app
 
@@ -218,26 +217,6 @@ class Answering:
         """Forgets a submission whose client is gone, or has its whole answer."""
         self._submissions.discard(submission)
         self.worker.cancel(submission)
-
-
-def add_page(app: FastAPI, answering: Answering, needs: list[Any]) -> None:
-    """Adds the chat page, and the trees of the latest answers."""
-    page = resources.files("treeflash_jax.serve").joinpath("page.html").read_text(encoding="utf-8")
-
-    @app.get("/", include_in_schema=False)
-    async def show_page() -> Response:
-        return HTMLResponse(page)
-
-    @app.get("/ui/trees/{answer_id}", dependencies=needs, include_in_schema=False)
-    async def draw_tree(answer_id: str) -> Any:
-        result = answering.latest.get(answer_id, {}).get(0)
-        if result is None:
-            known = f"got answer {clipped(answer_id, 60)!r}, expected one of the last {KEPT_ANSWERS}"
-            raise HTTPException(404, make_error(known))
-        lengths = result.accept_lengths or [0]
-        best = lengths.index(max(lengths))
-        tree = await answering.writing.run(partial(result.tree, best))
-        return {"round": best, "text": str(tree)}
 
 
 def add_error_handlers(app: FastAPI) -> None:
