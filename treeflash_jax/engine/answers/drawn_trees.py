@@ -11,7 +11,6 @@ import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.engine.answers.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import Batch, make_batch
