@@ -40,11 +40,11 @@ def wait_for(is_true, seconds: float = 120) -> None:
 def running(model: tf.TreeFlash, config: type[tf.GenerateConfig] = tf.GenerateConfig) -> Iterator[SimpleNamespace]:
     """Yields the URL and the worker of a server with two slots, whose settings are of this class."""
     metrics = Metrics()
-    options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
+    options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256, ui=True)
     worker = Worker(model, config(nodes=4, ngrams=0), metrics, options)
     worker.start()
     listener = socket.create_server(("127.0.0.1", 0))
-    http = Server(make_app(worker, metrics, hosts=allowed_hosts(options), has_page=True), grace=1)
+    http = Server(make_app(worker, metrics, hosts=allowed_hosts(options), has_page=options.ui), grace=1)
     thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -270,32 +269,3 @@ def test_clients_that_leave_free_their_slots(tiny, server, client):
     wait_for(lambda: metric(server, "running") == metric(server, "waiting") == 0)
     assert metric(server, "answers_total") < before + 3
     assert client.chat.completions.create(**body | {"max_tokens": 2}).usage.completion_tokens == 2
-
-
-def test_the_page_streams_an_answer_and_shows_a_tree(server):
-    """In a browser, where there is one."""
-    webdriver = pytest.importorskip("selenium.webdriver")
-    if shutil.which("chromedriver") is None:
-        pytest.skip("needs Chromium and its driver")
-    options = webdriver.ChromeOptions()
-    for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
-        options.add_argument(option)
-    browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    try:
-        browser.get(server.url)
-        browser.find_element("id", "text").send_keys("Sam has 2 cats and 3 dogs.\n")
-        wait_for(lambda: browser.find_elements("css selector", ".note button"))
-        assert browser.find_element("id", "model").text == "tiny"
-        assert "Sam has 2 cats" in browser.find_element("css selector", ".user").text
-        assert browser.find_elements("css selector", ".assistant")[1].text
-        browser.find_element("css selector", ".note button").click()
-        wait_for(lambda: browser.find_elements("css selector", ".tree"))
-        assert "\u2514\u2500" in browser.find_element("css selector", ".tree").text
-        browser.find_element("id", "text").send_keys("And birds?\n")
-        wait_for(lambda: browser.execute_script("return get('chat').lastChild.textContent"))
-        browser.find_element("id", "clear").click()  # while the answer grows
-        wait_for(browser.find_element("id", "send").is_enabled)
-        assert browser.execute_script("return messages.length") == 0 and not browser.find_element("id", "chat").text
-    finally:
-        browser.quit()
-    assert httpx.get(f"{server.url}/ui/trees/none").status_code == 404

@@ -18,12 +18,12 @@ from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import ServerCall, Usage
 from treeflash_jax.serve.limits import MOST_BYTES, parse_body
 from treeflash_jax.serve.model_calls import model_prompts, model_settings
+from treeflash_jax.serve.page import KEPT_ANSWERS
 from treeflash_jax.serve.protocols.exchange import Exchange, Served
 from treeflash_jax.serve.threads import Compiler, Threads
 from treeflash_jax.serve.worker import Piece, Submission, Worker
 
 READING, WRITING, COMPILING = 8, 4, 2  # threads for bodies, for whole answers, and for schemas, of up to 2 GiB each
-KEPT_ANSWERS = 64  # whose trees the chat page can show
 MOST_IGNORED = 100  # fields that the log names
 logger = logging.getLogger("treeflash_jax")
 B = TypeVar("B", bound=BaseModel)

@@ -2,13 +2,11 @@
 
 import hmac
 from collections.abc import Collection, Sequence
-from functools import partial
-from importlib import resources
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
@@ -16,9 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from treeflash_jax.core.checks import WrongValue, clipped
-from treeflash_jax.serve.answering import KEPT_ANSWERS, Answering, Gone, ServerEnds
+from treeflash_jax.serve.answering import Answering, Gone, ServerEnds
 from treeflash_jax.serve.limits import Limits
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.page import add_page
 from treeflash_jax.serve.protocols import PROTOCOLS
 from treeflash_jax.serve.protocols.chat import ChatExchange
 from treeflash_jax.serve.protocols.exchange import Exchange
@@ -100,7 +99,7 @@ def make_app(
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     if has_page:
-        add_page(app, answering, needs)
+        add_page(app, needs, answering.latest, worker.model.tokenizer, answering.writing)
     add_error_handlers(app)
     return app
 
@@ -112,26 +111,6 @@ def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], n
     @app.post(protocol.path, dependencies=needs, openapi_extra=extra)
     async def answer(request: Request) -> Any:
         return await answering.answer(request, protocol)
-
-
-def add_page(app: FastAPI, answering: Answering, needs: list[Any]) -> None:
-    """Adds the chat page, and the trees of the latest answers."""
-    page = resources.files("treeflash_jax.serve").joinpath("page.html").read_text(encoding="utf-8")
-
-    @app.get("/", include_in_schema=False)
-    async def show_page() -> Response:
-        return HTMLResponse(page)
-
-    @app.get("/ui/trees/{answer_id}", dependencies=needs, include_in_schema=False)
-    async def draw_tree(answer_id: str) -> Any:
-        result = answering.latest.get(answer_id, {}).get(0)
-        if result is None:
-            known = f"got answer {clipped(answer_id, 60)!r}, expected one of the last {KEPT_ANSWERS}"
-            raise HTTPException(404, known)
-        lengths = result.accept_lengths or [0]
-        best = lengths.index(max(lengths))
-        tree = await answering.writing.run(partial(result.tree, best))
-        return {"round": best, "text": str(tree)}
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -121,30 +121,33 @@ class Worker(threading.Thread):
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
         room = 1 + max(plan.path_length, plan.prefill.chunk)
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
-        model.check_memory(batch=slots + refill_size(slots), capacity=capacity, drafts=plan.drafts, can_cut=True)
+        sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # that of a tree which is drafted again
+        model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
         runner = Runner(plan, model.weights, model.mesh, can_cut=True)
         self._scheduler = Scheduler(runner, self._sizes, batch_size=slots, capacity=capacity, is_open=True)
         self._reader = Reader(self._scheduler, model)
         metrics.watch(
             lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
         )
-        self._warm_up()
+        self._warm_up(draws=options.ui)
 
-    def _warm_up(self) -> None:
-        """Runs every program once: a prompt, one that goes on from its caches, and rounds with automata."""
+    def _warm_up(self, *, draws: bool) -> None:
+        """Runs every program once: a prompt, one that goes on from its caches, rounds with automata, and a drawn tree."""
         [first] = self.make_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
-        text = first.ids + self._decode(first)
+        text = first.ids + self._decode(first).ids
         [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
         if self._sizes.automaton is not None:
             second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
-        self._decode(second)
+        result = self._decode(second)
+        if draws and result.draft_again is not None:
+            result.draft_again([0, 0], [1], 0)
 
-    def _decode(self, request: Request) -> list[int]:
+    def _decode(self, request: Request) -> Result:
         self._scheduler.submit([request])
         for finished in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
-            ids = self._reader.read_results(finished)[0].ids if finished else []
+            results = self._reader.read_results(finished)
         self._reader.forget(request)
-        return ids
+        return results[0]
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Returns the ids of prompts. Raises ValueError, before it encodes, for a prompt that cannot fit the context."""

@@ -234,7 +234,7 @@ class Reader:
                 expected_lengths=None if expected_bs is None else expected_bs[slot, : len(accepted)].tolist(),
                 cut=cut,
                 reused=int(scheduler.reused[slot]),
-                draft_again=DraftAgain(self._model, plan, request) if plan.drafts else None,
+                draft_again=DraftAgain(self._model, scheduler, request) if plan.drafts else None,
             )
             if log_probs is not None:
                 answer = slice(len(request.ids), len(request.ids) + len(ids))
