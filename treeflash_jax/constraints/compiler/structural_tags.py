@@ -78,7 +78,8 @@ class _Formats:
             case "optional":
                 return repeat(self.read(values["content"], f"{place}content.", ends), 0, 1)
             case "tag":
-                content = self.read(values["content"], f"{place}content.", (*ends, *filter(None, [values["end"]])))
+                inner_ends = (*ends, values["end"]) if values["end"] else ends
+                content = self.read(values["content"], f"{place}content.", inner_ends)
                 return concat(self._constant(values["begin"]), content, self._constant(values["end"]))
         return self._read_tags(values, place, ends)
 
@@ -107,19 +108,19 @@ class _Formats:
         for i, tag in enumerate(tags):
             if tag["type"] != "tag":
                 raise Refused(f"{place}tags.{i}.type {tag['type']!r} is not 'tag'")
-        tag = union(*self._read_all(tags, f"{place}tags.", ends))
+        any_tag = union(*self._read_all(tags, f"{place}tags.", ends))
         is_needed, is_single = values["at_least_one"], values["stop_after_first"]
         if "separator" in values:
-            more = repeat(concat(self._constant(values["separator"]), tag), 0, 0 if is_single else None)
-            return repeat(concat(tag, more), int(is_needed), 1)
-        for i, one in enumerate(tags):
-            if not one["begin"].startswith(tuple(values["triggers"])):
-                raise Refused(f"{place}tags.{i}.begin {one['begin']!r} begins with none of the triggers")
+            more = repeat(concat(self._constant(values["separator"]), any_tag), 0, 0 if is_single else None)
+            return repeat(concat(any_tag, more), int(is_needed), 1)
+        for i, tag in enumerate(tags):
+            if not tag["begin"].startswith(tuple(values["triggers"])):
+                raise Refused(f"{place}tags.{i}.begin {tag['begin']!r} begins with none of the triggers")
         free = free_text((*values["triggers"], *ends))
         if is_single:
-            return tag if is_needed else concat(free, repeat(tag, 0, 1))
-        more = concat(repeat(concat(free, tag)), free)
-        return concat(tag, more) if is_needed else more
+            return any_tag if is_needed else concat(free, repeat(any_tag, 0, 1))
+        more = concat(repeat(concat(free, any_tag)), free)
+        return concat(any_tag, more) if is_needed else more
 
 
 def _values(part: Any, place: str) -> dict[str, Any]:

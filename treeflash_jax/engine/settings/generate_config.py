@@ -24,7 +24,7 @@ MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
     "num_beams": "is not supported: beam search does not sample from the verifier",
-    "grammar": "is not supported: answers can follow a schema, a pattern, choices, a structural tag, or a processor of your own",
+    "grammar": "is not supported: answers can follow a schema, pattern, choices, structural tag or a processor of your own",
     "raw": 'is not supported: text to be continued is given as tf.Text("...") in Python, with --prompt on command lines',
 }
 GROUPS = {  # titles in help texts
