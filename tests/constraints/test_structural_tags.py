@@ -2,18 +2,24 @@
 
 import copy
 import json
+import random
 
+import jsonschema
 import numpy as np
 import pytest
+from byte_texts import random_text, schema_term
 from refusals import refused
 from toy_tokenizers import byte_level
 
 from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.compile_bytes import compile_bytes
 from treeflash_jax.constraints.compiler.compile_process import compile_term
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import Term, contains
 from treeflash_jax.constraints.tables import AutomatonTable
+from treeflash_jax.decoding.automaton import NOWHERE
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.message_blocks import BlockParser
 
 ANY, INTEGER = {"type": "any_text"}, {"type": "json_schema", "json_schema": {"type": "integer"}}
 LETTER = {"type": "regex", "pattern": "[ab]"}
@@ -75,6 +81,125 @@ def test_texts_of_a_format(case):
     term = tag_term(structure)
     assert [text for text in texts if not contains(term, text.encode())] == []
     assert [text for text in others if contains(term, text.encode())] == []
+
+
+def parameters(**properties: dict) -> Term:
+    """The elements of these parameters, of which all but x are required."""
+    required = [name for name in properties if name != "x"]
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "$defs": {"Side": {"enum": ["left", "right"]}},
+    }
+    return tag_term({"type": "qwen_xml_parameter", "json_schema": schema})
+
+
+TEXT = {"type": "string"}
+VALUES = [  # schema of a parameter, values as they are written, and others
+    (
+        TEXT,
+        ["", 'a "b"\\n\n\té\x01', "\nx\n", "</param></p> < <p"],
+        ["</parameter", "a</parameter>", "<parameter=y>", "x</tool_call>"],
+    ),
+    ({}, ["5", "null"], ["<parameter"]),
+    ({"type": ["string", "null"]}, ["null", "x"], []),
+    ({"anyOf": [TEXT | {"maxLength": 2}, {"type": "null"}]}, ["a\n"], ["abc"]),
+    ({"enum": ["a\nb", '"', None, "</parameter>"]}, ["a\nb", '"'], ['"a\\nb"', "null", "</parameter>"]),
+    ({"$ref": "#/$defs/Side"}, ["left"], ['"left"', "up"]),
+    (TEXT | {"pattern": "^a+$", "minLength": 2}, ["aa"], ["a", "b"]),
+    (TEXT | {"format": "date"}, ["2026-11-29"], ["today"]),
+    ({"type": "integer"}, ["5"], ['"5"', "five"]),
+    ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, ["true", "null"], ["True", ""]),
+    ({"type": "array", "items": TEXT}, ['["a\\n", "b"]', "[]"], ["a", '["<parameter"]', '["</parameter>"]']),
+]
+
+
+@pytest.mark.parametrize("case", VALUES, ids=lambda case: json.dumps(case[0]))
+def test_values_of_parameters(case):
+    schema, values, others = case
+    term = parameters(n=schema)
+    texts = {value: f"<parameter=n>\n{value}\n</parameter>\n".encode() for value in (*values, *others)}
+    assert [value for value, text in texts.items() if contains(term, text) != (value in values)] == []
+
+
+def test_parameters_stand_in_order():
+    term = parameters(a=INTEGER["json_schema"], x=TEXT, b={"type": "null"})
+    first, optional, last = (
+        f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in zip("axb", ["5", "y", "null"], strict=True)
+    )
+    assert contains(term, (first + optional + last).encode()) and contains(term, (first + last).encode())
+    for text in first + optional, optional + last, first + last + optional, first + first + last, "":
+        assert not contains(term, text.encode())
+    assert contains(parameters(), b"")
+
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {
+        "path": TEXT, "mode": {"enum": ["read", "write"]}, "count": {"type": "integer"}, "share": {"type": "number"},
+        "tags": {"type": "array", "items": TEXT}, "more": {"type": "object"}, "note": TEXT,
+        "deep": {"anyOf": [{"type": "array", "items": {"type": "object", "properties": {"s": TEXT}}}, {"type": "null"}]},
+    },
+    "required": ["path", "count", "more"],
+    "additionalProperties": False,
+}  # fmt: skip
+FORMS = {
+    "json": tag(
+        '<tool_call>\n{"name": "edit", "arguments": ', {"type": "json_schema", "json_schema": ARGUMENTS}, "}\n</tool_call>"
+    ),
+    "elements": tag(
+        "<tool_call>\n<function=edit>\n",
+        {"type": "json_schema", "style": "qwen_xml", "json_schema": ARGUMENTS},
+        "</function>\n</tool_call>",
+    ),
+}
+
+
+def write_call(form: str, values: dict[str, str]) -> str:
+    """Returns a call, as templates write it, with these JSON texts as arguments."""
+    if form == "json":
+        arguments = ", ".join(f'"{name}": {value}' for name, value in values.items())
+    else:
+        values = {name: json.loads(value) if value[0] == '"' else value for name, value in values.items()}
+        arguments = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    begin, end = FORMS[form]["begin"], FORMS[form]["end"]
+    return f"{begin}{{{arguments}}}{end}" if form == "json" else begin + arguments + end
+
+
+def read_call(text: str) -> dict:
+    parser = BlockParser(reads_thoughts=True, tools=[{"function": {"name": "edit", "parameters": ARGUMENTS}}])
+    [delta] = parser.feed(text, is_last=True)
+    assert delta["tool_calls"][0]["function"]["name"] == "edit"
+    arguments = json.loads(delta["tool_calls"][0]["function"]["arguments"])
+    jsonschema.validate(arguments, ARGUMENTS)
+    return arguments
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forced_calls_are_read_back(form):
+    term, rng = tag_term(FORMS[form]), random.Random(0)
+    terms = {name: schema_term(schema, 2) for name, schema in ARGUMENTS["properties"].items()}
+    for _ in range(40):
+        read_call(random_text(term, rng, rng.choice([60, 400])))
+        chosen = [name for name in terms if name in ARGUMENTS["required"] or rng.random() < 0.6]
+        values = {name: random_text(terms[name], rng, 30) for name in chosen}
+        text = write_call(form, values)
+        assert contains(term, text.encode()), text
+        assert read_call(text) == {name: json.loads(value) for name, value in values.items()}
+
+
+def test_no_schema_and_no_pattern_has_the_byte_of_markers():
+    closed = {"not": {"enum": [{"a": 1}, "\u00ff"]}, "patternProperties": {"^[^a]$": True}, "additionalProperties": TEXT}
+    cases = (
+        ("schema", "{}"),
+        ("schema", json.dumps(closed)),
+        ("pattern", r"[^a]*\xff\P{L}"),
+        ("choices", ["\u00ff\U0010ffff"]),
+    )
+    for kind, value in cases:
+        automaton = compile_bytes(kind, value, 2)
+        assert (automaton.next_qk[:, automaton.class_y[0xFF]] == NOWHERE).all()
 
 
 CALL, END, HALF = "<tool_call>", "</tool_call>", "<tool"
@@ -155,6 +280,11 @@ def test_a_token_that_ends_answers_may_end_a_constraint(tokenizer):
         ({"type": "optional", "content": {"type": "regex", "pattern": "("}}, "content.pattern: pattern '('"),
         ({"type": "json_schema", "json_schema": {"type": "lizard"}}, "json_schema: type 'lizard' is unknown, at #/type"),
         (several("triggered_tags", triggers=["<n"]), "tags.1.begin '<t>' begins with none of the triggers"),
+        ({"type": "json_schema", "json_schema": True, "style": "yaml"}, "style 'yaml' is unknown"),
+        ({"type": "qwen_xml_parameter", "json_schema": {"anyOf": []}}, "json_schema: keyword 'anyOf' cannot be followed"),
+        ({"type": "qwen_xml_parameter", "json_schema": {"required": ["a"]}}, "'a' is none of the properties"),
+        ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a>": {}}}}, "no element has the name 'a>'"),
+        ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": {"type": "lizard"}}}}, "#/properties/a/type"),
         ({"type": "tags_with_separator", "tags": [LETTER], "separator": ""}, "tags.0.type 'regex' is not 'tag'"),
     ],
 )

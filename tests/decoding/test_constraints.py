@@ -65,6 +65,21 @@ def test_drafted_answers_are_valid_and_those_of_one_token_decoding(float64, draf
         assert streamed.ids == tiny.generate(CHATS[0], schema=PERSON, max_new_tokens=48, builder="none")[0].ids
 
 
+def test_text_around_a_schema_with_tokens_of_its_own(float64):
+    """The last one, which ends answers of this model, ends this one as well."""
+    tiny = tf.load("tiny", dtype="float64")
+    person = {"type": "json_schema", "json_schema": PERSON}
+    call = {"type": "tag", "begin": "<|im_start|>call ", "content": person, "end": "!<|im_end|>"}
+    tag = {"type": "sequence", "elements": [{"type": "regex", "pattern": "[A-Z][a-z ]{0,9}"}, call]}
+    settings = {"structural_tag": [tag, None], "max_new_tokens": 48, "batch_size": 2, "temperature": 1.0}
+    called, free = drafted_as_plain(tiny, CHATS[:2], {"nodes": 8}, **settings)
+    assert called.finished == "stop" and max(called.accept_lengths) > 1
+    said, arguments = re.fullmatch("([A-Z][a-z ]{0,9})call (.*)!", called.text, re.DOTALL).groups()
+    jsonschema.validate(json.loads(arguments), PERSON)
+    assert called.ids[len(tiny.tokenizer.encode(said)) :].count(1) == 1 and called.ids[-1] == tiny.stop_ids[0]
+    assert free.ids == tiny.generate(CHATS[:2], **settings | {"structural_tag": None}, nodes=8)[1].ids
+
+
 @pytest.fixture(scope="module")
 def small(short) -> tf.TreeFlash:
     """A random verifier of one layer; its n-grams are taken from the prompt."""
@@ -127,6 +142,10 @@ def test_thoughts_come_before_a_constraint(tiny):
         assert can_answer(thoughtful.automaton, encode(text)) and not can_answer(plain.automaton, encode(text))
     for text in "yes", "</think>maybe", "a</think>\n\n\nyes":
         assert not can_answer(thoughtful.automaton, encode(text))
+    tag = {"type": "regex", "pattern": "[0-9]"}
+    for constraint in {"schema": {"type": "integer"}}, {"pattern": "[0-9]"}, {"structural_tag": tag}:
+        _, [request] = tiny.make_requests([tf.Text("Hm. <think>\n")], **constraint)
+        assert can_answer(request.automaton, encode("Hm.</think>\n5")) and not can_answer(request.automaton, encode("5"))
     tokenizer = tokenizers.Tokenizer(copy.deepcopy(tiny.tokenizer.inner))
     tokenizer.inner.add_tokens(["</think>"])
     [end] = tokenizer.encode("</think>")
@@ -214,6 +233,8 @@ def test_what_cannot_be_followed_is_refused(tiny, monkeypatch):
         ({"schema": {"type": "array", "minItems": 2, "maxItems": 1}}, ["nothing satisfies it"]),
         ({"schema": "{"}, ["not valid JSON"]),
         ({"schema": 5}, ["got schema 5"]),
+        ({"structural_tag": {"type": "or", "elements": []}}, ["got structural_tag", "nothing satisfies it"]),
+        ({"structural_tag": {"type": {1}}}, ["expected JSON values"]),
         ({"choices": ["\ud800"]}, ["choices", "whole characters"]),
         ({"choices": []}, ["choices []"]),
         ({"pattern": "a", "choices": ["a"]}, ["got pattern and choices", "expected one of them"]),

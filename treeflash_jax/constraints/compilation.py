@@ -118,4 +118,6 @@ def _find_tokens(tag: str, tokenizer: Tokenizer) -> list[str]:
     """Returns the texts of the added tokens that JSON text contains."""
     text = json.dumps(parse_json(tag), ensure_ascii=False)
     added = [token.content for token in tokenizer.inner.added_tokens_decoder.values()]
-    return [token for token in added if json.dumps(token, ensure_ascii=False)[1:-1] in text]
+    tokens = [token for token in added if json.dumps(token, ensure_ascii=False)[1:-1] in text]
+    expect(len(tokens) <= 256, "number of added tokens in structural_tag", len(tokens), "at most 256")  # a byte each
+    return tokens

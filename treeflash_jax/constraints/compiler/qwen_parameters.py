@@ -11,8 +11,7 @@ from treeflash_jax.constraints.compiler.terms import EMPTY, Term, concat, inters
 from treeflash_jax.constraints.compiler.values import schema_texts
 
 FOLLOWED = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
-# What a value does not contain, since readers of calls look for it.
-MARKS = "<parameter", "</parameter", "</function>", "</tool_call>"
+MARKS = "<parameter", "</parameter", "</tool_call>"  # by which calls are read, so that no value contains them
 
 
 def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str]) -> Term:
@@ -27,10 +26,10 @@ def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str])
 
     Raises Refused for a name that no element can have, and keywords of objects other than FOLLOWED.
     """
-    properties, required = schema.get("properties", {}), schema.get("required", [])
     others = schema.keys() - FOLLOWED
     if others:
         raise Refused(f"keyword {min(others)!r} cannot be followed in arguments")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
     if schema.get("type", "object") != "object" or not isinstance(properties, dict) or not isinstance(required, list):
         raise Refused("arguments are no object")
     wrong = [name for name in required if name not in properties]

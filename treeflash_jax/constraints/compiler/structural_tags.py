@@ -5,7 +5,7 @@ no UTF-8 has. Free text, patterns and JSON texts have no markers; free text may 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from treeflash_jax.constraints.compiler.terms import Term, concat, literal, repe
 FLAGS = {"at_least_one": bool, "stop_after_first": bool}
 KEYS: dict[str, dict[str, Any]] = {  # of each format, with types of their values; a list: of its items
     "const_string": {"value": str},
-    "json_schema": {"json_schema": dict | bool},
+    "json_schema": {"json_schema": dict | bool, "style": str},
     "qwen_xml_parameter": {"json_schema": dict},
     "regex": {"pattern": str},
     "any_text": {"excludes": [str]},
@@ -28,7 +28,7 @@ KEYS: dict[str, dict[str, Any]] = {  # of each format, with types of their value
     "triggered_tags": {"triggers": [str], "tags": [dict], **FLAGS},
     "tags_with_separator": {"tags": [dict], "separator": str, **FLAGS},
 }
-DEFAULTS = {"excludes": [], **dict.fromkeys(FLAGS, False)}
+DEFAULTS = {"style": "json", "excludes": [], **dict.fromkeys(FLAGS, False)}
 
 
 def marker(index: int) -> bytes:
@@ -63,8 +63,10 @@ class _Formats:
         match part["type"]:
             case "const_string":
                 return self._constant(values["value"])
-            case "json_schema" | "qwen_xml_parameter":
-                return self._read_schema(part, place, ends)
+            case "json_schema":
+                return self._read_schema(values["json_schema"], values["style"], place, ends)
+            case "qwen_xml_parameter":  # the older name
+                return self._read_schema(values["json_schema"], "qwen_xml", place, ends)
             case "regex":
                 return _placed(f"{place}pattern", lambda: full_match(values["pattern"], plain))
             case "any_text":
@@ -76,7 +78,8 @@ class _Formats:
             case "optional":
                 return repeat(self.read(values["content"], f"{place}content.", ends), 0, 1)
             case "tag":
-                content = self.read(values["content"], f"{place}content.", (*ends, *filter(None, [values["end"]])))
+                inner_ends = (*ends, values["end"]) if values["end"] else ends
+                content = self.read(values["content"], f"{place}content.", inner_ends)
                 return concat(self._constant(values["begin"]), content, self._constant(values["end"]))
         return self._read_tags(values, place, ends)
 
@@ -88,17 +91,16 @@ class _Formats:
     def _read_all(self, parts: list[dict], place: str, ends: tuple[str, ...]) -> list[Term]:
         return [self.read(part, f"{place}{i}.", ends) for i, part in enumerate(parts)]
 
-    def _read_schema(self, part: dict[str, Any], place: str, ends: tuple[str, ...]) -> Term:
+    def _read_schema(self, schema: dict[str, Any] | bool, style: str, place: str, ends: tuple[str, ...]) -> Term:
         # With a package that the other formats do without.
         from treeflash_jax.constraints.compiler.qwen_parameters import parameter_texts
         from treeflash_jax.constraints.compiler.values import schema_texts
 
-        def write() -> Term:
-            if part["type"] == "json_schema":
-                return schema_texts(part["json_schema"], self.depth)
-            return parameter_texts(part["json_schema"], self.depth, ends)
-
-        return _placed(f"{place}json_schema", write)
+        if style == "json":
+            return _placed(f"{place}json_schema", lambda: schema_texts(schema, self.depth))
+        if style == "qwen_xml" and isinstance(schema, dict):
+            return _placed(f"{place}json_schema", lambda: parameter_texts(schema, self.depth, ends))
+        raise Refused(f"{place}style {style!r} is unknown, expected 'json', or 'qwen_xml' with an object")
 
     def _read_tags(self, values: dict[str, Any], place: str, ends: tuple[str, ...]) -> Term:
         """Returns tags in free text, which contains no trigger, or with separators between them."""
@@ -106,19 +108,19 @@ class _Formats:
         for i, tag in enumerate(tags):
             if tag["type"] != "tag":
                 raise Refused(f"{place}tags.{i}.type {tag['type']!r} is not 'tag'")
-        tag = union(*self._read_all(tags, f"{place}tags.", ends))
+        any_tag = union(*self._read_all(tags, f"{place}tags.", ends))
         is_needed, is_single = values["at_least_one"], values["stop_after_first"]
         if "separator" in values:
-            more = repeat(concat(self._constant(values["separator"]), tag), 0, 0 if is_single else None)
-            return repeat(concat(tag, more), int(is_needed), 1)
-        for i, one in enumerate(tags):
-            if not one["begin"].startswith(tuple(values["triggers"])):
-                raise Refused(f"{place}tags.{i}.begin {one['begin']!r} begins with none of the triggers")
+            more = repeat(concat(self._constant(values["separator"]), any_tag), 0, 0 if is_single else None)
+            return repeat(concat(any_tag, more), int(is_needed), 1)
+        for i, tag in enumerate(tags):
+            if not tag["begin"].startswith(tuple(values["triggers"])):
+                raise Refused(f"{place}tags.{i}.begin {tag['begin']!r} begins with none of the triggers")
         free = free_text((*values["triggers"], *ends))
         if is_single:
-            return tag if is_needed else concat(free, repeat(tag, 0, 1))
-        more = concat(repeat(concat(free, tag)), free)
-        return concat(tag, more) if is_needed else more
+            return any_tag if is_needed else concat(free, repeat(any_tag, 0, 1))
+        more = concat(repeat(concat(free, any_tag)), free)
+        return concat(any_tag, more) if is_needed else more
 
 
 def _values(part: Any, place: str) -> dict[str, Any]:
@@ -127,19 +129,25 @@ def _values(part: Any, place: str) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in KEYS:
         raise Refused(f"{place}type {kind!r} is unknown, expected one of {', '.join(KEYS)}")
     keys = KEYS[kind]
-    values = {name: DEFAULTS[name] for name in keys if name in DEFAULTS} | {k: v for k, v in part.items() if k != "type"}
-    for name in dict.fromkeys([*keys, *values]):
-        if name not in keys:
-            raise Refused(f"{place}{name} cannot be followed in {kind!r}, which has {', '.join(keys)}")
-        if name not in values:
+    for name in part.keys() - keys - {"type"}:
+        raise Refused(f"{place}{name} cannot be followed in {kind!r}, which has {', '.join(keys)}")
+    values = {name: part.get(name, DEFAULTS.get(name)) for name in keys}
+    for name, expected in keys.items():
+        if values[name] is None:
             raise Refused(f"{place}{name} is missing in {kind!r}")
-        items, item = ([values[name]], keys[name]) if not isinstance(keys[name], list) else (values[name], keys[name][0])
-        if not isinstance(items, list) or not all(isinstance(value, item) for value in items):
+        if not _has_type(values[name], expected):
             raise Refused(f"{place}{name} {values[name]!r} is of another type than {kind!r} has")
     return values
 
 
-def _placed(place: str, write: Any) -> Term:
+def _has_type(value: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
+        return isinstance(value, list) and all(isinstance(item, expected[0]) for item in value)
+    return isinstance(value, expected)
+
+
+def _placed(place: str, write: Callable[[], Term]) -> Term:
+    """Returns what `write` returns; what it refuses names the place."""
     try:
         return write()
     except Refused as error:

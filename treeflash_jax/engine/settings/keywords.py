@@ -121,7 +121,7 @@ class GenerateSettings(TypedDict, total=False):
       min_new_tokens: smallest number of tokens in an answer; a stop string, or
         a constraint that allows only the end, ends it earlier (default: 0).
       stop_ids: ids of the tokens that end an answer; the model's still end
-        those with a schema, a pattern or choices (default: the model's own).
+        those with a constraint (default: the model's own).
       schema: JSON schema that the answer follows: a dictionary, JSON text or a
         pydantic model (default: none).
       schema_depth: levels of arrays and objects in an answer where its schema
@@ -177,9 +177,9 @@ class GenerateSettings(TypedDict, total=False):
         number of children: EAGLE-2's tree (default: all if the drafter drafts
         all levels in one pass; otherwise the drafter's, but 2 in trees of up to
         8 nodes on a CPU not using amx_bf16).
-      schema_states: states for which programs that follow a schema, a pattern
-        or choices have room; one with more states compiles programs of its own.
-        A thousand take 2 MiB for each sequence (default: 4096).
+      schema_states: states for which programs that follow a constraint have
+        room; one with more states compiles programs of its own. A thousand take
+        2 MiB for each sequence (default: 4096).
       attention: implementation of attention: xla reads whole caches; streamed,
         blocked, pallas-gpu and mosaic-gpu only their filled part. pallas-gpu is
         the default on H100 and H200 in bfloat16; mosaic-gpu never ran there,
