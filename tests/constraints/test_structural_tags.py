@@ -10,6 +10,7 @@ import pytest
 from byte_texts import random_text, schema_term
 from refusals import refused
 from toy_tokenizers import byte_level
+from treeflash_jax.serve.message_blocks import BlockParser
 
 from treeflash_jax.constraints.compilation import compile_constraint
 from treeflash_jax.constraints.compile_bytes import compile_bytes
@@ -19,7 +20,6 @@ from treeflash_jax.constraints.compiler.terms import Term, contains
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.decoding.automaton import NOWHERE
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.message_blocks import BlockParser
 
 ANY, INTEGER = {"type": "any_text"}, {"type": "json_schema", "json_schema": {"type": "integer"}}
 LETTER = {"type": "regex", "pattern": "[ab]"}

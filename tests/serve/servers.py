@@ -70,6 +70,11 @@ def with_tools(model: tf.TreeFlash) -> tf.TreeFlash:
     """Returns the model with a chat template that has tools."""
     inner = copy.deepcopy(model.tokenizer.inner)
     inner.chat_template = TOOL_TEMPLATE
+    return with_tokenizer(model, Tokenizer(inner), model.stop_ids)
+
+
+def with_tokenizer(model: tf.TreeFlash, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tf.TreeFlash:
+    """Returns the model with another tokenizer, of at most as many tokens."""
     model = copy.copy(model)
-    model.tokenizer = Tokenizer(inner)
+    model.tokenizer, model.stop_ids = tokenizer, stop_ids
     return model
