@@ -33,7 +33,7 @@ def test_calls_and_content_follow_their_schemas_behind_thoughts(client, fields, 
         "model": "tiny",
         "messages": CHAT,
         "max_tokens": 200,
-        "logit_bias": {str(end): 12},
+        "logit_bias": {str(end): 5},
         "temperature": 1.5,
         **fields,
     }
