@@ -18,8 +18,9 @@ from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import Term, contains
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.decoding.automaton import NOWHERE
+from treeflash_jax.formats.messages.message_format import Function
+from treeflash_jax.formats.messages.tagged_messages import TagReader
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.message_blocks import BlockParser
 
 ANY, INTEGER = {"type": "any_text"}, {"type": "json_schema", "json_schema": {"type": "integer"}}
 LETTER = {"type": "regex", "pattern": "[ab]"}
@@ -168,10 +169,10 @@ def write_call(form: str, values: dict[str, str]) -> str:
 
 
 def read_call(text: str) -> dict:
-    parser = BlockParser(reads_thoughts=True, tools=[{"function": {"name": "edit", "parameters": ARGUMENTS}}])
-    [delta] = parser.feed(text, is_last=True)
-    assert delta["tool_calls"][0]["function"]["name"] == "edit"
-    arguments = json.loads(delta["tool_calls"][0]["function"]["arguments"])
+    reader = TagReader(reads_thoughts=True, functions=[Function("edit", ARGUMENTS)])
+    [call] = reader.feed([], text, is_last=True)
+    assert call.name == "edit"
+    arguments = json.loads(call.arguments)
     jsonschema.validate(arguments, ARGUMENTS)
     return arguments
 

@@ -9,7 +9,8 @@ from typing import Any
 from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
 from treeflash_jax.core.checks import expect, parse_json, quoted
-from treeflash_jax.formats.tokenizer import THOUGHTS, Tokenizer
+from treeflash_jax.formats.messages import find_format
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 logger = logging.getLogger("treeflash_jax")
 
@@ -41,23 +42,30 @@ def find_constraint(settings: Any) -> tuple[str, Any] | None:
     return next(iter(given.items()), None)
 
 
-def behind_thoughts(kind: str, value: str | Sequence[str]) -> tuple[str, str]:
-    """Returns the constraint of an answer that begins inside thoughts: free text, their end, then the constraint.
+def as_tag(kind: str, value: str | Sequence[str]) -> dict[str, Any]:
+    """Returns a constraint as a structural tag. Added tokens that choices spell are then those tokens, as in every tag.
 
-    Added tokens that choices spell are then those tokens, as in every structural tag. Raises ValueError for wrong JSON.
+    Raises ValueError for wrong JSON.
     """
     if kind == "choices":
-        answer = {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in value]}
-    elif kind == "pattern":
-        answer = {"type": "regex", "pattern": value}
-    else:
-        answer = parse_json(value)
-    if kind == "schema":
-        answer = {"type": "json_schema", "json_schema": answer}
-    thoughts = {"type": "any_text", "excludes": [THOUGHTS[1]]}
-    end = {"type": "const_string", "value": THOUGHTS[1]}
-    lines = {"type": "regex", "pattern": "\n{0,2}"}
-    return "structural_tag", json.dumps({"type": "sequence", "elements": [thoughts, end, lines, answer]})
+        return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in value]}
+    if kind == "pattern":
+        return {"type": "regex", "pattern": value}
+    return {"type": "json_schema", "json_schema": parse_json(value)} if kind == "schema" else parse_json(value)
+
+
+def answer_constraint(
+    kind: str, value: str | Sequence[str], tokenizer: Tokenizer | None, prompt_ids: Sequence[int]
+) -> tuple[str, str | Sequence[str]]:
+    """Returns the constraint of a whole answer whose content has to follow one: thoughts may come before its content.
+
+    A structural tag describes the whole answer already. Raises ValueError for wrong JSON.
+    """
+    if tokenizer is None or kind == "structural_tag":
+        return kind, value
+    content = as_tag(kind, value)
+    tag = find_format(tokenizer).answer_tag(prompt_ids, content)
+    return (kind, value) if tag is content else ("structural_tag", json.dumps(tag))
 
 
 def compile_constraint(

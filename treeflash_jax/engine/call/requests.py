@@ -63,7 +63,7 @@ def make_requests(
 
     Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length,
     `min_new_tokens` above `max_new_tokens`, stops as `find_stops` does, and constraints as `find_constraint`,
-    `behind_thoughts` and `compile_constraint` do.
+    `answer_constraint` and `compile_constraint` do.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")
@@ -80,8 +80,7 @@ def make_requests(
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
         automaton, constraint = None, compilation.find_constraint(settings)
         if constraint is not None:
-            if tokenizer is not None and tokenizer.begins_in_thought(ids):
-                constraint = compilation.behind_thoughts(*constraint)
+            constraint = compilation.answer_constraint(*constraint, tokenizer, ids)
             how = tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth
             automaton = compilation.compile_constraint(*constraint, *how)
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # which it allows after a complete answer
