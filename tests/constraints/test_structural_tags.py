@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from byte_texts import random_text, schema_term
 from refusals import refused
-from toy_tokenizers import byte_level
-from treeflash_jax.serve.message_blocks import BlockParser
+from toy_tokenizers import byte_fallback, byte_level
 
 from treeflash_jax.constraints.compilation import compile_constraint
 from treeflash_jax.constraints.compile_bytes import compile_bytes
@@ -19,6 +18,8 @@ from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import Term, contains
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.decoding.automaton import NOWHERE
+from treeflash_jax.formats.messages.message_format import Function
+from treeflash_jax.formats.messages.tagged_messages import TagReader
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 ANY, INTEGER = {"type": "any_text"}, {"type": "json_schema", "json_schema": {"type": "integer"}}
@@ -168,10 +169,10 @@ def write_call(form: str, values: dict[str, str]) -> str:
 
 
 def read_call(text: str) -> dict:
-    parser = BlockParser(reads_thoughts=True, tools=[{"function": {"name": "edit", "parameters": ARGUMENTS}}])
-    [delta] = parser.feed(text, is_last=True)
-    assert delta["tool_calls"][0]["function"]["name"] == "edit"
-    arguments = json.loads(delta["tool_calls"][0]["function"]["arguments"])
+    reader = TagReader(reads_thoughts=True, functions=[Function("edit", ARGUMENTS)])
+    [call] = reader.feed([], text, is_last=True)
+    assert call.name == "edit"
+    arguments = json.loads(call.arguments)
     jsonschema.validate(arguments, ARGUMENTS)
     return arguments
 
@@ -202,19 +203,19 @@ def test_no_schema_and_no_pattern_has_the_byte_of_markers():
         assert (automaton.next_qk[:, automaton.class_y[0xFF]] == NOWHERE).all()
 
 
-CALL, END, HALF = "<tool_call>", "</tool_call>", "<tool"
+HALF, CALL, END, STOP = "<tool", "<tool_call>", "</tool_call>", "<stop>"
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    """The tokenizer of `tiny` with tokens of its own, two of which begin alike."""
-    tokenizer = Tokenizer(copy.deepcopy(byte_level().inner))
-    tokenizer.inner.add_tokens([HALF, CALL, END])
+@pytest.fixture(scope="module", params=[byte_level, byte_fallback])
+def tokenizer(request) -> Tokenizer:
+    """A tokenizer with tokens of its own, two of which begin alike."""
+    tokenizer = Tokenizer(copy.deepcopy(request.param().inner))
+    tokenizer.inner.add_tokens([HALF, CALL, END, STOP])
     return tokenizer
 
 
-def compiled(tokenizer: Tokenizer, structure: dict, stop_ids: tuple[int, ...] = ()) -> AutomatonTable:
-    stop_ids = stop_ids or tokenizer.stop_ids
+def compiled(tokenizer: Tokenizer, structure: dict, *stops: str) -> AutomatonTable:
+    stop_ids = ids_of(tokenizer, *stops)
     return compile_constraint("structural_tag", json.dumps(structure), tokenizer, stop_ids, len(tokenizer.inner))
 
 
@@ -228,23 +229,24 @@ def can_answer(table: AutomatonTable, ids: list[int]) -> bool:
 
 
 def ids_of(tokenizer: Tokenizer, *pieces: str | bytes) -> list[int]:
-    """Returns added tokens for texts that are one, and a token for each byte of bytes."""
+    """Returns added tokens for texts that are one, otherwise and for bytes a token for each byte."""
     by_byte = {text: id for id, text in tokenizer.token_bytes().items() if len(text) == 1}
+    added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
     ids = []
     for piece in pieces:
-        ids += [by_byte[bytes([byte])] for byte in piece] if isinstance(piece, bytes) else tokenizer.encode(piece)
+        spelled = piece.encode() if isinstance(piece, str) else piece
+        ids += [added[piece]] if piece in added else [by_byte[bytes([byte])] for byte in spelled]
     return ids
 
 
 def test_added_tokens_are_tokens_where_a_constraint_names_them(tokenizer):
-    stop = tokenizer.stop_ids[0]
     free = {"type": "any_text", "excludes": [CALL]}
-    table = compiled(tokenizer, {"type": "sequence", "elements": [free, tag(CALL + "\n", INTEGER, "\n" + END)]})
+    table = compiled(tokenizer, {"type": "sequence", "elements": [free, tag(CALL + "\n", INTEGER, "\n" + END)]}, STOP)
 
     def can(*pieces: str | bytes) -> bool:
-        return can_answer(table, [*ids_of(tokenizer, *pieces), stop])
+        return can_answer(table, ids_of(tokenizer, *pieces, STOP))
 
-    assert can("Hm. ", CALL, "\n5\n", END) and can(b"<tool", b"_cal", CALL, b"\n5\n", END)
+    assert can("Hm. ", CALL, "\n5\n", END) and can(b"<tool", "_cal", CALL, "\n5\n", END)
     spelled = [part.encode() for part in (CALL, END)]
     assert not can(spelled[0], "\n5\n", END) and not can(CALL, "\n5\n", spelled[1])
     assert not can(spelled[0], CALL, "\n5\n", END), "free text spells what it excludes"
@@ -257,14 +259,16 @@ def test_added_tokens_are_tokens_where_a_constraint_names_them(tokenizer):
 
 
 def test_a_token_that_ends_answers_may_end_a_constraint(tokenizer):
-    [end], plain = tokenizer.encode(END), tokenizer.stop_ids[0]
-    table = compiled(tokenizer, {"type": "or", "elements": [tag(CALL, INTEGER, END), LETTER]}, (end, plain))
-    call = [*tokenizer.encode(CALL), *tokenizer.encode("5")]
-    assert can_answer(table, [*call, end]) and not can_answer(table, [*call, plain])
-    for stop in end, plain:
-        assert can_answer(table, [*tokenizer.encode("a"), stop]) and not can_answer(table, [stop])
+    table = compiled(tokenizer, {"type": "or", "elements": [tag(CALL, INTEGER, END), LETTER]}, END, STOP)
+
+    def can(*pieces: str) -> bool:
+        return can_answer(table, ids_of(tokenizer, *pieces))
+
+    assert can(CALL, "5", END) and not can(CALL, "5", STOP) and not can(CALL, END)
+    for stop in END, STOP:
+        assert can("a", stop) and not can(stop)
     longer = {"type": "sequence", "elements": [tag(CALL, INTEGER, END), LETTER]}
-    refused(lambda: compiled(tokenizer, longer, (end, plain)), "goes on behind '</tool_call>', a token that ends an answer")
+    refused(lambda: compiled(tokenizer, longer, END, STOP), "goes on behind '</tool_call>', a token that ends an answer")
 
 
 @pytest.mark.parametrize(
