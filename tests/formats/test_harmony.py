@@ -59,6 +59,10 @@ def test_channels_make_parts(text, expected, size):
     assert read(text, size) == expected
 
 
+def test_calls_and_returns_end_answers():
+    assert sorted(find_format(TOKENIZER).stop_ids) == sorted(TOKENIZER.encode("<|call|><|return|>"))
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_message_that_the_prompt_begins_goes_on(size):
     assert read("er.<|end|>", size, PROMPT + FINAL) == [Content("er.")]

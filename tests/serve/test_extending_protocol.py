@@ -64,4 +64,4 @@ def test_a_protocol_is_a_class_and_an_entry(tiny, url):
     assert "".join(event["token"]["text"] for event in events) == expected.text and events[-1]["finish_reason"] == "length"
     refused = httpx.post(url, json={"inputs": "x", "temperature": -1}, timeout=600)
     assert refused.status_code == 400
-    assert refused.json() == {"error": "got temperature -1.0, expected at least 0.0", "error_type": "400"}
+    assert refused.json() == {"error": "got temperature -1.0, expected at least 0", "error_type": "400"}

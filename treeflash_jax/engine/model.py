@@ -26,6 +26,7 @@ from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
 from treeflash_jax.engine.settings.keywords import GenerateSettings
 from treeflash_jax.engine.settings.plan import resolve
+from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
@@ -70,7 +71,8 @@ class TreeFlash:
     ):
         self.verifier, self.weights = verifier, weights
         self.drafter, self.tokenizer = drafter, tokenizer
-        self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
+        known = (*tokenizer.stop_ids, *find_format(tokenizer).stop_ids) if tokenizer else ()
+        self.stop_ids = tuple(sorted({*stop_ids, *known}))
         self.mesh, self.device = mesh, sharding.device(mesh)
         self.names, self.recommended = names, recommended or {}
         self.noted: set[str] = set()  # notes are logged once

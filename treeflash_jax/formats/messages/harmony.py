@@ -26,7 +26,7 @@ from treeflash_jax.formats.messages.message_format import (
 )
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
-ENDS = END, "<|call|>", "<|return|>"
+CALL_END, RETURN = "<|call|>", "<|return|>"
 NEXT = f"{END}{START}assistant"
 NAMESPACE = "functions."
 
@@ -35,6 +35,12 @@ class Harmony(MessageFormat):
     """Answers in channels: analysis is thoughts, commentary to functions is calls, everything else is content."""
 
     thoughts_key = "thinking"
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids of the ends of calls and answers; early files lack the former."""
+        names = self.tokenizer.special_tokens
+        return tuple(id for id, name in names.items() if name in (CALL_END, RETURN))
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -87,7 +93,7 @@ class ChannelReader(MessageReader):
         self._tokenizer, self._stop = tokenizer, stop
         markers = {name: id for id, name in tokenizer.special_tokens.items()}
         self._start, self._message = markers.get(START), markers.get(MESSAGE)
-        self._ends = {markers.get(name) for name in ENDS}
+        self._ends = {markers.get(name) for name in (END, CALL_END, RETURN)}
         self._header: list[int] | None = None  # its tokens; None inside a message
         self._channel, self._recipient = "final", None
         self._begin_text()

@@ -87,6 +87,11 @@ class MessageFormat(ABC):
     def __init__(self, tokenizer: Any, template: str):
         self.tokenizer, self.template = tokenizer, template
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer, besides those that the model's files name."""
+        return ()
+
     @classmethod
     @abstractmethod
     def fits(cls, template: str) -> bool:
