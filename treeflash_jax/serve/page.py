@@ -71,7 +71,7 @@ def make_policy(page: str) -> str:
 
 
 def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns tau, the text of the first token, and for each round its length, and the texts of accepted and bonus tokens."""
+    """Returns tau, the text of the first token, and of each round its length and the texts of accepted and bonus tokens."""
     text, end = AnswerText(tokenizer, result.prompt_ids), 0
 
     def read(ids: list[int]) -> str:
