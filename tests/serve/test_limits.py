@@ -369,7 +369,7 @@ def test_a_key_is_checked():
 
 def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
     """Bodies of the API's own schema: never an error of the server, and one line each."""
-    monkeypatch.setattr(Worker, "_warm_up", lambda worker: None)  # nothing is decoded
+    monkeypatch.setattr(Worker, "_warm_up", lambda worker, draws: None)  # nothing is decoded
     options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
     real = Worker(tiny, tf.GenerateConfig(nodes=4), Metrics(), options)
 
