@@ -13,10 +13,9 @@ from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 
 from treeflash_jax.core.checks import clipped
-from treeflash_jax.engine.answers.answer_text import AnswerText
 from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.api_forms import make_error
 from treeflash_jax.serve.threads import Threads
 
 KEPT_ANSWERS = 64  # whose trees the chat page can show
@@ -40,7 +39,7 @@ def add_page(
         result = latest.get(answer_id, {}).get(0)
         if result is None:
             known = f"got answer {clipped(answer_id, 60)!r}, expected one of the last {KEPT_ANSWERS}"
-            raise HTTPException(404, make_error(known))
+            raise HTTPException(404, known)
         return result
 
     @app.get("/", include_in_schema=False)
@@ -56,7 +55,7 @@ def add_page(
         result = find(answer_id)
         if round_index >= len(result.accept_lengths):
             known = f"got round {round_index}, expected one of the {len(result.accept_lengths)} of this answer, from 0"
-            raise HTTPException(404, make_error(known))
+            raise HTTPException(404, known)
         async with drafting:
             return await threads.run(partial(describe_tree, result, round_index))
 
@@ -71,7 +70,7 @@ def make_policy(page: str) -> str:
 
 
 def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns tau, the text of the first token, and of each round its length and the texts of accepted and bonus tokens."""
+    """Returns tau, the first token's text, and of each round its length and the texts of accepted and bonus tokens."""
     text, end = AnswerText(tokenizer, result.prompt_ids), 0
 
     def read(ids: list[int]) -> str:

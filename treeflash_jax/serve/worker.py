@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from treeflash_jax.constraints.compilation import NAMES, compile_constraint
+from treeflash_jax.constraints.compilation import NAMES, answer_constraint, compile_constraint
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
@@ -26,12 +26,11 @@ from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
-from treeflash_jax.formats.tokenizer import THOUGHTS
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
 ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
-TOP_LOG_PROBS = 5
+TOP_LOG_PROBS = 20
 DEFAULT_CONTEXT = 8192
 CAPACITY_STEP = 256
 MOST_FAILURES = 3  # dispatches that fail one after the other before the device is taken for lost
@@ -74,16 +73,10 @@ class Submission:
 
 
 class Constraint(NamedTuple):
-    """A constraint of an answer, as a key.
-
-    Attributes:
-      kind: "schema", "pattern" or "choices".
-      is_behind_thoughts: whether the answer begins with thoughts, before it follows the constraint.
-    """
+    """A constraint of an answer, as a key; see `answer_constraint`."""
 
     kind: str
     value: str | tuple[str, ...]
-    is_behind_thoughts: bool
 
 
 class Worker(threading.Thread):
@@ -104,7 +97,9 @@ class Worker(threading.Thread):
         self.context = min(most, DEFAULT_CONTEXT) if options.context is None else options.context
         expect(self.context <= most, "context", self.context, f"at most {most}, the verifier's")
         self.model, self.metrics = model, metrics
-        self.config = replace(config, sampling="model", log_probs=True, top_log_probs=TOP_LOG_PROBS)
+        self.config = replace(
+            config, sampling="model", log_probs=True, top_log_probs=min(TOP_LOG_PROBS, model.verifier.vocab_size)
+        )
         self.error: BaseException | None = None
         self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
         slots = options.slots or of_device(model.device, model.dtype).slots
@@ -166,27 +161,20 @@ class Worker(threading.Thread):
     def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
         """Returns the constraints that settings mean for prompts: one, but for thoughts with which some answers begin.
 
-        Raises ValueError for a server that follows none.
+        Raises ValueError for a server that follows none, and for wrong JSON.
         """
         for kind in NAMES:
             if kind in settings:
                 expect(self._sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
                 value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])
-                return {Constraint(kind, value, self.model.tokenizer.begins_in_thought(ids)) for ids in prompts}
+                return {Constraint(*answer_constraint(kind, value, self.model.tokenizer, ids)) for ids in prompts}
         return set()
 
     def compile(self, constraint: Constraint) -> None:
         """Compiles a constraint; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
-        model, given = self.model, dict.fromkeys(NAMES) | {constraint.kind: constraint.value}
-        thoughts_end = THOUGHTS[1] if constraint.is_behind_thoughts else None
-        compile_constraint(
-            **given,
-            tokenizer=model.tokenizer,
-            stop_ids=model.stop_ids,
-            vocab_size=model.verifier.vocab_size,
-            depth=self.config.schema_depth,
-            thoughts_end=thoughts_end,
-        )
+        model = self.model
+        size, depth = model.verifier.vocab_size, self.config.schema_depth
+        compile_constraint(*constraint, model.tokenizer, model.stop_ids, size, depth)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.

@@ -11,11 +11,11 @@ import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.answers.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import Batch, make_batch
 from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.trees import DraftTree
 
 
