@@ -54,6 +54,14 @@ def test_rounds_of_an_answer_cut_by_a_stop_string_are_its_text(tiny):
         assert "".join(texts) == result.text
 
 
+def test_an_answer_cut_within_a_round_ends_with_accepted_tokens(tiny):
+    results = [tiny.generate([CHAT], max_new_tokens=count, nodes=4, ngrams=0)[0] for count in range(3, 12)]
+    assert {bool(result.cut) for result in results} == {True, False}
+    for result in results:
+        last = describe_rounds(result, tiny.tokenizer)["rounds"][-1]
+        assert bool(last["bonus"]) == (not result.cut)
+
+
 def test_every_round_has_its_tree_and_nothing_compiles(server, answer):
     rounds = fetch(server, answer["id"]).json()["rounds"]
     before = programs.compiled()
