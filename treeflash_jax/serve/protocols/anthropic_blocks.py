@@ -12,10 +12,13 @@ BLOCKS = {
     "tool": ("text",),
     "user": ("text", "tool_result"),
 }  # by the role of their message; those of a tool are inside of its result
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # as Claude Code writes it in a user's message
 
 
 def plain_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages of a chat: results of tools as messages of their own, neighbours of the same role as one.
+
+    What the system says later is the user's text in REMINDER: many chat templates refuse it anywhere but at the beginning.
 
     Args:
       system: a text or blocks; None without.
@@ -23,18 +26,17 @@ def plain_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> list[d
     Raises ValueError for other roles, and for blocks other than text, thoughts, calls and results.
     """
     chat: list[dict[str, Any]] = []
-    if system:
-        _add_blocks(chat, "system", system, "system")
-    for number, message in enumerate(messages):
-        place, role = f"messages.{number}", message.get("role")
+    for number, block in enumerate(_read_blocks(system or [], "system", "system")):
+        _add_block(chat, "system", block, f"system.{number}")
+    for index, message in enumerate(messages):
+        place, role = f"messages.{index}", message.get("role")
         expect(role in ("user", "assistant", "system"), f"{place}.role", role, "'user', 'assistant' or 'system'")
-        _add_blocks(chat, role, message.get("content"), f"{place}.content")
+        blocks = _read_blocks(message.get("content"), role, f"{place}.content")
+        if role == "system" and chat and chat[-1]["role"] != "system":
+            role, blocks = "user", [{"type": "text", "text": REMINDER.format(block["text"])} for block in blocks]
+        for number, block in enumerate(blocks):
+            _add_block(chat, role, block, f"{place}.content.{number}")
     return chat
-
-
-def _add_blocks(chat: list[dict[str, Any]], role: str, content: Any, place: str) -> None:
-    for number, block in enumerate(_read_blocks(content, role, place)):
-        _add_block(chat, role, block, f"{place}.{number}")
 
 
 def _add_block(chat: list[dict[str, Any]], role: str, block: Mapping[str, Any], place: str) -> None:
