@@ -8,7 +8,6 @@ from servers import running
 
 import treeflash_jax as tf
 from treeflash_jax.formats.messages.message_format import Content
-from treeflash_jax.serve import app
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.protocols import PROTOCOLS
 from treeflash_jax.serve.protocols.exchange import Event, Exchange
@@ -48,10 +47,12 @@ class GenerateExchange(Exchange):
 
 @pytest.fixture(scope="module")
 def url(tiny):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "PROTOCOLS", (*PROTOCOLS, GenerateExchange))
+    PROTOCOLS.append(GenerateExchange)
+    try:
         with running(tiny) as server:
             yield f"{server.url}/generate"
+    finally:
+        PROTOCOLS.remove(GenerateExchange)
 
 
 def test_a_protocol_is_a_class_and_an_entry(tiny, url):

@@ -382,7 +382,7 @@ def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
     worker = stub_worker(model=tiny, submit=refuse, **{name: getattr(real, name) for name in names})
     schema = schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
     statuses = set()
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
 
         @hypothesis.settings(
             max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]

@@ -111,6 +111,12 @@ class Answering:
         except Exception as reason:
             raise _failure(reason) from None
 
+    async def count(self, request: Request, kind: type[Exchange]) -> Response:
+        """Returns the response to a request for the number of a prompt's tokens. Raises ValueError and HTTPException."""
+        data = await request.body()
+        exchange, call = await self.read(data, request.headers.get("content-type", ""), kind, kind.counted_kind)
+        return JSONResponse(exchange.count(sum(map(len, await self.encode(call)))))
+
     async def prepare(
         self, data: bytes, content_type: str, kind: type[Exchange]
     ) -> tuple[Exchange, ServerCall, Submission, int]:
@@ -118,22 +124,20 @@ class Answering:
 
         Raises ValueError, HTTPException and QueueFull: by counts, then sizes, then tokens.
         """
-        worker, run = self.worker, self.reading.run
+        worker = self.worker
         if self._has_ended:
             raise ServerEnds("the server ends")
-        body = await self.parse(data, content_type, kind.body_kind)
-        exchange = kind(body, self.served)
-        call = exchange.call()
-        self.note_ignored(kind, body)
-        call.tools.check()
+        exchange, call = await self.read(data, content_type, kind, kind.body_kind)
         worker.check_room(call.num_answers)
-        tokenizer = worker.model.tokenizer
         try:
-            prompts = await run(lambda: worker.encode(model_prompts(call, tokenizer)))
-            settings = model_settings(call, tokenizer, prompts)
+            prompts = await self.encode(call)
+            settings = model_settings(call, worker.model.tokenizer, prompts)
+            if call.ends_with_context:
+                room = max(1, worker.context - max(map(len, prompts)))
+                settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
             for constraint in worker.find_constraints(prompts, settings):
                 await self.compiler.compile(constraint)
-            requests = await run(lambda: worker.make_requests(prompts, **settings))
+            requests = await self.reading.run(lambda: worker.make_requests(prompts, **settings))
         except WrongValue as error:
             raise _as_sent(error, call.sent_names) from None
         submission = Submission(requests, streams=call.streams)
@@ -147,6 +151,22 @@ class Answering:
         body = await self.reading.run(lambda: parse_body(kind, content_type, data, most_text))
         self.check_model(body.model)
         return body
+
+    async def read(
+        self, data: bytes, content_type: str, kind: type[Exchange], body_kind: type[BaseModel]
+    ) -> tuple[Exchange, ServerCall]:
+        """Returns the exchange of a body and its call. Raises ValueError and HTTPException."""
+        body = await self.parse(data, content_type, body_kind)
+        exchange = kind(body, self.served)
+        call = exchange.call()
+        self.note_ignored(kind, body)
+        call.tools.check()
+        return exchange, call
+
+    async def encode(self, call: ServerCall) -> list[list[int]]:
+        """Returns the ids of a call's prompts. Raises ValueError."""
+        worker = self.worker
+        return await self.reading.run(lambda: worker.encode(model_prompts(call, worker.model.tokenizer)))
 
     def check_model(self, name: str | None) -> None:
         """Raises HTTPException for a name of another model."""

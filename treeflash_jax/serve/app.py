@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -18,8 +18,7 @@ from treeflash_jax.serve.answering import Answering, Gone, ServerEnds
 from treeflash_jax.serve.limits import Limits
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.page import add_page
-from treeflash_jax.serve.protocols import PROTOCOLS
-from treeflash_jax.serve.protocols.chat import ChatExchange
+from treeflash_jax.serve.protocols import PROTOCOLS, protocol_at
 from treeflash_jax.serve.protocols.exchange import Exchange
 from treeflash_jax.serve.protocols.fields import with_numbers
 from treeflash_jax.serve.tokenizing import add_tokenizing
@@ -90,7 +89,9 @@ def make_app(
 
     @app.get("/openapi.json", dependencies=needs, include_in_schema=False)
     async def show_api() -> Any:
-        kinds = [(protocol.body_kind, "validation") for protocol in protocols]
+        bodies = [protocol.body_kind for protocol in protocols]
+        bodies += [protocol.counted_kind for protocol in protocols if protocol.counting_path is not None]
+        kinds = [(body, "validation") for body in bodies]
         definitions = models_json_schema(kinds, ref_template=SCHEMAS + "{model}")[1]["$defs"]
         return app.openapi() | {"components": {"schemas": definitions}}
 
@@ -105,22 +106,30 @@ def make_app(
 
 
 def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], needs: list[Any]) -> None:
-    schema = {"schema": {"$ref": SCHEMAS + protocol.body_kind.__name__}}
-    extra = {"requestBody": {"content": {"application/json": schema}}}
-
-    @app.post(protocol.path, dependencies=needs, openapi_extra=extra)
+    @app.post(protocol.path, dependencies=needs, openapi_extra=describe(protocol.body_kind))
     async def answer(request: Request) -> Any:
         return await answering.answer(request, protocol)
+
+    if protocol.counting_path is not None:
+
+        @app.post(protocol.counting_path, dependencies=needs, openapi_extra=describe(protocol.counted_kind))
+        async def count(request: Request) -> Any:
+            return await answering.count(request, protocol)
+
+
+def describe(body_kind: type[BaseModel]) -> dict[str, Any]:
+    """Returns what OpenAPI says of a kind of body."""
+    schema = {"schema": {"$ref": SCHEMAS + body_kind.__name__}}
+    return {"requestBody": {"content": {"application/json": schema}}}
 
 
 def add_error_handlers(app: FastAPI) -> None:
     """Gives errors the form of the protocol whose path was asked, otherwise OpenAI's; the message is Python's line."""
-    by_path = {protocol.path: protocol for protocol in PROTOCOLS}
 
     def respond(
         request: Request, status: int, message: str, headers: dict[str, str] | None = None, **more: Any
     ) -> Response:
-        protocol = by_path.get(request.url.path, ChatExchange)
+        protocol = protocol_at(request.url.path)
         return JSONResponse(protocol.error(status, message, **more), status, headers)
 
     @app.exception_handler(ValueError)

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.serve.metrics import Metrics
-from treeflash_jax.serve.protocols.fields import openai_error
+from treeflash_jax.serve.protocols import protocol_at
 
 MOST_BYTES = 4 * 2**20  # of a body
 MOST_BRACKETS = 2**16  # of a body, besides those in its texts
@@ -80,17 +80,18 @@ class Limits:
                 self.metrics.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
             await send(message)
 
-        refusal = self._refusal(dict(scope["headers"]))
+        refusal = self._refusal(scope["path"], dict(scope["headers"]))
         await (refusal or self.app)(scope, receive_limited, send_counted)
 
-    def _refusal(self, headers: dict[bytes, bytes]) -> JSONResponse | None:
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> JSONResponse | None:
+        error = protocol_at(path).error
         host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1").lower())
         if host and self.hosts is not None and host not in self.hosts:
             known = f"got Host {clipped(host, 60)!r}, expected one of {', '.join(sorted(self.hosts))} (see --allowed-hosts)"
-            return JSONResponse(openai_error(403, known), 403)
+            return JSONResponse(error(403, known), 403)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may take the other one
             known = "got Content-Length beside Transfer-Encoding, expected one of them"
-            return JSONResponse(openai_error(400, known), 400, {"connection": "close"})
+            return JSONResponse(error(400, known), 400, {"connection": "close"})
         return None
 
 

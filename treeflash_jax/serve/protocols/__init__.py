@@ -3,5 +3,11 @@
 from treeflash_jax.serve.protocols.chat import ChatExchange
 from treeflash_jax.serve.protocols.completions import CompletionExchange
 from treeflash_jax.serve.protocols.exchange import Exchange
+from treeflash_jax.serve.protocols.messages import MessagesExchange
 
-PROTOCOLS: tuple[type[Exchange], ...] = (ChatExchange, CompletionExchange)
+PROTOCOLS: list[type[Exchange]] = [ChatExchange, CompletionExchange, MessagesExchange]
+
+
+def protocol_at(path: str) -> type[Exchange]:
+    """Returns the protocol that has a path, in whose form errors are; OpenAI's for any other path."""
+    return next((kind for kind in PROTOCOLS if path in (kind.path, kind.counting_path)), ChatExchange)

@@ -45,11 +45,15 @@ class Exchange(ABC):
     Attributes:
       path: path of its requests.
       body_kind: fields of its requests; the server adds one for each setting with a number.
+      counting_path: path of requests for the number of a prompt's tokens; None without them.
+      counted_kind: fields of those requests.
       id: name of this request, in its answers.
     """
 
     path: ClassVar[str]
     body_kind: ClassVar[type[BaseModel]]
+    counting_path: ClassVar[str | None] = None
+    counted_kind: ClassVar[type[BaseModel]]
     id: str
 
     def __init__(self, body: Any, served: Served):
@@ -74,6 +78,10 @@ class Exchange(ABC):
     @abstractmethod
     def end(self, usage: Usage) -> Iterable[Event]:
         """Yields the last events of a stream."""
+
+    def count(self, num_tokens: int) -> dict[str, Any]:
+        """Returns the response to a request at `counting_path`."""
+        raise NotImplementedError
 
     @classmethod
     @abstractmethod
