@@ -6,7 +6,7 @@ from functools import partial
 from importlib import resources
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
@@ -103,6 +103,10 @@ def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], n
     @app.post(protocol.path, dependencies=needs, openapi_extra=extra)
     async def answer(request: Request) -> Any:
         return await answering.answer(request, protocol)
+
+    router = APIRouter(dependencies=needs)
+    protocol.add_routes(router, answering.served)
+    app.include_router(router)
 
 
 def add_page(app: FastAPI, answering: Answering, needs: list[Any]) -> None:

@@ -3,5 +3,6 @@
 from treeflash_jax.serve.protocols.chat import ChatExchange
 from treeflash_jax.serve.protocols.completions import CompletionExchange
 from treeflash_jax.serve.protocols.exchange import Exchange
+from treeflash_jax.serve.protocols.responses import ResponsesExchange
 
-PROTOCOLS: tuple[type[Exchange], ...] = (ChatExchange, CompletionExchange)
+PROTOCOLS: tuple[type[Exchange], ...] = (ChatExchange, CompletionExchange, ResponsesExchange)
