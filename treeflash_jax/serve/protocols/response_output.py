@@ -106,8 +106,8 @@ class ResponseOutput:
         [content] = self.items[-1]["content"]
         return self._event(f"{content['type']}.{verb}", content_index=0, **fields)
 
-    def _event(self, name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-        return f"response.{name}", {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+    def _event(self, kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+        return f"response.{kind}", {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
 
 class PlacesOfText:

@@ -194,9 +194,9 @@ class ResponsesExchange(Exchange):
             self._memory.add(response, self._items + self._output.items)
         return response
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
-        return Event({"type": name, "sequence_number": self._num_events - 1, **fields}, name)
+        return Event({"type": kind, "sequence_number": self._num_events - 1, **fields}, kind)
 
     def _response(self, usage: Usage | None = None) -> dict[str, Any]:
         body = self.body
