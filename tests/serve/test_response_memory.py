@@ -22,7 +22,7 @@ from treeflash_jax.serve.protocols.response_memory import ResponseMemory
 from treeflash_jax.serve.protocols.responses import ResponsesExchange
 from treeflash_jax.serve.worker import Piece, Submission
 
-CLIENTS, TURNS, KEPT, KEPT_BYTES = 12, 40, 60, 40_000
+CLIENTS, TURNS, KEPT, KEPT_BYTES = 12, 40, 60, 120_000
 TOOLS = [{"type": "function", "name": "add"}]
 
 
@@ -150,7 +150,7 @@ class Clients:
         expected = self.post_whole(http, input=before + new, **fields)
         assert contents(answer["output"]) == contents(expected["output"])
         assert answer["usage"]["output_tokens"] == expected["usage"]["output_tokens"]
-        if answer["store"] and draw.random() < 0.1:
+        if answer["store"] and draw.random() < 0.15:
             self.num_forgotten += 1
             assert http.delete(f"/v1/responses/{answer['id']}").status_code in (200, 404)
         elif answer["store"]:
@@ -173,7 +173,7 @@ def test_many_clients_with_branches_evictions_and_failures():
         for future in [pool.submit(clients.take_turns, number, port) for number in range(CLIENTS)]:
             future.result()
     counts = clients.num_failures, clients.num_gone, clients.num_forgotten, len(clients.known)
-    assert min(counts) > 10, counts
+    assert min(counts) >= 10, counts
     stored = memory._responses.values()
     assert len(stored) <= KEPT and memory._size == sum(len(x.response) + len(x.items) for x in stored) <= KEPT_BYTES
     lengths = [len(conversation) for _, conversation in clients.known]
