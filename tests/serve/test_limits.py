@@ -381,24 +381,31 @@ def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
     names = "encode", "compile", "make_requests", "check_room", "text_limit", "context"
     worker = stub_worker(model=tiny, submit=refuse, **{name: getattr(real, name) for name in names})
     schema = schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
-    statuses = set()
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
+    good = {
+        "/v1/chat/completions": {"messages": CHAT},
+        "/v1/completions": {"prompt": "x"},
+        "/v1/messages": {"messages": CHAT, "max_tokens": 5},
+        "/v1/responses": {"input": CHAT},
+    }
+    for path, fields in good.items():
+        statuses = set()
 
         @hypothesis.settings(
             max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
         )
-        @hypothesis.given(case=schema[path]["POST"].as_strategy(), has_chat=strategies.booleans())
-        def check(case, has_chat: bool) -> None:
+        @hypothesis.given(case=schema[path]["POST"].as_strategy(), is_good=strategies.booleans())
+        def check(case, is_good: bool, fields=fields, statuses=statuses) -> None:
             if isinstance(case.body, dict):
-                case.body.pop("model", None)
-                case.body |= {"messages": CHAT, "prompt": "x"} if has_chat else {}
+                for name in ("model", "previous_response_id"):  # unknown ones have status 404
+                    case.body.pop(name, None)
+                case.body |= fields if is_good else {}
             response = case.call()
             message = response.json()["error"]["message"]
             assert response.status_code in (400, 429) and "\n" not in message, message
             statuses.add(response.status_code)
 
         check()
-    assert statuses == {400, 429}
+        assert statuses == {400, 429}
 
 
 def test_other_pages_may_call_if_their_origin_is_allowed():

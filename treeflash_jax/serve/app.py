@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -109,6 +109,10 @@ def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], n
     @app.post(protocol.path, dependencies=needs, openapi_extra=describe(protocol.body_kind))
     async def answer(request: Request) -> Any:
         return await answering.answer(request, protocol)
+
+    router = APIRouter(dependencies=needs)
+    protocol.add_routes(router, answering.served)
+    app.include_router(router)
 
     if protocol.counting_path is not None:
 

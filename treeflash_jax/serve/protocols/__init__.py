@@ -4,8 +4,9 @@ from treeflash_jax.serve.protocols.chat import ChatExchange
 from treeflash_jax.serve.protocols.completions import CompletionExchange
 from treeflash_jax.serve.protocols.exchange import Exchange
 from treeflash_jax.serve.protocols.messages import MessagesExchange
+from treeflash_jax.serve.protocols.responses import ResponsesExchange
 
-PROTOCOLS: list[type[Exchange]] = [ChatExchange, CompletionExchange, MessagesExchange]
+PROTOCOLS: list[type[Exchange]] = [ChatExchange, CompletionExchange, ResponsesExchange, MessagesExchange]
 
 
 def protocol_at(path: str) -> type[Exchange]:

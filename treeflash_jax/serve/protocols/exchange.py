@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from fastapi import APIRouter
 from pydantic import BaseModel
 
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
@@ -87,6 +88,11 @@ class Exchange(ABC):
     @abstractmethod
     def error(cls, status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
         """Returns the body of an error."""
+
+    @classmethod
+    def add_routes(cls, router: APIRouter, served: Served) -> None:
+        """Adds routes besides that of requests, if a protocol has some."""
+        return
 
     def failure(self, message: str) -> Event:
         """Returns the event of an error that ends a stream."""

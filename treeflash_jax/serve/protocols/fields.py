@@ -33,6 +33,7 @@ class Body(ConstraintFields):
 
     Attributes:
       length_fields: fields with the largest number of new tokens; the first that is given counts.
+      unsupported: fields that change an answer and are refused, with the value that changes nothing.
     """
 
     model: str | None = None
@@ -45,6 +46,7 @@ class Body(ConstraintFields):
     ignore_eos: bool | None = None
     numbers: ClassVar[tuple[str, ...]] = ()
     length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    unsupported: ClassVar[dict[str, Any]] = UNSUPPORTED
 
     @property
     def length_field(self) -> str:
@@ -59,8 +61,8 @@ class Body(ConstraintFields):
     def settings(self) -> dict[str, Any]:
         """Returns the settings that the client gives, by our names. Raises ValueError for what is not supported."""
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED:
-                is_neutral = value is None or value == UNSUPPORTED[name]
+            if name in self.unsupported:
+                is_neutral = value is None or value == self.unsupported[name]
                 expect(is_neutral, name, value, "none: it is not supported")
         expect((self.n or 1) <= MOST_SAMPLES, "n", self.n, f"at most {MOST_SAMPLES}")
         settings = {name: getattr(self, name) for name in self.numbers}

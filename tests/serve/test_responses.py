@@ -1,0 +1,480 @@
+"""The Responses API: bodies become calls, answers become items and events, as the openai client reads them."""
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+import toy_tokenizers
+from openai.types.responses import Response, ResponseStreamEvent
+from refusals import refused
+from servers import CHAT, GREEDY, running
+
+import treeflash_jax as tf
+from treeflash_jax.engine.answers.results import Chunk, Result
+from treeflash_jax.formats.answer_text import AnswerText
+from treeflash_jax.formats.messages.message_format import Call, Content, Part, Thought
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.answer_reader import AnswerReader
+from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
+from treeflash_jax.serve.protocols.exchange import Event, Served
+from treeflash_jax.serve.protocols.fields import with_numbers
+from treeflash_jax.serve.protocols.response_items import encode_thoughts
+from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange
+from treeflash_jax.serve.worker import Piece
+
+TEXT = "Sam has 2 cats and 3 dogs. How many animals?"
+PARAMETERS = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": PARAMETERS}
+SUB = {"type": "function", "name": "sub"}
+CALL_ITEM = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+FUNCTION = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EVENTS = {kind.model_fields["type"].annotation.__args__[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])}
+
+
+def exchange_of(served: Served | None = None, **fields: Any) -> ResponsesExchange:
+    body = with_numbers(ResponsesBody, tf.GenerateConfig).model_validate({"input": "Hi"} | fields, strict=True)
+    return ResponsesExchange(body, served or Served("tiny", 0))
+
+
+def call_of(**fields: Any) -> ServerCall:
+    return exchange_of(**fields).call()
+
+
+def messages_of(items: Any, **fields: Any) -> list[dict[str, Any]]:
+    return call_of(input=items, **fields).prompts[0].messages
+
+
+def text(role: str, *texts: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": x} for x in texts]}
+
+
+def thought(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]} | more
+
+
+TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+OTHER_CALL = {**TOOL_CALL, "id": "c2"}
+
+
+@pytest.mark.parametrize("items, expected", [
+    ("Hi", [{"role": "user", "content": "Hi"}]),
+    ([text("user", "a", "b"), {"role": "assistant", "content": "c"}], [
+        {"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "c"}]),
+    ([text("developer", "a"), text("system", "b"), text("user", "c"), text("developer", "d")], [
+        {"role": "developer", "content": "a\n\nb"}, {"role": "user", "content": "c"},
+        {"role": "developer", "content": "d"}]),
+    ([text("user", "a"), thought("Hm."), text("assistant", "b"), CALL_ITEM, {**CALL_ITEM, "call_id": "c2"}, OUTPUT_ITEM,
+      {**OUTPUT_ITEM, "call_id": "c2", "output": [{"type": "input_text", "text": "4"}]}, thought("So."),
+      text("assistant", "7")], [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "Hm.", "tool_calls": [TOOL_CALL, OTHER_CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"}, {"role": "tool", "tool_call_id": "c2", "content": "4"},
+        {"role": "assistant", "content": "7", "reasoning_content": "So."}]),
+    ([text("assistant", "a"), CALL_ITEM, text("assistant", "b")], [
+        {"role": "assistant", "content": "ab", "tool_calls": [TOOL_CALL]}]),
+    ([text("assistant", "a"), text("assistant", "b"), thought("c"), CALL_ITEM], [
+        {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "assistant", "content": None, "reasoning_content": "c", "tool_calls": [TOOL_CALL]}]),
+    ([thought("", content=None, encrypted_content=encode_thoughts("Hm. é")), text("assistant", "a")], [
+        {"role": "assistant", "content": "a", "reasoning_content": "Hm. é"}]),
+    ([thought("", content=None, encrypted_content="gAAAA"), text("assistant", "a")], [
+        {"role": "assistant", "content": "a", "reasoning_content": ""}]),
+])  # fmt: skip
+def test_items_become_messages(items, expected):
+    before = copy.deepcopy(items)
+    assert messages_of(items) == expected and items == before
+    system = {"role": "system", "content": "Be brief."}
+    if expected[0]["role"] == "developer":
+        expected = [{"role": "system", "content": "Be brief.\n\n" + expected[0]["content"]}, *expected[1:]]
+        assert messages_of(items, instructions="Be brief.") == expected
+    else:
+        assert messages_of(items, instructions="Be brief.") == [system, *expected]
+
+
+@pytest.mark.parametrize("fields, expected", [
+    ({}, Tools([FUNCTION])),
+    ({"tool_choice": "none"}, Tools()),
+    ({"tool_choice": "required"}, Tools([FUNCTION], is_forced=True)),
+    ({"parallel_tool_calls": False}, Tools([FUNCTION], is_parallel=False)),
+    ({"tool_choice": {"type": "function", "name": "add"}},
+     Tools([FUNCTION], frozenset(["add"]), is_forced=True, is_parallel=False)),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}},
+     Tools([FUNCTION], frozenset(["add"]))),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp"}, SUB]}},
+     Tools([FUNCTION], frozenset(["sub"]), is_forced=True)),
+    ({"tools": [{"type": "web_search"}, SUB | {"strict": True, "parameters": None}, {"type": "namespace", "tools": []}]},
+     Tools([{"type": "function", "function": {"name": "sub", "strict": True}}])),
+])  # fmt: skip
+def test_tools_and_choices(fields, expected):
+    assert call_of(**{"tools": [ADD]} | fields).tools == expected
+
+
+def test_tools_that_openai_runs_are_left_out_with_a_line_for_each_kind(caplog):
+    for _ in range(2):
+        call_of(tools=[{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "web_search"}, ADD])
+    lines = [f"/v1/responses: tools of type {kind!r} are left out" for kind in ("web_search", "custom")]
+    assert [record.message for record in caplog.records] == lines
+
+
+@pytest.mark.parametrize("fields, expected", [
+    ({"max_output_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3, "truncation": "disabled", "background": False},
+     {"max_new_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3}),
+    ({"text": {"format": {"type": "text"}, "verbosity": "low"}, "n": 1}, {"samples": 1}),
+    ({"text": {"format": {"type": "json_object"}}}, {"schema": '{"type": "object"}'}),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"const": 1}}}}, {"schema": '{"const": 1}'}),
+    ({"structured_outputs": {"choice": ["x"]}, "top_k": 4}, {"choices": ["x"], "top_k": 4}),
+])  # fmt: skip
+def test_settings(fields, expected):
+    call = call_of(**fields)
+    assert call.settings == expected and call.num_top is None and not call.streams
+    assert call.sent_names["max_new_tokens"] == "max_output_tokens"
+
+
+def test_template_arguments_and_log_probabilities():
+    chat = call_of(reasoning={"effort": "low", "summary": "auto"}, chat_template_kwargs={"x": 1}).prompts[0]
+    assert (
+        chat.template == {"reasoning_effort": "low", "x": 1}
+        and call_of(reasoning={"effort": None}).prompts[0].template == {}
+    )
+    assert call_of(include=["message.output_text.logprobs"], stream=True).num_top == 0
+    assert call_of(include=["message.output_text.logprobs"], top_logprobs=3).num_top == 3
+
+
+IMAGE = {"type": "input_image", "image_url": "x"}
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "got input.0.content.0.type 'input_image', expected input_text"),
+    ({"input": [text("user", "a"), {"role": "user", "content": [{"type": "input_file"}]}]}, "got input.1.content.0.type"),
+    ({"input": [{**OUTPUT_ITEM, "output": [IMAGE]}]}, "got input.0.output.0.type 'input_image'"),
+    ({"input": [{"role": "tool", "content": "a"}]}, "got input.0.role 'tool'"),
+    ({"input": [{"role": "user"}]}, "got input.0.content None"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "got input.0.content.0.text None"),
+    ({"input": [{"type": "web_search_call"}]}, "got input.0.type 'web_search_call', expected message, reasoning"),
+    ({"input": [{"type": ["a"], "role": "user", "content": "a"}]}, "got input.0.type ['a']"),
+    ({"input": [{**CALL_ITEM, "arguments": {}}]}, "got input.0.arguments {}, expected a text"),
+    ({"input": [{"type": "function_call_output", "output": "a"}]}, "got input.0.call_id None"),
+    ({"input": [thought("", content=["a"])]}, "got input.0.content ['a']"),
+    ({"input": [thought("", content=None, encrypted_content="text:/w==")]}, "got input.0.encrypted_content 'text:/w=='"),
+    ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "got tools.0.name None"),
+    ({"tools": [SUB, SUB | {"parameters": "x"}]}, "got tools.1.parameters 'x', expected a schema"),
+    ({"tool_choice": "any"}, "got tool_choice 'any'"),
+    ({"tool_choice": {"type": "web_search"}}, "got tool_choice {'type': 'web_search'}, expected 'none', 'auto'"),
+    ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "got tool_choice.name None"),
+    ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "got tool_choice.mode None"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["add"]}}, "got tool_choice.tools ['add']"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "got text.format.schema None"),
+    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "got text.format 'json_object'"),
+    ({"top_logprobs": 2}, "got top_logprobs 2, expected include"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "got top_logprobs 21, expected 0 to 20"),
+    ({"n": 2}, "got n 2, expected 1"),
+    ({"background": True}, "got background True, expected none: it is not supported"),
+    ({"conversation": "conv_1"}, "got conversation 'conv_1'"), ({"prompt": {"id": "x"}}, "got prompt {'id': 'x'}"),
+    ({"truncation": "auto"}, "got truncation 'auto'"), ({"max_tokens": 5}, "got max_tokens 5"),
+    ({"reasoning_effort": "low"}, "got reasoning_effort 'low'"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "got chat_template_kwargs ['tokenize']"),
+])  # fmt: skip
+def test_what_is_not_supported_is_refused(fields, words):
+    refused(lambda: call_of(**fields), words)
+
+
+def checked(event: Event) -> dict[str, Any]:
+    """Returns the fields of an event that has the form of the client's own type."""
+    data = json.loads(event.encode().decode().partition("data: ")[2])
+    assert event.name == data["type"]
+    EVENTS[event.name].model_validate(data, strict=True)
+    return data
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+def replayed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the items that a client puts together from events, and asserts that each item has its events in order."""
+    items: list[dict[str, Any]] = []
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    is_open = False
+    for event in events[2:-1]:
+        name = event["type"].removeprefix("response.")
+        if name == "output_item.added":
+            assert not is_open and event["output_index"] == len(items) and event["item"]["status"] == "in_progress"
+            items.append(event["item"])
+            is_open = True
+            continue
+        assert is_open and event["output_index"] == len(items) - 1
+        item = items[-1]
+        assert event.get("item_id", item["id"]) == item["id"] and event.get("content_index", 0) == 0
+        if name == "content_part.added":
+            assert item["content"] == []
+            item["content"].append(event["part"])
+        elif name in ("output_text.delta", "reasoning_text.delta"):
+            item["content"][0]["text"] += event["delta"]
+            if "logprobs" in event:
+                item["content"][0]["logprobs"] += event["logprobs"]
+        elif name in ("output_text.done", "reasoning_text.done"):
+            assert item["content"][0]["text"] == event["text"]
+            assert item["content"][0].get("logprobs") == event.get("logprobs")
+        elif name == "content_part.done":
+            assert item["content"] == [event["part"]]
+        elif name == "function_call_arguments.delta":
+            item["arguments"] += event["delta"]
+        elif name == "function_call_arguments.done":
+            assert (item["arguments"], item["name"]) == (event["arguments"], event["name"])
+        else:
+            assert name == "output_item.done"
+            assert event["item"]["status"] in ("completed", "incomplete")
+            only_then = {"status": "in_progress"} | {name: None for name in event["item"] if name == "encrypted_content"}
+            assert event["item"] | only_then == item | only_then
+            items[-1] = event["item"]
+            is_open = False
+    assert not is_open
+    return items
+
+
+def in_pieces(parts: list[Part], draw: random.Random) -> list[list[Part]]:
+    """Cuts the texts of parts, and the list of all pieces, at random places."""
+    pieces: list[Part] = []
+    for part in parts:
+        if isinstance(part, Call):
+            pieces.append(part)
+            continue
+        cuts = sorted(draw.sample(range(1, len(part.text)), draw.randrange(min(3, len(part.text)))))
+        pieces += [type(part)(part.text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(part.text)], strict=True)]
+    groups: list[list[Part]] = [[]]
+    for piece in pieces:
+        groups += [[]] * (draw.random() < 0.6)
+        groups[-1] = [*groups[-1], piece]
+    return groups
+
+
+def test_streams_have_the_items_of_whole_answers():
+    """Random parts in random pieces; every event has the form of the client's own type."""
+    statuses = set()
+    for seed in range(150):
+        draw = random.Random(seed)
+        kinds = [draw.choice([Thought, Content, Call]) for _ in range(draw.randrange(5))]
+        parts = [Call("add", '{"a": 1}') if kind is Call else kind("word " * draw.randint(1, 3)) for kind in kinds]
+        finished = draw.choice(["length", "calls" if Call in kinds else "stop"])
+        usage = Usage(3, 4, 2)
+        whole = exchange_of(include=["reasoning.encrypted_content"]).whole([Delta(0, parts, finished=finished)], usage)
+        exchange = exchange_of(include=["reasoning.encrypted_content"], stream=True)
+        events = [*exchange.begin(Usage(3, 0, 0))]
+        groups = in_pieces(parts, draw)
+        for number, group in enumerate(groups):
+            events += exchange.add(Delta(0, group, finished=finished if number == len(groups) - 1 else None))
+        events = [*map(checked, [*events, *exchange.end(usage)])]
+        last = events[-1]["response"]
+        assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+        assert events[-1]["type"] == f"response.{last['status']}"
+        assert replayed(events) == last["output"] and without_ids(last["output"]) == without_ids(whole["output"])
+        assert {**last, "id": 0, "output": 0, "created_at": 0, "completed_at": 0} == {
+            **whole, "id": 0, "output": 0, "created_at": 0, "completed_at": 0}  # fmt: skip
+        Response.model_validate(whole, strict=True)
+        assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 2 and whole["usage"]["total_tokens"] == 7
+        assert whole["status"] == ("incomplete" if finished == "length" else "completed")
+        assert [part.id for part in parts if isinstance(part, Call)] == [
+            item["call_id"] for item in whole["output"] if item["type"] == "function_call"]  # fmt: skip
+        encoded = [item.get("encrypted_content") for item in whole["output"] if item["type"] == "reasoning"]
+        texts = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "reasoning"]
+        assert encoded == [*map(encode_thoughts, texts)]
+        statuses |= {item["status"] for item in whole["output"]}
+    assert statuses == {"completed", "incomplete"}
+
+
+def test_fields_of_the_request_come_back():
+    fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "tools": [ADD, {"type": "mcp"}], "temperature": 0.5,
+              "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False, "max_output_tokens": 4,
+              "reasoning": {"effort": "low"}, "store": False, "top_p": 0.5,
+              "text": {"format": {"type": "json_schema", "name": "x", "schema": {"const": 1}, "strict": True}}}  # fmt: skip
+    response = exchange_of(**fields).whole([Delta(0, [Content("1")], finished="stop")], Usage(1, 1, 0))
+    Response.model_validate(response, strict=True)
+    same = "instructions metadata temperature tool_choice parallel_tool_calls max_output_tokens store top_p".split()
+    assert {name: response[name] for name in same} == {name: fields[name] for name in same}
+    assert response["tools"] == [ADD | {"strict": False}] and response["reasoning"] == {"effort": "low", "summary": None}
+    assert response["text"] == {"format": {"type": "json_schema", "name": "x", "schema": {"const": 1}}}
+
+
+def test_a_failure_ends_a_stream():
+    served = Served("tiny", 0)
+    exchange = exchange_of(served, stream=True)
+    exchange.call()
+    events = [*exchange.begin(Usage(1, 0, 0)), *exchange.add(Delta(0, [Content("a")])), exchange.failure("lost")]
+    last = [checked(event) for event in events][-1]
+    assert last["type"] == "response.failed" and last["sequence_number"] == len(events) - 1
+    assert last["response"]["error"] == {"code": "server_error", "message": "lost"}
+    assert last["response"]["status"] == "failed"
+    with pytest.raises(Exception, match="404: .*got previous_response_id"):
+        exchange_of(served, previous_response_id=exchange.id).call()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_log_probabilities_are_those_of_the_messages_tokens(size):
+    """Neither tags nor thoughts have some, in pieces of any size; a character of several tokens does."""
+    tokenizer = toy_tokenizers.byte_fallback()
+    tokenizer.inner.chat_template = "<think> <tool_call> tools"
+    texts = ["<think>", "▁river", "</think>", "\n", "▁of", "é", "s", '<tool_call>{"name": "add"}</tool_call>', "<end>"]
+    ids = [id for text in texts for id in ([tokenizer.inner.convert_tokens_to_ids(text)] if text == "<end>" else
+           toy_tokenizers.ids_of(tokenizer, text))]  # fmt: skip
+    exchange = exchange_of(include=["message.output_text.logprobs"], top_logprobs=1, tools=[SUB])
+    reader = AnswerReader(exchange.call(), tokenizer)
+    answer, sent, deltas = AnswerText(tokenizer, [1]), 0, []
+    for end in range(size, len(ids) + size, size):
+        is_last = end >= len(ids)
+        answer.extend(ids[end - size : end])
+        grown = answer.text if is_last else answer.certain_text
+        log_probs = {"log_probs": [-1.0] * len(ids[:end]), "top_log_probs": [[(id, -1.0)] for id in ids[:end]]}
+        result = Result(
+            text=grown, ids=ids[:end], prompt_ids=[1], builder="none", accept_lengths=[1], finished="stop", **log_probs
+        )
+        deltas.append(reader.read(Piece(0, Chunk(ids=ids[end - size : end], text=grown[sent:], rounds=1), result, is_last)))
+        sent = len(grown)
+    events = [*exchange.begin(Usage(1, 0, 0)), *(event for delta in deltas for event in exchange.add(delta))]
+    output = replayed([*map(checked, [*events, *exchange.end(Usage(1, 1, 0))])])
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    [content] = output[1]["content"]
+    assert [entry["token"] for entry in content["logprobs"]] == [" of", "", "é", "s"] and content["text"].strip() == "ofés"
+    assert b"".join(bytes(entry["bytes"]) for entry in content["logprobs"]) == " ofés".encode()
+    assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in content["logprobs"])
+
+
+def create(client: openai.OpenAI, **fields: Any) -> Response:
+    """A response, whole and from a stream, which are the same but for ids."""
+    fields = {"model": "tiny", "input": TEXT, "max_output_tokens": 20} | GREEDY | fields
+    whole = client.responses.create(**fields)
+    Response.model_validate(whole.model_dump(by_alias=True), strict=True)
+    events = [
+        event.model_dump(by_alias=True, exclude_unset=True) for event in client.responses.create(**fields, stream=True)
+    ]
+    for event in events:
+        EVENTS[event["type"]].model_validate(event, strict=True)
+    assert without_ids(replayed(events)) == without_ids(whole.model_dump(by_alias=True, exclude_unset=True)["output"])
+    if whole.status == "completed":  # the client's helper knows no other
+        with client.responses.stream(**fields) as stream:
+            assert stream.get_final_response().output_text == whole.output_text
+    return whole
+
+
+def test_answers_are_those_of_chats(server, client):
+    def chat(messages: list[dict[str, str]]) -> Any:
+        return client.chat.completions.create(model="tiny", messages=messages, max_tokens=20, **GREEDY)
+
+    first, expected = create(client), chat(CHAT)
+    assert first.output_text == expected.choices[0].message.content
+    assert first.usage.input_tokens == expected.usage.prompt_tokens and first.status == "incomplete"
+    answer = {"role": "assistant", "content": first.output_text}
+    more = {"role": "user", "content": "And how many legs?"}
+    system = {"role": "system", "content": "Count."}
+    expected = chat([*CHAT, answer, more]).choices[0].message.content
+    given = [*CHAT, *first.model_dump()["output"], more]
+    assert create(client, input=given).output_text == expected
+    second = create(client, input="And how many legs?", previous_response_id=first.id)
+    assert second.output_text == expected and second.previous_response_id == first.id
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    assert create(client, input=[*CHAT, reference, more]).output_text == expected
+    told = create(client, input="And?", previous_response_id=second.id, instructions="Count.")
+    whole = [system, *CHAT, answer, more, {"role": "assistant", "content": expected}, {"role": "user", "content": "And?"}]
+    assert told.output_text == chat(whole).choices[0].message.content
+
+
+def test_stored_responses_are_shown_and_deleted(client):
+    first = client.responses.create(model="tiny", input="Hi", max_output_tokens=3, **GREEDY)
+    assert client.responses.retrieve(first.id) == first
+    second = client.responses.create(
+        model="tiny", input="And?", max_output_tokens=3, previous_response_id=first.id, **GREEDY
+    )
+    client.responses.delete(first.id)
+    for ask in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match=f"got response '{first.id}', expected that of one of the last 1000"):
+            ask(first.id)
+    for fields in ({"previous_response_id": first.id}, {"input": [{"type": "item_reference", "id": first.output[0].id}]}):
+        with pytest.raises(openai.NotFoundError) as refusal:
+            client.responses.create(model="tiny", **{"input": "x"} | fields)
+        assert refusal.value.param in ("previous_response_id", "input.0.id")
+    assert client.responses.create(model="tiny", input="x", max_output_tokens=3, previous_response_id=second.id).output
+    unkept = client.responses.create(model="tiny", input="Hi", max_output_tokens=3, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+class Person(pydantic.BaseModel):
+    tall: bool
+
+
+def test_answers_follow_a_schema(client):
+    answer = client.responses.parse(model="tiny", input=TEXT, text_format=Person, **GREEDY)
+    assert isinstance(answer.output_parsed, Person)
+    form = {"type": "json_schema", "name": "x", "schema": {"enum": [17]}}
+    assert create(client, text={"format": form}).output_text == "17"
+    entries = create(client, include=["message.output_text.logprobs"], top_logprobs=2).output[0].content[0].logprobs
+    assert "".join(entry.token for entry in entries) == create(client).output_text and len(entries[0].top_logprobs) == 2
+
+
+@pytest.fixture(scope="module")
+def tool_client(tiny) -> Iterator[openai.OpenAI]:
+    """A client of `tiny` with a template that has tools and calls."""
+    model = copy.copy(tiny)
+    model.tokenizer = Tokenizer(copy.deepcopy(tiny.tokenizer.inner))
+    model.tokenizer.inner.chat_template = TEMPLATE
+    with running(model) as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=600, max_retries=0)
+
+
+def test_a_forced_call_and_its_result(tool_client):
+    given = {"tools": [ADD, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "add"}}
+    first = create(tool_client, max_output_tokens=60, **given)
+    [call] = first.output
+    jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+    assert (call.type, call.name, call.status, first.status) == ("function_call", "add", "completed", "completed")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+    answers = [
+        create(tool_client, input=[result], previous_response_id=first.id, tools=[ADD]),
+        create(tool_client, input=[{"role": "user", "content": TEXT}, call.model_dump(), result], tools=[ADD]),
+    ]
+    function = {"name": "add", "arguments": call.arguments}
+    chat = [*CHAT, {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": call.call_id, "content": "3"}]  # fmt: skip
+    expected = tool_client.chat.completions.create(model="tiny", messages=chat, max_tokens=20, tools=[FUNCTION], **GREEDY)
+    assert {answer.output_text for answer in answers} == {expected.choices[0].message.content}
+    assert {answer.usage.input_tokens for answer in answers} == {expected.usage.prompt_tokens}
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"tools": [ADD]}, "got tools, but the chat template of this model has no place for them"),
+    ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "got tool_choice that demands a call, but no tools"),
+    ({"tool_choice": {"type": "function", "name": "mul"}, "tools": [ADD]}, "got tool_choice 'mul', expected one of tools"),
+    ({"max_output_tokens": 0}, "got max_output_tokens 0, expected at least 1"),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format.type: "),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "lizard"}}}}, "lizard"),
+    ({"metadata": {"a": 1}}, "metadata.a: "), ({"input": None}, "input"), ({"input": []}, "got an empty prompt"),
+    ({"include": "x"}, "include: "),
+])  # fmt: skip
+def test_wrong_requests_are_errors_of_one_line(server, change, words):
+    response = httpx.post(f"{server.url}/v1/responses", json={"model": "tiny", "input": "Hi"} | change, timeout=600)
+    reason = response.json()["error"]
+    assert response.status_code == 400 and words in reason["message"] and "\n" not in reason["message"], reason
+    assert reason["type"] == "invalid_request_error"
+
+
+def test_an_answer_of_nothing_is_an_empty_message():
+    response = exchange_of().whole([Delta(0, [], finished="stop")], Usage(1, 0, 0))
+    assert [item["type"] for item in response["output"]] == ["message"] and response["output"][0]["content"][0][
+        "text"
+    ] == ""
+    assert SimpleNamespace(**response).status == "completed"

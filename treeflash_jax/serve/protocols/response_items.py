@@ -1,0 +1,163 @@
+"""Items of OpenAI's Responses API as chat messages: what one turn of the assistant wrote becomes one message."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+from treeflash_jax.core.checks import expect, warn
+from treeflash_jax.serve.call import Tools
+
+TEXTS = ("input_text", "output_text", "text")  # parts of messages that are text
+ITEMS = "message, reasoning, function_call, function_call_output or item_reference"
+ENCODED = "text:"  # begins the `encrypted_content` of this server: the text of the thoughts in base64
+
+
+def chat_messages(items: Sequence[dict[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
+    """Returns the messages of a conversation.
+
+    Instructions and messages of the system and of developers at the beginning become one message, since many chat templates
+    read only the first.
+
+    Args:
+      items: checked items.
+      instructions: text before all items.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+        elif kind == "message" and item["role"] != "assistant":
+            text = _text(item["content"])
+            if len(messages) == 1 and {messages[0]["role"], item["role"]} <= {"system", "developer"}:
+                messages[0]["content"] += f"\n\n{text}"
+            else:
+                messages.append({"role": item["role"], "content": text})
+        else:
+            _add_to_turn(_turn(messages, kind), kind, item)
+    return messages
+
+
+def _turn(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Returns the assistant's message to which an item belongs: the last one, unless that has ended with its content."""
+    last = messages[-1] if messages else {}
+    has_ended = last.get("content") is not None and "tool_calls" not in last and kind != "function_call"
+    if last.get("role") != "assistant" or has_ended:
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _add_to_turn(message: dict[str, Any], kind: str, item: dict[str, Any]) -> None:
+    if kind == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        message.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+    elif kind == "reasoning":
+        message["reasoning_content"] = message.get("reasoning_content", "") + _thoughts(item)
+    else:
+        message["content"] = (message["content"] or "") + _text(item["content"])
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _thoughts(item: dict[str, Any]) -> str:
+    """Returns the thoughts of a reasoning item; "" if it has a summary, or what another server encrypted."""
+    if item.get("content"):
+        return "".join(part["text"] for part in item["content"])
+    encoded = item.get("encrypted_content") or ""
+    return base64.b64decode(encoded.removeprefix(ENCODED)).decode() if encoded.startswith(ENCODED) else ""
+
+
+def encode_thoughts(text: str) -> str:
+    """Returns thoughts as `encrypted_content`, in which clients that keep no thoughts give them back."""
+    return ENCODED + base64.b64encode(text.encode()).decode()
+
+
+def check_item(item: dict[str, Any], place: str) -> None:
+    """Raises ValueError for an item that is not read here, and for one without what it needs."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        expect(item.get("role") in ("user", "assistant", "system", "developer"), f"{place}.role", item.get("role"),
+               "user, assistant, system or developer")  # fmt: skip
+        _check_text(item.get("content"), f"{place}.content")
+    elif kind == "function_call":
+        _check_strings(item, place, "call_id", "name", "arguments")
+    elif kind == "function_call_output":
+        _check_strings(item, place, "call_id")
+        _check_text(item.get("output"), f"{place}.output")
+    elif kind == "reasoning":
+        parts, encoded = item.get("content") or [], item.get("encrypted_content")
+        are_texts = isinstance(parts, list) and all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in parts)
+        expect(are_texts, f"{place}.content", parts, "a list of reasoning_text parts")
+        expect(encoded is None or isinstance(encoded, str), f"{place}.encrypted_content", encoded, "a text")
+        try:
+            _thoughts(item)
+        except ValueError:
+            expect(False, f"{place}.encrypted_content", encoded, "what this server has written")
+    elif kind == "item_reference":
+        _check_strings(item, place, "id")
+    else:
+        expect(False, f"{place}.type", kind, ITEMS)
+
+
+def _check_strings(item: dict[str, Any], place: str, *names: str) -> None:
+    for name in names:
+        expect(isinstance(item.get(name), str), f"{place}.{name}", item.get(name), "a text")
+
+
+def _check_text(content: Any, place: str) -> None:
+    """Raises ValueError for content other than a text or a list of parts with text."""
+    if isinstance(content, str):
+        return
+    expect(isinstance(content, list), place, content, "a text or a list of parts")
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        expect(kind in TEXTS, f"{place}.{number}.type", kind, "input_text or output_text: the model reads text only")
+        expect(isinstance(part.get("text"), str), f"{place}.{number}.text", part.get("text"), "a text")
+
+
+def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the functions among tools in the form of the chat API. Raises ValueError for one without a name.
+
+    Tools that OpenAI runs itself are left out with a line in the log: clients such as Codex send some with each request.
+    A function without `strict` stays as it is, though OpenAI would make it strict if it can: its schema was not written
+    for that, and may have more states than this server can follow.
+    """
+    functions = []
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            warn(f"/v1/responses: tools of type {tool.get('type')!r} are left out")
+            continue
+        name, parameters = tool.get("name"), tool.get("parameters")
+        expect(isinstance(name, str) and bool(name), f"tools.{number}.name", name, "the name of a function")
+        is_schema = parameters is None or isinstance(parameters, dict)
+        expect(is_schema, f"tools.{number}.parameters", parameters, "a schema")
+        keys = (key for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None)
+        functions.append({"type": "function", "function": {key: tool[key] for key in keys}})
+    return functions
+
+
+def offered_tools(functions: list[dict[str, Any]], choice: Any, is_parallel: bool) -> Tools:
+    """Returns the tools of a call. Raises ValueError for a wrong choice, and for one that demands another tool."""
+    if choice in (None, "auto"):
+        return Tools(functions, is_parallel=is_parallel)
+    if choice == "none":
+        return Tools()
+    if choice == "required":
+        return Tools(functions, is_forced=True, is_parallel=is_parallel)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    expect(kind in ("function", "allowed_tools"), "tool_choice", choice,
+           "'none', 'auto', 'required', a function, or allowed_tools")  # fmt: skip
+    if kind == "function":
+        expect(isinstance(choice.get("name"), str), "tool_choice.name", choice.get("name"), "the name of a function")
+        return Tools(functions, frozenset([choice["name"]]), is_forced=True, is_parallel=False)
+    mode, allowed = choice.get("mode"), choice.get("tools")
+    expect(mode in ("auto", "required"), "tool_choice.mode", mode, "'auto' or 'required'")
+    are_tools = isinstance(allowed, list) and all(isinstance(tool, dict) for tool in allowed)
+    expect(are_tools, "tool_choice.tools", allowed, "a list of tools")
+    names = [tool.get("name") for tool in allowed if tool.get("type") == "function"]
+    expect(all(isinstance(name, str) for name in names), "tool_choice.tools", allowed, "functions with names")
+    return Tools(functions, frozenset(names), is_forced=mode == "required", is_parallel=is_parallel)

@@ -1,0 +1,73 @@
+"""The last responses of the Responses API, which later requests may go on from."""
+
+import json
+import threading
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+MOST_RESPONSES = 1000
+MOST_BYTES = 64 * 2**20  # of all of them together
+
+
+class Stored(NamedTuple):
+    """A response and the conversation up to its end, as JSON: what is read from it is new each time.
+
+    Attributes:
+      items: all items of the conversation, without instructions.
+      output_ids: ids of the response's items.
+    """
+
+    response: bytes
+    items: bytes
+    output_ids: frozenset[str]
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.items)
+
+
+class ResponseMemory:
+    """Keeps responses by id, in this process; the oldest go if there are too many, or too many bytes. Threads share it."""
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES):
+        self._most, self._most_bytes = most, most_bytes
+        self._responses: OrderedDict[str, Stored] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def add(self, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
+        """Adds a response whose id is new."""
+        ids = frozenset(item["id"] for item in response["output"])
+        stored = Stored(_encode(response), _encode(items), ids)
+        with self._lock:
+            self._responses[response["id"]] = stored
+            self._size += stored.size
+            while len(self._responses) > self._most or self._size > self._most_bytes:
+                self._size -= self._responses.popitem(last=False)[1].size
+
+    def response(self, id: str) -> bytes | None:
+        stored = self._responses.get(id)
+        return stored and stored.response
+
+    def items(self, id: str) -> list[dict[str, Any]] | None:
+        """Returns the items of the conversation up to the end of a response; None if the response is not kept."""
+        stored = self._responses.get(id)
+        return stored and json.loads(stored.items)
+
+    def item(self, id: str) -> dict[str, Any] | None:
+        """Returns an item of a response; None if no response with it is kept."""
+        with self._lock:
+            kept = [stored for stored in self._responses.values() if id in stored.output_ids]
+        outputs = (json.loads(stored.response)["output"] for stored in kept)
+        return next((item for output in outputs for item in output if item["id"] == id), None)
+
+    def delete(self, id: str) -> bool:
+        """Forgets a response; returns whether it was kept. Conversations that went on from it stay."""
+        with self._lock:
+            stored = self._responses.pop(id, None)
+            self._size -= stored.size if stored else 0
+        return stored is not None
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()

@@ -1,0 +1,148 @@
+"""A growing answer as output items of the Responses API, and the events that say how they grow."""
+
+import secrets
+from collections import deque
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+from treeflash_jax.formats.messages.message_format import Call, Part, Thought
+from treeflash_jax.serve.call import Delta
+from treeflash_jax.serve.log_probs import Place
+from treeflash_jax.serve.protocols.response_items import encode_thoughts
+
+TEXT, THOUGHT = "output_text", "reasoning_text"  # parts of messages and of reasoning items
+
+
+class ResponseOutput:
+    """Turns what an answer adds into events, each a name and its fields; one item is open at a time.
+
+    Args:
+      encodes_thoughts: whether reasoning items have their text in `encrypted_content` too.
+
+    Attributes:
+      items: the items so far; the last one may be open.
+    """
+
+    def __init__(self, *, encodes_thoughts: bool):
+        self.items: list[dict[str, Any]] = []
+        self._encodes_thoughts = encodes_thoughts
+        self._is_open = False
+        self._places = PlacesOfText()
+
+    def add(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the events of what is new; at the end of the answer, the last item ends too."""
+        self._places.add(delta.places or [])
+        for part in delta.parts:
+            if isinstance(part, Call):
+                yield from self._close("completed")
+                yield from self._add_call(part)
+            else:
+                yield from self._add_text(part)
+        if delta.finished:
+            if not self.items:
+                yield from self._open_text("message")
+            yield from self._close("incomplete" if delta.finished == "length" else "completed")
+
+    def _add_text(self, part: Part) -> Iterator[tuple[str, dict[str, Any]]]:
+        kind = "reasoning" if isinstance(part, Thought) else "message"
+        if not self._is_open or self.items[-1]["type"] != kind:
+            yield from self._close("completed")
+            yield from self._open_text(kind)
+        [content] = self.items[-1]["content"]
+        content["text"] += part.text
+        entries = [entry(place) for place in self._places.take(part.text)]
+        more = {}
+        if kind == "message":
+            content["logprobs"] += entries
+            more = {"logprobs": entries}
+        yield self._of_content("delta", delta=part.text, **more)
+
+    def _open_text(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        if kind == "message":
+            item = {"id": _new_id("msg"), "type": kind, "status": "in_progress", "role": "assistant"}
+            content = {"type": TEXT, "text": "", "annotations": [], "logprobs": []}
+        else:
+            item = {"id": _new_id("rs"), "type": kind, "status": "in_progress", "summary": []}
+            content = {"type": THOUGHT, "text": ""}
+        self.items.append(item | {"content": []})
+        self._is_open = True
+        yield self._of_item("added")
+        self.items[-1]["content"] = [content]
+        yield self._of_part("added")
+
+    def _close(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Ends the open item, if there is one."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self.items[-1]
+        [content] = item["content"]
+        item["status"] = status
+        if item["type"] == "reasoning" and self._encodes_thoughts:
+            item["encrypted_content"] = encode_thoughts(content["text"])
+        more = {"logprobs": content["logprobs"]} if item["type"] == "message" else {}
+        yield self._of_content("done", text=content["text"], **more)
+        yield self._of_part("done")
+        yield self._of_item("done")
+
+    def _add_call(self, call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
+        item = {"id": _new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.id}
+        self.items.append(item | {"name": call.name, "arguments": ""})
+        yield self._of_item("added")
+        yield self._event("function_call_arguments.delta", delta=call.arguments)
+        self.items[-1] |= {"arguments": call.arguments, "status": "completed"}
+        yield self._event("function_call_arguments.done", name=call.name, arguments=call.arguments)
+        yield self._of_item("done")
+
+    def _of_item(self, verb: str) -> tuple[str, dict[str, Any]]:
+        return f"response.output_item.{verb}", {"output_index": len(self.items) - 1, "item": {**self.items[-1]}}
+
+    def _of_part(self, verb: str) -> tuple[str, dict[str, Any]]:
+        [content] = self.items[-1]["content"]
+        return self._event(f"content_part.{verb}", content_index=0, part=deepcopy(content))
+
+    def _of_content(self, verb: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+        [content] = self.items[-1]["content"]
+        return self._event(f"{content['type']}.{verb}", content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+        return f"response.{kind}", {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+
+class PlacesOfText:
+    """Finds the places of tokens that wrote a text of an answer: the tokens between texts, such as tags, belong to none."""
+
+    def __init__(self):
+        self._places: deque[tuple[int, int, Place]] = deque()  # not taken yet, with first and last character
+        self._text = ""  # that was not taken yet
+        self._begin = 0  # characters before it
+
+    def add(self, places: Sequence[Place]) -> None:
+        for place in places:
+            end = begin = self._begin + len(self._text)
+            if place.token.bytes is not None:  # special tokens have no text
+                self._text += place.token.text
+                end += len(place.token.text)
+                self._places.append((begin, end, place))
+
+    def take(self, text: str) -> list[Place]:
+        """Returns the places of the next text, whose tokens have been added; drops those before it."""
+        start = self._begin + max(0, self._text.find(text))
+        end, taken = start + len(text), []
+        while self._places and self._places[0][0] < end:
+            first, last, place = self._places.popleft()
+            if last > start or first == last == start:  # a part of a character has no text
+                taken.append(place)
+        self._text, self._begin = self._text[end - self._begin :], end
+        return taken
+
+
+def entry(place: Place) -> dict[str, Any]:
+    """Returns the log-probabilities of a place; special tokens have no bytes."""
+    tokens = [token.entry() | {"bytes": token.bytes or []} for token in (place.token, *place.top)]
+    return tokens[0] | {"top_logprobs": tokens[1:]}
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(24)}"
