@@ -185,7 +185,7 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
     if is_remote(target):
         with tempfile.TemporaryDirectory() as name:
             yield Path(name)
-            _upload(Path(name), absolute(target))
+            _upload(Path(name), str(target))
         return
     target = Path(os.path.abspath(target))
     exists = target.is_dir()
@@ -216,12 +216,13 @@ def _names(folder: Path) -> list[Path]:
     return sorted(inside, key=lambda name: (name.name == LAST, name))
 
 
-def _upload(folder: Path, target: Any) -> None:
+def _upload(folder: Path, url: str) -> None:
     """Copies all files of a local folder to a URL, config.json last."""
+    import fsspec  # slow to import
+
+    system, target = fsspec.url_to_fs(url)
     for name in _names(folder):
-        copy = target / name.as_posix()
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((folder / name).read_bytes())
+        system.put_file(str(folder / name), f"{target}/{name.as_posix()}")
 
 
 def _move(part: Path, target: Path) -> None:
