@@ -51,11 +51,12 @@ class PreparedCall:
             scheduler = self.schedule()
             reader = Reader(scheduler, self.model)
             for finished in scheduler.decode_all(rounds, reader.find_stopped):
-                numbers = [scheduler.slots.requests[slot].number for slot in finished]
-                for number, result in zip(numbers, reader.read_results(finished), strict=True):
-                    del unanswered[number]
+                requests = [scheduler.slots.requests[slot] for slot in finished]
+                for request, result in zip(requests, reader.read_results(finished), strict=True):
+                    reader.forget(request)
+                    del unanswered[request.number]
                     with scheduler.runner.clock.paused():
-                        yield number, result
+                        yield request.number, result
         except KeyboardInterrupt:  # keeps the answers so far
             if len(unanswered) == len(self.requests):
                 raise
