@@ -181,6 +181,21 @@ def test_an_interrupt_during_prefill_keeps_earlier_answers(tiny, monkeypatch, ba
 
 def test_a_stream_is_one_answer(tiny):
     refused(lambda: [*tiny.stream([[5], [6]], samples=3)], "got samples 3 and 2 prompts, expected 1 of each")
+    refused(
+        lambda: [*tiny.stream([5], session=tf.Session(), batch_size=2)], "batch_size 2, expected 1 or none with a session"
+    )
+
+
+def test_a_stream_has_the_slots_of_its_batch_size(tiny, answer, monkeypatch):
+    sizes, call = set(), programs.call
+
+    def record(function, *arguments, **static):
+        if function is loops.decode:
+            sizes.add(arguments[1].end_b.size)
+        return call(function, *arguments, **static)
+
+    monkeypatch.setattr(programs, "call", record)
+    assert [*tiny.stream(CHAT, max_new_tokens=40, batch_size=2, **TREE)][-1].ids == answer.ids and sizes == {2}
 
 
 def test_an_answer_of_nan_is_an_error(tiny):

@@ -174,11 +174,12 @@ class TreeFlash:
           session: caches of the conversation, reused and updated for its next prompt; None prefills the whole prompt.
 
         Raises:
-          TypeError, ValueError: see `generate`, or there is more than one prompt; raised when the first chunk is requested.
+          TypeError, ValueError: see `generate`, or there is more than one prompt, or a `batch_size` other than 1 with a
+            session; raised when the first chunk is requested.
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         coerce(Session | None, session, "session", says="a tf.Session")
-        call = self.prepare(prompt, config, for_session=session is not None, **settings | {"batch_size": 1})
+        call = self.prepare(prompt, config, for_session=session is not None, **settings)
         yield from call.stream(rounds_per_dispatch, session)
 
     def warmup(

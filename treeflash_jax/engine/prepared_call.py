@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
 from treeflash_jax.engine.call.requests import Request
@@ -66,12 +67,14 @@ class PreparedCall:
     def stream(self, rounds_per_dispatch: int, session: Session | None = None) -> Iterator[Chunk | Result]:
         """Decodes the only request; yields its chunks, then the result. The session keeps the caches.
 
-        Raises ValueError if there are several requests.
+        Raises ValueError if there are several requests, or several slots with a session.
         """
         if len(self.requests) != 1:
             samples = 1 + self.requests[-1].sample
             got = f"samples {samples} and {len(self.requests) // samples} prompts"
             raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
+        if session is not None:
+            expect(self.batch_size == 1, "batch_size", self.batch_size, "1 or none with a session")
         scheduler = self.schedule(session)
         reader = Reader(scheduler, self.model)
         try:
