@@ -26,7 +26,7 @@ from treeflash_jax.cli import commands
 from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.models import verifier
 
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
@@ -49,7 +49,7 @@ def bench(trained) -> phases.Bench:
 
 def test_a_draft_is_timed_without_copying_what_it_passes_on():
     """A drafter that runs once per level passes its weights on to the tree."""
-    pair = make_pair(LAYERS, LanguageModelConfig(layers=LAYERS))
+    pair = make_pair(LAYERS, LanguageModelDrafter(layers=LAYERS))
     plan, state = prefilled(pair, [[1, 2, 3]], nodes=4, children=4)
     computed = phases.DRAFT(pair.weights, state, plan=plan)
     assert sum(x.nbytes for x in computed) < 500 < pair.weights.drafter["embed"].nbytes

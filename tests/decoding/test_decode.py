@@ -18,7 +18,7 @@ from treeflash_jax import TreeFlash, make_mesh
 from treeflash_jax.core import clock, parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.requests import make_requests
 from treeflash_jax.engine.schedule.prefill import Runner
@@ -31,7 +31,7 @@ PROMPT = [3, 4, 5, 17, 29]
 
 def small_pair(mesh: jax.sharding.Mesh | None = None) -> TreeFlash:
     """A pair whose programs compile soon."""
-    return make_pair(FEW_TOKENS, NgramConfig(num_depths=3), mesh=mesh)
+    return make_pair(FEW_TOKENS, NgramDrafter(num_depths=3), mesh=mesh)
 
 
 @pytest.fixture(scope="module")

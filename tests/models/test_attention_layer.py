@@ -10,7 +10,7 @@ import pytest
 from answers import assert_greedy, draw, make_pair, random_weights, with_windows_and_sinks
 from conftest import FEW_TOKENS, RANDOM_MODEL
 
-from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.models import layers
 from treeflash_jax.models.config import Rope
 from treeflash_jax.models.layer_kinds import KINDS
@@ -117,7 +117,7 @@ def test_drafted_answers_are_the_likeliest_tokens_of_a_pass_over_the_whole_text(
     config = replace(with_windows_and_sinks(FEW_TOKENS), window=3)
     if name == "gated":
         config = replace(FEW_TOKENS, num_layers=1, **GATED)
-    model, prompts = make_pair(config, NgramConfig(), dtype=jnp.float64), [[7, 8, 9] * 50, [3]]
+    model, prompts = make_pair(config, NgramDrafter(), dtype=jnp.float64), [[7, 8, 9] * 50, [3]]
     results = model.generate(prompts, max_new_tokens=24, builder="best-first", nodes=8)
     assert max(result.tau for result in results) > 1.1
     assert [len(result.ids) for result in results] == [24, 24]

@@ -15,7 +15,7 @@ from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.answers.results import Chunk, Result, Results, warn_of_low_tau, with_totals
 from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.call.requests import Request, make_requests, take_recommended
@@ -61,7 +61,7 @@ class TreeFlash:
         verifier: ModelConfig,
         weights: Weights,
         *,
-        drafter: DrafterConfig | None = None,
+        drafter: Drafter | None = None,
         tokenizer: Tokenizer | None = None,
         stop_ids: Sequence[int] = (),
         mesh: Any = None,
