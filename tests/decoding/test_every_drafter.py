@@ -32,7 +32,8 @@ from treeflash_jax.drafters import Eagle3Drafter, LanguageModelDrafter, MtpDraft
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.prefill import Prefill
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.trees import NO_TOKEN
 
 ONE_LAYER = replace(RANDOM_MODEL, num_layers=1)
@@ -279,11 +280,12 @@ def test_rounds_leave_the_state_of_one_prefill(float64, kind, verifier):
     plan, batch = planned_batch(pair, TEXTS, **settings)
     runner = Runner(plan, pair.weights)
     most_rounds, enough = jax.device_put((np.int32(4), np.int32(3)))
-    state = runner.call(loops.decode, pair.weights, runner.prefill(batch), most_rounds, enough, plan=plan)
+    state = Prefill(runner, batch).read_all()
+    state = runner.call(loops.decode, pair.weights, state, most_rounds, enough, plan=plan)
     end_b = np.asarray(state.end_b)
     assert kind == "ngram" or (end_b > [len(text) + 5 for text in TEXTS]).any(), "drafts are accepted"
     texts = [tokens_s[: end - 1].tolist() for tokens_s, end in zip(state.tokens_bs, end_b, strict=True)]
-    expected = runner.prefill(planned_batch(pair, texts, **settings)[1])
+    expected = Prefill(runner, planned_batch(pair, texts, **settings)[1]).read_all()
     got, wanted = ((here.cache, here.drafter) for here in (state, expected))
     assert_same_positions(got, wanted, end_b - 1, atol=1e-10)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

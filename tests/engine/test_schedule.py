@@ -24,7 +24,7 @@ from treeflash_jax.engine.answers.results import Reader
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.batching import SamplingSizes
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 
 SIZES = (5, 16)  # with one and two slots refilled at once

@@ -10,7 +10,7 @@ from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import SamplingSizes
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.schedule.session import Session
 

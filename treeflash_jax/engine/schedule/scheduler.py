@@ -20,8 +20,9 @@ from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.admission import Admission, Group
 from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity, make_batch
-from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches, Runner
+from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches
 from treeflash_jax.engine.schedule.prefixes import copy_prefixes
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.schedule.slots import Slots
 
