@@ -61,7 +61,7 @@ def test_a_draft_is_timed_without_copying_what_it_passes_on():
 def test_the_phases_one_by_one_do_what_a_round_does(bench, nodes):
     """The commit that is timed has tree, logits and path from the phases before it; a round of `decode` does the same."""
     at = {(phase.name, phase.nodes): phase for phase in bench.phases}
-    alone, whole = (at[name, nodes].prepare(1)() for name in ("commit", "round"))
+    alone, whole = (at[name, nodes].make_enqueue(1)() for name in ("commit", "round"))
     assert alone.end_b.tolist() == [41 + n for n in whole.accepted_bs[:, 0].tolist()] and max(alone.end_b) > 42
     for name in ("cache", "drafter", "tokens_bs", "end_b", "rounds_b"):
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), getattr(alone, name), getattr(whole, name))

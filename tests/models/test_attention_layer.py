@@ -75,7 +75,7 @@ def run_text_and_tree(weights, x_btd, name):
     state, length_b, got = kind.init(config, 1, 16, jnp.float64, can_cut=name != "ring"), jnp.zeros(1, jnp.int32), []
     for part, sees, positions in ((slice(0, 4), np.tri(4), [0, 1, 2, 3]), (slice(4, 9), SEES, POSITIONS)):
         positions_bt, mask_btu = jnp.asarray([positions]), jnp.asarray(sees[None], bool)
-        inputs = PassInputs(positions_bt, mask_btu, length_b, kind.prepare(config, positions_bt, mask_btu), "blocked")
+        inputs = PassInputs(positions_bt, mask_btu, length_b, kind.precompute(config, positions_bt, mask_btu), "blocked")
         y_btd, new = kind.mix(weights, config, x_btd[:, part], inputs, state.layer(0), None)
         state = state.commit((new,), length_b, jnp.array([4]), None)
         length_b = length_b + 4

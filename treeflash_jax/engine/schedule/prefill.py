@@ -109,9 +109,9 @@ class Prefill:
         runner, one = self._runner, jax.device_put(np.int32(1))
         # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.
         arguments = runner.weights, self.state, self._length_b, one, self._first_b
-        compiled = [runner.prepare(loops.prefill_chunks, *arguments, plan=self._plan)]
+        compiled = [runner.start_compiling(loops.prefill_chunks, *arguments, plan=self._plan)]
         if will_decode:
-            compiled.append(runner.prepare(loops.decode, runner.weights, self.state, one, one, plan=runner.plan))
+            compiled.append(runner.start_compiling(loops.decode, runner.weights, self.state, one, one, plan=runner.plan))
         runs = can_run and not all(program.has_run for program in compiled)
         state = self.state
         for program in programs.as_compiled(*compiled, clock=runner.clock):

@@ -28,6 +28,6 @@ class Runner:
         """Runs a compiled program. Programs that return the state donate it, except `grow_caches`."""
         return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
 
-    def prepare(self, function: Any, *args: Any, **static: Any) -> programs.Program:
-        """Begins to compile a program on another thread."""
-        return programs.prepare(function, *args, mesh=self.mesh, clock=self.clock, **static)
+    def start_compiling(self, function: Any, *args: Any, **static: Any) -> programs.Program:
+        """Starts to compile a program on another thread."""
+        return programs.start_compiling(function, *args, mesh=self.mesh, clock=self.clock, **static)

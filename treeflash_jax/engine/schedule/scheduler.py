@@ -245,7 +245,7 @@ class Scheduler:
         state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **how)
         one = jax.device_put(np.int32(1))
         for form in (_replace_automata(state), state):
-            runner.prepare(loops.decode, runner.weights, form, one, one, plan=runner.plan)
+            runner.start_compiling(loops.decode, runner.weights, form, one, one, plan=runner.plan)
         return state.replace(done_b=sharding.place(jnp.ones(self.slots.size, bool), runner.mesh))
 
     def _grow(self, capacity: int) -> None:
