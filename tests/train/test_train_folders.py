@@ -173,7 +173,7 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
     missing = ImportError("Please install gcsfs to access Google Storage\nand more")
     reopened()
     monkeypatch.setattr(fsspec, "filesystem", Mock(side_effect=missing))
-    needed = ("(Please install gcsfs", "); gs:// needs pip install treeflash-jax")
+    needed = ("(Please install gcsfs", "); gs:// needs pip install gcsfs")
     for place, words in (("gs://b/run", needed), ("ftp://b", ("ftp://",))):
         refused(lambda place=place: files.absolute(place), *words)
 

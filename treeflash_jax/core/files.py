@@ -49,9 +49,7 @@ def absolute(path: str | os.PathLike) -> Any:
         epath.Path(path).exists()
     except (ImportError, KeyError, NotImplementedError) as error:
         scheme, reason = os.fspath(path).partition("://")[0], str(error).splitlines()[0]
-        raise ValueError(
-            f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install treeflash-jax[gcs]"
-        ) from None
+        raise ValueError(f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install gcsfs") from None
     return epath.Path(path)
 
 
@@ -100,7 +98,7 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         reason = clipped(str(error) or type(error).__name__, 120)
         place = clipped(url, LONGEST_PATH)
-        raise kind(f"{place} cannot be read ({reason}); gs:// needs pip install treeflash-jax[gcs]") from None
+        raise kind(f"{place} cannot be read ({reason}); gs:// needs pip install gcsfs") from None
     return target
 
 
