@@ -271,6 +271,7 @@ def test_chat_sets_settings_and_the_system_message(heard, converse):
     ("choices", '["yes", "no"]', ("yes", "no")),
     ("stop_ids", "3, 4", (3, 4)),
     ("schema", '{"type": "string"}', '{"type": "string"}'),
+    ("structural_tag", '{"type": "any_text"}', '{"type": "any_text"}'),
 ])  # fmt: skip
 def test_values_of_settings_are_typed_as_they_are(name, text, value):
     assert parse_value(name, text) == value

@@ -65,6 +65,21 @@ def test_drafted_answers_are_valid_and_those_of_one_token_decoding(float64, draf
         assert streamed.ids == tiny.generate(CHATS[0], schema=PERSON, max_new_tokens=48, builder="none")[0].ids
 
 
+def test_text_around_a_schema_with_tokens_of_its_own(float64):
+    """The last one, which ends answers of this model, ends this one as well."""
+    tiny = tf.load("tiny", dtype="float64")
+    person = {"type": "json_schema", "json_schema": PERSON}
+    call = {"type": "tag", "begin": "<|im_start|>call ", "content": person, "end": "!<|im_end|>"}
+    tag = {"type": "sequence", "elements": [{"type": "regex", "pattern": "[A-Z][a-z ]{0,9}"}, call]}
+    settings = {"structural_tag": [tag, None], "max_new_tokens": 48, "batch_size": 2, "temperature": 1.0}
+    called, free = drafted_as_plain(tiny, CHATS[:2], {"nodes": 8}, **settings)
+    assert called.finished == "stop" and max(called.accept_lengths) > 1
+    said, arguments = re.fullmatch("([A-Z][a-z ]{0,9})call (.*)!", called.text, re.DOTALL).groups()
+    jsonschema.validate(json.loads(arguments), PERSON)
+    assert called.ids[len(tiny.tokenizer.encode(said)) :].count(1) == 1 and called.ids[-1] == tiny.stop_ids[0]
+    assert free.ids == tiny.generate(CHATS[:2], **settings | {"structural_tag": None}, nodes=8)[1].ids
+
+
 @pytest.fixture(scope="module")
 def small(short) -> tf.TreeFlash:
     """A random verifier of one layer; its n-grams are taken from the prompt."""
@@ -127,11 +142,17 @@ def test_thoughts_come_before_a_constraint(tiny):
         assert can_answer(thoughtful.automaton, encode(text)) and not can_answer(plain.automaton, encode(text))
     for text in "yes", "</think>maybe", "a</think>\n\n\nyes":
         assert not can_answer(thoughtful.automaton, encode(text))
+    whole = {"type": "regex", "pattern": "[0-9]"}  # a structural tag describes thoughts as well
+    for constraint in {"schema": {"type": "integer"}}, {"pattern": "[0-9]"}, {"structural_tag": whole}:
+        _, [request] = tiny.make_requests([tf.Text("Hm. <think>\n")], **constraint)
+        is_behind = can_answer(request.automaton, encode("Hm.</think>\n5"))
+        assert is_behind == ("structural_tag" not in constraint) != can_answer(request.automaton, encode("5"))
     tokenizer = tokenizers.Tokenizer(copy.deepcopy(tiny.tokenizer.inner))
     tokenizer.inner.add_tokens(["</think>"])
     [end] = tokenizer.encode("</think>")
     size = tiny.verifier.vocab_size + 1
-    table = compilation.compile_constraint(None, "[^]+", None, tokenizer, tiny.stop_ids, size, thoughts_end="</think>")
+    constraint = compilation.answer_constraint("pattern", "[^]+", tokenizer, tokenizer.encode("<think>"))
+    table = compilation.compile_constraint(*constraint, tokenizer, tiny.stop_ids, size)
     assert can_answer(table, [*encode("a b"), end, *encode("c")]) and not can_answer(table, [end, *encode("c"), end])
 
 
@@ -158,7 +179,7 @@ CLASS = np.array([0, 1, 1, 1, 2, 2, 2, 3, 3, 1, 2, 3], np.int32)
 def small_automaton(monkeypatch):
     """A pattern that has this automaton over FEW_TOKENS, which have no tokenizer."""
     table = AutomatonTable(NEXT, CLASS)
-    monkeypatch.setattr(compilation, "compile_constraint", lambda schema, pattern, *_: pattern and table)
+    monkeypatch.setattr(compilation, "compile_constraint", lambda *_: table)
 
 
 def expected_distribution(pair, text: list[int], state: int, depth: int) -> dict[tuple[int, ...], float]:
@@ -213,6 +234,8 @@ def test_what_cannot_be_followed_is_refused(tiny, monkeypatch):
         ({"schema": {"type": "array", "minItems": 2, "maxItems": 1}}, ["nothing satisfies it"]),
         ({"schema": "{"}, ["not valid JSON"]),
         ({"schema": 5}, ["got schema 5"]),
+        ({"structural_tag": {"type": "or", "elements": []}}, ["got structural_tag", "nothing satisfies it"]),
+        ({"structural_tag": {"type": {1}}}, ["expected JSON values"]),
         ({"choices": ["\ud800"]}, ["choices", "whole characters"]),
         ({"choices": []}, ["choices []"]),
         ({"pattern": "a", "choices": ["a"]}, ["got pattern and choices", "expected one of them"]),
@@ -247,7 +270,7 @@ def test_models_inside_models_are_followed(small):
 
 @pytest.mark.parametrize("pattern", MATCHED)
 def test_walks_through_a_table_are_matches(tiny, pattern):
-    table = compilation.compile_constraint(None, pattern, None, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
+    table = compilation.compile_constraint("pattern", pattern, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
     rng, end = np.random.default_rng(0), tiny.stop_ids[0]
 
     def walk(ids: list[int]) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import toy_tokenizers
 from toy_tokenizers import ids_of
 
-from treeflash_jax.engine.answers.answer_text import REPLACEMENT_CHARACTER, AnswerText
+from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 

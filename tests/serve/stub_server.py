@@ -50,7 +50,7 @@ class StubWorker(threading.Thread):
     def compile(self, schema: str) -> None:
         tokenizer = Tokenizer.load(pairs.locate("tiny"))
         print("working", flush=True)
-        compile_constraint(schema, None, None, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
+        compile_constraint("schema", schema, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
 
     def make_requests(self, prompts, **settings) -> list[object]:
         print("working", flush=True)

@@ -30,12 +30,14 @@ from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import limits
-from treeflash_jax.serve.api_forms import ChatBody, CompletionBody
-from treeflash_jax.serve.app import COMPILING, READING, make_app
+from treeflash_jax.serve.answering import COMPILING, READING
+from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.limits import parse_body
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.process import Server
+from treeflash_jax.serve.protocols.chat import ChatBody
+from treeflash_jax.serve.protocols.completions import CompletionBody
 from treeflash_jax.serve.threads import Compiler
 from treeflash_jax.serve.worker import Constraint, Piece, QueueFull, Submission, Worker
 
@@ -51,7 +53,7 @@ def stub_worker(**more: Any) -> SimpleNamespace:
             submission.pieces.put_nowait(Piece(index, Chunk(ids=[5], text="yes", rounds=1), result, True))
 
     def find_constraints(prompts: list[list[int]], settings: dict[str, Any]) -> list[Constraint]:
-        return [Constraint(kind, str(settings[kind]), False) for kind in NAMES if kind in settings]
+        return [Constraint(kind, str(settings[kind])) for kind in NAMES if kind in settings]
 
     worker = SimpleNamespace(
         model=SimpleNamespace(names=("tiny",), tokenizer=None), config=tf.GenerateConfig(), error=None,
@@ -131,11 +133,11 @@ def test_one_error_of_a_body_is_enough(kind, body):
 
 def test_bodies_are_json_without_millions_of_lists():
     few, many = (json.dumps({"prompt": [[1]] * n}).encode() for n in (10, 200_000))
-    assert parse_body(CompletionBody, "application/json; charset=utf-8", few, 100).num_prompts == 10
+    assert len(parse_body(CompletionBody, "application/json; charset=utf-8", few, 100).prompts()) == 10
     refused(lambda: parse_body(CompletionBody, "application/json", many, 100), "200,002 brackets", "at most 65,636")
     refused(lambda: parse_body(CompletionBody, "text/plain", few, 100), "got content-type 'text/plain'")
     text = json.dumps({"prompt": "[" * 70_000}).encode()
-    assert parse_body(CompletionBody, "application/json", text, 70_000).num_prompts == 1
+    assert len(parse_body(CompletionBody, "application/json", text, 70_000).prompts()) == 1
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -369,7 +371,7 @@ def test_a_key_is_checked():
 
 def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
     """Bodies of the API's own schema: never an error of the server, and one line each."""
-    monkeypatch.setattr(Worker, "_warm_up", lambda worker: None)  # nothing is decoded
+    monkeypatch.setattr(Worker, "_warm_up", lambda worker, draws: None)  # nothing is decoded
     options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
     real = Worker(tiny, tf.GenerateConfig(nodes=4), Metrics(), options)
 
@@ -397,3 +399,51 @@ def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
 
         check()
     assert statuses == {400, 429}
+
+
+def test_other_pages_may_call_if_their_origin_is_allowed():
+    async def preflight(**options: Any) -> httpx.Headers:
+        headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
+        async with client_of(stub_worker(), **options) as http:
+            return (await http.options("/v1/chat/completions", headers=headers)).headers
+
+    assert "access-control-allow-origin" not in asyncio.run(preflight())
+    assert "access-control-allow-origin" not in asyncio.run(preflight(origins=["https://b.example"]))
+    for origins in ["https://a.example", "https://b.example"], ["*"]:
+        assert asyncio.run(preflight(origins=origins))["access-control-allow-origin"] in (origins[0], "https://a.example")
+
+
+def test_a_model_has_the_names_that_it_was_given():
+    async def name_of(model: str) -> tuple[int, str]:
+        async with client_of(stub_worker(), names=["large", "small"]) as http:
+            assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]] == ["large", "small"]
+            response = await http.post("/v1/completions", json={"prompt": "a", "model": model})
+            return response.status_code, response.json().get("model")
+
+    assert [asyncio.run(name_of(model)) for model in ("small", "tiny", "x")] == [
+        (200, "large"),
+        (200, "large"),
+        (404, None),
+    ]
+
+
+def test_ignored_fields_are_logged_once(caplog):
+    worker = stub_worker()
+    for _ in range(2):
+        assert ask(worker, {"prompt": "a", "my_new_field": 1, "user": "x"}).status_code == 200
+    assert sum("my_new_field" in record.message for record in caplog.records) == 1
+
+
+def test_keys_are_bearers_or_x_api_key():
+    async def status(**headers: str) -> int:
+        async with client_of(stub_worker(), key="secret") as http:
+            return (await http.get("/v1/models", headers=headers)).status_code
+
+    given = [
+        {"authorization": "Bearer secret"},
+        {"x-api-key": "secret"},
+        {"x-api-key": "no"},
+        {"authorization": "secret"},
+        {},
+    ]
+    assert [asyncio.run(status(**headers)) for headers in given] == [200, 200, 401, 401, 401]

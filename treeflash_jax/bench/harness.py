@@ -20,8 +20,8 @@ from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core.checks import parse_json
-from treeflash_jax.engine.answers.answer_text import AnswerText
 from treeflash_jax.engine.call.requests import Request, find_stops
+from treeflash_jax.formats.answer_text import AnswerText
 
 logger = logging.getLogger("treeflash_jax")
 SHOWN = "max_new_tokens batch_size top_k top_p stop_ids attention".split()

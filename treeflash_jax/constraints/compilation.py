@@ -9,16 +9,17 @@ from typing import Any
 from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
 from treeflash_jax.core.checks import expect, parse_json, quoted
+from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 logger = logging.getLogger("treeflash_jax")
 
-NAMES = "schema", "pattern", "choices"  # settings, of which a prompt has at most one
+NAMES = "schema", "pattern", "choices", "structural_tag"  # settings, of which a prompt has at most one
 DEPTH = 6  # levels of values that a schema does not describe: some 2,700 states in an object, twice as many for each more
 
 
 def as_json(schema: Any) -> Any:
-    """Returns a schema, or each of a list of them, as JSON text: of a dictionary, a pydantic model, or JSON text."""
+    """Returns a setting in JSON, or each of a list, as JSON text: of a dictionary, a pydantic model, or JSON text."""
     if isinstance(schema, list | tuple):
         return tuple(as_json(item) for item in schema)
     if hasattr(schema, "model_json_schema"):
@@ -28,59 +29,95 @@ def as_json(schema: Any) -> Any:
     try:
         return json.dumps(dict(schema))
     except TypeError as error:
-        raise ValueError(f"got schema {quoted(schema)}, expected JSON values: {error}") from None
+        raise ValueError(f"got {quoted(schema)}, expected JSON values: {error}") from None
+
+
+def find_constraint(settings: Any) -> tuple[str, Any] | None:
+    """Returns the kind, one of NAMES, and the value of a prompt's constraint; None if it has none.
+
+    Raises ValueError for several.
+    """
+    given = {name: getattr(settings, name) for name in NAMES if getattr(settings, name) is not None}
+    expect(len(given) < 2, " and ".join(given), [*given.values()], "one of them")
+    return next(iter(given.items()), None)
+
+
+def as_tag(kind: str, value: str | Sequence[str]) -> dict[str, Any]:
+    """Returns a constraint as a structural tag. Added tokens that choices spell are then those tokens, as in every tag.
+
+    Raises ValueError for wrong JSON.
+    """
+    if kind == "choices":
+        return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in value]}
+    if kind == "pattern":
+        return {"type": "regex", "pattern": value}
+    return {"type": "json_schema", "json_schema": parse_json(value)} if kind == "schema" else parse_json(value)
+
+
+def answer_constraint(
+    kind: str, value: str | Sequence[str], tokenizer: Tokenizer | None, prompt_ids: Sequence[int]
+) -> tuple[str, str | Sequence[str]]:
+    """Returns the constraint of a whole answer whose content has to follow one: thoughts may come before its content.
+
+    A structural tag describes the whole answer already. Raises ValueError for wrong JSON.
+    """
+    if tokenizer is None or kind == "structural_tag":
+        return kind, value
+    content = as_tag(kind, value)
+    tag = find_format(tokenizer).answer_tag(prompt_ids, content)
+    return (kind, value) if tag is content else ("structural_tag", json.dumps(tag))
 
 
 def compile_constraint(
-    schema: str | None,
-    pattern: str | None,
-    choices: Sequence[str] | None,
+    kind: str,
+    value: str | Sequence[str],
     tokenizer: Tokenizer | None,
     stop_ids: Sequence[int],
     vocab_size: int,
     depth: int = DEPTH,
-    thoughts_end: str | None = None,
-) -> AutomatonTable | None:
-    """Returns the automaton of a prompt's constraint; None if it has none.
+) -> AutomatonTable:
+    """Returns the automaton of a constraint.
 
     Args:
+      kind: one of NAMES.
       stop_ids: ids that end an answer, in states where the constraint is met.
       depth: levels of arrays and objects up to which an answer nests where its schema says nothing, or contains itself.
-      thoughts_end: what ends the free text with which an answer begins, before it follows the constraint; None if it begins
-        with none.
 
-    Raises ValueError for several constraints, one that cannot be expressed or met, and a tokenizer that does not say which
-    bytes its tokens stand for.
+    Raises ValueError for a constraint that cannot be expressed or met, and a tokenizer that does not say which bytes its
+    tokens stand for.
     """
-    given = {name: value for name, value in zip(NAMES, (schema, pattern, choices), strict=True) if value is not None}
-    if not given:
-        return None
-    (name, value), *others = given.items()
-    expect(not others, " and ".join(given), [*given.values()], "one of them")
     if tokenizer is None or not stop_ids:
         missing = "tokenizer.json" if tokenizer is None else "token that ends an answer"
-        raise ValueError(f"got {name} {quoted(value)}, but the verifier's folder has no {missing}")
-    if name == "schema":
+        raise ValueError(f"got {kind} {quoted(value)}, but the verifier's folder has no {missing}")
+    if kind in ("schema", "structural_tag"):
         parse_json(value)
     try:
-        value = tuple(value) if name == "choices" else value
-        return _compile(name, value, depth, thoughts_end, tokenizer, tuple(stop_ids), vocab_size)
+        value = tuple(value) if kind == "choices" else value
+        return _compile(kind, value, depth, tokenizer, tuple(stop_ids), vocab_size)
     except Unusable as error:
-        raise ValueError(f"got {name} {quoted(value)}, {error}") from None
+        raise ValueError(f"got {kind} {quoted(value)}, {error}") from None
 
 
 @functools.lru_cache(maxsize=16)
 def _compile(
-    name: str,
+    kind: str,
     value: str | tuple[str, ...],
     depth: int,
-    thoughts_end: str | None,
     tokenizer: Tokenizer,
     stop_ids: tuple[int, ...],
     vocab_size: int,
 ) -> AutomatonTable:
     """Returns the automaton of one constraint; kept, since they come back."""
-    automaton = compile_bytes(name, value, depth, thoughts_end)
-    table = make_table(automaton, tokenizer, stop_ids, vocab_size, thoughts_end)
-    logger.info("%s %s has %d states and %d kinds of tokens", name, quoted(value), *table.next_qc.shape)
+    tokens = _find_tokens(value, tokenizer) if kind == "structural_tag" else []
+    table = make_table(compile_bytes(kind, value, depth, tokens), tokenizer, stop_ids, vocab_size, tokens)
+    logger.info("%s %s has %d states and %d kinds of tokens", kind, quoted(value), *table.next_qc.shape)
     return table
+
+
+def _find_tokens(tag: str, tokenizer: Tokenizer) -> list[str]:
+    """Returns the texts of the added tokens that JSON text contains."""
+    text = json.dumps(parse_json(tag), ensure_ascii=False)
+    added = [token.content for token in tokenizer.inner.added_tokens_decoder.values()]
+    tokens = [token for token in added if json.dumps(token, ensure_ascii=False)[1:-1] in text]
+    expect(len(tokens) <= 256, "number of added tokens in structural_tag", len(tokens), "at most 256")  # a byte each
+    return tokens

@@ -28,17 +28,17 @@ class Unusable(Exception):
     """Raised for a constraint that cannot be compiled; the text says why."""
 
 
-def compile_bytes(kind: str, value: str | Sequence[str], depth: int, thoughts_end: str | None = None) -> ByteAutomaton:
+def compile_bytes(kind: str, value: str | Sequence[str], depth: int, tokens: Sequence[str] = ()) -> ByteAutomaton:
     """Returns the automaton of a constraint.
 
     Args:
-      kind: "schema" (JSON text), "pattern" or "choices".
+      kind: "schema" or "structural_tag" (JSON text), "pattern" or "choices".
       depth: levels up to which values nest that a schema does not describe, or that contain themselves.
-      thoughts_end: what ends a free text before the constraint; None without such a text.
+      tokens: texts of the added tokens in a structural tag; see `compiler.structural_tags`.
 
     Raises Unusable for a constraint that cannot be followed, that nothing satisfies, or that takes too much to compile.
     """
-    request = {"kind": kind, "value": value, "depth": depth, "states": MOST_STATES, "thoughts_end": thoughts_end}
+    request = {"kind": kind, "value": value, "depth": depth, "states": MOST_STATES, "tokens": tokens}
     command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(MOST_SECONDS), str(MOST_MEMORY)]
     run = RUN.get()(command, input=json.dumps(request).encode(), capture_output=True)
     if run.returncode == compile_process.REFUSED:

@@ -8,6 +8,8 @@ import numpy as np
 
 from treeflash_jax.constraints.compile_bytes import Unusable
 from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton
+from treeflash_jax.constraints.compiler.characters import NO_UTF8
+from treeflash_jax.constraints.compiler.structural_tags import marker
 from treeflash_jax.decoding.automaton import NOWHERE, Automaton
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -54,27 +56,33 @@ def make_table(
     tokenizer: Tokenizer,
     stop_ids: Sequence[int],
     vocab_size: int,
-    thoughts_end: str | None = None,
+    tokens: Sequence[str] = (),
 ) -> AutomatonTable:
     """Returns the automaton over tokens of one over bytes; ids that end an answer follow a complete text.
 
-    Args:
-      thoughts_end: text that ends the first part of every text; it may be an added token.
+    An id that ends an answer may also be one of the tokens in the constraint. It may then stand only where it completes the
+    text, and no other id ends the answer in its place.
 
-    Raises Unusable for a table that is too large, and if no text of the vocabulary's tokens is complete.
+    Args:
+      tokens: texts of the added tokens in the constraint, in the order of their markers.
+
+    Raises Unusable for a table that is too large, if no text of the vocabulary's tokens is complete, and for a constraint
+    that goes on behind a token that ends the answer.
     """
     is_final_q = automaton.is_final_q
     added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
-    texts = tokenizer.token_bytes() | ({added[thoughts_end]: thoughts_end.encode()} if thoughts_end in added else {})
+    # A token with the byte of markers, which is no text, could begin one.
+    texts = {id: text for id, text in tokenizer.token_bytes().items() if NO_UTF8 not in text}
+    texts |= {added[text]: marker(index) for index, text in enumerate(tokens)}
     columns, class_v = _token_classes(automaton, texts, vocab_size)
-    # Inside thoughts, their end leads to the state that it leads to from the first state. Elsewhere, such as in a string, a
-    # token of its own would be no text.
-    if thoughts_end in added:
-        after_q = columns[class_v[added[thoughts_end]]]
-        class_v[added[thoughts_end]] = len(columns)
-        columns.append(np.where(after_q == after_q[0], after_q, NOWHERE))
-    class_v[[*stop_ids]] = len(columns)
-    columns.append(np.where(is_final_q, np.arange(is_final_q.size), NOWHERE))  # the end of an answer
+    complete_q = np.where(is_final_q, np.arange(is_final_q.size), NOWHERE)
+    marked = {added[text]: text for text in tokens}
+    for id in stop_ids:
+        after_q = columns[class_v[id]] if id in marked else np.full_like(complete_q, NOWHERE)
+        if not is_final_q[after_q[after_q != NOWHERE]].all():
+            raise Unusable(f"which goes on behind {marked[id]!r}, a token that ends an answer")
+        class_v[id] = len(columns)
+        columns.append(np.where(after_q == NOWHERE, complete_q, after_q))
     classes, class_v = np.unique(class_v, return_inverse=True)
     next_qc = np.stack([columns[number] for number in classes], axis=1)
     is_useful_q = _is_useful(next_qc, is_final_q)

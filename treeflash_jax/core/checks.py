@@ -81,8 +81,20 @@ def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") 
         raise _refusal(name, value, expected, where)
 
 
+class WrongValue(ValueError):
+    """Raised for a wrong value.
+
+    Attributes:
+      name: name of the value.
+    """
+
+    def __init__(self, text: str, name: str):
+        super().__init__(text)
+        self.name = name
+
+
 def _refusal(name: str, value: Any, expected: str, where: str) -> ValueError:
-    return ValueError((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}")
+    return WrongValue((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}", name)
 
 
 def coerce(

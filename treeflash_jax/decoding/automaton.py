@@ -25,8 +25,8 @@ class Automaton:
     """The automaton of each sequence; state 0 is the empty answer's. A sequence without a pattern has one state.
 
     Attributes:
-      next_bqc: state after a token of each class; NOWHERE if it is not allowed. Tokens that end an answer have a class of
-        their own, which leads from final states to themselves.
+      next_bqc: state after a token of each class; NOWHERE if it is not allowed. Tokens that end an answer have
+        classes of their own, which lead from final states to themselves, or to a final state.
       class_bv: class of each token.
     """
 

@@ -22,9 +22,6 @@ UNSEEN = [byte for byte in range(256) if byte not in SEEN]
 BYTES_OF = {chr(byte): byte for byte in SEEN} | {chr(256 + i): byte for i, byte in enumerate(UNSEEN)}
 
 
-THOUGHTS = "<think>", "</think>"  # around what a model writes before its answer
-
-
 class Tokenizer:
     """Encodes prompts and chats, decodes answers.
 
@@ -100,10 +97,6 @@ class Tokenizer:
             text = self.inner.apply_chat_template(list(messages), **arguments)
         _check_characters(text)
         return text
-
-    def begins_in_thought(self, ids: Sequence[int]) -> bool:
-        """Returns whether the answer to a prompt begins inside thoughts, as some chat templates have it."""
-        return self.inner.decode(ids[-8:]).rstrip().endswith(THOUGHTS[0])
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:

@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from treeflash_jax.core.checks import clipped
-from treeflash_jax.serve.api_forms import make_error
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.protocols.fields import openai_error
 
 MOST_BYTES = 4 * 2**20  # of a body
 MOST_BRACKETS = 2**16  # of a body, besides those in its texts
@@ -71,7 +71,7 @@ class Limits:
             message = await receive()
             size += len(message.get("body", b""))
             if size > MOST_BYTES:
-                raise HTTPException(413, make_error(f"got a body of over {MOST_BYTES:,} bytes, expected a shorter one"))
+                raise HTTPException(413, f"got a body of over {MOST_BYTES:,} bytes, expected a shorter one")
             return message
 
         async def send_counted(message: Any) -> None:
@@ -87,10 +87,10 @@ class Limits:
         host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1").lower())
         if host and self.hosts is not None and host not in self.hosts:
             known = f"got Host {clipped(host, 60)!r}, expected one of {', '.join(sorted(self.hosts))} (see --allowed-hosts)"
-            return JSONResponse(make_error(known), 403)
+            return JSONResponse(openai_error(403, known), 403)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may take the other one
             known = "got Content-Length beside Transfer-Encoding, expected one of them"
-            return JSONResponse(make_error(known), 400, {"connection": "close"})
+            return JSONResponse(openai_error(400, known), 400, {"connection": "close"})
         return None
 
 

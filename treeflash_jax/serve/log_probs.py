@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from treeflash_jax.engine.answers.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 LEAST = -9999.0  # in place of -inf, which JSON does not have

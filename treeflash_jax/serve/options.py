@@ -18,6 +18,17 @@ class ServeOptions:
         "any if other machines are let in)",
         unit="name",
     )
+    allowed_origins: Sequence[str] = setting(
+        (),
+        "origin of pages that browsers may call the server from (CORS), such as https://example.org, or * for all; give it "
+        "again for others (default: none)",
+        unit="origin",
+    )
+    served_model_name: Sequence[str] = setting(
+        (),
+        "name of the model for clients; give it again for others (default: that of --verifier, of a path its last part)",
+        unit="name",
+    )
     port: int = setting(8000, "port to listen at; 0 takes a free one", least=0, most=65535, unit="port")
     slots: int | None = setting(
         None,

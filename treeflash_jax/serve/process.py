@@ -39,7 +39,15 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     listener = bind(options.host, options.port)
     worker = Worker(model, config, metrics, options)
     worker.start()
-    app = make_app(worker, metrics, key, hosts=allowed_hosts(options), has_page=options.ui)
+    app = make_app(
+        worker,
+        metrics,
+        key,
+        hosts=allowed_hosts(options),
+        has_page=options.ui,
+        names=options.served_model_name,
+        origins=options.allowed_origins,
+    )
     server = Server(app, options.grace)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the next server, once this one has ended
     listener.listen()
@@ -47,7 +55,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     host = f"[{host}]" if ":" in host else host
     for number in SIGNALS:
         signal.signal(number, server.handle_exit)
-    print(f"treeflash: serving {app.state.answering.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+    print(f"treeflash: serving {app.state.answering.served.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     return server.finish()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from treeflash_jax.constraints.compilation import NAMES, compile_constraint
+from treeflash_jax.constraints.compilation import NAMES, answer_constraint, compile_constraint
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
@@ -26,12 +26,11 @@ from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
-from treeflash_jax.formats.tokenizer import THOUGHTS
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 
 ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
-TOP_LOG_PROBS = 5
+TOP_LOG_PROBS = 20
 DEFAULT_CONTEXT = 8192
 CAPACITY_STEP = 256
 MOST_FAILURES = 3  # dispatches that fail one after the other before the device is taken for lost
@@ -74,16 +73,10 @@ class Submission:
 
 
 class Constraint(NamedTuple):
-    """A constraint of an answer, as a key.
-
-    Attributes:
-      kind: "schema", "pattern" or "choices".
-      is_behind_thoughts: whether the answer begins with thoughts, before it follows the constraint.
-    """
+    """A constraint of an answer, as a key; see `answer_constraint`."""
 
     kind: str
     value: str | tuple[str, ...]
-    is_behind_thoughts: bool
 
 
 class Worker(threading.Thread):
@@ -104,7 +97,9 @@ class Worker(threading.Thread):
         self.context = min(most, DEFAULT_CONTEXT) if options.context is None else options.context
         expect(self.context <= most, "context", self.context, f"at most {most}, the verifier's")
         self.model, self.metrics = model, metrics
-        self.config = replace(config, sampling="model", log_probs=True, top_log_probs=TOP_LOG_PROBS)
+        self.config = replace(
+            config, sampling="model", log_probs=True, top_log_probs=min(TOP_LOG_PROBS, model.verifier.vocab_size)
+        )
         self.error: BaseException | None = None
         self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
         slots = options.slots or of_device(model.device, model.dtype).slots
@@ -126,30 +121,33 @@ class Worker(threading.Thread):
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
         room = 1 + max(plan.path_length, plan.prefill.chunk)
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
-        model.check_memory(batch=slots + refill_size(slots), capacity=capacity, drafts=plan.drafts, can_cut=True)
+        sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # that of a tree which is drafted again
+        model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
         runner = Runner(plan, model.weights, model.mesh, can_cut=True)
         self._scheduler = Scheduler(runner, self._sizes, batch_size=slots, capacity=capacity, is_open=True)
         self._reader = Reader(self._scheduler, model)
         metrics.watch(
             lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
         )
-        self._warm_up()
+        self._warm_up(draws=options.ui)
 
-    def _warm_up(self) -> None:
-        """Runs every program once: a prompt, one that goes on from its caches, and rounds with automata."""
+    def _warm_up(self, *, draws: bool) -> None:
+        """Runs every program once: a prompt, one that goes on from its caches, rounds with automata, and a drawn tree."""
         [first] = self.make_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
-        text = first.ids + self._decode(first)
+        text = first.ids + self._decode(first).ids
         [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
         if self._sizes.automaton is not None:
             second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
-        self._decode(second)
+        result = self._decode(second)
+        if draws and result.draft_again is not None:
+            result.draft_again([0, 0], [1], 0)
 
-    def _decode(self, request: Request) -> list[int]:
+    def _decode(self, request: Request) -> Result:
         self._scheduler.submit([request])
         for finished in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
-            ids = self._reader.read_results(finished)[0].ids if finished else []
+            results = self._reader.read_results(finished)
         self._reader.forget(request)
-        return ids
+        return results[0]
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Returns the ids of prompts. Raises ValueError, before it encodes, for a prompt that cannot fit the context."""
@@ -163,27 +161,20 @@ class Worker(threading.Thread):
     def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
         """Returns the constraints that settings mean for prompts: one, but for thoughts with which some answers begin.
 
-        Raises ValueError for a server that follows none.
+        Raises ValueError for a server that follows none, and for wrong JSON.
         """
         for kind in NAMES:
             if kind in settings:
                 expect(self._sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
                 value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])
-                return {Constraint(kind, value, self.model.tokenizer.begins_in_thought(ids)) for ids in prompts}
+                return {Constraint(*answer_constraint(kind, value, self.model.tokenizer, ids)) for ids in prompts}
         return set()
 
     def compile(self, constraint: Constraint) -> None:
         """Compiles a constraint; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
-        model, given = self.model, dict.fromkeys(NAMES) | {constraint.kind: constraint.value}
-        thoughts_end = THOUGHTS[1] if constraint.is_behind_thoughts else None
-        compile_constraint(
-            **given,
-            tokenizer=model.tokenizer,
-            stop_ids=model.stop_ids,
-            vocab_size=model.verifier.vocab_size,
-            depth=self.config.schema_depth,
-            thoughts_end=thoughts_end,
-        )
+        model = self.model
+        size, depth = model.verifier.vocab_size, self.config.schema_depth
+        compile_constraint(*constraint, model.tokenizer, model.stop_ids, size, depth)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.

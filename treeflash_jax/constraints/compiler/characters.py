@@ -3,12 +3,24 @@
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from treeflash_jax.constraints.compiler.terms import Term, byte, concat, literal, repeat, union
+from treeflash_jax.constraints.compiler.terms import (
+    ALL_BYTES,
+    ANYTHING,
+    Term,
+    byte,
+    complement,
+    concat,
+    intersect,
+    literal,
+    repeat,
+    union,
+)
 
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of code points, both ends included
 LAST = 0x10FFFF
 HALVES = ((0xD800, 0xDFFF),)  # of characters in UTF-16, which are no characters
 SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+NO_UTF8 = 0xFF  # a byte of no text
 UTF8_STEPS = (0x7F, 0x7FF, 0xFFFF, LAST)  # last code point of one byte, two, three and four
 
 
@@ -89,3 +101,9 @@ Writer = Callable[[Ranges], Term]  # `plain` or `quoted`
 def texts(writer: Writer, least: int = 0, most: int | None = None) -> Term:
     """Returns all texts of `least` to `most` characters."""
     return repeat(writer(EVERY), least, most)
+
+
+def free_text(excluded: Iterable[str]) -> Term:
+    """Returns all byte strings without NO_UTF8 in which none of these texts is found; bytes may be halves of characters."""
+    found = union(*(literal(text.encode()) for text in excluded))
+    return intersect(repeat(byte(ALL_BYTES & ~(1 << NO_UTF8))), complement(concat(ANYTHING, found, ANYTHING)))

@@ -1,8 +1,8 @@
 """Compiles one constraint, in a process of its own.
 
-Reads JSON from stdin: {"kind": "schema" | "pattern" | "choices", "value": ..., "depth": levels, "states": the most,
-"thoughts_end": marker that ends a free text before, or null}. Writes `ByteAutomaton.to_bytes()`. Exit status REFUSED:
-stderr says why there is none; TOO_LARGE: memory did not suffice.
+Reads JSON from stdin: {"kind": "schema" | "pattern" | "choices" | "structural_tag", "value": ..., "depth": levels,
+"states": the most, "tokens": texts of added tokens in a structural tag}. Writes `ByteAutomaton.to_bytes()`. Exit status
+REFUSED: stderr says why there is none; TOO_LARGE: memory did not suffice.
 """
 
 import ctypes
@@ -18,36 +18,23 @@ from treeflash_jax.constraints.compiler.characters import plain
 from treeflash_jax.constraints.compiler.json_texts import parse
 from treeflash_jax.constraints.compiler.patterns import full_match
 from treeflash_jax.constraints.compiler.refusals import Refused
-from treeflash_jax.constraints.compiler.terms import (
-    ANYTHING,
-    Term,
-    TooLarge,
-    complement,
-    concat,
-    is_nothing,
-    literal,
-    repeat,
-    union,
-)
+from treeflash_jax.constraints.compiler.structural_tags import tag_texts
+from treeflash_jax.constraints.compiler.terms import Term, TooLarge, is_nothing, literal, union
 
 REFUSED, TOO_LARGE = 3, 4  # exit statuses
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
-MOST_LINES = 2  # line ends between thoughts and answer
 DEEPEST = 10_000  # calls inside each other
 
 
 def compile_term(request: Mapping[str, Any]) -> Term:
-    """Returns the texts of a constraint, behind thoughts if it has some. Raises Refused, RecursionError, and TooLarge."""
-    if request.get("thoughts_end") is not None:
-        end = literal(request["thoughts_end"].encode())
-        thoughts = complement(concat(ANYTHING, end, ANYTHING))
-        lines = repeat(literal(b"\n"), 0, MOST_LINES)
-        return concat(thoughts, end, lines, compile_term({**request, "thoughts_end": None}))
+    """Returns the texts of a constraint. Raises Refused, RecursionError, and TooLarge."""
     kind, value = request["kind"], request["value"]
     if kind == "choices":
         return union(*(literal(choice.encode()) for choice in value))
     if kind == "pattern":
         return full_match(value, plain)
+    if kind == "structural_tag":
+        return tag_texts(parse(value), request["depth"], request["tokens"])
     from treeflash_jax.constraints.compiler.values import schema_texts  # with a package that patterns do without
 
     return schema_texts(parse(value), request["depth"])

@@ -8,15 +8,29 @@ from collections.abc import Iterable
 from decimal import Context, Decimal
 from typing import Any
 
-from treeflash_jax.constraints.compiler.characters import quote
+from treeflash_jax.constraints.compiler.characters import SHORT_ESCAPES, quote
 from treeflash_jax.constraints.compiler.numerals import MOST_DIGITS, same_value, write
 from treeflash_jax.constraints.compiler.refusals import Refused
-from treeflash_jax.constraints.compiler.terms import ANYTHING, EMPTY, NOTHING, Term, concat, literal, union
+from treeflash_jax.constraints.compiler.terms import (
+    ALL_BYTES,
+    ANYTHING,
+    EMPTY,
+    NOTHING,
+    Term,
+    concat,
+    contains,
+    follow,
+    literal,
+    machine,
+    union,
+)
 
 SPACE = union(EMPTY, literal(b" "))
 COMMA, COLON = concat(literal(b","), SPACE), concat(literal(b":"), SPACE)
 QUOTE = literal(b'"')
 SPACE_MASK = 1 << ord(" ")
+ESCAPED = {char: quote(chr(char)).encode() for char in (*range(32), *SHORT_ESCAPES)}
+UNESCAPED = ALL_BYTES & ~sum(1 << char for char in ESCAPED)
 EXACT = Context(prec=3 * MOST_DIGITS)
 MOST_FINITE, LONGEST_FINITE = 8, 1_000  # values of a set that is enumerated, and bytes of each
 
@@ -61,6 +75,23 @@ def cover(value: Any) -> Term:
     if isinstance(value, list):
         return _braces(map(cover, value), b"[]")
     return same_value(value) if type(value) in (int, Decimal) else value_text(value)
+
+
+def unquoted(term: Term) -> Term:
+    """Returns the strings among the JSON texts of a set, as they are: without quotes and escapes."""
+    return machine(_unquoted_edges, _is_end_of_string, follow(term, b'"'))
+
+
+def _unquoted_edges(rest: Term) -> Iterable[tuple[int, Term]]:
+    masks = {after: mask & UNESCAPED for mask, after in rest.edges()}
+    for char, text in ESCAPED.items():
+        after = follow(rest, text)
+        masks[after] = masks.get(after, 0) | 1 << char
+    return [(mask, after) for after, mask in masks.items() if mask and after is not NOTHING]
+
+
+def _is_end_of_string(rest: Term) -> bool:
+    return contains(rest, b'"')
 
 
 def finite_values(term: Term) -> dict[str, Term]:

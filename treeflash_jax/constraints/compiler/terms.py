@@ -203,11 +203,16 @@ EDGES: dict[str, Callable[..., Iterable[tuple[int, Term]]]] = {
 }
 
 
-def contains(term: Term, text: bytes) -> bool:
-    """Returns whether a string is in a set."""
+def follow(term: Term, text: bytes) -> Term:
+    """Returns what may come after a string."""
     for value in text:
         term = next((after for mask, after in term.edges() if mask >> value & 1), NOTHING)
-    return term.has_empty
+    return term
+
+
+def contains(term: Term, text: bytes) -> bool:
+    """Returns whether a string is in a set."""
+    return follow(term, text).has_empty
 
 
 def walk(term: Term, most: int) -> Iterator[Term]:

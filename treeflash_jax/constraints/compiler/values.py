@@ -12,6 +12,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from referencing import Registry
@@ -55,10 +57,11 @@ LITERALS = {"null": (None,), "boolean": (True, False)}
 BEGINS = {"array": b"[", "object": b"{"}
 
 
-def schema_texts(schema: Any, depth: int) -> Term:
+def schema_texts(schema: Any, depth: int, *steps: str) -> Term:
     """Returns the JSON texts of a schema's values.
 
     Args:
+      *steps: keys from the document `schema` to the schema inside it that is meant, if it is not the document itself.
       depth: levels of arrays and objects up to which a text nests where its schema says nothing, or contains itself.
 
     Raises Refused for a schema that cannot be followed, and TooLarge.
@@ -75,7 +78,9 @@ def schema_texts(schema: Any, depth: int) -> Term:
     reader = Reader("$dynamicRef" in text, anchors, lambda a, b: is_nothing(bounding.write_atoms((*a, *b), 1)))
     bounding = Writer(reader, is_superset=True)
     with decimal.localcontext(EXACT):  # limits are exact
-        return Writer(reader).write([Part(schema, Place(resolver, "#", is_resolved=True))], depth)
+        place = Place(resolver, "#", is_resolved=True)
+        part = Part(reduce(getitem, steps, schema), place.inside(*steps) if steps else place)
+        return Writer(reader).write([part], depth)
 
 
 @dataclass

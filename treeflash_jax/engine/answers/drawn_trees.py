@@ -11,20 +11,26 @@ import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.engine.answers.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, round_capacity
+from treeflash_jax.engine.schedule.batching import Batch, make_batch
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
+from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.trees import DraftTree
 
 
 class DraftAgain:
-    """Drafts trees of an answer again. Holds the model weakly; copies and pickles become None."""
+    """Drafts trees of an answer again. Holds the model weakly; copies and pickles become None.
 
-    def __init__(self, model: Any, plan: DecodePlan, request: Request):
-        self._model, self._plan, self._request = weakref.ref(model), plan, request
+    Sizes are those of the scheduler that decoded the answer: all its trees need the same programs, and its programs that
+    read a single prompt read it again.
+    """
+
+    def __init__(self, model: Any, scheduler: Scheduler, request: Request):
+        self._model, self._request = weakref.ref(model), request
+        self._plan, self._can_cut = scheduler.runner.plan, scheduler.runner.can_cut
+        self._sizes, self._capacity = scheduler.sizes, scheduler.state.capacity
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -44,7 +50,9 @@ class DraftAgain:
         *before, anchor = self._request.ids + ids[:start]
         request = replace(self._request, ids=before)
         automaton = 0 if request.automaton is None else request.automaton.follow(ids[:start])
-        tree = _draft(Runner(self._plan, model.weights, model.mesh), request, anchor, automaton)
+        runner = Runner(self._plan, model.weights, model.mesh, can_cut=self._can_cut)
+        batch = make_batch([request], self._sizes, capacity=self._capacity, dtype=model.weights.dtype, mesh=model.mesh)
+        tree = _draft(runner, batch, request, anchor, automaton)
         tokens, parents, log_probs, valid = (
             np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
         )
@@ -71,11 +79,9 @@ class DraftAgain:
         )
 
 
-def _draft(runner: Runner, request: Request, anchor: int, automaton: int) -> DraftTree:
+def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automaton: int) -> DraftTree:
     """Returns the tree below `anchor`, the token that follows a prompt; `automaton` is the state after it, if any."""
-    plan, mesh, weights = runner.plan, runner.mesh, runner.weights
-    capacity = round_capacity(len(request.ids) + plan.path_length + 1)
-    batch = make_batch([request], SamplingSizes.fit([request]), capacity=capacity, dtype=weights.dtype, mesh=mesh)
+    plan, mesh = runner.plan, runner.mesh
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
         first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
         state = Prefill(runner, batch, first_b=first_b).read_all()
@@ -84,7 +90,7 @@ def _draft(runner: Runner, request: Request, anchor: int, automaton: int) -> Dra
         state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(anchor))
     if request.automaton is not None:  # prefill begins with the state of an empty answer
         state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))
-    return runner.call(loops.draft, weights, state, plan=plan)
+    return runner.call(loops.draft, runner.weights, state, plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ import jax
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn, whole
 from treeflash_jax.decoding.processors import processor_name
-from treeflash_jax.engine.answers.answer_text import AnswerText
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.formats.answer_text import AnswerText
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 
@@ -235,7 +235,7 @@ class Reader:
                     expected_lengths=answer.expected_lengths[: len(accepted)] if plan.prefill.expected_lengths else None,
                     cut=cut,
                     reused=int(scheduler.reused[slot]),
-                    draft_again=DraftAgain(self._model, plan, request) if plan.drafts else None,
+                    draft_again=DraftAgain(self._model, scheduler, request) if plan.drafts else None,
                 )
             )
         return results

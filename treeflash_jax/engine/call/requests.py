@@ -11,7 +11,7 @@ from treeflash_jax.core.checks import clipped, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.formats.tokenizer import THOUGHTS, Tokenizer
+from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
@@ -62,7 +62,8 @@ def make_requests(
       indices: one index per prompt for its random key; None counts from 0, or is 0 with a list of seeds.
 
     Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length,
-    `min_new_tokens` above `max_new_tokens`, stops as `find_stops` does, and constraints as `compile_constraint` does.
+    `min_new_tokens` above `max_new_tokens`, stops as `find_stops` does, and constraints as `find_constraint`,
+    `answer_constraint` and `compile_constraint` do.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")
@@ -77,13 +78,12 @@ def make_requests(
         temperature = 0.0 if settings.temperature < GREEDY_BELOW else settings.temperature
         end_ids = stop_ids if settings.stop_ids is None else settings.stop_ids
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
-        wanted = [getattr(settings, name) for name in compilation.NAMES]
-        is_thought = wanted != [None] * len(wanted) and tokenizer is not None and tokenizer.begins_in_thought(ids)
-        automaton = compilation.compile_constraint(
-            *wanted, tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth, THOUGHTS[1] if is_thought else None
-        )
-        if automaton is not None:  # which allows these after a complete answer
-            end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))
+        automaton, constraint = None, compilation.find_constraint(settings)
+        if constraint is not None:
+            constraint = compilation.answer_constraint(*constraint, tokenizer, ids)
+            how = tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth
+            automaton = compilation.compile_constraint(*constraint, *how)
+            end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # which it allows after a complete answer
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))

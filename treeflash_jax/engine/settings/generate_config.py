@@ -24,7 +24,7 @@ MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 
 # Settings of other libraries, rejected with an explanation.
 REFUSED = {
     "num_beams": "is not supported: beam search does not sample from the verifier",
-    "grammar": "is not supported: answers can follow a schema, a pattern or choices, or a processor of your own",
+    "grammar": "is not supported: answers can follow a schema, pattern, choices, structural tag or a processor of your own",
     "raw": 'is not supported: text to be continued is given as tf.Text("...") in Python, with --prompt on command lines',
 }
 GROUPS = {  # titles in help texts
@@ -124,7 +124,7 @@ class GenerateConfig:
     )
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling_setting(
         None,
-        "ids of the tokens that end an answer; the model's still end those with a schema, a pattern or choices",
+        "ids of the tokens that end an answer; the model's still end those with a constraint",
         least=0,
         unset="the model's own",
         unit="ids",
@@ -148,6 +148,13 @@ class GenerateConfig:
     )
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None = sampling_setting(
         None, "texts; the answer is one of them", unset="none", unit="text", min_length=1
+    )
+    structural_tag: str | Sequence[str | None] | None = sampling_setting(
+        None,
+        "structure of the answer, such as text around a schema, in xgrammar's JSON: a dictionary or JSON text",
+        unset="none",
+        unit="JSON",
+        spelled=as_json,
     )
     processor: Callable[..., Any] | None = sampling_setting(
         None, "function of logits and `decoding.processors.History` that returns logits, in Python only", unset="none"
@@ -266,8 +273,8 @@ class GenerateConfig:
 
     schema_states: int = running_setting(
         4096,
-        "states for which programs that follow a schema, a pattern or choices have room; one with more states compiles "
-        "programs of its own. A thousand take 2 MiB for each sequence",
+        "states for which programs that follow a constraint have room; one with more states compiles programs of its own. "
+        "A thousand take 2 MiB for each sequence",
         least=1,
         most=MOST_STATES,
         unit="states",

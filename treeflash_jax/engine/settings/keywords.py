@@ -121,13 +121,15 @@ class GenerateSettings(TypedDict, total=False):
       min_new_tokens: smallest number of tokens in an answer; a stop string, or
         a constraint that allows only the end, ends it earlier (default: 0).
       stop_ids: ids of the tokens that end an answer; the model's still end
-        those with a schema, a pattern or choices (default: the model's own).
+        those with a constraint (default: the model's own).
       schema: JSON schema that the answer follows: a dictionary, JSON text or a
         pydantic model (default: none).
       schema_depth: levels of arrays and objects in an answer where its schema
         says nothing, or contains itself (default: 6).
       pattern: regular expression that the whole answer matches (default: none).
       choices: texts; the answer is one of them (default: none).
+      structural_tag: structure of the answer, such as text around a schema, in
+        xgrammar's JSON: a dictionary or JSON text (default: none).
       processor: function of logits and `decoding.processors.History` that
         returns logits, in Python only (default: none).
       sampling: model: temperature (if do_sample is true), filters and
@@ -175,9 +177,9 @@ class GenerateSettings(TypedDict, total=False):
         number of children: EAGLE-2's tree (default: all if the drafter drafts
         all levels in one pass; otherwise the drafter's, but 2 in trees of up to
         8 nodes on a CPU not using amx_bf16).
-      schema_states: states for which programs that follow a schema, a pattern
-        or choices have room; one with more states compiles programs of its own.
-        A thousand take 2 MiB for each sequence (default: 4096).
+      schema_states: states for which programs that follow a constraint have
+        room; one with more states compiles programs of its own. A thousand take
+        2 MiB for each sequence (default: 4096).
       attention: implementation of attention: xla reads whole caches; streamed,
         blocked, pallas-gpu and mosaic-gpu only their filled part. pallas-gpu is
         the default on H100 and H200 in bfloat16; mosaic-gpu never ran there,
@@ -213,6 +215,7 @@ class GenerateSettings(TypedDict, total=False):
     schema_depth: int
     pattern: str | Sequence[str | None] | None
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None
+    structural_tag: str | Sequence[str | None] | None
     processor: Callable[..., Any] | None
     sampling: Sampling | str | None
     head: Head | str | None

@@ -1,4 +1,4 @@
-"""Bodies of requests, and the forms of answers, without a server."""
+"""Answers in the forms of OpenAI's protocols, without a server."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,11 +7,16 @@ import pytest
 import toy_tokenizers
 
 import treeflash_jax as tf
-from treeflash_jax.engine.answers.answer_text import AnswerText
 from treeflash_jax.engine.answers.results import Chunk
+from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.api_forms import ChatBody, ChatForm, CompletionBody, CompletionForm, with_numbers
+from treeflash_jax.serve.answer_reader import AnswerReader
+from treeflash_jax.serve.call import Usage
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.protocols.chat import ChatBody, ChatExchange
+from treeflash_jax.serve.protocols.completions import CompletionBody, CompletionExchange
+from treeflash_jax.serve.protocols.exchange import Served
+from treeflash_jax.serve.protocols.fields import with_numbers
 from treeflash_jax.serve.worker import Piece
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -22,24 +27,38 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}
 INNER = SimpleNamespace(chat_template="<think> <tool_call>", decode=lambda ids: "<think>")
 
 
-def make_form(**fields) -> ChatForm:
-    return ChatForm("tiny", Tokenizer(INNER), ChatBody(messages=CHAT, **fields))
-
-
 def make_result(**fields) -> tf.Result:
     return replace(tf.Result.unanswered([5, 5, 5]), finished="stop", **fields)
+
+
+class Answer:
+    """One answer in the form of a protocol, whole and as a stream."""
+
+    def __init__(self, kind: type, tokenizer: Tokenizer | None, **fields):
+        body = ChatBody(messages=CHAT, **fields) if kind is ChatExchange else CompletionBody(**fields)
+        self.exchange = kind(body, Served("tiny", 0))
+        self.reader = AnswerReader(self.exchange.call(), tokenizer)
+
+    def choice(self, result: tf.Result) -> dict:
+        chunk = Chunk(ids=result.ids, text=result.text, rounds=0)
+        delta = self.reader.read(Piece(0, chunk, result, True))
+        return self.exchange.whole([delta], Usage(3, 1, 0))["choices"][0]
+
+    def choices(self, piece: Piece) -> list[dict]:
+        return [event.data["choices"][0] for event in self.exchange.add(self.reader.read(piece))]
 
 
 @pytest.mark.parametrize("fields, expected", [
     ({}, ("Hm.", None, 1)),
     ({"response_format": {"type": "text"}}, ("Hm.", None, 1)),
     ({"tool_choice": "none"}, ("Hm.", CALL, 0)),
-    ({"response_format": {"type": "json_object"}}, ("Hm.", CALL, 0)),
-    ({"response_format": SCHEMA}, ("Hm.", CALL, 0)),
-    ({"guided_regex": "a"}, ("Hm.", CALL, 0)),
+    ({"response_format": {"type": "json_object"}}, ("Hm.", None, 1)),
+    ({"response_format": SCHEMA, "tools": None}, ("Hm.", CALL, 0)),
+    ({"guided_regex": "a", "tools": []}, ("Hm.", CALL, 0)),
 ])  # fmt: skip
-def test_blocks_are_read_unless_the_answer_is_json_or_may_not_call(fields, expected):
-    choice = make_form(tools=TOOLS, **fields).choice(0, make_result(text=f"Hm.</think>{CALL}"))
+def test_calls_are_read_if_the_answer_may_call(fields, expected):
+    text = f"Hm.</think>{CALL}"
+    choice = Answer(ChatExchange, Tokenizer(INNER), **({"tools": TOOLS} | fields)).choice(make_result(text=text))
     message = choice["message"]
     assert (message.get("reasoning_content"), message["content"], len(message.get("tool_calls", []))) == expected
     assert choice["finish_reason"] == ("tool_calls" if expected[2] else "stop")
@@ -56,11 +75,11 @@ def read(tokenizer: Tokenizer, form: str, prompt: list[int], ids: list[int], top
     top_log_probs = [[(token, -1.0 - rank) for rank, token in enumerate(top or [id])] for id in ids]
     log_probs = {"log_probs": [-1.0] * len(ids), "top_log_probs": top_log_probs}
     result = make_result(ids=ids, text=answer.text, prompt_ids=prompt, **log_probs)
-    kind, asked = (CompletionForm, CompletionBody(prompt="", logprobs=5))
+    kind, fields = CompletionExchange, {"prompt": "", "logprobs": 5}
     if form == "chat":
-        kind, asked = ChatForm, ChatBody(messages=CHAT, logprobs=True, top_logprobs=5)
-    whole = kind("tiny", tokenizer, asked).choice(0, result)["logprobs"]
-    streamed, growing = kind("tiny", tokenizer, asked), AnswerText(tokenizer, prompt)
+        kind, fields = ChatExchange, {"logprobs": True, "top_logprobs": 5}
+    whole = Answer(kind, tokenizer, **fields).choice(result)["logprobs"]
+    streamed, growing = Answer(kind, tokenizer, **fields), AnswerText(tokenizer, prompt)
     parts, sent = [], 0
     for first in range(0, len(ids), 2):
         is_last = first + 2 >= len(ids)
@@ -68,7 +87,8 @@ def read(tokenizer: Tokenizer, form: str, prompt: list[int], ids: list[int], top
         text = growing.text if is_last else growing.certain_text
         chunk = Chunk(ids=ids[first : first + 2], text=text[sent:], rounds=0)
         so_far = replace(result, ids=ids[: first + 2], text=growing.text)
-        parts.append(streamed.delta(Piece(0, chunk, so_far, is_last))["logprobs"])
+        [choice] = streamed.choices(Piece(0, chunk, so_far, is_last))
+        parts.append(choice["logprobs"])
         offsets = parts[-1].get("text_offset", [])
         assert all(sent <= offset <= len(text) for offset in offsets), "offsets lie in the piece that has the token"
         sent = len(text)
@@ -116,8 +136,8 @@ def test_likeliest_tokens_that_decode_alike_stay_apart():
 
 def test_without_a_tokenizer_the_text_of_a_token_is_its_id():
     result = make_result(ids=[7, 8], log_probs=[-1.0, float("-inf")], top_log_probs=[[(7, -1.0)], [(9, -2.0)]])
-    form = CompletionForm("tiny", None, CompletionBody(prompt=[5], logprobs=1))
-    log_probs = form.choice(0, replace(result, text=None))["logprobs"]
+    answer = Answer(CompletionExchange, None, prompt=[5], logprobs=1)
+    log_probs = answer.choice(replace(result, text=""))["logprobs"]
     assert log_probs == {
         "tokens": ["7", "8"],
         "token_logprobs": [-1.0, -9999.0],

@@ -11,24 +11,28 @@ from treeflash_jax.core.checks import expect
 FAIL_FAST = Field(fail_fast=True)  # one error is enough, and a million take minutes
 ANY_OBJECT = '{"type": "object"}'
 # Fields of other servers that would change an answer; guided_decoding_backend would not.
-OTHER_CONSTRAINTS = re.compile("grammar|ebnf|structural_tag|guided_(?!decoding_backend).*|structured_.*")
+OTHER_CONSTRAINTS = re.compile("grammar|ebnf|guided_(?!decoding_backend).*|structured_.*")
 
 
 class ResponseFormat(BaseModel):
-    """Form of the answer: "text", "json_object", or "json_schema" with the schema."""
+    """Form of the answer: "text", "json_object", "json_schema" with the schema, or "structural_tag" with its format."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
 
-    def schema_text(self) -> str | None:
-        """Returns the schema that the answer has to follow. Raises ValueError if it is missing."""
+    def constraint(self) -> tuple[str, Any]:
+        """Returns name and value of the constraint; None as value without one. Raises ValueError if it is missing."""
         if self.type == "text":
-            return None
+            return "schema", None
         if self.type == "json_object":
-            return ANY_OBJECT
+            return "schema", ANY_OBJECT
+        if self.type == "structural_tag":
+            expect(self.format is not None, "response_format.format", self.format, "a structural tag")
+            return "structural_tag", self.format
         schema = (self.json_schema or {}).get("schema")
         expect(isinstance(schema, dict), "response_format.json_schema.schema", schema, "a JSON schema")
-        return json.dumps(schema)
+        return "schema", schema
 
 
 class StructuredOutputs(BaseModel, extra="allow"):
@@ -38,6 +42,7 @@ class StructuredOutputs(BaseModel, extra="allow"):
     regex: str | None = None
     choice: Annotated[list[str], FAIL_FAST] | None = None
     json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class ConstraintFields(BaseModel, extra="allow"):
@@ -55,11 +60,12 @@ class ConstraintFields(BaseModel, extra="allow"):
         """Returns the constraint of the answer, by our name. Raises ValueError for several, and for fields that we lack."""
         outputs = self.structured_outputs or StructuredOutputs()
         given = {
-            "response_format": ("schema", self.response_format and self.response_format.schema_text()),
+            "response_format": (self.response_format or ResponseFormat(type="text")).constraint(),
             "structured_outputs.json": ("schema", outputs.schema_),
             "structured_outputs.json_object": ("schema", ANY_OBJECT if outputs.json_object else None),
             "structured_outputs.regex": ("pattern", outputs.regex),
             "structured_outputs.choice": ("choices", outputs.choice),
+            "structured_outputs.structural_tag": ("structural_tag", outputs.structural_tag),
             "guided_json": ("schema", self.guided_json),
             "guided_regex": ("pattern", self.guided_regex),
             "guided_choice": ("choices", self.guided_choice),

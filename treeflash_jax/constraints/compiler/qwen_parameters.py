@@ -1,0 +1,48 @@
+"""Arguments of a function as elements, in the form of the chat template of Qwen3-Coder."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from treeflash_jax.constraints.compiler.characters import free_text
+from treeflash_jax.constraints.compiler.json_texts import unquoted
+from treeflash_jax.constraints.compiler.reader import ANNOTATIONS
+from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.terms import EMPTY, Term, concat, intersect, is_nothing, literal, union
+from treeflash_jax.constraints.compiler.values import schema_texts
+
+FOLLOWED = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
+MARKS = "<parameter", "</parameter", "</tool_call>"  # by which calls are read, so that no value contains them
+
+
+def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str]) -> Term:
+    """Returns the elements of a function's arguments, in the order of `properties`, those that are not required optional.
+
+    A value is a text as it is, without quotes, if its schema allows strings; else a JSON text.
+
+    Args:
+      schema: JSON schema of the arguments, an object.
+      depth: as in `schema_texts`.
+      excluded: further texts that no value contains.
+
+    Raises Refused for a name that no element can have, and keywords of objects other than FOLLOWED.
+    """
+    others = schema.keys() - FOLLOWED
+    if others:
+        raise Refused(f"keyword {min(others)!r} cannot be followed in arguments")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if schema.get("type", "object") != "object" or not isinstance(properties, dict) or not isinstance(required, list):
+        raise Refused("arguments are no object")
+    wrong = [name for name in required if name not in properties]
+    if wrong:
+        raise Refused(f"required {wrong[0]!r} is none of the properties")
+    plain_value = free_text((*MARKS, *excluded))
+    elements = EMPTY
+    for name in reversed(properties):
+        if not name or ">" in name or "\n" in name:
+            raise Refused(f"no element has the name {name!r}")
+        value = schema_texts(schema, depth - 1, "properties", name)
+        text = unquoted(value)
+        value = intersect(value if is_nothing(text) else text, plain_value)
+        element = concat(literal(f"<parameter={name}>\n".encode()), value, literal(b"\n</parameter>\n"))
+        elements = concat(element, elements) if name in required else union(concat(element, elements), elements)
+    return elements

@@ -1,0 +1,18 @@
+"""Forms in which models write their answers: thoughts, calls of functions and text. A file for each form.
+
+They know no protocol of a server: what they read are parts, what they demand are structural tags.
+"""
+
+from typing import Any
+
+from treeflash_jax.formats.messages.harmony import Harmony
+from treeflash_jax.formats.messages.message_format import MessageFormat
+from treeflash_jax.formats.messages.tagged_messages import TaggedMessages
+
+FORMATS: tuple[type[MessageFormat], ...] = (Harmony, TaggedMessages)  # the first one whose template it is
+
+
+def find_format(tokenizer: Any) -> MessageFormat:
+    """Returns the form in which the model of a tokenizer writes its answers, by its chat template."""
+    template = str(tokenizer.inner.chat_template or "")
+    return next(kind for kind in FORMATS if kind.fits(template))(tokenizer, template)

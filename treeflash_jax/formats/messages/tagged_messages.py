@@ -1,0 +1,254 @@
+"""Thoughts and calls between tags, as in Qwen's templates: <think> and <tool_call>, around JSON or <function=NAME>."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from treeflash_jax.core.checks import parse_json
+from treeflash_jax.formats.messages.message_format import (
+    Call,
+    Content,
+    Function,
+    MessageFormat,
+    MessageReader,
+    Part,
+    Tag,
+    Thought,
+    any_text,
+    const,
+    either,
+    make_call,
+    parse_value,
+    sequence,
+)
+
+THINK, CALL, BARE = ("<think>", "</think>"), ("<tool_call>", "</tool_call>"), ("<function=", "</function>")
+LINES = {"type": "regex", "pattern": "\n{0,2}"}  # between thoughts and answer
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?((?:(?!</?parameter\b).)*)</parameter>\s*", flags=re.DOTALL)
+
+
+class TaggedMessages(MessageFormat):
+    """Answers with tags. Without tags in the template, an answer is text, so that this form fits every template."""
+
+    def __init__(self, tokenizer: Any, template: str):
+        super().__init__(tokenizer, template)
+        self.writes_calls = CALL[0] in template
+        self._has_thoughts = THINK[0] in template or THINK[1] in template
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        return True
+
+    def reader(
+        self, prompt_ids: Sequence[int], functions: Sequence[Function], stop: Sequence[str], *, has_thoughts: bool
+    ) -> MessageReader:
+        begins_in_thought = self._has_thoughts and self._begins_in_thought(prompt_ids)
+        functions = functions if self.writes_calls else ()
+        return TagReader(
+            reads_thoughts=has_thoughts and self._has_thoughts, functions=functions, begins_in_thought=begins_in_thought
+        )
+
+    def answer_tag(
+        self,
+        prompt_ids: Sequence[int],
+        content: Tag | None = None,
+        functions: Sequence[Function] = (),
+        *,
+        is_forced: bool = False,
+        is_parallel: bool = True,
+    ) -> Tag:
+        tags = [self._call_tag(function) for function in functions]
+        answer = content or any_text()
+        if tags and not is_forced and content is None:
+            answer = {"type": "triggered_tags", "triggers": [CALL[0]], "tags": tags, "stop_after_first": not is_parallel}
+        elif tags:
+            calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
+            calls |= {"at_least_one": True, "stop_after_first": not is_parallel}
+            answer = calls if is_forced else either(content, calls)
+        if self._begins_in_thought(prompt_ids):
+            answer = sequence(any_text(THINK[1]), const(THINK[1]), LINES, answer)
+        return answer
+
+    def _begins_in_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Returns whether the prompt has opened thoughts, as some chat templates do."""
+        return self.tokenizer.inner.decode(prompt_ids[-8:]).rstrip().endswith(THINK[0])
+
+    def _call_tag(self, function: Function) -> Tag:
+        if BARE[0] in self.template:
+            begin, kind, end = f"{CALL[0]}\n{BARE[0]}{function.name}>\n", "qwen_xml_parameter", f"{BARE[1]}\n{CALL[1]}"
+        else:
+            begin, kind, end = (
+                f'{CALL[0]}\n{{"name": {json.dumps(function.name)}, "arguments": ',
+                "json_schema",
+                f"}}\n{CALL[1]}",
+            )
+        content = {"type": kind, "json_schema": function.parameters} if function.is_strict else any_text()
+        return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+class TagReader(MessageReader):
+    """Splits a growing text at its tags.
+
+    A call is a part when its block ends; a block that does not parse, or does not end, stays text. Thoughts are at the
+    beginning only. Read as well: calls inside thoughts, and <function=NAME> without <tool_call> around it.
+    """
+
+    def __init__(self, *, reads_thoughts: bool, functions: Sequence[Function], begins_in_thought: bool = False):
+        self.num_calls = 0
+        self._functions = functions
+        self._reads_thoughts = reads_thoughts
+        self._block = THINK if begins_in_thought else None
+        self._around: tuple[str, str] | None = None  # the block around that of a call
+        self._buffer = ""
+        self._searched = 0  # characters of the buffer in which the block does not end
+        self._is_start = begins_in_thought  # of a part after a tag, whose white space is dropped
+        self._is_behind_call = False
+
+    def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
+        self._buffer += text
+        parts: list[Part] = []
+        while self._read_block(parts):
+            pass
+        if self._block in (CALL, BARE):
+            if is_last:
+                self._block, start = self._around, self._block[0]
+                parts += self._text(start + self._buffer)
+        else:
+            end = len(self._buffer) if is_last else self._certain()
+            parts += self._text(self._buffer[:end])
+            self._buffer = self._buffer[end:]
+        return parts
+
+    def _tags(self) -> list[str]:
+        """Returns the tags that mean something here."""
+        if self._block in (CALL, BARE):
+            return [self._block[1]] + [THINK[1]] * (self._around is THINK)  # thoughts that only mention calls
+        tags = [CALL[0], BARE[0]] * bool(self._functions)
+        if self._block is THINK:
+            tags.append(THINK[1])
+        elif self._reads_thoughts:
+            tags.append(THINK[0])
+        if self._is_behind_call:
+            tags.append(CALL[1])
+        return tags
+
+    def _read_block(self, parts: list[Part]) -> bool:
+        """Reads up to the next tag; returns False if there is none."""
+        places = {at: tag for tag in self._tags() if (at := self._buffer.find(tag, self._searched)) >= 0}
+        if not places:
+            if self._block in (CALL, BARE):
+                self._searched = max(self._searched, len(self._buffer) - len(CALL[1]))
+            return False
+        at = min(places)
+        tag, before, after = places[at], self._buffer[:at], self._buffer[at + len(places[at]) :]
+        if self._block in (CALL, BARE):
+            call = self._call(before) if tag != THINK[1] else None
+            if call is None and _is_inside_string(before):
+                self._searched = at + 1
+                return True
+            start, self._block = self._block[0], self._around
+            if call is not None:
+                parts.append(call)
+            else:
+                parts += self._text(start + before + (tag if tag != THINK[1] else ""))
+            self._is_start = self._is_behind_call = call is not None
+            if tag == THINK[1]:
+                self._enter(tag)
+        elif tag not in (THINK[0], CALL[1]):
+            parts += self._text(before)
+            self._enter(tag)
+        elif before.strip():  # neither at the beginning nor just behind a call
+            parts += self._text(before + tag)
+        elif tag == THINK[0]:
+            self._enter(tag)
+        self._buffer, self._searched = after, 0
+        return True
+
+    def _enter(self, tag: str) -> None:
+        """Goes on behind a tag outside of calls."""
+        if tag in (CALL[0], BARE[0]):
+            self._around, self._block = self._block, CALL if tag == CALL[0] else BARE
+        else:
+            self._block = THINK if tag == THINK[0] else None
+            self._reads_thoughts, self._is_start = False, True
+
+    def _certain(self) -> int:
+        """Returns the number of characters that cannot be the start of a tag."""
+        starts = {tag[:size] for tag in self._tags() for size in range(1, len(tag))}
+        held = max((len(start) for start in starts if self._buffer.endswith(start)), default=0)
+        size = len(self._buffer) - held
+        is_before_thoughts = self._reads_thoughts and self._block is None and not self._buffer[:size].strip()
+        return 0 if is_before_thoughts else size
+
+    def _text(self, text: str) -> list[Part]:
+        if self._is_start:
+            text = text.lstrip()
+        if not text:
+            return []
+        self._is_start = self._is_behind_call = False
+        if self._block is THINK:
+            return [Thought(text)]
+        self._reads_thoughts &= not text.strip()
+        return [Content(text)]
+
+    def _call(self, text: str) -> Call | None:
+        """Returns the call in a block; None if it does not parse."""
+        if self._block is BARE:
+            text = BARE[0] + text + BARE[1]
+        try:
+            match = FUNCTION.fullmatch(text)
+            name, arguments = _read_json(text) if match is None else _read_function(*match.groups(), self._functions)
+            call = make_call(name, arguments)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        self.num_calls += 1
+        return call
+
+
+def _is_inside_string(text: str) -> bool:
+    """Returns whether JSON ends inside a string, where a tag is text."""
+    try:
+        parse_json(text)
+    except ValueError as error:
+        return "Unterminated string" in str(error)
+    return False
+
+
+def _read_json(text: str) -> tuple[Any, Any]:
+    """Returns name and arguments. Raises ValueError, KeyError."""
+    call = parse_value(text)
+    return call["name"], call.get("arguments", call.get("parameters", {}))
+
+
+def _read_function(name: str, text: str, functions: Sequence[Function]) -> tuple[str, dict[str, Any]]:
+    """Returns name and arguments. A value is JSON if its parameter cannot be a string and it parses, otherwise a text.
+
+    Raises ValueError if there is anything but parameters.
+    """
+    if PARAMETER.sub("", text).strip():
+        raise ValueError("got text outside of parameters")
+    schemas = next((_get(x.parameters, "properties") for x in functions if x.name == name), None)
+    arguments: dict[str, Any] = {key: value.removesuffix("\n") for key, value in PARAMETER.findall(text)}
+    for key, value in arguments.items():
+        if not _may_be_string(_get(schemas, key)):
+            with suppress(ValueError):
+                arguments[key] = parse_value(value)
+    return name, arguments
+
+
+def _may_be_string(schema: Any) -> bool:
+    """Returns whether values of a JSON schema may be strings, as they may without a type."""
+    kinds, alternatives = _get(schema, "type"), _get(schema, "anyOf")
+    if isinstance(alternatives, list):
+        return any(map(_may_be_string, alternatives))
+    return kinds is None or kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+
+
+def _get(value: Any, *keys: str) -> Any:
+    """Returns what a client's JSON has below these keys; None if anything on the way is missing or no object."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

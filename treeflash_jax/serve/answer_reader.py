@@ -1,0 +1,62 @@
+"""Pieces of answers become what clients hear: parts of messages, and places of tokens."""
+
+from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.formats.answer_text import AnswerText
+from treeflash_jax.formats.messages import find_format
+from treeflash_jax.formats.messages.message_format import Content, MessageReader, Part
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.call import Delta, ServerCall
+from treeflash_jax.serve.log_probs import PlaceReader
+from treeflash_jax.serve.worker import Piece
+
+
+class TextReader(MessageReader):
+    """Reads an answer that is no message: all of it is content."""
+
+    def feed(self, ids: list[int], text: str, *, is_last: bool = False) -> list[Part]:
+        return [Content(text)] * bool(text)
+
+
+class AnswerReader:
+    """Reads the answers of one call, each from its pieces."""
+
+    def __init__(self, call: ServerCall, tokenizer: Tokenizer | None):
+        self._call, self._tokenizer = call, tokenizer
+        self._messages: dict[int, MessageReader] = {}  # by index of the answer
+        self._places: dict[int, PlaceReader] = {}
+
+    def read(self, piece: Piece) -> Delta:
+        index, result = piece.index, piece.result
+        if index not in self._messages:
+            self._messages[index] = self._message_reader(result)
+            if self._call.num_top is not None:
+                self._places[index] = PlaceReader(self._tokenizer, result.prompt_ids, self._call.num_top)
+        message = self._messages[index]
+        parts = message.feed(piece.chunk.ids, piece.chunk.text, is_last=piece.is_last)
+        places = self._places[index].read(result, is_last=piece.is_last) if self._places else None
+        finished = stop = None
+        if piece.is_last:
+            finished = "length" if result.finished == "length" else "calls" if message.num_calls else "stop"
+            stop = self._find_stop(result)
+        return Delta(index, parts, places, finished, stop)
+
+    @property
+    def _stop(self) -> list[str]:
+        """Stop strings of the call."""
+        stop = self._call.settings.get("stop") or []
+        return [stop] if isinstance(stop, str) else stop
+
+    def _find_stop(self, result: Result) -> str | None:
+        """Returns the stop string before which an answer was cut; None if it was not."""
+        if not self._stop or self._tokenizer is None:
+            return None
+        answer = AnswerText(self._tokenizer, result.prompt_ids)
+        answer.extend(result.ids)
+        return next((stop for stop in self._stop if answer.text.startswith(stop, len(result.text))), None)
+
+    def _message_reader(self, result: Result) -> MessageReader:
+        if not self._call.is_chat or self._tokenizer is None:
+            return TextReader()
+        return find_format(self._tokenizer).reader(
+            result.prompt_ids, self._call.tools.functions, self._stop, has_thoughts=not self._call.has_structure
+        )

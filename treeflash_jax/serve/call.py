@@ -1,0 +1,124 @@
+"""The one call that every protocol's request becomes, and what a client hears of its answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from treeflash_jax.constraints.compilation import NAMES
+from treeflash_jax.core.checks import WrongValue, expect
+from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.engine.call.prompts import Chat, Prompt
+from treeflash_jax.formats.messages.message_format import Call, Content, Function, Part, Thought
+from treeflash_jax.serve.log_probs import Place
+
+MOST_SAMPLES = 128
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Functions of a call, and what its answers may do with them.
+
+    Attributes:
+      described: functions that the chat template describes, in the form of OpenAI's chat API.
+      callable: names of those that may be called; None for all.
+      is_forced: whether an answer has to call one.
+      is_parallel: whether an answer may have several calls.
+    """
+
+    described: Sequence[dict[str, Any]] = ()
+    callable: frozenset[str] | None = None
+    is_forced: bool = False
+    is_parallel: bool = True
+
+    @property
+    def functions(self) -> list[Function]:
+        """The functions that may be called."""
+        functions = []
+        for tool in self.described:
+            function = tool["function"]
+            if self.callable is None or function["name"] in self.callable:
+                parameters = function.get("parameters") or {"type": "object"}
+                is_strict = self.is_forced or bool(function.get("strict"))
+                functions.append(Function(function["name"], parameters, is_strict))
+        return functions
+
+    def check(self) -> None:
+        """Raises ValueError for callable functions that are not described, and for a forced call of none."""
+        names = {tool["function"]["name"] for tool in self.described}
+        unknown = sorted((self.callable or frozenset()) - names)
+        expect(not unknown, "tool_choice", ", ".join(unknown), f"one of tools: {', '.join(sorted(names)) or 'none'}")
+        if self.is_forced and not self.functions:
+            raise WrongValue("got tool_choice that demands a call, but no tools to call", "tool_choice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCall:
+    """A call of the server.
+
+    Attributes:
+      settings: settings that the client gives, by our names.
+      streams: whether pieces of answers are sent while they grow.
+      num_top: number of likeliest tokens in the place of each; None without log-probabilities.
+      sent_names: names under which the client sent settings, by our names, if they differ.
+    """
+
+    prompts: list[Prompt]
+    settings: dict[str, Any]
+    tools: Tools = Tools()
+    streams: bool = False
+    num_top: int | None = None
+    sent_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.settings.get("samples", 1)
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.prompts) and isinstance(self.prompts[0], Chat)
+
+    @property
+    def has_structure(self) -> bool:
+        """Whether the client gave the content of answers a structure."""
+        return any(name in self.settings for name in NAMES)
+
+
+class Usage(NamedTuple):
+    """Numbers of tokens of a call; a prompt of several answers counts once.
+
+    Attributes:
+      reused: tokens of prompts whose caches were there already.
+    """
+
+    prompt: int
+    answer: int
+    reused: int
+
+    @staticmethod
+    def count(results: Sequence[Result], num_prompts: int) -> "Usage":
+        firsts = results[:: len(results) // num_prompts]
+        prompt, reused = (sum(numbers) for numbers in zip(*((len(x.prompt_ids), x.reused) for x in firsts), strict=True))
+        return Usage(prompt, sum(len(result.ids) for result in results), reused)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a client hears at a time of the answer with an index: parts, and places of tokens if it asked for them.
+
+    Attributes:
+      finished: "stop", "length", "calls" (it ends with calls); None while the answer grows.
+      stop: the stop string that ended it, if one did.
+    """
+
+    index: int
+    parts: list[Part]
+    places: list[Place] | None = None
+    finished: str | None = None
+    stop: str | None = None
+
+    def text(self, kind: type[Content] | type[Thought]) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, kind))
+
+    @property
+    def calls(self) -> list[Call]:
+        return [part for part in self.parts if isinstance(part, Call)]

@@ -1,0 +1,53 @@
+"""A call in the form of the served model: messages as its chat template expects them, and what constrains answers."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from treeflash_jax.constraints.compilation import NAMES, as_tag
+from treeflash_jax.core.checks import warn
+from treeflash_jax.engine.call.prompts import Prompt
+from treeflash_jax.formats.messages import find_format
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.call import ServerCall
+from treeflash_jax.serve.protocols.chat_messages import plain_messages
+
+
+def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Returns the prompts of a call for a model.
+
+    Raises ValueError for tools without a place in the chat template, and for forced calls in a form that is not known here.
+    """
+    if tokenizer is None or not call.is_chat:
+        return call.prompts
+    form = find_format(tokenizer)
+    tools = call.tools
+    if tools.described and "tools" not in form.template:
+        raise ValueError("got tools, but the chat template of this model has no place for them: send the request without")
+    if tools.described and not form.writes_calls:
+        known = "this model writes calls in a form that is not read here"
+        if tools.is_forced:
+            raise ValueError(f"got tool_choice that demands a call, but {known}")
+        warn(f"got tools, but {known}: calls stay text")
+    return [
+        replace(chat, messages=plain_messages(chat.messages, form.template, form.thoughts_key), tools=tools.described)
+        for chat in call.prompts
+    ]
+
+
+def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Returns the settings of a call; if calls of functions are constrained, its constraint is a structural tag."""
+    tools, functions = call.tools, call.tools.functions
+    given = {name: call.settings[name] for name in NAMES if name in call.settings}
+    is_constrained = bool(given) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
+    if tokenizer is None or not functions or not is_constrained or not find_format(tokenizer).writes_calls:
+        return call.settings
+    [content] = [as_tag(name, value) for name, value in given.items()] or [None]
+    if content is not None:  # otherwise an answer could be neither content nor a call that parses
+        functions = [replace(function, is_strict=True) for function in functions]
+    tag = find_format(tokenizer).answer_tag(
+        prompts[0], content, functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel
+    )
+    others = {name: value for name, value in call.settings.items() if name not in given}
+    return others | {"structural_tag": json.dumps(tag)}

@@ -1,0 +1,102 @@
+"""The chat page for browsers, and what it shows of the latest answers: their rounds and draft trees."""
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse, Response
+from starlette.exceptions import HTTPException
+
+from treeflash_jax.core.checks import clipped
+from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.formats.answer_text import AnswerText
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.threads import Threads
+
+KEPT_ANSWERS = 64  # whose trees the chat page can show
+
+
+def add_page(
+    app: FastAPI, needs: list[Any], latest: Mapping[str, Mapping[int, Result]], tokenizer: Tokenizer, threads: Threads
+) -> None:
+    """Adds the chat page, and the rounds and trees of the latest answers.
+
+    Args:
+      needs: dependencies of paths that need the key.
+      latest: the last answers, by id of the request and index.
+      threads: threads that draft and draw.
+    """
+    page = resources.files("treeflash_jax.serve").joinpath("page.html").read_text(encoding="utf-8")
+    headers = {"content-security-policy": make_policy(page), "x-content-type-options": "nosniff"}
+    drafting = asyncio.Lock()  # one tree at a time: each takes the caches of a whole context
+
+    def find(answer_id: str) -> Result:
+        result = latest.get(answer_id, {}).get(0)
+        if result is None:
+            known = f"got answer {clipped(answer_id, 60)!r}, expected one of the last {KEPT_ANSWERS}"
+            raise HTTPException(404, known)
+        return result
+
+    @app.get("/", include_in_schema=False)
+    async def show_page() -> Response:
+        return HTMLResponse(page, headers=headers)
+
+    @app.get("/ui/trees/{answer_id}", dependencies=needs, include_in_schema=False)
+    async def list_rounds(answer_id: str) -> Any:
+        return await threads.run(partial(describe_rounds, find(answer_id), tokenizer))
+
+    @app.get("/ui/trees/{answer_id}/{round_index:int}", dependencies=needs, include_in_schema=False)
+    async def draw_tree(answer_id: str, round_index: int) -> Any:
+        result = find(answer_id)
+        if round_index >= len(result.accept_lengths):
+            known = f"got round {round_index}, expected one of the {len(result.accept_lengths)} of this answer, from 0"
+            raise HTTPException(404, known)
+        async with drafting:
+            return await threads.run(partial(describe_tree, result, round_index))
+
+
+def make_policy(page: str) -> str:
+    """Returns the Content-Security-Policy of a page: its only script runs, and talks to this server alone."""
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = {"default-src": "'none'", "script-src": f"'sha256-{digest}'", "style-src": "'unsafe-inline'"}
+    allowed |= {"connect-src": "'self'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
+    return "; ".join(f"{name} {value}" for name, value in (allowed | {"frame-ancestors": "'none'"}).items())
+
+
+def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns tau, the first token's text, and of each round its length and the texts of accepted and bonus tokens."""
+    text, end = AnswerText(tokenizer, result.prompt_ids), 0
+
+    def read(ids: list[int]) -> str:
+        nonlocal end
+        start = end
+        text.extend(ids)
+        end = len(text.certain_text)
+        return result.text[start:end]  # which a stop string may have cut
+
+    first, rounds, start = read(result.ids[:1]), [], 1
+    for length in result.accept_lengths:
+        is_last = len(rounds) == len(result.accept_lengths) - 1
+        num_accepted = length if is_last and result.cut else length - 1  # a cut takes the bonus token
+        accepted = read(result.ids[start : start + num_accepted])
+        bonus = read(result.ids[start + num_accepted : start + length])
+        rounds.append({"length": length, "accepted": accepted, "bonus": bonus})
+        start += length
+    return {"tau": result.tau, "drafts": result.draft_again is not None, "first": first, "rounds": rounds}
+
+
+def describe_tree(result: Result, round_index: int) -> dict[str, Any]:
+    """Returns the nodes of the tree of a round, which it drafts again; the anchor comes first.
+
+    Raises ValueError for an answer without trees.
+    """
+    tree = result.tree(round_index)
+    names = "text", "parent", "probability", "accepted"
+    nodes = zip(tree.labels, tree.parents, tree.probabilities, tree.accepted, strict=True)
+    return {"nodes": [dict(zip(names, node, strict=True)) for node in nodes], "bonus": tree.bonus}

@@ -1,0 +1,66 @@
+"""Messages of clients in the form that chat templates expect: OpenAI's chat messages, with what templates lack mended."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treeflash_jax.core.checks import expect, parse_json
+
+
+def plain_tools(tools: Sequence[Mapping[str, Any]], place: str = "tools") -> list[dict[str, Any]]:
+    """Returns tools of OpenAI's chat API. Raises ValueError for one that is no function with a name."""
+    for number, tool in enumerate(tools):
+        function = tool.get("function")
+        has_name = isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
+        expect(
+            has_name, f"{place}.{number}", tool, "a function with a name: {'type': 'function', 'function': {'name': ...}}"
+        )
+        parameters = function.get("parameters")
+        expect(
+            parameters is None or isinstance(parameters, dict),
+            f"{place}.{number}.function.parameters",
+            parameters,
+            "a schema",
+        )
+    return [dict(tool) for tool in tools]
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], template: str, thoughts_key: str) -> list[dict[str, Any]]:
+    """Returns messages for a chat template.
+
+    Content that is missing becomes an empty text, arguments of calls become objects, earlier thoughts get the template's
+    key, and developers are the system if the template does not know them.
+
+    Args:
+      template: the chat template.
+      thoughts_key: its key of thoughts.
+    """
+    plain = []
+    for message in messages:
+        message = dict(message)
+        if message.get("role") == "developer" and "developer" not in template:
+            message["role"] = "system"
+        if message.get("content") is None and message.get("role") in ("assistant", "tool"):
+            message["content"] = ""
+        thoughts = message.pop("reasoning_content", None) or message.pop("reasoning", None)
+        if isinstance(thoughts, str) and thoughts:
+            message[thoughts_key] = thoughts
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
+        if not message.get("tool_calls"):
+            message.pop("tool_calls", None)
+        plain.append(message)
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    """Returns a call with an object as arguments, which templates expect, in place of JSON text, or of nothing."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments or "{}")
+        except ValueError:
+            pass  # the template gets the text
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

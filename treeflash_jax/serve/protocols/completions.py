@@ -1,0 +1,93 @@
+"""OpenAI's completions of texts: POST /v1/completions."""
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from treeflash_jax.core.checks import expect
+from treeflash_jax.engine.call.prompts import Prompt, Text
+from treeflash_jax.formats.messages.message_format import Content
+from treeflash_jax.serve.call import Delta, ServerCall, Usage
+from treeflash_jax.serve.log_probs import completion_form
+from treeflash_jax.serve.protocols.chat import StreamOptions, usage_form
+from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
+from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
+from treeflash_jax.serve.protocols.fields import Body, Ids, openai_error
+from treeflash_jax.serve.worker import TOP_LOG_PROBS
+
+MOST_TOKENS = 16  # OpenAI's default
+
+
+class CompletionBody(Body):
+    """Body of a request to /v1/completions."""
+
+    prompt: str | Ids | Annotated[list[str], FAIL_FAST] | Annotated[list[Ids], FAIL_FAST]
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def settings(self) -> dict[str, Any]:
+        return {"max_new_tokens": MOST_TOKENS} | super().settings()
+
+    def prompts(self) -> list[Prompt]:
+        if isinstance(self.prompt, str):
+            return [Text(self.prompt)]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return [Text(prompt) if isinstance(prompt, str) else prompt for prompt in self.prompt]
+
+
+class CompletionExchange(Exchange):
+    path = "/v1/completions"
+    body_kind = CompletionBody
+    body: CompletionBody
+
+    def __init__(self, body: CompletionBody, served: Served):
+        super().__init__(body, served)
+        self.id = f"cmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    def call(self) -> ServerCall:
+        body = self.body
+        expect(0 <= (body.logprobs or 0) <= TOP_LOG_PROBS, "logprobs", body.logprobs, f"0 to {TOP_LOG_PROBS}")
+        expect(not body.echo, "echo", body.echo, "false: answers contain new tokens only")
+        return ServerCall(
+            prompts=body.prompts(),
+            settings=body.settings(),
+            streams=bool(body.stream),
+            num_top=body.logprobs,
+            sent_names=body.sent_names(),
+        )
+
+    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        return self._object([self._choice(answer) for answer in answers]) | {"usage": usage_form(usage)}
+
+    def begin(self, usage: Usage) -> Iterable[Event]:
+        return ()
+
+    def add(self, delta: Delta) -> Iterable[Event]:
+        yield Event(self._object([self._choice(delta)]) | ({"usage": None} if self._includes_usage else {}))
+
+    def end(self, usage: Usage) -> Iterable[Event]:
+        if self._includes_usage:
+            yield Event(self._object([]) | {"usage": usage_form(usage)})
+        yield Event("[DONE]")
+
+    @classmethod
+    def error(cls, status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+        return openai_error(status, message, param, code)
+
+    @property
+    def _includes_usage(self) -> bool:
+        return bool(self.body.stream_options and self.body.stream_options.include_usage)
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        log_probs = None if delta.places is None else completion_form(delta.places)
+        text = delta.text(Content)
+        return {"index": delta.index, "text": text, "logprobs": log_probs, "finish_reason": delta.finished}
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        about = {"id": self.id, "object": "text_completion", "created": self._created, "model": self.served.name}
+        return about | {"choices": choices}

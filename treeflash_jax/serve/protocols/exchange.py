@@ -1,0 +1,85 @@
+"""The protocol of a form of requests and answers over HTTP, and its registry's interface."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import BaseModel
+
+from treeflash_jax.serve.call import Delta, ServerCall, Usage
+
+
+class Event(NamedTuple):
+    """A server-sent event; without a name it has data only."""
+
+    data: dict[str, Any] | str
+    name: str | None = None
+
+    def encode(self) -> bytes:
+        data = self.data if isinstance(self.data, str) else json.dumps(self.data, ensure_ascii=False)
+        return (f"event: {self.name}\n" if self.name else "").encode() + f"data: {data}\n\n".encode()
+
+
+@dataclass
+class Served:
+    """What protocols may know of their server.
+
+    Attributes:
+      name: name of the model in answers.
+      created: time of the start, in seconds.
+      memory: what a protocol keeps between requests, by its class.
+    """
+
+    name: str
+    created: int
+    memory: dict[type, Any] = field(default_factory=dict)
+
+
+class Exchange(ABC):
+    """One request and its answers in the form of a protocol: a body becomes a call, what answers add becomes events.
+
+    A protocol is a subclass in `PROTOCOLS`.
+
+    Attributes:
+      path: path of its requests.
+      body_kind: fields of its requests; the server adds one for each setting with a number.
+      id: name of this request, in its answers.
+    """
+
+    path: ClassVar[str]
+    body_kind: ClassVar[type[BaseModel]]
+    id: str
+
+    def __init__(self, body: Any, served: Served):
+        self.body, self.served = body, served
+
+    @abstractmethod
+    def call(self) -> ServerCall:
+        """Returns the call that the body means. Raises ValueError for what is wrong, and for what is not supported."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        """Returns the response with whole answers, each as one Delta."""
+
+    @abstractmethod
+    def begin(self, usage: Usage) -> Iterable[Event]:
+        """Yields the first events of a stream; the usage is that of the prompts."""
+
+    @abstractmethod
+    def add(self, delta: Delta) -> Iterable[Event]:
+        """Yields the events of what is new in an answer."""
+
+    @abstractmethod
+    def end(self, usage: Usage) -> Iterable[Event]:
+        """Yields the last events of a stream."""
+
+    @classmethod
+    @abstractmethod
+    def error(cls, status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+        """Returns the body of an error."""
+
+    def failure(self, message: str) -> Event:
+        """Returns the event of an error that ends a stream."""
+        return Event(self.error(500, message))

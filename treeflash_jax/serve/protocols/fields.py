@@ -1,0 +1,107 @@
+"""Fields that requests of several protocols share, and those that are refused."""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import create_model
+
+from treeflash_jax.core.checks import expect
+from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
+from treeflash_jax.serve.call import MOST_SAMPLES
+from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST, ConstraintFields
+
+Ids = Annotated[list[int], FAIL_FAST]
+Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
+B = TypeVar("B", bound="Body")
+# Fields that change an answer and are not supported, with the value that changes nothing.
+UNSUPPORTED = {
+    "add_generation_prompt": True, "allowed_token_ids": None, "audio": None, "background": False, "bad_words": [],
+    "best_of": 1, "container": None, "context_management": [], "conversation": None, "dry_multiplier": 0,
+    "dynatemp_range": 0, "function_call": "none", "functions": [], "include_stop_str_in_output": False,
+    "length_penalty": 1, "logits_processors": [], "lora": [], "lora_path": None, "mcp_servers": [], "min_keep": 0,
+    "mirostat": 0, "modalities": ["text"], "prompt_embeds": None, "prompt_logprobs": None,
+    "skip_special_tokens": True, "stop_token_ids": [],
+    "suffix": None, "tfs_z": 1, "top_n_sigma": -1, "truncate_prompt_tokens": None,
+    "truncation": "disabled", "typical_p": 1, "use_beam_search": False, "web_search_options": None, "xtc_probability": 0,
+}  # fmt: skip
+
+
+class Body(ConstraintFields):
+    """Fields of all requests. `with_numbers` adds those of the settings with a number for every request.
+
+    Attributes:
+      length_fields: fields with the largest number of new tokens; the first that is given counts.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], FAIL_FAST] | None = None
+    n: int | None = None
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    numbers: ClassVar[tuple[str, ...]] = ()
+    length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
+
+    @property
+    def length_field(self) -> str:
+        """The field with the largest number of new tokens."""
+        given = (name for name in self.length_fields if getattr(self, name) is not None)
+        return next(given, self.length_fields[0])
+
+    def sent_names(self) -> dict[str, str]:
+        """Returns names of fields, by those of our settings, if they differ."""
+        return {"max_new_tokens": self.length_field, "min_new_tokens": "min_tokens", "samples": "n"}
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings that the client gives, by our names. Raises ValueError for what is not supported."""
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED:
+                is_neutral = value is None or value == UNSUPPORTED[name]
+                expect(is_neutral, name, value, "none: it is not supported")
+        expect((self.n or 1) <= MOST_SAMPLES, "n", self.n, f"at most {MOST_SAMPLES}")
+        settings = {name: getattr(self, name) for name in self.numbers}
+        if settings.get("top_k") == -1:  # off, as vLLM's clients say it
+            settings["top_k"] = 0
+        settings |= {"samples": self.n, "stop": self.stop, "logit_bias": self.logit_bias}
+        settings |= {"seed": None if self.seed is None else self.seed % 2**32, "min_new_tokens": self.min_tokens}
+        settings |= {"max_new_tokens": getattr(self, self.length_field), "stop_ids": () if self.ignore_eos else None}
+        return {name: value for name, value in settings.items() if value is not None} | self.constraint()
+
+
+def with_numbers(body: type[B], config: type[GenerateConfig]) -> type[B]:
+    """Returns a kind of body with a field for every setting that gives a request a number."""
+    types = {name: number for name, number in number_types(config).items() if name not in body.model_fields}
+    fields: dict[str, Any] = {name: (number | None, None) for name, number in types.items()}
+    kind = create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
+    kind.numbers = tuple(number_types(config))
+    return kind
+
+
+def check_template(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns arguments of a chat template.
+
+    Raises ValueError for arguments of the function that renders: a template from the request could run for ever.
+    """
+    arguments = dict(arguments or {})
+    reserved = sorted(arguments.keys() & _renderer_arguments()) if arguments else []
+    expect(not reserved, "chat_template_kwargs", reserved, "variables of the model's chat template only")
+    return arguments
+
+
+@functools.cache
+def _renderer_arguments() -> set[str]:
+    """Returns the arguments of transformers' function that renders chats, without `documents`, which templates read."""
+    from transformers import PreTrainedTokenizerBase  # late: loading a tokenizer sets the log level first
+
+    return {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+
+
+def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Returns an error in the form of OpenAI's API."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,68 @@
+"""Tokens of texts and chats over HTTP: POST /tokenize and /detokenize, as vLLM and llama.cpp have them."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+
+from treeflash_jax.core.checks import expect
+from treeflash_jax.engine.call.prompts import Chat
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.answering import Answering
+from treeflash_jax.serve.call import ServerCall, Tools
+from treeflash_jax.serve.model_calls import model_prompts
+from treeflash_jax.serve.protocols.chat_messages import plain_tools
+from treeflash_jax.serve.protocols.fields import Ids, Objects, check_template
+
+
+class TokenizeBody(BaseModel):
+    """Body of a request to /tokenize: a text as `prompt` or `content`, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def ids(self, answering: Answering, tokenizer: Tokenizer) -> list[int]:
+        """Returns the token ids. Raises ValueError for no text or several, and as encoding does."""
+        given = [value for value in (self.prompt, self.content, self.messages) if value is not None]
+        expect(len(given) == 1, "fields with text", len(given), "one of prompt, content and messages")
+        if self.messages is None:
+            special = self.add_special_tokens is not False
+            return tokenizer.encode_texts(given, add_special_tokens=special)[0] if given[0] else []
+        chat = Chat(self.messages, template=check_template(self.chat_template_kwargs))
+        call = ServerCall(prompts=[chat], settings={}, tools=Tools(plain_tools(self.tools or [])))
+        return answering.worker.encode(model_prompts(call, tokenizer))[0]
+
+
+class DetokenizeBody(BaseModel):
+    """Body of a request to /detokenize."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+def add_tokenizing(app: FastAPI, answering: Answering, needs: list[Any]) -> None:
+    """Adds both paths. A tokenizer's errors are ValueErrors of one line."""
+
+    def tokenizer() -> Tokenizer:
+        expect(answering.worker.model.tokenizer is not None, "a text", "", "token ids: this model has no tokenizer")
+        return answering.worker.model.tokenizer
+
+    @app.post("/tokenize", dependencies=needs)
+    async def tokenize(request: Request) -> Any:
+        body = await answering.parse(await request.body(), request.headers.get("content-type", ""), TokenizeBody)
+        ids = await answering.reading.run(lambda: body.ids(answering, tokenizer()))
+        return {"count": len(ids), "max_model_len": answering.worker.context, "tokens": ids}
+
+    @app.post("/detokenize", dependencies=needs)
+    async def detokenize(request: Request) -> Any:
+        body = await answering.parse(await request.body(), request.headers.get("content-type", ""), DetokenizeBody)
+        size = answering.worker.model.verifier.vocab_size
+        outside = [id for id in body.tokens if not 0 <= id < size]
+        expect(not outside, "tokens", outside[:1], f"0 to {size - 1}")
+        text = await answering.reading.run(lambda: tokenizer().inner.decode(body.tokens))
+        return {"prompt": text, "content": text}
