@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import fsspec
 import pytest
 from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 
 
 class Bucket(MemoryFileSystem):
@@ -26,9 +26,9 @@ def reopened() -> None:
 @contextmanager
 def stored() -> Iterator[dict]:
     """Yields what is stored behind gs:// URLs, by name."""
-    real = fsspec.filesystem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsspec, "filesystem", lambda name, **named: Bucket() if name == "gcs" else real(name, **named))
+        for scheme in Bucket.protocol:
+            patch.setitem(_registry, scheme, Bucket)
         patch.setattr(Bucket, "store", {})
         reopened()
         yield Bucket.store

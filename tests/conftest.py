@@ -63,7 +63,7 @@ from jax.experimental.pallas import mosaic_gpu  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
 from treeflash_jax.core import checks, parameters, programs  # noqa: E402
-from treeflash_jax.drafters.block.block_drafter import BlockConfig, fresh_layers  # noqa: E402
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter, fresh_layers  # noqa: E402
 from treeflash_jax.engine import loading  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
 from treeflash_jax.engine.settings import pairs  # noqa: E402
@@ -104,7 +104,7 @@ RANDOM_MODEL = ModelConfig(
 )  # fmt: skip
 # Drafts of random pairs are accepted if there are few tokens.
 FEW_TOKENS = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
-RANDOM_DRAFTER = BlockConfig(
+RANDOM_DRAFTER = BlockDrafter(
     layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, taps=(0, 2),
     num_target_layers=3, head="mlp",
 )  # fmt: skip

@@ -42,7 +42,7 @@ class LastToken(drafters.State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BigramConfig(drafters.DrafterConfig):
+class BigramDrafter(drafters.Drafter):
     kind = dialect = "bigram"
     settings = ("depths", "ngrams")
     reads_tokens = True
@@ -97,7 +97,7 @@ class BigramFiles(dialect.Dialect):
     name, part, marks = "bigram", "drafter", ("bigram_config",)
 
     def read_config(self, path, keys):
-        return BigramConfig(vocab_size=keys.table("bigram_config").whole("size"))
+        return BigramDrafter(vocab_size=keys.table("bigram_config").whole("size"))
 
     def entries(self, config, specs, names):
         return {"next": Entry("bigram.table")}
@@ -121,7 +121,7 @@ def test_a_drafter(bigram, trained, prompts):
     verifier, texts = trained.verifier, TEXTS[:prompts]
     plain = trained.generate(texts, max_new_tokens=24, builder="none")
     weights = Weights(trained.weights.verifier, bigram_of(texts[0] + plain[0].ids, verifier.vocab_size))
-    config = BigramConfig(vocab_size=verifier.vocab_size)
+    config = BigramDrafter(vocab_size=verifier.vocab_size)
     model = tf.TreeFlash(verifier, weights, drafter=config, stop_ids=trained.stop_ids)
     for how in ({}, {"ngrams": 0}, {"builder": "walk"}, {"temperature": 1.0, "seed": 3}):
         expected = trained.generate(texts, max_new_tokens=24, **how | {"builder": "none"})
@@ -133,7 +133,7 @@ def test_a_drafter(bigram, trained, prompts):
 def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
     plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
     own = bigram_of(plain.prompt_ids + plain.ids, tiny.verifier.vocab_size)
-    folder, config = tmp_path / "drafter", BigramConfig(vocab_size=tiny.verifier.vocab_size)
+    folder, config = tmp_path / "drafter", BigramDrafter(vocab_size=tiny.verifier.vocab_size)
     model_files.save_drafter(folder, config, own, dialect="bigram", dtype=jnp.float32)
     model = tf.load("tiny", drafter=folder)
     assert model.drafter == config
@@ -152,7 +152,7 @@ class BigramStage(drafting.DraftingStage):
     trains = ("next",)
 
     def drafter_config(self, model, start):
-        return BigramConfig(vocab_size=self.size)
+        return BigramDrafter(vocab_size=self.size)
 
     def fresh(self, drafter, weights, stored):
         return parameters.initialize(drafter.specs(), jax.random.key(self.loop.seed), scale=self.init_scale)

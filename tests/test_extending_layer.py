@@ -52,13 +52,13 @@ class FadingSum(LayerKind):
     def init(self, config, batch, capacity, dtype, num_layers=1, *, can_cut=True):
         return Sum(jnp.zeros((batch, config.hidden_size), jnp.promote_types(dtype, jnp.float32)))
 
-    def prepare(self, config, positions_bt, mask_btu):
+    def precompute(self, config, positions_bt, mask_btu):
         behind_btu = positions_bt[:, :, None] - positions_bt[:, None]
         return jnp.where(mask_btu, 0.5 ** jnp.maximum(behind_btu, 0), 0)
 
     def mix(self, params, config, x_btd, inputs, state, earlier):
         into_btd = x_btd @ params["into"]
-        sum_btd = jnp.einsum("btu,bud->btd", inputs.prepared, into_btd)
+        sum_btd = jnp.einsum("btu,bud->btd", inputs.precomputed, into_btd)
         if state is not None:
             behind_bt = inputs.positions_bt - inputs.length_b[:, None] + 1
             sum_btd += 0.5 ** behind_bt[..., None] * state.sum_bd[:, None]

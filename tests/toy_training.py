@@ -22,7 +22,7 @@ from train import export, head
 from train.data import packing
 from train.runtime import run_config
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
@@ -32,7 +32,7 @@ TIMES = ("tokens_per_second", "mfu", "seconds")
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
 HYBRID = with_recurrent_layers(MODEL)
-DRAFTER = BlockConfig(
+DRAFTER = BlockDrafter(
     layers=ModelConfig(num_layers=2, max_positions=256, **SIZES), block_size=5, mask_token_id=3, taps=(0, 2),
     num_target_layers=3,
 )  # fmt: skip

@@ -29,7 +29,7 @@ from train.stages.objective import ObjectiveConfig, drafting_sums
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.settings import setting
-from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
@@ -47,7 +47,7 @@ class BlockStage(DraftingStage):
 
     objective: ObjectiveConfig
     head_rank: int = setting(
-        BlockConfig.head_rank,
+        BlockDrafter.head_rank,
         "rank of a low-rank head, at most the drafter's width; files of a low rank are smaller",
         least=1,
     )
@@ -60,16 +60,16 @@ class BlockStage(DraftingStage):
             got = f"got head {quoted(self.head)} and objective.vocabulary {self.objective.vocabulary}"
             raise ValueError(f"{got}, expected 0: its candidates are the likeliest tokens of the whole vocabulary")
 
-    def make_sums(self, verifier: ModelConfig, drafter: BlockConfig) -> SumsFunction:
+    def make_sums(self, verifier: ModelConfig, drafter: BlockDrafter) -> SumsFunction:
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
-    def make_held_out_sums(self, verifier: ModelConfig, drafter: BlockConfig) -> SumsFunction:
+    def make_held_out_sums(self, verifier: ModelConfig, drafter: BlockDrafter) -> SumsFunction:
         """Over the whole vocabulary, and without the weights of D-PACE: losses of different steps would not compare."""
         decay = 0.0 if self.objective.dpace else self.objective.decay
         objective = dataclasses.replace(self.objective, vocabulary=0, dpace=False, decay=decay)
         return dataclasses.replace(self, objective=objective).make_sums(verifier, drafter)
 
-    def check_corpus(self, drafter: BlockConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+    def check_corpus(self, drafter: BlockDrafter, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         """Refuses a mask token that occurs in the training data, as with the recipe of another verifier."""
         counts_v, mask = corpus.token_counts(model.vocab_size), drafter.mask_token_id
         better = choices.mask_token(tokenizer, counts_v, model.eos_token_ids)
@@ -119,8 +119,8 @@ class DrafterStage(BlockStage):
     def systems(self) -> Mapping[str, Mapping[str, Any]]:
         return WITH_HEAD if "head" in self.trains else super().systems
 
-    def drafter_config(self, model: ModelConfig, start: None) -> BlockConfig:
-        config = BlockConfig(
+    def drafter_config(self, model: ModelConfig, start: None) -> BlockDrafter:
+        config = BlockDrafter(
             layers=fresh_layers(model, self.num_layers),
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
@@ -140,7 +140,7 @@ class DrafterStage(BlockStage):
                 )
         return config.fitted(model)
 
-    def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: BlockDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         specs = drafter.specs()
         fresh = {
             name: parameters.initialize(specs[name], jax.random.key(self.loop.seed + number), scale=self.init_scale)
@@ -152,7 +152,7 @@ class DrafterStage(BlockStage):
         return fresh
 
 
-def _copy_layers(drafter: BlockConfig, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
+def _copy_layers(drafter: BlockDrafter, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
     """Copies verifier layers, which read the last tapped layer in place of the residual stream.
 
     If the only layer is the one after the tap, the context's keys and values are the verifier's.

@@ -42,7 +42,7 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters import eagle3_drafter
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
-from treeflash_jax.drafters.eagle3_drafter import Eagle3Config, default_taps
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter, default_taps
 from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.formats.draft_vocabulary import most_frequent
 from treeflash_jax.models import layers, vocab
@@ -86,9 +86,9 @@ class Eagle3Stage(DraftingStage):
     target_layer_ids: tuple[int, ...] = setting(
         (), "verifier layers that it reads; empty takes the rule of the EAGLE repository", least=0
     )
-    fc_norm: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Config`")
-    norm_before_residual: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Config`")
-    norm_output: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Config`")
+    fc_norm: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Drafter`")
+    norm_before_residual: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Drafter`")
+    norm_output: bool = setting(False, "option of EAGLE-3.1: see `Eagle3Drafter`")
     draft_vocab_size: int = setting(
         0, "number of tokens that can be drafted, the most frequent ones of the answers; 0: all", least=0
     )
@@ -103,12 +103,12 @@ class Eagle3Stage(DraftingStage):
     def trains(self) -> tuple[str, ...]:
         return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
 
-    def drafter_config(self, model: ModelConfig, start: None) -> Eagle3Config:
+    def drafter_config(self, model: ModelConfig, start: None) -> Eagle3Drafter:
         depth, size = model.num_layers, self.draft_vocab_size or model.vocab_size
         usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)  # of fewer, the usual ones coincide
         taps = self.target_layer_ids or usual
         expect(size <= model.vocab_size, "draft_vocab_size", size, f"at most {model.vocab_size} (verifier)")
-        return Eagle3Config(
+        return Eagle3Drafter(
             layers=fresh_layers(model, 1),
             target_hidden_size=model.hidden_size,
             taps=taps,
@@ -122,21 +122,21 @@ class Eagle3Stage(DraftingStage):
             drafter_temperature=self.drafter_temperature,
         ).fitted(model)
 
-    def derived(self, drafter: Eagle3Config, counts_v: np.ndarray) -> dict[str, np.ndarray]:
+    def derived(self, drafter: Eagle3Drafter, counts_v: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the draft vocabulary if it is not whole: the most frequent tokens."""
         if drafter.draft_vocab_size == counts_v.size:
             return {}
         ids_z = most_frequent(counts_v, drafter.draft_vocab_size)
         return {"offsets": ids_z - np.arange(len(ids_z))}
 
-    def fresh(self, drafter: Eagle3Config, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: Eagle3Drafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = parameters.initialize(drafter.specs(), jax.random.key(self.loop.seed), scale=self.init_scale)
         fresh |= copy_weights({"norm": weights["norm"], "unembed": weights.get("unembed", weights["embed"])})
         if "offsets" in stored:
             fresh["unembed"] = fresh["unembed"][draft_ids(stored)]
         return {name: fresh[name] for name in self.trains}
 
-    def make_sums(self, verifier: ModelConfig, drafter: Eagle3Config) -> SumsFunction:
+    def make_sums(self, verifier: ModelConfig, drafter: Eagle3Drafter) -> SumsFunction:
         network = Eagle3Network(drafter)
         return partial(rollout_sums, settings=self.objective, verifier=verifier, network=network, attention=self.attention)
 
@@ -149,7 +149,7 @@ class Eagle3Network:
       drafter: config of the drafter.
     """
 
-    drafter: Eagle3Config
+    drafter: Eagle3Drafter
 
     def carried(self, weights: Any, teacher: Teacher) -> jax.Array:
         """Returns the state that step 0 reads at every position, [b, s, d]."""

@@ -12,7 +12,7 @@ from train.runtime.training_state import TrainTask, gather
 from treeflash_jax.core import programs
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.trees.shape import MAX_NODES
 
@@ -69,7 +69,7 @@ def make_tau_measure(
     return measure
 
 
-def assemble(drafter: DrafterConfig, parts: Mapping[str, Any]) -> dict[str, Any]:
+def assemble(drafter: Drafter, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights of a drafter from its parts, by name; parts without weights may be missing."""
     return {name: parts.get(name, {}) for name in drafter.specs()}
 

@@ -23,7 +23,7 @@ from train.stages.drafting import train as main
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
-from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models.config import ModelConfig
 
@@ -61,8 +61,8 @@ class HeadStage(BlockStage):
     def starts_from(self) -> str:
         return self.drafter
 
-    def drafter_config(self, model: ModelConfig, start: Any) -> BlockConfig:
-        check_kind(self.drafter, start, BlockConfig, "block drafter (DFlash)")
+    def drafter_config(self, model: ModelConfig, start: Any) -> BlockDrafter:
+        check_kind(self.drafter, start, BlockDrafter, "block drafter (DFlash)")
         drafter = start.fitted(model)
         if drafter.extras:
             got = f"{self.drafter}: got a drafter with {' and '.join(drafter.extras)}"
@@ -76,7 +76,7 @@ class HeadStage(BlockStage):
             drafter, head=self.head, head_rank=rank, head_sizes=sizes, drafter_temperature=temperature, tau=None
         )
 
-    def fresh(self, drafter: BlockConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: BlockDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains}
         if not self.keep_head:
             key = jax.random.key(self.loop.seed + 1)

@@ -30,7 +30,7 @@ from train.stages.teacher import teach
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
-from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.models import vocab
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import PackedMask
@@ -64,16 +64,16 @@ class LanguageModelStage(DraftingStage):
         length = self.data.sequence_length
         expect(length % self.chunk == 0, "chunk", self.chunk, f"a divisor of data.sequence_length {length}")
 
-    def make_held_out_sums(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> SumsFunction:
+    def make_held_out_sums(self, verifier: ModelConfig, drafter: LanguageModelDrafter) -> SumsFunction:
         return dataclasses.replace(self, vocabulary=0).make_sums(verifier, drafter)
 
     @property
     def starts_from(self) -> str:
         return self.language_model
 
-    def drafter_config(self, model: ModelConfig, start: Any) -> LanguageModelConfig:
+    def drafter_config(self, model: ModelConfig, start: Any) -> LanguageModelDrafter:
         if start is not None:
-            check_kind(self.language_model, start, LanguageModelConfig, "language model")
+            check_kind(self.language_model, start, LanguageModelDrafter, "language model")
             layers = start.layers
         else:
             if self.num_layers > model.num_layers:
@@ -83,16 +83,16 @@ class LanguageModelStage(DraftingStage):
                 raise ValueError(f"{got}; give language_model=, a smaller model with the same vocabulary")
             dense = tuple(layer for layer in model.dense_layers if layer < self.num_layers)
             layers = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense)
-        return LanguageModelConfig(layers=layers).fitted(model)
+        return LanguageModelDrafter(layers=layers).fitted(model)
 
-    def fresh(self, drafter: LanguageModelConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: LanguageModelDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         if stored:
             return {name: stored[name] for name in self.trains if name in stored}
         sizes = [size for *_, size in drafter.layers.runs]
         groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
         return sharding.to_host(weights | {"groups": groups})
 
-    def make_sums(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> SumsFunction:
+    def make_sums(self, verifier: ModelConfig, drafter: LanguageModelDrafter) -> SumsFunction:
         return partial(language_model_sums, settings=self, verifier=verifier, drafter=drafter, attention=self.attention)
 
 
@@ -104,7 +104,7 @@ def language_model_sums(
     *,
     settings: LanguageModelStage,
     verifier: ModelConfig,
-    drafter: LanguageModelConfig,
+    drafter: LanguageModelDrafter,
     attention: str = "chunked",
 ) -> Sums:
     """Returns sums over answer tokens: "loss", "top1", and "overlap" if the loss reads the verifier's distribution.

@@ -25,7 +25,7 @@ from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import setting
-from treeflash_jax.drafters.ngram import NgramConfig
+from treeflash_jax.drafters.ngram import NgramDrafter
 from treeflash_jax.trees.shape import MAX_NODES
 
 NGRAMS = "n-grams alone"  # name of a system
@@ -115,7 +115,7 @@ def make_systems(model: tf.TreeFlash, settings: MeasureConfig) -> list[System]:
     usual = model.plan(plain).attention
     other = "streamed" if usual == "xla" else "xla"
     ngrams = copy(model)
-    ngrams.drafter, ngrams.weights = NgramConfig(), replace(model.weights, drafter={})
+    ngrams.drafter, ngrams.weights = NgramDrafter(), replace(model.weights, drafter={})
     ngrams.names = (model.names[0], "ngram")
     systems = {
         f"drafted, {nodes} nodes": (model, tf.GenerateConfig(nodes=nodes, **limits)),

@@ -25,7 +25,7 @@ from train.stages.drafting import DraftingStage, check_kind
 from train.stages.drafting import train as main
 from train.stages.teacher import Teacher
 from treeflash_jax.core.settings import setting
-from treeflash_jax.drafters import MtpConfig, mtp_drafter
+from treeflash_jax.drafters import MtpDrafter, mtp_drafter
 from treeflash_jax.models import layers, vocab
 from treeflash_jax.models.attention_layer import queries_keys_values
 from treeflash_jax.models.config import ModelConfig
@@ -47,14 +47,14 @@ class MtpStage(DraftingStage):
     def starts_from(self) -> str:
         return self.verifier
 
-    def drafter_config(self, model: ModelConfig, start: Any) -> MtpConfig:
-        check_kind(self.verifier, start, MtpConfig, "verifier with a layer of multi-token prediction")
+    def drafter_config(self, model: ModelConfig, start: Any) -> MtpDrafter:
+        check_kind(self.verifier, start, MtpDrafter, "verifier with a layer of multi-token prediction")
         return start.fitted(model)
 
-    def fresh(self, drafter: MtpConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: MtpDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         return {name: stored[name] for name in self.trains}
 
-    def make_sums(self, verifier: ModelConfig, drafter: MtpConfig) -> SumsFunction:
+    def make_sums(self, verifier: ModelConfig, drafter: MtpDrafter) -> SumsFunction:
         network = MtpNetwork(drafter)
         return partial(rollout_sums, settings=self.objective, verifier=verifier, network=network, attention=self.attention)
 
@@ -63,7 +63,7 @@ class MtpStage(DraftingStage):
 class MtpNetwork:
     """The layer as a rollout runs it, with the methods of `train.eagle3.Eagle3Network`."""
 
-    drafter: MtpConfig
+    drafter: MtpDrafter
 
     def carried(self, weights: Any, teacher: Teacher) -> jax.Array:
         return teacher.hidden_btd

@@ -23,7 +23,7 @@ from treeflash_jax.acceptance.sampled.draws import reject_all
 from treeflash_jax.acceptance.sampled.recursive import Recursive
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Sampling
-from treeflash_jax.drafters import MtpConfig, NgramConfig
+from treeflash_jax.drafters import MtpDrafter, NgramDrafter
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS
 
@@ -35,8 +35,8 @@ RECURRENT = replace(with_recurrent_layers(MODEL), layer_types=("linear_attention
 DRAFTER = replace(RANDOM_DRAFTER, layers=MODEL, mask_token_id=3, taps=(0,), num_target_layers=1, block_size=4)
 DRAFTERS = {  # with the settings under which a node has the most entries without a child
     "block": (DRAFTER, {"candidates": 3, "children": 4, "shortlist": 2}),
-    "mtp": (MtpConfig(layers=MODEL, num_depths=3, taps=(0,)), {"children": 3}),
-    "ngram": (NgramConfig(shortest=1, num_depths=3), {"children": 6}),
+    "mtp": (MtpDrafter(layers=MODEL, num_depths=3, taps=(0,)), {"children": 3}),
+    "ngram": (NgramDrafter(shortest=1, num_depths=3), {"children": 6}),
     "lowrank": (replace(DRAFTER, head="lowrank"), {"candidates": 2, "children": 3}),
 }
 TREES = {

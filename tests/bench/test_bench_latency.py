@@ -26,7 +26,7 @@ from treeflash_jax.cli import commands
 from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.models import verifier
 
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
@@ -49,7 +49,7 @@ def bench(trained) -> phases.Bench:
 
 def test_a_draft_is_timed_without_copying_what_it_passes_on():
     """A drafter that runs once per level passes its weights on to the tree."""
-    pair = make_pair(LAYERS, LanguageModelConfig(layers=LAYERS))
+    pair = make_pair(LAYERS, LanguageModelDrafter(layers=LAYERS))
     plan, state = prefilled(pair, [[1, 2, 3]], nodes=4, children=4)
     computed = phases.DRAFT(pair.weights, state, plan=plan)
     assert sum(x.nbytes for x in computed) < 500 < pair.weights.drafter["embed"].nbytes
@@ -61,7 +61,7 @@ def test_a_draft_is_timed_without_copying_what_it_passes_on():
 def test_the_phases_one_by_one_do_what_a_round_does(bench, nodes):
     """The commit that is timed has tree, logits and path from the phases before it; a round of `decode` does the same."""
     at = {(phase.name, phase.nodes): phase for phase in bench.phases}
-    alone, whole = (at[name, nodes].prepare(1)() for name in ("commit", "round"))
+    alone, whole = (at[name, nodes].make_enqueue(1)() for name in ("commit", "round"))
     assert alone.end_b.tolist() == [41 + n for n in whole.accepted_bs[:, 0].tolist()] and max(alone.end_b) > 42
     for name in ("cache", "drafter", "tokens_bs", "end_b", "rounds_b"):
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), getattr(alone, name), getattr(whole, name))

@@ -33,7 +33,8 @@ from treeflash_jax.engine import device_memory, loading
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, usable_memory
 from treeflash_jax.engine.schedule import batching
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.prefill import Prefill
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import vocab
 
@@ -102,7 +103,7 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(small_pair, sizes):
 def test_programs_compiled_from_shapes_take_what_real_ones_take():
     model = random_pair(tf.make_mesh(4, 2))
     plan, batch = planned_batch(model, [[1]] * 4, nodes=4, candidates=4, children=4, ngrams=0)
-    state = Runner(plan, model.weights, model.mesh).prefill(batch)
+    state = Prefill(Runner(plan, model.weights, model.mesh), batch).read_all()
     _, decode = memory.compile_programs(plan, model.mesh, 4, 256, jnp.float32)
     held = decode.memory_analysis()
     assert held.argument_size_in_bytes == bytes_on_one_device((model.weights, state)) + 4  # the number of rounds

@@ -65,9 +65,9 @@ def test_programs_are_counted_with_the_seconds_that_they_took_in_an_earlier_proc
         programs._programs.clear()
         caplog.clear()
         timer = clock.Clock()
-        prepared = [programs.prepare(function, x, clock=timer, **static) for function in functions]
-        programs.wait(*prepared, clock=timer)
-        programs.wait(*prepared, clock=timer)
+        started = [programs.start_compiling(function, x, clock=timer, **static) for function in functions]
+        programs.wait(*started, clock=timer)
+        programs.wait(*started, clock=timer)
         return [record.message for record in caplog.records]
 
     assert announced(*functions) == ["compiling square, 1 of 2", "compiling add, 2 of 2"]

@@ -17,7 +17,7 @@ from treeflash_jax.engine.answers.results import Reader
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.admission import Admission
 from treeflash_jax.engine.schedule.batching import SamplingSizes, choose_batch_size
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.schedule.slots import Slots
 

@@ -18,10 +18,11 @@ from treeflash_jax import TreeFlash, make_mesh
 from treeflash_jax.core import clock, parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.requests import make_requests
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.prefill import Prefill
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.models import verifier
 
@@ -31,7 +32,7 @@ PROMPT = [3, 4, 5, 17, 29]
 
 def small_pair(mesh: jax.sharding.Mesh | None = None) -> TreeFlash:
     """A pair whose programs compile soon."""
-    return make_pair(FEW_TOKENS, NgramConfig(num_depths=3), mesh=mesh)
+    return make_pair(FEW_TOKENS, NgramDrafter(num_depths=3), mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_a_stacked_cache_holds_what_one_array_per_layer_does(sizes):
     def run(stacks_cache: bool) -> DecodeState:
         here = replace(plan, prefill=replace(plan.prefill, stacks_cache=stacks_cache))
         runner = Runner(here, model.weights, model.mesh)
-        state = runner.call(loops.grow_caches, runner.prefill(batch), capacity=512)
+        state = runner.call(loops.grow_caches, Prefill(runner, batch).read_all(), capacity=512)
         return runner.call(loops.decode, model.weights, state, jnp.int32(8), plan=here)
 
     separate, stacked = run(False), run(True)

@@ -28,11 +28,12 @@ from refusals import refused
 from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops, rounds
-from treeflash_jax.drafters import Eagle3Config, LanguageModelConfig, MtpConfig, NgramConfig
+from treeflash_jax.drafters import Eagle3Drafter, LanguageModelDrafter, MtpDrafter, NgramDrafter
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.prefill import Prefill
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.trees import NO_TOKEN
 
 ONE_LAYER = replace(RANDOM_MODEL, num_layers=1)
@@ -40,12 +41,12 @@ BLOCK = replace(RANDOM_DRAFTER, layers=ONE_LAYER, taps=(0,), num_target_layers=1
 KINDS = {  # for the verifier ONE_LAYER
     "block": BLOCK,
     "frequent": replace(BLOCK, draft_vocab_size=32),
-    "eagle3": Eagle3Config(
+    "eagle3": Eagle3Drafter(
         layers=ONE_LAYER, target_hidden_size=32, draft_vocab_size=64, num_depths=3, taps=(0, 0, 0)
     ).fitted(ONE_LAYER),
-    "language_model": LanguageModelConfig(layers=replace(ONE_LAYER, num_kv_heads=1), num_depths=3),
-    "mtp": MtpConfig(layers=layer_sizes(ONE_LAYER), num_depths=3).fitted(ONE_LAYER),
-    "ngram": NgramConfig(shortest=1, num_depths=3),
+    "language_model": LanguageModelDrafter(layers=replace(ONE_LAYER, num_kv_heads=1), num_depths=3),
+    "mtp": MtpDrafter(layers=layer_sizes(ONE_LAYER), num_depths=3).fitted(ONE_LAYER),
+    "ngram": NgramDrafter(shortest=1, num_depths=3),
 }
 PROMPTS = [[3, 4, 5, 3, 4], [8]]
 TREE = {"nodes": 8, "children": 4}
@@ -61,14 +62,14 @@ ACCEPTED = {
         FEW, head="selector", head_sizes=SelectorSizes(8), conv_group=2, causal_layers=(0,), sliding_layers=(0,), window=4
     ),
     "lilicorr": replace(FEW, head="lilicorr", sliding_layers=(1,), window=7, shared_window=True),
-    "eagle3": Eagle3Config(
+    "eagle3": Eagle3Drafter(
         layers=replace(FEW_TOKENS, num_layers=1, num_kv_heads=1), target_hidden_size=16, draft_vocab_size=10,
         norm_output=True, taps=(0, 0, 1), num_depths=3,
     ).fitted(FEW_TOKENS),
-    "language_model": LanguageModelConfig(layers=FEW_TOKENS),
-    "windows": LanguageModelConfig(layers=with_windows_and_sinks(FEW_TOKENS)),
-    "mtp": MtpConfig(layers=layer_sizes(FEW_TOKENS), draft_vocab_size=10).fitted(FEW_TOKENS),
-    "ngram": NgramConfig(),
+    "language_model": LanguageModelDrafter(layers=FEW_TOKENS),
+    "windows": LanguageModelDrafter(layers=with_windows_and_sinks(FEW_TOKENS)),
+    "mtp": MtpDrafter(layers=layer_sizes(FEW_TOKENS), draft_vocab_size=10).fitted(FEW_TOKENS),
+    "ngram": NgramDrafter(),
 }  # fmt: skip
 TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 20]  # the last is longer than a chunk of the prefill
 DRAFTS = {
@@ -279,11 +280,12 @@ def test_rounds_leave_the_state_of_one_prefill(float64, kind, verifier):
     plan, batch = planned_batch(pair, TEXTS, **settings)
     runner = Runner(plan, pair.weights)
     most_rounds, enough = jax.device_put((np.int32(4), np.int32(3)))
-    state = runner.call(loops.decode, pair.weights, runner.prefill(batch), most_rounds, enough, plan=plan)
+    state = Prefill(runner, batch).read_all()
+    state = runner.call(loops.decode, pair.weights, state, most_rounds, enough, plan=plan)
     end_b = np.asarray(state.end_b)
     assert kind == "ngram" or (end_b > [len(text) + 5 for text in TEXTS]).any(), "drafts are accepted"
     texts = [tokens_s[: end - 1].tolist() for tokens_s, end in zip(state.tokens_bs, end_b, strict=True)]
-    expected = runner.prefill(planned_batch(pair, texts, **settings)[1])
+    expected = Prefill(runner, planned_batch(pair, texts, **settings)[1]).read_all()
     got, wanted = ((here.cache, here.drafter) for here in (state, expected))
     assert_same_positions(got, wanted, end_b - 1, atol=1e-10)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

@@ -9,6 +9,7 @@ import pickle
 import weakref
 
 import jax
+import numpy as np
 import pytest
 import toy_tokenizers
 from answers import TREE
@@ -83,6 +84,22 @@ def test_a_stream_shows_the_text_and_never_takes_back(tiny, answer, rounds):
     stop = answer.text[12:16]
     *chunks, result = tiny.stream(CHAT, max_new_tokens=40, stop=stop, rounds_per_dispatch=rounds, **TREE)
     assert "".join(chunk.text for chunk in chunks) == result.text == answer.text[: answer.text.index(stop)]
+
+
+def test_a_chunk_converts_its_tokens_only(tiny, answer, monkeypatch):
+    """Not the whole answer again, which takes milliseconds for thousands of tokens with log-probabilities."""
+    sizes, to_host = [], sharding.to_host
+
+    class Counted(np.ndarray):
+        def tolist(self):
+            sizes.append(self.size)
+            return super().tolist()
+
+    monkeypatch.setattr(sharding, "to_host", lambda tree: jax.tree.map(lambda x: x.view(Counted), to_host(tree)))
+    *_, result = tiny.stream(CHAT, max_new_tokens=40, rounds_per_dispatch=1, top_log_probs=3, **TREE)
+    numbers_per_token = 1 + 1 + 2 * 3  # id, log-probability, and those of the likeliest tokens
+    assert result.ids == answer.ids
+    assert sum(sizes) == numbers_per_token * len(answer.ids) + len(answer.accept_lengths)
 
 
 def test_a_drawn_tree_holds_the_accepted_path(answer):
@@ -164,6 +181,21 @@ def test_an_interrupt_during_prefill_keeps_earlier_answers(tiny, monkeypatch, ba
 
 def test_a_stream_is_one_answer(tiny):
     refused(lambda: [*tiny.stream([[5], [6]], samples=3)], "got samples 3 and 2 prompts, expected 1 of each")
+    refused(
+        lambda: [*tiny.stream([5], session=tf.Session(), batch_size=2)], "batch_size 2, expected 1 or none with a session"
+    )
+
+
+def test_a_stream_has_the_slots_of_its_batch_size(tiny, answer, monkeypatch):
+    sizes, call = set(), programs.call
+
+    def record(function, *arguments, **static):
+        if function is loops.decode:
+            sizes.add(arguments[1].end_b.size)
+        return call(function, *arguments, **static)
+
+    monkeypatch.setattr(programs, "call", record)
+    assert [*tiny.stream(CHAT, max_new_tokens=40, batch_size=2, **TREE)][-1].ids == answer.ids and sizes == {2}
 
 
 def test_an_answer_of_nan_is_an_error(tiny):

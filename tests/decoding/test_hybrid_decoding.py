@@ -26,7 +26,7 @@ import treeflash_jax as tf
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import MtpConfig, NgramConfig
+from treeflash_jax.drafters import MtpDrafter, NgramDrafter
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.engine.schedule import batching
@@ -40,8 +40,8 @@ DRAFTERS = {
     "block": replace(
         RANDOM_DRAFTER, layers=fresh_layers(HYBRID, 1), mask_token_id=11, taps=(0, 1), num_target_layers=2
     ),
-    "mtp": MtpConfig(layers=layer_sizes(HYBRID)).fitted(HYBRID),
-    "ngram": NgramConfig(),
+    "mtp": MtpDrafter(layers=layer_sizes(HYBRID)).fitted(HYBRID),
+    "ngram": NgramDrafter(),
 }  # fmt: skip
 DRAFTS = {
     "tree": {"nodes": 8, "children": 6},
@@ -70,7 +70,7 @@ DRAFTED = [("block", "tree"), ("block", "paths"), ("mtp", "tree"), ("ngram", "ch
 
 def test_kernels_of_a_call_are_in_its_passes(caplog):
     """In passes over prompts and over trees; neither without the setting. The first use says that they never ran."""
-    pair = make_pair(HYBRID, NgramConfig())
+    pair = make_pair(HYBRID, NgramDrafter())
 
     def has_kernel(**settings) -> list[bool]:
         plan, batch = planned_batch(pair, [[1, 2, 3]], nodes=4, **settings)

@@ -16,7 +16,7 @@ from conftest import FOLDERS
 from treeflash_jax import TreeFlash, load
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters.block.block_drafter import BlockConfig, fresh_layers
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -110,7 +110,7 @@ def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
     turns = zip(itertools.cycle(kinds), itertools.cycle(heads), itertools.cycle(NETWORKS), strict=True)
     for name, config in VERIFIERS.items():
         for kind, head, network in itertools.islice(turns, programs):
-            drafter = BlockConfig(
+            drafter = BlockDrafter(
                 layers=fresh_layers(config, 1), block_size=6, mask_token_id=VOCABULARY - 1, taps=(0, 1),
                 num_target_layers=2, head=head, **network,
             )  # fmt: skip

@@ -13,7 +13,7 @@ import treeflash_jax as tf
 from treeflash_jax.core import clock
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule import batching
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.runner import Runner
 
 
 def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, **settings) -> list[int]:

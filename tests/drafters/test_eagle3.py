@@ -21,7 +21,7 @@ from treeflash_jax import TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import Eagle3Config, Inputs
+from treeflash_jax.drafters import Eagle3Drafter, Inputs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.formats import model_files
@@ -186,7 +186,7 @@ def oracle(lookahead: float) -> TreeFlash:
       lookahead: share of the carried state that is left; 0 makes the drafter exact.
     """
     sizes, d = replace(FEW_TOKENS, num_kv_heads=4), FEW_TOKENS.hidden_size
-    config = Eagle3Config(
+    config = Eagle3Drafter(
         layers=replace(sizes, num_layers=1), target_hidden_size=d, draft_vocab_size=12, num_depths=5, taps=(0, 0, 1)
     ).fitted(sizes)
     specs = verifier.specs(sizes), config.specs()

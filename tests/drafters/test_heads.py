@@ -14,7 +14,7 @@ from scipy.special import log_softmax
 import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
-from treeflash_jax.drafters import BlockConfig
+from treeflash_jax.drafters import BlockDrafter
 from treeflash_jax.drafters.block.heads import HEADS, Block, Unembed
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.path_head import PathHead
@@ -35,7 +35,7 @@ def block():
     return Unembed(table_vd, other_vd, np.ones(D, np.float32), 1e-6), draw(BATCH, DEPTHS, D), np.int32([5, 40, 11])
 
 
-def sized(candidates: int, children: int, shortlist: int = 0, **others) -> BlockConfig:
+def sized(candidates: int, children: int, shortlist: int = 0, **others) -> BlockDrafter:
     return replace(DRAFTER, candidates=candidates, children=children, shortlist=shortlist, **others)
 
 
@@ -49,7 +49,7 @@ def logits(name: str, *arguments) -> np.ndarray:
     return np.asarray(jax.jit(HEADS[name].logits, static_argnums=4)(*arguments))
 
 
-def expand(name: str, block, drafter: BlockConfig, ids_z=None, params=None):
+def expand(name: str, block, drafter: BlockDrafter, ids_z=None, params=None):
     """Returns the compiled function that gives the table of a block, over all tokens or these, and its arguments."""
     unembed, hidden_bid, anchor_b = block
     if ids_z is not None:
@@ -59,7 +59,7 @@ def expand(name: str, block, drafter: BlockConfig, ids_z=None, params=None):
     return jax.jit(HEADS[name].expand, static_argnums=3), arguments
 
 
-def run(name: str, block, drafter: BlockConfig, ids_z=None):
+def run(name: str, block, drafter: BlockDrafter, ids_z=None):
     function, arguments = expand(name, block, drafter, ids_z)
     return jax.tree.map(np.asarray, function(*arguments))
 
@@ -186,7 +186,7 @@ def test_a_short_list_keeps_the_mass_of_what_it_leaves_out(block):
 M, K = 5, 6
 
 
-def short_list(size: int) -> BlockConfig:
+def short_list(size: int) -> BlockDrafter:
     return sized(M, K, size)
 
 

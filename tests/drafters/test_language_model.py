@@ -14,7 +14,7 @@ from extending import goes_through_everything
 from refusals import refused
 
 import treeflash_jax as tf
-from treeflash_jax.drafters import LanguageModelConfig
+from treeflash_jax.drafters import LanguageModelDrafter
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 @cache
 def noisy_pair(noise: float) -> tf.TreeFlash:
     """A random verifier, and as its drafter the same weights with noise on them."""
-    pair = make_pair(RANDOM_MODEL, LanguageModelConfig(layers=RANDOM_MODEL), dtype=jnp.float64)
+    pair = make_pair(RANDOM_MODEL, LanguageModelDrafter(layers=RANDOM_MODEL), dtype=jnp.float64)
     drafter = jax.tree.map(lambda x, y: x + noise * y, pair.weights.verifier, pair.weights.drafter)
     return tf.TreeFlash(RANDOM_MODEL, pair.weights.replace(drafter=drafter), drafter=pair.drafter)
 
@@ -57,7 +57,7 @@ def test_a_folder_of_a_language_model_drafts_and_what_does_not_fit_is_refused(tm
         weights = random_weights(verifier.specs(config))
         model_files.save_verifier(folder, config, weights, jnp.float32)
     model = tf.load(big, drafter=small, dtype="float32")
-    assert model.drafter == LanguageModelConfig(layers=model_files.read_verifier_config(small))
+    assert model.drafter == LanguageModelDrafter(layers=model_files.read_verifier_config(small))
     jax.tree.map(np.testing.assert_array_equal, model.weights.drafter, model_files.load_verifier(small)[1])
     refused(lambda: tf.load(big, drafter=other), "a language model with a vocabulary of 60, expected the verifier's, of 64")
     for folder, dialect in ((small, "dflash"), (pairs.locate("tiny", "drafter"), "language_model")):

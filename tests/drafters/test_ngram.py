@@ -17,13 +17,13 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.decoding import loops
-from treeflash_jax.drafters import Inputs, NgramConfig, ngram
+from treeflash_jax.drafters import Inputs, NgramDrafter, ngram
 from treeflash_jax.formats import model_files
 
 MATCHES = 6
-CONFIG = NgramConfig(longest=4, shortest=2, num_depths=5, matches=MATCHES)
+CONFIG = NgramDrafter(longest=4, shortest=2, num_depths=5, matches=MATCHES)
 ONE_LAYER = replace(RANDOM_MODEL, num_layers=1)
-JOINED = NgramConfig(shortest=1, matches=MATCHES)
+JOINED = NgramDrafter(shortest=1, matches=MATCHES)
 
 
 def inputs(texts: list[list[int]], depths: int, temperature: float = 1.0) -> Inputs:
@@ -34,7 +34,7 @@ def inputs(texts: list[list[int]], depths: int, temperature: float = 1.0) -> Inp
     return Inputs({}, None, None, None, temperature_b, depths, tokens_bs, length_b)
 
 
-def continuations(text: list[int], config: NgramConfig = CONFIG) -> list[tuple[float, list[int]]]:
+def continuations(text: list[int], config: NgramDrafter = CONFIG) -> list[tuple[float, list[int]]]:
     """Weight and tokens of every match that is followed, found by a search of the text."""
     got = []
     for at in range(1, len(text)):
@@ -138,7 +138,7 @@ def test_a_table_is_joined_by_what_followed_earlier():
 
 def test_without_a_match_the_verifier_reads_only_the_anchor():
     """A round has two passes to choose from: one over the tree, one over a single token of each sequence."""
-    model = make_pair(ONE_LAYER, NgramConfig())
+    model = make_pair(ONE_LAYER, NgramDrafter())
     plan, state = prefilled(model, [[1, 2]], nodes=8)
     text = loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
     found = re.findall(r"dot_general .* -> tensor<(?:(?:1x)?(\d+)x64|64x(\d+))xf32>", text)  # up, gate and vocabulary
@@ -148,16 +148,16 @@ def test_without_a_match_the_verifier_reads_only_the_anchor():
 
 def test_ngram_is_a_name_of_a_drafter(tmp_path):
     model = tf.load("tiny", drafter="ngram")
-    assert (model.drafter, model.weights.drafter) == (NgramConfig(), {})
+    assert (model.drafter, model.weights.drafter) == (NgramDrafter(), {})
     (tmp_path / "config.json").write_text(json.dumps({"ngram_config": {"longest": 3, "num_nodes": 6}}))
-    assert model_files.load_drafter(tmp_path) == (replace(NgramConfig(), longest=3, num_nodes=6), {})
+    assert model_files.load_drafter(tmp_path) == (replace(NgramDrafter(), longest=3, num_nodes=6), {})
     for wrong in ({"longest": 0}, {"longest": 2, "shortest": 3}):
         (tmp_path / "config.json").write_text(json.dumps({"ngram_config": wrong}))
         refused(lambda: model_files.load_drafter(tmp_path), next(iter(reversed(wrong))))
 
 
 def test_rounds_without_a_draft_are_no_reason_to_warn(caplog):
-    model = make_pair(ONE_LAYER, NgramConfig())
+    model = make_pair(ONE_LAYER, NgramDrafter())
     text = model.generate([[1, 2]], max_new_tokens=60, stop_ids=(), nodes=8, batch_size=3, temperature=2.0)[0]
     assert len(text.accept_lengths) > 50 and text.tau < 1.2
     assert "tau is" not in caplog.text

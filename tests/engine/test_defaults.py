@@ -10,9 +10,9 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax.core import devices
 from treeflash_jax.core.devices import Device
-from treeflash_jax.drafters import NgramConfig
-from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
-from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters import NgramDrafter
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
+from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models.kernels import KERNELS, SETS
@@ -21,8 +21,8 @@ ZEN5, AMX = (Device("cpu", features=frozenset({"avx512_bf16", *more})) for more 
 H100, H200 = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("gpu", "NVIDIA H200")
 
 PER_LEVEL = (  # drafters whose network runs once per level
-    lambda model: LanguageModelConfig(layers=model.verifier),
-    lambda model: Eagle3Config(
+    lambda model: LanguageModelDrafter(layers=model.verifier),
+    lambda model: Eagle3Drafter(
         layers=model.drafter.layers, target_hidden_size=model.verifier.hidden_size, draft_vocab_size=64, taps=(0, 1, 2)
     ),
 )
@@ -54,7 +54,7 @@ def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, can
     assert sizes(replace(tiny.drafter, num_nodes=4)) == (4, candidates, 4 if nodes == 8 else 16)
     assert sizes(nodes=5) == (5, candidates, 5 if nodes == 8 else 16)
     assert sizes(block_size=3) == (nodes, candidates, 3)
-    assert sizes(NgramConfig(num_nodes=16)) == (nodes, None, None)
+    assert sizes(NgramDrafter(num_nodes=16)) == (nodes, None, None)
     assert sizes(builder="chain") == (16, candidates, 16), "a chain is the whole block"
 
 
@@ -62,7 +62,7 @@ def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, can
 @pytest.mark.parametrize("device", [Device("cpu"), ZEN5, AMX, H100])
 def test_the_default_number_of_nodes_can_be_given(device, builder, tiny):
     """Other defaults follow from the number of nodes, whether a call gives it or not."""
-    drafters = tiny.drafter, replace(tiny.drafter, num_nodes=4), NgramConfig(), *(make(tiny) for make in PER_LEVEL)
+    drafters = tiny.drafter, replace(tiny.drafter, num_nodes=4), NgramDrafter(), *(make(tiny) for make in PER_LEVEL)
     for drafter in drafters:
         for dtype in (jnp.float32, jnp.bfloat16):
             default = plan(tiny, device, dtype, drafter, builder=builder)
@@ -100,7 +100,7 @@ def test_the_default_drafts_if_that_pays(device, most, most_if_stated, tiny):
     assert drafts(2.5, jnp.float32) == [True, True, False, False]
     assert plan(tiny, device, jnp.float32, nodes=4).drafts and plan(tiny, device, jnp.float32, builder="walk").drafts
     assert not plan(tiny, device, builder="none").drafts
-    assert plan(tiny, device, drafter=NgramConfig()).drafts, "without a match, it costs nothing"
+    assert plan(tiny, device, drafter=NgramDrafter()).drafts, "without a match, it costs nothing"
 
 
 def test_a_reason_is_given_for_decoding_one_token_at_a_time(tiny):

@@ -24,7 +24,7 @@ from treeflash_jax.engine.answers.results import Reader
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.batching import SamplingSizes
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 
 SIZES = (5, 16)  # with one and two slots refilled at once
@@ -183,7 +183,7 @@ def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:
     return replace(pool, expected=answers)
 
 
-@pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
+@pytest.mark.parametrize("draft", [PLAIN, DRAFTED])
 def test_answers_of_interleaved_conversations_are_those_without(float64, draft):
     """Streams of several sessions in turns; some end early or go on from another text."""
     model, rng = few_tokens(), np.random.default_rng(3)

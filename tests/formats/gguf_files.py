@@ -21,7 +21,7 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig, Rope
 
-gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
 
 F32 = gguf.GGMLQuantizationType.F32
 QWEN3 = ModelConfig(

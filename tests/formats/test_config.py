@@ -15,7 +15,7 @@ from model_files import change_json
 from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B, parse, without
 from refusals import refused, understood
 
-from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files, storage
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -78,7 +78,7 @@ def test_unknown_keys_inside_the_config_of_a_drafter(table, caplog):
 
 def test_treeflash_drafter():
     config = parse("drafter", TREEFLASH_4B)
-    assert config == BlockConfig(
+    assert config == BlockDrafter(
         layers=replace(parse("verifier", QWEN3_4B), num_layers=5, tie_embeddings=False), block_size=16,
         mask_token_id=151669, taps=(1, 9, 17, 25, 33), num_target_layers=36, head="mlp", num_nodes=64,
     )  # fmt: skip

@@ -117,5 +117,5 @@ def test_every_cut_of_a_header_is_refused(small):
 
 def test_without_the_package_one_line_says_how_to_get_it(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(lambda: tf.load(verifier=small), "pip install treeflash-jax[gguf]")
+    refused(lambda: tf.load(verifier=small), "pip install gguf")
     assert tf.load("tiny").verifier.vocab_size == 2048, "nothing else needs it"

@@ -21,9 +21,9 @@ from safetensors.numpy import load_file, save_file
 import treeflash_jax as tf
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
-from treeflash_jax.drafters.block.block_drafter import BlockConfig
-from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
-from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
+from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.formats import dialects, model_files, storage
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -43,7 +43,7 @@ MODELS = {
         rope=Rope(kind="yarn", factor=2.0, original_max_positions=32, attention_factor=1.1, beta_fast=8.0, truncate=False),
     ),
 }  # fmt: skip
-PLAIN = BlockConfig(
+PLAIN = BlockDrafter(
     layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, taps=(0, 2),
     num_target_layers=3, head="marginal", thinking=True,
 )  # fmt: skip
@@ -86,8 +86,8 @@ def test_verifiers_are_read_back_in_the_dtype_on_disk(tmp_path, name, dtype):
 NAMED = ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")  # a drafter's verifier
 BLOCK = replace(PLAIN, layers=replace(PLAIN.layers, rope=LLAMA3), verifier=NAMED)
 WRITTEN = {
-    "language_model": LanguageModelConfig(layers=MODELS["llama"]),
-    "speculators": Eagle3Config(
+    "language_model": LanguageModelDrafter(layers=MODELS["llama"]),
+    "speculators": Eagle3Drafter(
         layers=replace(MODELS["llama"], num_layers=1), target_hidden_size=8, draft_vocab_size=12, own_embedding=True,
         taps=(0, 2), num_taps=2, verifier=NAMED,
     ),

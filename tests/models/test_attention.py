@@ -19,7 +19,7 @@ from conftest import FEW_TOKENS, IS_INTERPRETED, RANDOM_MODEL, needs_8_devices, 
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import is_spec
-from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.models import attention as attention_module
 from treeflash_jax.models import caches, kernels, quantized, verifier
 from treeflash_jax.models.attention import tree_attention
@@ -306,7 +306,7 @@ def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens, scheme)
 @pytest.mark.parametrize("name", [slow_unless(name == "streamed", name) for name in NAMES])
 def test_drafted_ids_are_the_likeliest_ones(name):
     """Prompts of unequal length, one over a block's edge."""
-    model = make_pair(replace(FEW_TOKENS, num_layers=1, head_dim=16), NgramConfig())
+    model = make_pair(replace(FEW_TOKENS, num_layers=1, head_dim=16), NgramDrafter())
     prompts = [np.random.default_rng(0).integers(0, 12, size).tolist() for size in (508, 40)]
     results = model.generate(prompts, builder="best-first", nodes=8, attention=name, max_new_tokens=16)
     assert max(result.tau for result in results) > 1.2

@@ -10,7 +10,7 @@ import pytest
 from answers import assert_greedy, draw, make_pair, random_weights, with_windows_and_sinks
 from conftest import FEW_TOKENS, RANDOM_MODEL
 
-from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.models import layers
 from treeflash_jax.models.config import Rope
 from treeflash_jax.models.layer_kinds import KINDS
@@ -75,7 +75,7 @@ def run_text_and_tree(weights, x_btd, name):
     state, length_b, got = kind.init(config, 1, 16, jnp.float64, can_cut=name != "ring"), jnp.zeros(1, jnp.int32), []
     for part, sees, positions in ((slice(0, 4), np.tri(4), [0, 1, 2, 3]), (slice(4, 9), SEES, POSITIONS)):
         positions_bt, mask_btu = jnp.asarray([positions]), jnp.asarray(sees[None], bool)
-        inputs = PassInputs(positions_bt, mask_btu, length_b, kind.prepare(config, positions_bt, mask_btu), "blocked")
+        inputs = PassInputs(positions_bt, mask_btu, length_b, kind.precompute(config, positions_bt, mask_btu), "blocked")
         y_btd, new = kind.mix(weights, config, x_btd[:, part], inputs, state.layer(0), None)
         state = state.commit((new,), length_b, jnp.array([4]), None)
         length_b = length_b + 4
@@ -117,7 +117,7 @@ def test_drafted_answers_are_the_likeliest_tokens_of_a_pass_over_the_whole_text(
     config = replace(with_windows_and_sinks(FEW_TOKENS), window=3)
     if name == "gated":
         config = replace(FEW_TOKENS, num_layers=1, **GATED)
-    model, prompts = make_pair(config, NgramConfig(), dtype=jnp.float64), [[7, 8, 9] * 50, [3]]
+    model, prompts = make_pair(config, NgramDrafter(), dtype=jnp.float64), [[7, 8, 9] * 50, [3]]
     results = model.generate(prompts, max_new_tokens=24, builder="best-first", nodes=8)
     assert max(result.tau for result in results) > 1.1
     assert [len(result.ids) for result in results] == [24, 24]

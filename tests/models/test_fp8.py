@@ -21,7 +21,7 @@ from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
-from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.models import experts, kernels, layers, quantized, verifier
@@ -201,7 +201,7 @@ def test_a_mesh_multiplies_its_shards(vectors):
 @pytest.mark.usefixtures("float64")
 def test_drafted_answers_are_the_likeliest_tokens_of_the_dense_weights():
     config = replace(FEW_TOKENS, num_layers=1)
-    pair, specs = make_pair(config, NgramConfig(), NgramConfig().specs(), dtype=jnp.float64), verifier.specs(config)
+    pair, specs = make_pair(config, NgramDrafter(), NgramDrafter().specs(), dtype=jnp.float64), verifier.specs(config)
     pair.weights = pair.weights.replace(verifier=compress_all(specs, pair.weights.verifier))
     assert pair.quantize == "fp8" and pair.dtype == jnp.float64
     results = pair.generate(PROMPTS, nodes=8, builder="best-first", max_new_tokens=20)

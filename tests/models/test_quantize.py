@@ -22,7 +22,7 @@ from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
-from treeflash_jax.drafters import NgramConfig
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.formats import model_files
@@ -41,7 +41,7 @@ def widened(weight: Quantized, inputs: tuple[int, ...]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def int8() -> tf.TreeFlash:
-    return shapes.random_pair(SMALL, NgramConfig(), jnp.float32, quantize="int8")
+    return shapes.random_pair(SMALL, NgramDrafter(), jnp.float32, quantize="int8")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -19,7 +19,7 @@ from train.data.packing import Batch, Document
 from train.runtime import run_config
 from train.stages import drafting
 from train.stages.registry import read_stage
-from treeflash_jax.drafters import Eagle3Config, Inputs, MtpConfig, mtp_drafter
+from treeflash_jax.drafters import Eagle3Drafter, Inputs, MtpDrafter, mtp_drafter
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import Rope
@@ -27,10 +27,10 @@ from treeflash_jax.models.packed_attention import MAX_BLOCKS
 
 MODEL = replace(FEW_TOKENS, tie_embeddings=True)
 GATED = replace(MODEL, gates_attention=True, offset_norms=True, rope=Rope(fraction=0.5))
-DRAFTER = Eagle3Config(
+DRAFTER = Eagle3Drafter(
     layers=replace(MODEL, num_layers=1), target_hidden_size=16, draft_vocab_size=12, norm_output=True, taps=(0, 1, 1)
 )
-MTP = MtpConfig(layers=mtp_drafter.layer_sizes(GATED), num_depths=3).fitted(GATED)
+MTP = MtpDrafter(layers=mtp_drafter.layer_sizes(GATED), num_depths=3).fitted(GATED)
 LENGTHS, SIZE, STEPS = (7, 4), 12, 3
 
 

@@ -15,7 +15,7 @@ from train.data import packing
 from train.language_model import LanguageModelStage, language_model_sums
 from train.runtime import run_config
 from train.stages import drafting, registry
-from treeflash_jax.drafters import LanguageModelConfig
+from treeflash_jax.drafters import LanguageModelDrafter
 from treeflash_jax.models import verifier
 
 ROWS = packing.Batch(
@@ -24,7 +24,7 @@ ROWS = packing.Batch(
     positions_bt=np.int32([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]),
     weights_bt=np.float32([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1]]),
 )
-DRAFTER = LanguageModelConfig(layers=replace(MODEL, num_layers=2))
+DRAFTER = LanguageModelDrafter(layers=replace(MODEL, num_layers=2))
 
 
 @pytest.fixture(scope="module")

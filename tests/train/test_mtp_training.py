@@ -18,7 +18,7 @@ from train import mtp
 from train.runtime import run_config
 from train.stages import drafting
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters import MtpConfig
+from treeflash_jax.drafters import MtpDrafter
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
@@ -30,7 +30,7 @@ MODEL = replace(
     delta=DeltaSizes(key_heads=2, value_heads=4, key_dim=4, value_dim=4, conv_width=4),
 )  # fmt: skip
 HYBRIDS = DATA / "hybrid"
-LAYER = MtpConfig(layers=layer_sizes(MODEL))
+LAYER = MtpDrafter(layers=layer_sizes(MODEL))
 PROMPTS = [np.random.default_rng(i).integers(4, 64, 4).tolist() for i in range(60)]
 
 

@@ -24,7 +24,7 @@ from train.runtime.checkpoint import claim
 from train.stages import drafting
 from treeflash_jax.core import files
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
-from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
 from treeflash_jax.formats import draft_vocabulary, model_files
 
 
@@ -173,14 +173,14 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
     missing = ImportError("Please install gcsfs to access Google Storage\nand more")
     reopened()
     monkeypatch.setattr(fsspec, "filesystem", Mock(side_effect=missing))
-    needed = ("(Please install gcsfs", "); gs:// needs pip install treeflash-jax")
+    needed = ("(Please install gcsfs", "); gs:// needs pip install gcsfs")
     for place, words in (("gs://b/run", needed), ("ftp://b", ("ftp://",))):
         refused(lambda place=place: files.absolute(place), *words)
 
 
 def test_the_vocabulary_of_a_drafter_is_that_of_its_run(bucket):
     """Even if the answers have changed since, and the run has not finished."""
-    config = Eagle3Config(
+    config = Eagle3Drafter(
         layers=fresh_layers(toy_training.MODEL, 1), target_hidden_size=16, draft_vocab_size=9, taps=(0, 1, 2)
     )
     loops = dict(optimizer=run_config.OptimizerConfig(learning_rate=1e-3), loop=run_config.LoopConfig(batch=1))

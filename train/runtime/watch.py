@@ -148,8 +148,8 @@ def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
             stack.callback(run.finish)
             sinks.append(lambda step, metrics: run.log(dict(metrics), step=step))
     except ImportError as error:
-        extras = "treeflash-jax[tensorboard], for gs:// also [gcs], and loop.wandb treeflash-jax[wandb]"
-        raise ValueError(f"{error}; loop.tensorboard needs {extras}") from None
+        advice = "pip install '.[tensorboard]' or '.[wandb]' in a clone, for gs:// also '.[gcs]'"
+        raise ValueError(f"{error}; loop.tensorboard and loop.wandb need {advice}") from None
     return sinks
 
 

@@ -19,7 +19,7 @@ from flax import struct
 from train.data.packing import Batch
 from treeflash_jax.core import sharding
 from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.models import packed_attention, vocab
 from treeflash_jax.models.kv_cache import NewKV
 from treeflash_jax.models.packed_attention import BlockRule, PackedMask
@@ -74,7 +74,7 @@ def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_
 
 def hidden_states(
     params: Any,
-    config: BlockConfig,
+    config: BlockDrafter,
     embed_vd: jax.Array,
     batch: Batch,
     context: NewKV,

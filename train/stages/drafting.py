@@ -57,7 +57,7 @@ DERIVED = "derived.json"  # in a run's folder
 class DraftingStage(ABC):
     """Settings that all stages of drafters share, and the protocol of a stage.
 
-    "By name" means by the names at the top of the tree of weights that `DrafterConfig.specs` returns.
+    "By name" means by the names at the top of the tree of weights that `Drafter.specs` returns.
     """
 
     stage: str

@@ -30,7 +30,7 @@ from train.stages.teacher import Teacher, teach
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.backbone import context_kv
-from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
@@ -127,7 +127,7 @@ def drafting_sums(
     *,
     settings: ObjectiveConfig,
     verifier: ModelConfig,
-    drafter: BlockConfig,
+    drafter: BlockDrafter,
     attention: str = "chunked",
 ) -> Sums:
     """Returns weighted sums of the loss and of metrics for monitoring, over anchors drawn in these sequences.
@@ -186,7 +186,7 @@ def score_sums(
     sample: Sample | None,
     *,
     settings: ObjectiveConfig,
-    drafter: BlockConfig,
+    drafter: BlockDrafter,
 ) -> Sums:
     """Returns the sums of one chunk of blocks, from their hidden states without the anchor slot."""
     unembed_vd, eps = tables.get("unembed", tables["embed"]), drafter.layers.rms_norm_eps

@@ -70,7 +70,7 @@ class Phase:
 
     Attributes:
       nodes: nodes of the tree; None if the phase does not depend on them.
-      prepare: returns, for a number of calls, a function that enqueues them and returns arrays to wait for.
+      make_enqueue: returns, for a number of calls, a function that enqueues them and returns arrays to wait for.
       most: maximal number of calls per sample.
       units: divides the time of a call (tokens of a prefill).
       seconds: time of one unit, per sample.
@@ -78,14 +78,14 @@ class Phase:
 
     name: str
     nodes: int | None
-    prepare: Callable[[int], Callable[[], Any]]
+    make_enqueue: Callable[[int], Callable[[], Any]]
     most: int = CALLS
     units: int = 1
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
 
     def sample(self) -> float:
-        enqueue = self.prepare(self.calls)
+        enqueue = self.make_enqueue(self.calls)
         since = time.perf_counter()
         jax.block_until_ready(enqueue())
         return (time.perf_counter() - since) / self.calls / self.units
@@ -180,10 +180,10 @@ class Bench:
     def _add_moving(self, name: str, nodes: int | None, state: DecodeState, enqueue: Any) -> None:
         """Adds a phase that changes the state: every sample has a copy of it, which `enqueue` donates."""
 
-        def prepare(calls: int) -> Callable[[], Any]:
+        def make_enqueue(calls: int) -> Callable[[], Any]:
             return partial(enqueue, jax.block_until_ready(copied(state)), calls)
 
-        self.phases.append(Phase(name, nodes, prepare, most=ROUNDS))
+        self.phases.append(Phase(name, nodes, make_enqueue, most=ROUNDS))
         self.phases[-1].sample()
 
     def _compile(self, function: Any, *arguments: Any, plan: DecodePlan) -> Any:

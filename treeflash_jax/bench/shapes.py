@@ -15,9 +15,9 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.core.settings import field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import DrafterConfig, MtpConfig
-from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers, fresh_layers
-from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters import Drafter, MtpDrafter
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers, fresh_layers
+from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.defaults import merges_weights
@@ -124,7 +124,7 @@ def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     return {"nodes": plan.num_nodes, **drafting, **shape, **rule}
 
 
-def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, DrafterConfig]:
+def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, Drafter]:
     """Returns the sizes of a verifier and its drafter; no weight is read.
 
     Args:
@@ -137,9 +137,9 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
     if drafter_shape is None:
         return model, find_drafter(model).fitted(model)
     if drafter_shape in VERIFIERS:
-        return model, LanguageModelConfig(layers=VERIFIERS[drafter_shape]).fitted(model)
+        return model, LanguageModelDrafter(layers=VERIFIERS[drafter_shape]).fitted(model)
     if drafter_shape == MTP:
-        return model, MtpConfig(layers=layer_sizes(model)).fitted(model)
+        return model, MtpDrafter(layers=layer_sizes(model)).fitted(model)
     path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
     return model, draft_vocabulary.limit(model_files.read_drafter_config(path).fitted(model), path, model.vocab_size)
 
@@ -153,7 +153,7 @@ def find_verifier(name: str) -> ModelConfig:
     return model_files.read_verifier_config(name)
 
 
-def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> BlockConfig:
+def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> BlockDrafter:
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
     It has the verifier's widths, five layers (eight for a mixture of experts) and blocks of 16, and reads five of the
@@ -161,7 +161,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Blo
     """
     if verifier == VERIFIERS["tiny"]:
         return model_files.read_drafter_config(locate("tiny", "drafter"))
-    return BlockConfig(
+    return BlockDrafter(
         layers=fresh_layers(verifier, num_layers or (8 if verifier.num_experts else 5)),
         block_size=16,
         mask_token_id=verifier.vocab_size - 1,
@@ -180,7 +180,7 @@ def short_name(path: str) -> str:
 
 
 def random_pair(
-    model: ModelConfig, drafter: DrafterConfig, dtype: Any, mesh: Any = None, quantize: str | None = None
+    model: ModelConfig, drafter: Drafter, dtype: Any, mesh: Any = None, quantize: str | None = None
 ) -> TreeFlash:
     """Makes a pair of random weights, drawn one by one in their dtype; the verifier's are quantised as drawn.
 

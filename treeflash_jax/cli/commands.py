@@ -213,7 +213,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         from treeflash_jax.serve.process import serve
     except ModuleNotFoundError as error:
-        raise ValueError(f"got no package {error.name}, expected those of: pip install 'treeflash-jax[serve]'") from None
+        raise ValueError(f"got no package {error.name}, expected those of `pip install '.[serve]'` in a clone") from None
     options = ServeOptions(**option_values(arguments, ServeOptions))
     return serve(load_model(arguments), GenerateConfig(**option_values(arguments, GenerateConfig)), options)
 

@@ -49,9 +49,7 @@ def absolute(path: str | os.PathLike) -> Any:
         epath.Path(path).exists()
     except (ImportError, KeyError, NotImplementedError) as error:
         scheme, reason = os.fspath(path).partition("://")[0], str(error).splitlines()[0]
-        raise ValueError(
-            f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install treeflash-jax[gcs]"
-        ) from None
+        raise ValueError(f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install gcsfs") from None
     return epath.Path(path)
 
 
@@ -100,7 +98,7 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         reason = clipped(str(error) or type(error).__name__, 120)
         place = clipped(url, LONGEST_PATH)
-        raise kind(f"{place} cannot be read ({reason}); gs:// needs pip install treeflash-jax[gcs]") from None
+        raise kind(f"{place} cannot be read ({reason}); gs:// needs pip install gcsfs") from None
     return target
 
 
@@ -185,7 +183,7 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
     if is_remote(target):
         with tempfile.TemporaryDirectory() as name:
             yield Path(name)
-            _upload(Path(name), absolute(target))
+            _upload(Path(name), str(target))
         return
     target = Path(os.path.abspath(target))
     exists = target.is_dir()
@@ -216,12 +214,13 @@ def _names(folder: Path) -> list[Path]:
     return sorted(inside, key=lambda name: (name.name == LAST, name))
 
 
-def _upload(folder: Path, target: Any) -> None:
+def _upload(folder: Path, url: str) -> None:
     """Copies all files of a local folder to a URL, config.json last."""
+    import fsspec  # slow to import
+
+    system, target = fsspec.url_to_fs(url)
     for name in _names(folder):
-        copy = target / name.as_posix()
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((folder / name).read_bytes())
+        system.put_file(str(folder / name), f"{target}/{name.as_posix()}")
 
 
 def _move(part: Path, target: Path) -> None:

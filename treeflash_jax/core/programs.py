@@ -67,7 +67,7 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
       **static: static arguments of `function`, by name.
     """
     clock = clock or Clock()
-    program = prepare(function, *args, mesh=mesh, clock=clock, **static)
+    program = start_compiling(function, *args, mesh=mesh, clock=clock, **static)
     wait(program, clock=clock)
     outputs = program.compiled(*args)
     program.has_run = True
@@ -107,7 +107,7 @@ def _wait_for(program: Program, unfinished: Sequence[Program], clock: Clock) -> 
         compile_times.record(_times, *program.labels, time.perf_counter() - since)
 
 
-def prepare(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Program:
+def start_compiling(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Program:
     """Returns the program of a call with these arguments, but does not wait until it is compiled.
 
     A new program is traced and lowered; then XLA compiles it, or reads it from JAX's cache, on another thread.

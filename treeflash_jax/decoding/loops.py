@@ -180,7 +180,7 @@ def _run_chunks(
 def _extend_drafter(
     weights: Weights, drafter: Any, plan: PrefillPlan, features_btj: Any, tokens_bt: jax.Array, count_b: jax.Array
 ) -> Any:
-    """Returns the drafter's state after the positions of a pass; see `DrafterConfig.extend`."""
+    """Returns the drafter's state after the positions of a pass; see `Drafter.extend`."""
     return plan.drafter.extend(
         weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.attention
     )

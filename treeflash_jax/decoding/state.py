@@ -12,7 +12,7 @@ from flax import struct
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding.automaton import Automaton
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.models import caches
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import TreeShape
@@ -36,7 +36,7 @@ class PrefillPlan:
     """
 
     verifier: ModelConfig
-    drafter: DrafterConfig | None = None
+    drafter: Drafter | None = None
     attention: str = "xla"
     kernels: str | None = None
     chunk: int = 128
@@ -62,7 +62,7 @@ class DecodePlan:
 
     Attributes:
       prefill: plan of the caches and of the programs that read prompts.
-      drafter: the drafter with the settings of its drafts (`DrafterConfig.configured`); None with builder "none".
+      drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
       builder: one of `trees.BUILDERS`, or "none": one token a round.
       num_nodes: nodes verified per round, root included.
       shape: sizes of the tree besides its number of nodes.
@@ -72,7 +72,7 @@ class DecodePlan:
     """
 
     prefill: PrefillPlan
-    drafter: DrafterConfig | None = None
+    drafter: Drafter | None = None
     builder: str = "none"
     num_nodes: int = 1
     shape: TreeShape = TreeShape()

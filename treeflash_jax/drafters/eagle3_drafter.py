@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, extended
+from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, require_sizes
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
@@ -37,7 +37,7 @@ Params = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(LaneDrafterConfig):
+class Eagle3Drafter(LaneDrafter):
     """An EAGLE-3 drafter: one decoder layer over pairs of a verifier feature and the token that follows it.
 
     Attributes:
@@ -142,7 +142,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
-def fuse(params: Params, config: Eagle3Config, features_btj: jax.Array) -> jax.Array:
+def fuse(params: Params, config: Eagle3Drafter, features_btj: jax.Array) -> jax.Array:
     """Maps the features of all tapped layers to the drafter's width, [b, t, d]."""
     eps = config.layers.rms_norm_eps
     if config.fc_norm:
@@ -154,18 +154,18 @@ def fuse(params: Params, config: Eagle3Config, features_btj: jax.Array) -> jax.A
     return quantized.product("btj,jd->btd", features_btj, params["fc"])
 
 
-def feed_back(params: Params, config: Eagle3Config, hidden_btd: jax.Array) -> jax.Array:
+def feed_back(params: Params, config: Eagle3Drafter, hidden_btd: jax.Array) -> jax.Array:
     """Returns the output that the next step carries."""
     return normed(params, config, hidden_btd) if config.norm_output else hidden_btd
 
 
-def normed(params: Params, config: Eagle3Config, hidden_btd: jax.Array) -> jax.Array:
+def normed(params: Params, config: Eagle3Drafter, hidden_btd: jax.Array) -> jax.Array:
     """Returns the input of the vocabulary table."""
     return layers.rms_norm(hidden_btd, params["norm"], config.layers.rms_norm_eps)
 
 
 def layer_input(
-    params: Params, tables: Any, config: Eagle3Config, tokens_bt: jax.Array, carried_btd: jax.Array
+    params: Params, tables: Any, config: Eagle3Drafter, tokens_bt: jax.Array, carried_btd: jax.Array
 ) -> jax.Array:
     """Returns the input of queries, keys and values, [b, t, 2 d]: the following token's embedding and the carried state."""
     eps, layer = config.layers.rms_norm_eps, params["layer"]
@@ -177,13 +177,13 @@ def layer_input(
     return sharding.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
 
 
-def rotary_table(config: Eagle3Config, positions_bt: jax.Array) -> Any:
+def rotary_table(config: Eagle3Drafter, positions_bt: jax.Array) -> Any:
     return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
 
 
 def layer_output(
     params: Params,
-    config: Eagle3Config,
+    config: Eagle3Drafter,
     read_bt: jax.Array,
     carried_btd: jax.Array,
     table: Any,
@@ -209,7 +209,7 @@ def layer_output(
 class LayerStep:
     """The `Step` of EAGLE-3: the layer over a token per lane, each carrying the output of the level above."""
 
-    config: Eagle3Config
+    config: Eagle3Drafter
     attention: str
 
     def __call__(self, shared: Any, level: Level) -> LaneState:

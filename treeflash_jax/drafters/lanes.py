@@ -4,7 +4,7 @@ A block drafter knows all levels after one pass. EAGLE-3 or a language model has
 proposes. `LaneExpander` does this for any tree builder: a lane is one node with the path above it, whose keys and values
 are in a scratch, so that no cache is written before the tree is verified.
 
-Such a drafter provides one function, and `draft` returns a `LaneExpander` with it (see `LaneDrafterConfig.expand`):
+Such a drafter provides one function, and `draft` returns a `LaneExpander` with it (see `LaneDrafter.expand`):
 
     step(shared, level) -> LaneState
 
@@ -38,7 +38,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.drafters import ngram
-from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs
+from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs
 from treeflash_jax.models import caches
 from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
@@ -179,7 +179,7 @@ def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, c
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneDrafterConfig(DrafterConfig):
+class LaneDrafter(Drafter):
     """A drafter whose network runs once per level; its state is a `ContextState` with a hidden state.
 
     A subclass also has `draft_vocab_size`, the number of tokens that it drafts; 0: all of the vocabulary.

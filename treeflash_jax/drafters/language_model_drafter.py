@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, extended
+from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, listed_specs, require_fit
 from treeflash_jax.models import verifier as model
 from treeflash_jax.models import vocab
@@ -24,7 +24,7 @@ from treeflash_jax.trees import Expander
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelConfig(LaneDrafterConfig):
+class LanguageModelDrafter(LaneDrafter):
     """A language model that drafts.
 
     Attributes:
@@ -74,7 +74,7 @@ class LanguageModelConfig(LaneDrafterConfig):
 class ModelStep:
     """The `Step` of a language model; it reads the weights, the state and a temperature."""
 
-    config: LanguageModelConfig
+    config: LanguageModelDrafter
     attention: str
 
     def __call__(self, shared: tuple[Any, ContextState, jax.Array], level: Level) -> LaneState:

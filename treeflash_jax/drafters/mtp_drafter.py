@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters.lanes import LaneDrafterConfig, LaneState, Level, extended
+from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, listed_specs, require_sizes
 from treeflash_jax.models import layers, quantized, verifier, vocab
 from treeflash_jax.models.config import ModelConfig
@@ -31,7 +31,7 @@ from treeflash_jax.trees import Expander
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpConfig(LaneDrafterConfig):
+class MtpDrafter(LaneDrafter):
     """A layer of multi-token prediction.
 
     Attributes:
@@ -100,7 +100,7 @@ def layer_sizes(verifier: ModelConfig) -> ModelConfig:
 
 
 def layer_input(
-    params: dict[str, Any], tables: Any, config: MtpConfig, tokens_bt: jax.Array, hidden_btd: jax.Array
+    params: dict[str, Any], tables: Any, config: MtpDrafter, tokens_bt: jax.Array, hidden_btd: jax.Array
 ) -> jax.Array:
     """Returns the layer's input [b, t, d]: the following token's embedding and the hidden state, joined."""
     embedded_btd = vocab.embed(tables["embed"], tokens_bt).astype(hidden_btd.dtype)
@@ -116,7 +116,7 @@ def layer_input(
 class MtpStep:
     """The `Step` of the layer: a token per lane, each carrying the output of the level above."""
 
-    config: MtpConfig
+    config: MtpDrafter
     attention: str
 
     def __call__(self, shared: Any, level: Level) -> LaneState:

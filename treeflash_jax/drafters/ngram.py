@@ -22,7 +22,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.drafters.protocol import DrafterConfig, Inputs, State
+from treeflash_jax.drafters.protocol import Drafter, Inputs, State
 from treeflash_jax.trees import Expander, pick
 
 LONGER = 4.0  # factor of a match's weight per token of length
@@ -46,7 +46,7 @@ class NoState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramConfig(DrafterConfig):
+class NgramDrafter(Drafter):
     """A drafter that looks up n-grams of the text. It fits every verifier.
 
     Attributes:
@@ -207,7 +207,7 @@ def join(drafter: Expander, inputs: Inputs, matches: int) -> Expander:
     """Joins another drafter's expander with up to `matches` n-grams; with 0 it stays as it is."""
     if not matches:
         return drafter
-    ngrams = NgramConfig(shortest=1, matches=matches)
+    ngrams = NgramDrafter(shortest=1, matches=matches)
     return JoinedExpander(drafter, ngrams.draft(replace(inputs, depths=drafter.num_depths)))
 
 

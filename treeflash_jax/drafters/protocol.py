@@ -1,4 +1,4 @@
-"""The protocol of a drafter (`DrafterConfig`), of its state, and its inputs in a round.
+"""The protocol of a drafter (`Drafter`), of its state, and its inputs in a round.
 
 Shape suffixes: b batch, s token slots, t positions, j tapped layers x model, d model, z draft vocabulary.
 """
@@ -85,7 +85,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterConfig(ABC):
+class Drafter(ABC):
     """A drafter: its sizes, and the functions that draft. Programs are compiled for it, so it is immutable and hashable.
 
     A new drafter is a subclass in a file of its own. A file dialect reads and writes it (`formats.dialects`, one line in
@@ -180,7 +180,7 @@ class DrafterConfig(ABC):
         Weights and states are those of the drafter without these settings.
 
         Args:
-          settings: values by name, some of `DrafterConfig.settings`; never None. The default sets fields of these names.
+          settings: values by name, some of `Drafter.settings`; never None. The default sets fields of these names.
 
         Raises ValueError for a value that this drafter does not support.
         """

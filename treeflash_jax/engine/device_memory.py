@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.models import caches
 from treeflash_jax.models import verifier as verifiers
 from treeflash_jax.models.config import ModelConfig
@@ -37,7 +37,7 @@ class Footprint:
 @functools.lru_cache(256)  # called on every request and takes over 1 ms
 def footprint(
     verifier: ModelConfig,
-    drafter: DrafterConfig | None = None,
+    drafter: Drafter | None = None,
     *,
     dtype: Any,
     mesh=None,

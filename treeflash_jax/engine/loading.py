@@ -15,7 +15,7 @@ from treeflash_jax.core.checks import clipping, coerce, expect, refuse_unknown
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import field_names, option_values
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
@@ -133,7 +133,7 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     )
 
 
-def _choose_scheme(pair: _Pair, requested: str | None, drafter: DrafterConfig | None, dtype: Any, mesh: Any) -> str | None:
+def _choose_scheme(pair: _Pair, requested: str | None, drafter: Drafter | None, dtype: Any, mesh: Any) -> str | None:
     """Returns the scheme of the verifier's matrices: the requested one, or that of FP8 files if `keeps_fp8`."""
     if requested is not None:
         return None if requested == NONE else requested
@@ -142,7 +142,7 @@ def _choose_scheme(pair: _Pair, requested: str | None, drafter: DrafterConfig | 
     return "fp8" if keeps_fp8(device, dtype, tokens) and model_files.has_fp8(pair.verifier) else None
 
 
-def _read_drafter_config(pair: _Pair, verifier: ModelConfig, thinking: bool) -> DrafterConfig | None:
+def _read_drafter_config(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:
     """Returns the config of the drafter for this verifier; None without a drafter.
 
     Warns if the drafter was trained for the other value of `thinking`, or has a shorter context.

@@ -15,7 +15,7 @@ from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.answers.results import Chunk, Result, Results, warn_of_low_tau, with_totals
 from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.call.requests import Request, make_requests, take_recommended
@@ -62,7 +62,7 @@ class TreeFlash:
         verifier: ModelConfig,
         weights: Weights,
         *,
-        drafter: DrafterConfig | None = None,
+        drafter: Drafter | None = None,
         tokenizer: Tokenizer | None = None,
         stop_ids: Sequence[int] = (),
         mesh: Any = None,
@@ -176,11 +176,12 @@ class TreeFlash:
           session: caches of the conversation, reused and updated for its next prompt; None prefills the whole prompt.
 
         Raises:
-          TypeError, ValueError: see `generate`, or there is more than one prompt; raised when the first chunk is requested.
+          TypeError, ValueError: see `generate`, or there is more than one prompt, or a `batch_size` other than 1 with a
+            session; raised when the first chunk is requested.
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         coerce(Session | None, session, "session", says="a tf.Session")
-        call = self.prepare(prompt, config, for_session=session is not None, **settings | {"batch_size": 1})
+        call = self.prepare(prompt, config, for_session=session is not None, **settings)
         yield from call.stream(rounds_per_dispatch, session)
 
     def warmup(

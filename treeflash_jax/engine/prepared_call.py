@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import SamplingSizes
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.schedule.session import Session
 
@@ -51,11 +52,12 @@ class PreparedCall:
             scheduler = self.schedule()
             reader = Reader(scheduler, self.model)
             for finished in scheduler.decode_all(rounds, reader.find_stopped):
-                numbers = [scheduler.slots.requests[slot].number for slot in finished]
-                for number, result in zip(numbers, reader.read_results(finished), strict=True):
-                    del unanswered[number]
+                requests = [scheduler.slots.requests[slot] for slot in finished]
+                for request, result in zip(requests, reader.read_results(finished), strict=True):
+                    reader.forget(request)
+                    del unanswered[request.number]
                     with scheduler.runner.clock.paused():
-                        yield number, result
+                        yield request.number, result
         except KeyboardInterrupt:  # keeps the answers so far
             if len(unanswered) == len(self.requests):
                 raise
@@ -65,12 +67,14 @@ class PreparedCall:
     def stream(self, rounds_per_dispatch: int, session: Session | None = None) -> Iterator[Chunk | Result]:
         """Decodes the only request; yields its chunks, then the result. The session keeps the caches.
 
-        Raises ValueError if there are several requests.
+        Raises ValueError if there are several requests, or several slots with a session.
         """
         if len(self.requests) != 1:
             samples = 1 + self.requests[-1].sample
             got = f"samples {samples} and {len(self.requests) // samples} prompts"
             raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
+        if session is not None:
+            expect(self.batch_size == 1, "batch_size", self.batch_size, "1 or none with a session")
         scheduler = self.schedule(session)
         reader = Reader(scheduler, self.model)
         try:

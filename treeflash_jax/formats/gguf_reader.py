@@ -226,5 +226,5 @@ def package() -> Any:
     try:
         import gguf  # slow to import, and only these files need it
     except ImportError:
-        raise ValueError("GGUF files need the package gguf: pip install treeflash-jax[gguf]") from None
+        raise ValueError("GGUF files need the package gguf: pip install gguf") from None
     return gguf

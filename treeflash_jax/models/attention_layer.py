@@ -64,7 +64,7 @@ class AttentionLayer(LayerKind):
         arrays = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         return kv_cache.KVRing(*arrays, window=config.window) if is_ring else kv_cache.KVState(*arrays)
 
-    def prepare(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
+    def precompute(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
         """Returns the rotary table, the mask, and the first position that each one sees, None for all."""
         table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
         if not self.is_windowed:
@@ -77,7 +77,7 @@ class AttentionLayer(LayerKind):
         return table, mask_btu & is_near_btu, first_bt
 
     def mix(self, params: Any, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any) -> Any:
-        table, mask_btu, first_bt = inputs.prepared
+        table, mask_btu, first_bt = inputs.precomputed
         q_bthe, *new, gate_bthe = queries_keys_values(params, config, x_btd, table)
         new = seen = tuple(new)
         if earlier is not None:

@@ -68,14 +68,14 @@ class PassInputs:
       positions_bt: absolute positions.
       mask_btu: True if new position t sees new position u, itself included; it may be a `PackedMask` in training.
       length_b: number of committed positions, all visible; None without states.
-      prepared: result of `LayerKind.prepare`.
+      precomputed: result of `LayerKind.precompute`.
       attention: implementation, a name in `attention.IMPLEMENTATIONS`, or in those of `packed_attention` for its masks.
     """
 
     positions_bt: jax.Array
     mask_btu: Any
     length_b: jax.Array | None
-    prepared: Any
+    precomputed: Any
     attention: str
 
 
@@ -115,7 +115,7 @@ class LayerKind(ABC):
             for sessions.
         """
 
-    def prepare(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
+    def precompute(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
         """Returns what all layers of the kind compute from positions and mask, once for a pass."""
         return None
 

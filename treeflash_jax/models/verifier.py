@@ -121,10 +121,10 @@ def through_layers(
     """Runs the layers and the final norm on inputs [b, t, d], otherwise as `forward`; reads no table."""
     all_weights = list(chain(*params["groups"]))
     length_b, states = (None, None) if cache is None else (cache.length_b, cache.layers)
-    inputs = {
-        kind: PassInputs(positions_bt, mask_btu, length_b, KINDS[kind].prepare(config, positions_bt, mask_btu), attention)
-        for kind in dict.fromkeys(config.kinds)
-    }
+    inputs = {}
+    for kind in dict.fromkeys(config.kinds):
+        precomputed = KINDS[kind].precompute(config, positions_bt, mask_btu)
+        inputs[kind] = PassInputs(positions_bt, mask_btu, length_b, precomputed, attention)
     operands = all_weights, config, params["norm"], x_btd, inputs, states, earlier
     run = kernels.find("decoder layers", *operands) or run_layers
     normed_btd, outputs, new = run(*operands)

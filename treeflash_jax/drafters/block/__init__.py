@@ -1,1 +1,1 @@
-"""DFlash block drafters with heads: `block_drafter.BlockConfig`."""
+"""DFlash block drafters with heads: `block_drafter.BlockDrafter`."""

@@ -22,7 +22,7 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.drafters import ngram, protocol
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
-from treeflash_jax.drafters.protocol import ContextState, DrafterConfig, Inputs, at_last, draft_ids, listed_specs
+from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs, at_last, draft_ids, listed_specs
 from treeflash_jax.models import caches, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -33,7 +33,7 @@ VOCABULARIES = FREQUENT, ALL = "frequent", "all"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(DrafterConfig):
+class BlockDrafter(Drafter):
     """A DFlash block drafter and the head on top of it.
 
     Attributes:

@@ -13,7 +13,8 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import Batch, make_batch
-from treeflash_jax.engine.schedule.prefill import Runner
+from treeflash_jax.engine.schedule.prefill import Prefill
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.trees import DraftTree
@@ -83,9 +84,9 @@ def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automato
     plan, mesh = runner.plan, runner.mesh
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
         first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
-        state = runner.prefill(batch, first_b=first_b)
+        state = Prefill(runner, batch, first_b=first_b).read_all()
     else:  # by the program that reads any prompt
-        state = runner.prefill(batch)
+        state = Prefill(runner, batch).read_all()
         state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(anchor))
     if request.automaton is not None:  # prefill begins with the state of an empty answer
         state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))

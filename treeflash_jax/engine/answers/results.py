@@ -142,107 +142,141 @@ class Chunk:
     rounds: int
 
 
+@dataclass
+class GrowingAnswer:
+    """Everything read so far of an answer that grows, before any cut.
+
+    Attributes:
+      text: text of `ids`; None without a tokenizer.
+      accepted: number of tokens that each round accepted.
+      num_sent: numbers of tokens and of characters in the chunks so far.
+    """
+
+    text: AnswerText | None
+    ids: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    expected_lengths: list[float] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    num_sent: tuple[int, int] = (0, 0)
+    is_done: bool = False
+    is_blocked: bool = False
+
+
 class Reader:
-    """Reads Results and their Chunks from the state of a scheduler, whose requests have different numbers."""
+    """Reads Results and their Chunks from the state of a scheduler, whose requests have different numbers.
+
+    What was read before is kept until `forget`: only new tokens and rounds are converted.
+    """
 
     def __init__(self, scheduler: Scheduler, model: Any):
         self._scheduler, self._model = scheduler, model
-        self._texts: dict[int, AnswerText] = {}  # by number of the request
-        self._sent: dict[int, tuple[int, int]] = {}  # numbers of tokens and characters in its chunks so far
+        self._answers: dict[int, GrowingAnswer] = {}  # by number of the request
 
     def forget(self, request: Request) -> None:
         """Frees what is kept of a request that is finished or cancelled."""
-        self._texts.pop(request.number, None)
-        self._sent.pop(request.number, None)
-
-    def answer_text(self, slot: int, ids: list[int]) -> AnswerText | None:
-        """Returns the text of the answer in a slot, whose tokens are `ids`; None without a tokenizer."""
-        request = self._scheduler.slots.requests[slot]
-        if self._model.tokenizer is None:
-            return None
-        if request.number not in self._texts:
-            self._texts[request.number] = AnswerText(self._model.tokenizer, request.ids, request.settings.stop)
-        text = self._texts[request.number]
-        text.extend(ids[len(text.ids) :])
-        return text
+        self._answers.pop(request.number, None)
 
     def read_chunks(self, slots: Sequence[int], finished: Sequence[int]) -> list[tuple[Chunk, Result]]:
         """Returns what is new in the answers in these slots, and the answers so far; those in `finished` are finished."""
         chunks = []
         for slot, result in zip(slots, self.read_results(slots), strict=True):
-            number, growing = self._scheduler.slots.requests[slot].number, self.answer_text(slot, result.ids)
-            text = ""
-            if growing is not None:
-                text = result.text if slot in finished else growing.certain_text
-            ids_before, text_before = self._sent.get(number, (0, 0))
-            self._sent[number] = len(result.ids), len(text)
+            answer, text = self._answers[self._scheduler.slots.requests[slot].number], ""
+            if answer.text is not None:
+                text = result.text if slot in finished else answer.text.certain_text
+            num_ids, num_characters = answer.num_sent
+            answer.num_sent = len(result.ids), len(text)
             rounds = len(result.accept_lengths)
-            chunks.append((Chunk(ids=result.ids[ids_before:], text=text[text_before:], rounds=rounds), result))
+            chunks.append((Chunk(ids=result.ids[num_ids:], text=text[num_characters:], rounds=rounds), result))
         return chunks
 
     def find_stopped(self, slots: Sequence[int]) -> list[int]:
         """Returns the slots whose answers contain a stop string."""
-        state, requests = self._scheduler.state, self._scheduler.slots.requests
-        slots = [slot for slot in slots if requests[slot].settings.stop]
-        if not slots:
-            return []
-        tokens_bs, end_b = sharding.to_host((state.tokens_bs, state.end_b))
-        answers = {slot: tokens_bs[slot, len(requests[slot].ids) : end_b[slot]].tolist() for slot in slots}
-        return [slot for slot, ids in answers.items() if self.answer_text(slot, ids).has_stop]
+        requests = self._scheduler.slots.requests
+        slots = [slot for slot in slots if requests[slot].settings.stop and self._model.tokenizer]
+        return [slot for slot, answer in zip(slots, self._read(slots), strict=True) if answer.text.has_stop]
 
     def read_results(self, slots: Sequence[int]) -> list[Result]:
         """Returns the answers so far in these slots.
 
         Raises ValueError for NaN logits. Warns of an answer that the processor of the call ends.
         """
-        if not slots:  # reading the state copies it to the host
-            return []
-        scheduler, state = self._scheduler, self._scheduler.state
+        scheduler = self._scheduler
         runner, plan, clock = scheduler.runner, scheduler.runner.plan, scheduler.runner.clock
-        vocab_size = plan.prefill.verifier.vocab_size
-        arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
-        arrays, log_probs, expected_bs = sharding.to_host((arrays, state.log_probs, state.expected_bs))
         results = []
-        for slot in slots:
-            tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
-            request = scheduler.slots.requests[slot]
-            ids, accepted = tokens_s[len(request.ids) : end].tolist(), accepted_s[:rounds].tolist()
-            if ids[-1] >= vocab_size:  # no logit of this token was above -inf, and rounds ended there
-                ids = ids[:-1]
+        for slot, answer in zip(slots, self._read(slots), strict=True):
+            request, text, ids = scheduler.slots.requests[slot], answer.text, [*answer.ids]
+            if answer.is_blocked:
                 finished = "blocked"
                 _explain_no_token(request, len(ids), runner.weights.processor)
-            elif done and ids[-1] in request.settings.stop_ids:
+            elif answer.is_done and ids[-1] in request.settings.stop_ids:
                 finished = "stop"
             else:
-                finished = "interrupted" if not done and scheduler.is_interrupted else "length"
-            text = self.answer_text(slot, ids)
+                finished = "interrupted" if not answer.is_done and scheduler.is_interrupted else "length"
             if text is not None and text.has_stop:
-                ids, finished = text.ids, "stop"
+                ids, finished = [*text.ids], "stop"
+            accepted = [*answer.accepted]
             while accepted and 1 + sum(accepted[:-1]) >= len(ids):
-                accepted = accepted[:-1]
+                accepted.pop()
             cut = 1 + sum(accepted) - len(ids) if accepted else 0
-            result = Result(
-                text="" if text is None else text.text,
-                ids=ids,
-                prompt_ids=request.ids,
-                builder=plan.builder,
-                accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
-                finished=finished,
-                seconds=clock.seconds,
-                compile_seconds=clock.compile_seconds,
-                tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
-                expected_lengths=None if expected_bs is None else expected_bs[slot, : len(accepted)].tolist(),
-                cut=cut,
-                reused=int(scheduler.reused[slot]),
-                draft_again=DraftAgain(self._model, scheduler, request) if plan.drafts else None,
+            results.append(
+                Result(
+                    text="" if text is None else text.text,
+                    ids=ids,
+                    prompt_ids=request.ids,
+                    builder=plan.builder,
+                    accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
+                    finished=finished,
+                    seconds=clock.seconds,
+                    compile_seconds=clock.compile_seconds,
+                    tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
+                    log_probs=answer.log_probs[: len(ids)] if plan.prefill.log_probs else None,
+                    top_log_probs=answer.top_log_probs[: len(ids)] if plan.prefill.top_log_probs else None,
+                    expected_lengths=answer.expected_lengths[: len(accepted)] if plan.prefill.expected_lengths else None,
+                    cut=cut,
+                    reused=int(scheduler.reused[slot]),
+                    draft_again=DraftAgain(self._model, scheduler, request) if plan.drafts else None,
+                )
             )
-            if log_probs is not None:
-                answer = slice(len(request.ids), len(request.ids) + len(ids))
-                token_s, ids_sk, top_sk = (x[slot, answer].tolist() for x in jax.tree.leaves(log_probs))
-                top = [[*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True)]
-                result = replace(result, log_probs=token_s, top_log_probs=top if plan.prefill.top_log_probs else None)
-            results.append(result)
         return results
+
+    def _read(self, slots: Sequence[int]) -> list[GrowingAnswer]:
+        """Returns the answers in these slots after adding their new tokens and rounds."""
+        if not slots:  # reading the state copies it to the host
+            return []
+        state, requests = self._scheduler.state, self._scheduler.slots.requests
+        arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
+        arrays, log_probs, expected_bs = sharding.to_host((arrays, state.log_probs, state.expected_bs))
+        tokens_bs, end_b, done_b, rounds_b, accepted_bs = arrays
+        answers = []
+        for slot in slots:
+            answer = self._find_answer(requests[slot])
+            tokens = slice(len(requests[slot].ids) + len(answer.ids), end_b[slot])
+            ids = tokens_bs[slot, tokens].tolist()
+            answer.is_done = bool(done_b[slot])
+            answer.is_blocked = bool(ids) and ids[-1] >= self._model.verifier.vocab_size
+            if answer.is_blocked:  # no logit of the last token was above -inf, and rounds ended there
+                ids.pop()
+            answer.ids += ids
+            if answer.text is not None:
+                answer.text.extend(ids)
+            if log_probs is not None:
+                token_s, ids_sk, top_sk = (x[slot, tokens][: len(ids)].tolist() for x in jax.tree.leaves(log_probs))
+                answer.log_probs += token_s
+                answer.top_log_probs += ([*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True))
+            rounds = slice(len(answer.accepted), rounds_b[slot])
+            answer.accepted += accepted_bs[slot, rounds].tolist()
+            if expected_bs is not None:
+                answer.expected_lengths += expected_bs[slot, rounds].tolist()
+            answers.append(answer)
+        return answers
+
+    def _find_answer(self, request: Request) -> GrowingAnswer:
+        if request.number not in self._answers:
+            tokenizer = self._model.tokenizer
+            text = None if tokenizer is None else AnswerText(tokenizer, request.ids, request.settings.stop)
+            self._answers[request.number] = GrowingAnswer(text)
+        return self._answers[request.number]
 
 
 def _explain_no_token(request: Request, index: int, processor: Any) -> None:

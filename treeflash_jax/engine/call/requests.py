@@ -9,7 +9,7 @@ from treeflash_jax.constraints import compilation
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core.checks import clipped, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
@@ -48,7 +48,7 @@ def make_requests(
     prompts: list[list[int]],
     config: GenerateConfig,
     verifier: ModelConfig,
-    drafter: DrafterConfig | None = None,
+    drafter: Drafter | None = None,
     *,
     tokenizer: Tokenizer | None = None,
     stop_ids: Sequence[int] = (),

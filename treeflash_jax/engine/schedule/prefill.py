@@ -1,7 +1,6 @@
-"""Programs of a plan, and the reading of prompts by them, a few chunks per dispatch."""
+"""Reading of prompts by the programs of a plan, a few chunks per dispatch."""
 
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,43 +8,11 @@ import jax
 import numpy as np
 
 from treeflash_jax.core import programs, sharding
-from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.schedule.batching import Batch
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.models.caches import Cache
-
-
-@dataclass(frozen=True)
-class Runner:
-    """Runs the compiled programs of one plan with its weights.
-
-    Attributes:
-      mesh: mesh of weights and states; None for one device.
-      can_cut: whether later prompts may begin with parts of the caches; see `caches.allocate`.
-      clock: time since the start, without compilation.
-    """
-
-    plan: DecodePlan
-    weights: Weights
-    mesh: Any = None
-    can_cut: bool = False
-    clock: Clock = field(default_factory=Clock)
-
-    def call(self, function: Any, *args: Any, **static: Any) -> Any:
-        """Runs a compiled program. Programs that return the state donate it, except `grow_caches`."""
-        return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
-
-    def prepare(self, function: Any, *args: Any, **static: Any) -> programs.Program:
-        """Begins to compile a program on another thread."""
-        return programs.prepare(function, *args, mesh=self.mesh, clock=self.clock, **static)
-
-    def prefill(self, batch: Batch, first_b: jax.Array | None = None) -> DecodeState:
-        """Returns the state after whole prompts; see `Prefill`."""
-        prefill = Prefill(self, batch, first_b=first_b)
-        while not prefill.is_complete:
-            prefill.read(self.plan.prefill.passes)
-        return prefill.state
 
 
 class PrefixCaches(NamedTuple):
@@ -121,6 +88,12 @@ class Prefill:
         jax.block_until_ready(self.state)
         self._position += passes * self._chunk
 
+    def read_all(self) -> DecodeState:
+        """Reads the whole prompts; returns the state after them."""
+        while not self.is_complete:
+            self.read(self._plan.passes)
+        return self.state
+
     def _read(self, passes: int) -> DecodeState:
         most, runner = jax.device_put(np.int32(passes)), self._runner
         return runner.call(
@@ -136,9 +109,9 @@ class Prefill:
         runner, one = self._runner, jax.device_put(np.int32(1))
         # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.
         arguments = runner.weights, self.state, self._length_b, one, self._first_b
-        compiled = [runner.prepare(loops.prefill_chunks, *arguments, plan=self._plan)]
+        compiled = [runner.start_compiling(loops.prefill_chunks, *arguments, plan=self._plan)]
         if will_decode:
-            compiled.append(runner.prepare(loops.decode, runner.weights, self.state, one, one, plan=runner.plan))
+            compiled.append(runner.start_compiling(loops.decode, runner.weights, self.state, one, one, plan=runner.plan))
         runs = can_run and not all(program.has_run for program in compiled)
         state = self.state
         for program in programs.as_compiled(*compiled, clock=runner.clock):

@@ -9,7 +9,8 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.schedule.prefill import PrefixCaches, Runner
+from treeflash_jax.engine.schedule.prefill import PrefixCaches
+from treeflash_jax.engine.schedule.runner import Runner
 
 LEAST_REUSED = 64  # tokens; a shorter beginning is read again
 

@@ -20,8 +20,9 @@ from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.admission import Admission, Group
 from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity, make_batch
-from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches, Runner
+from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches
 from treeflash_jax.engine.schedule.prefixes import copy_prefixes
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.schedule.slots import Slots
 
@@ -244,7 +245,7 @@ class Scheduler:
         state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **how)
         one = jax.device_put(np.int32(1))
         for form in (_replace_automata(state), state):
-            runner.prepare(loops.decode, runner.weights, form, one, one, plan=runner.plan)
+            runner.start_compiling(loops.decode, runner.weights, form, one, one, plan=runner.plan)
         return state.replace(done_b=sharding.place(jnp.ones(self.slots.size, bool), runner.mesh))
 
     def _grow(self, capacity: int) -> None:

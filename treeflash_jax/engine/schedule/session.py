@@ -11,8 +11,9 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState, Weights
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import round_capacity
-from treeflash_jax.engine.schedule.prefill import PrefixCaches, Runner
+from treeflash_jax.engine.schedule.prefill import PrefixCaches
 from treeflash_jax.engine.schedule.prefixes import count_reusable
+from treeflash_jax.engine.schedule.runner import Runner
 
 
 class Session:

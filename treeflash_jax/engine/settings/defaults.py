@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from treeflash_jax.core.devices import BFLOAT16_INSTRUCTIONS, MATRIX_INSTRUCTIONS, Device
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.models.kernels import HOPPER
 from treeflash_jax.models.quantized import SCALE_BLOCK
 from treeflash_jax.trees import Builder
@@ -127,7 +127,7 @@ def drafting_pays(device: Device, dtype: Any, tau: float | None = None, sequence
     must exceed BREAK_EVEN_TAU, for `sequences` rounded up to a number in it; more sequences never pay.
 
     Args:
-      tau: mean number of tokens that a round adds (`DrafterConfig.tau`); None: USUAL_TAU.
+      tau: mean number of tokens that a round adds (`Drafter.tau`); None: USUAL_TAU.
       sequences: number of sequences decoded together; on a mesh, by each data-parallel group (`sharding.per_shard`).
     """
     if not pays_per_token(device, dtype):
@@ -145,15 +145,15 @@ def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
     return usual if device.ridge is None else min(usual, device.ridge // sequences)
 
 
-def choose_nodes(drafter: DrafterConfig, table: DeviceDefaults) -> int:
+def choose_nodes(drafter: Drafter, table: DeviceDefaults) -> int:
     """Returns the number of nodes of a tree for one sequence."""
     return min(drafter.num_nodes, table.nodes or drafter.num_nodes)
 
 
 def draft_settings(
-    drafter: DrafterConfig, vocab_size: int, builder: Builder, nodes: int, table: DeviceDefaults
+    drafter: Drafter, vocab_size: int, builder: Builder, nodes: int, table: DeviceDefaults
 ) -> dict[str, Any]:
-    """Returns the settings of a draft (`DrafterConfig.settings`) whose defaults the device changes.
+    """Returns the settings of a draft (`Drafter.settings`) whose defaults the device changes.
 
     Args:
       vocab_size: number of the verifier's tokens.
@@ -171,7 +171,7 @@ def draft_settings(
     return {name: value for name, value in defaults.items() if name in drafter.settings and value is not None}
 
 
-def choose_lanes(drafter: DrafterConfig, nodes: int, table: DeviceDefaults) -> int | None:
+def choose_lanes(drafter: Drafter, nodes: int, table: DeviceDefaults) -> int | None:
     """Returns the number of nodes per level that a best-first tree of `nodes` nodes may expand; None: all."""
     is_small = drafter.lanes is not None and nodes <= (table.nodes or 0)
     return table.lanes if is_small else drafter.lanes

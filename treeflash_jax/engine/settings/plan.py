@@ -13,7 +13,7 @@ from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.devices import Device
 from treeflash_jax.core.settings import changed, field_names
 from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
-from treeflash_jax.drafters import DrafterConfig
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.models import kernels
@@ -32,7 +32,7 @@ DEFAULT_RULES = {"deterministic": "sample-and-match", "one path": "block"}  # by
 def resolve(
     config: GenerateConfig,
     verifier: ModelConfig,
-    drafter: DrafterConfig | None,
+    drafter: Drafter | None,
     *,
     dtype: Any,
     device: Device,
@@ -93,9 +93,7 @@ def resolve(
     return replace(plan, prefill=prefill, drafter=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
 
 
-def _why_plain(
-    config: GenerateConfig, drafter: DrafterConfig | None, dtype: Any, device: Device, sequences: int
-) -> str | None:
+def _why_plain(config: GenerateConfig, drafter: Drafter | None, dtype: Any, device: Device, sequences: int) -> str | None:
     """Returns the reason why a call drafts nothing although its builder is not "none"; None if it drafts.
 
     Raises ValueError if the call has settings of drafting and there is no drafter.
@@ -113,7 +111,7 @@ def _why_plain(
     return f"drafting does not pay on {where}{together} (nodes=8 drafts anyway)"
 
 
-def _check_settings(config: GenerateConfig, drafter: DrafterConfig, name: str, builder: Builder) -> None:
+def _check_settings(config: GenerateConfig, drafter: Drafter, name: str, builder: Builder) -> None:
     """Raises ValueError for settings that the drafter or the builder would ignore."""
     others = [setting for setting in DRAFTING if setting not in drafter.settings]
     _refuse(config, others, f"drafters of kind {drafter.kind!r} have no such setting; leave it out")

@@ -17,7 +17,7 @@ from typing import Any
 
 from treeflash_jax.core.checks import INT32, warn
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.drafters.block.block_drafter import BlockConfig, default_target_layers
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
 from treeflash_jax.formats import architectures
 from treeflash_jax.formats.architectures import ARCHITECTURES
@@ -68,7 +68,7 @@ class BlockFolder(Dialect):
         inside = keys.raw.get("dflash_config")
         return isinstance(inside, dict) and inside.get("projector_type") in self.projectors
 
-    def read_config(self, path: Path, keys: Keys) -> BlockConfig:
+    def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
         dflash = keys.table("dflash_config", required=True)
         only = {
             "projector_type": self.projectors, "attention_mode": ("gqa", None), "use_swa": (False, None),
@@ -98,7 +98,7 @@ class BlockFolder(Dialect):
         table, key = find_key((dflash, "causal_head"), (dflash, "causal"), (keys, "is_causal"))
         if key in table:
             causal = tuple(range(layers.num_layers)) if table.truth(key) else ()
-        config = BlockConfig(
+        config = BlockDrafter(
             layers=layers,
             block_size=block_size,
             mask_token_id=dflash.whole("mask_token_id", least=0),
@@ -113,14 +113,14 @@ class BlockFolder(Dialect):
         )
         return replace(config, **self.read_head(keys, dflash, config))
 
-    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
-        """Returns fields of BlockConfig for the head."""
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
+        """Returns fields of BlockDrafter for the head."""
         return {}
 
-    def copies(self, config: BlockConfig) -> dict[str, str]:
+    def copies(self, config: BlockDrafter) -> dict[str, str]:
         return {"embed_tokens.weight": "embed"} | ({} if config.owns_vocabulary else {"lm_head.weight": "unembed"})
 
-    def select(self, path: Path, config: BlockConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def select(self, path: Path, config: BlockDrafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Renames tensors; leaves out copies of the verifier's and inert ones."""
         selected = {}
         for name, tensor in tensors.items():
@@ -130,7 +130,7 @@ class BlockFolder(Dialect):
                 selected[name] = tensor
         return selected
 
-    def entries(self, config: BlockConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+    def entries(self, config: BlockDrafter, specs: Any, names: Collection[str]) -> dict[str, Any]:
         prefix = self.prefix
         if names:
             prefix = "model." if any(name.startswith("model.") for name in names) else ""
@@ -142,7 +142,7 @@ class BlockFolder(Dialect):
         listed = {name: entry for name, entry in LISTED.items() if name in specs}
         return {"backbone": entries, "head": head} | listed
 
-    def without_head(self, config: BlockConfig, params: dict[str, Any]) -> tuple[BlockConfig, dict[str, Any]]:
+    def without_head(self, config: BlockDrafter, params: dict[str, Any]) -> tuple[BlockDrafter, dict[str, Any]]:
         return replace(config, head=MARGINAL, head_sizes=None), params | {"head": {}}
 
 
@@ -151,7 +151,7 @@ class DFlash(BlockFolder):
 
     Attributes:
       heads: heads that files can store.
-      options: names of `BlockConfig.extras` that files can store.
+      options: names of `BlockDrafter.extras` that files can store.
     """
 
     name = "dflash"
@@ -163,7 +163,7 @@ class DFlash(BlockFolder):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return Dialect.recognises(self, path, keys)
 
-    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
+    def to_hf(self, config: BlockDrafter) -> dict[str, Any]:
         if config.head not in self.heads:
             expected = "none" if self.heads == (MARGINAL,) else " or ".join(self.heads)
             raise ValueError(
@@ -195,7 +195,7 @@ class TreeFlash(DFlash):
     heads = HEADS
     prefix = "model."
 
-    def read_config(self, path: Path, keys: Keys) -> BlockConfig:
+    def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
         treeflash = keys.table("treeflash_config")
         treeflash.check_known(
             {"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", "head_sizes", "tau"}
@@ -207,7 +207,7 @@ class TreeFlash(DFlash):
         config = replace(
             super().read_config(path, keys),
             head=heads[head],
-            head_rank=treeflash.whole("head_rank", BlockConfig.head_rank),
+            head_rank=treeflash.whole("head_rank", BlockDrafter.head_rank),
             num_nodes=treeflash.whole("candidate_tokens", 16, most=MAX_NODES),
             drafter_temperature=treeflash.number("drafter_temperature", 1.0),
             tau=treeflash.number("tau") if "tau" in treeflash.raw else None,
@@ -221,14 +221,14 @@ class TreeFlash(DFlash):
         given = {name: read[type(value)](name) for name, value in asdict(usual).items() if name in sizes}
         return replace(config, head_sizes=replace(usual, **given))
 
-    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
+    def to_hf(self, config: BlockDrafter) -> dict[str, Any]:
         sizes = HEADS[config.head].sizes(config)
         treeflash = {
             "candidate_tokens": config.num_nodes,
             "ar_approximation": HEADS[config.head].file_name,
             "drafter_temperature": config.drafter_temperature,
             **({} if config.tau is None else {"tau": config.tau}),
-            **({} if config.head_rank == BlockConfig.head_rank else {"head_rank": config.head_rank}),
+            **({} if config.head_rank == BlockDrafter.head_rank else {"head_rank": config.head_rank}),
             **({} if sizes is None else {"head_sizes": asdict(sizes)}),
         }
         return super().to_hf(config) | {"treeflash_config": treeflash}

@@ -18,7 +18,7 @@ from typing import Any
 
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.drafters.eagle3_drafter import Eagle3Config
+from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
 from treeflash_jax.formats import architectures, tensor_files
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
@@ -59,7 +59,7 @@ class Eagle3(Dialect):
         *"draft_vocab_size eagle_config target_model_type target_hidden_size num_target_layers auto_map".split(), *OPTIONS
     )  # fmt: skip
 
-    def read_config(self, path: Path, keys: Keys) -> Eagle3Config:
+    def read_config(self, path: Path, keys: Keys) -> Eagle3Drafter:
         folder = path if path.is_dir() else path.parent
         if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):  # it could run code
             raise ValueError(
@@ -79,7 +79,7 @@ class Eagle3(Dialect):
         ids = next((table.ids(self.ids_key, INT32) for table in (inside, keys) if self.ids_key in table), None)
         is_output = not self.ids_are_inputs or ids is None or 0 not in ids  # that input is no layer's output
         keys.expect(is_output, self.ids_key, ids, "ids from 1: they are read as inputs of layers")
-        return Eagle3Config(
+        return Eagle3Drafter(
             layers=layers,
             target_hidden_size=target,
             taps=ids if ids is None or not self.ids_are_inputs else tuple(i - 1 for i in ids),
@@ -104,12 +104,12 @@ class Eagle3(Dialect):
         sizes = Keys({"num_hidden_layers": 1, **inside.raw, "tie_word_embeddings": False}, inside.where)
         return architecture.read(sizes, known)
 
-    def select(self, path: Path, config: Eagle3Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def select(self, path: Path, config: Eagle3Drafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Leaves out buffers of training, and lists of all tokens."""
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("verifier_")}
         return speculators.without_lists(path, config, tensors)
 
-    def entries(self, config: Eagle3Config, specs: Any, names: Collection[str]) -> dict[str, Any]:
+    def entries(self, config: Eagle3Drafter, specs: Any, names: Collection[str]) -> dict[str, Any]:
         prefixes = (p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
         prefix = next(prefixes, self.prefix)
         layer = {**ARCHITECTURES[config.layers.model_type].layer, "hidden_norm": Entry("hidden_norm.weight")}
@@ -132,7 +132,7 @@ class Speculators(Eagle3):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) and keys.raw["speculators_model_type"] == "eagle3"
 
-    def to_hf(self, config: Eagle3Config) -> dict[str, Any]:
+    def to_hf(self, config: Eagle3Drafter) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
         return {
             "architectures": ["Eagle3Speculator"],
@@ -157,6 +157,6 @@ class DeepSpec(Eagle3):
     ids_key = "target_layer_ids"
     known = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
 
-    def read_config(self, path: Path, keys: Keys) -> Eagle3Config:
+    def read_config(self, path: Path, keys: Keys) -> Eagle3Drafter:
         keys.ids(self.ids_key, INT32)  # not null: DeepSpec has no rule for it
         return super().read_config(path, keys)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.drafters.language_model_drafter import LanguageModelConfig
+from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
@@ -24,14 +24,14 @@ class LanguageModel(Dialect):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return False  # `dialects.recognise` decides: the same folders are verifiers too
 
-    def read_config(self, path: Path, keys: Keys) -> LanguageModelConfig:
-        return LanguageModelConfig(layers=self.inner.read_config(path, keys))
+    def read_config(self, path: Path, keys: Keys) -> LanguageModelDrafter:
+        return LanguageModelDrafter(layers=self.inner.read_config(path, keys))
 
-    def opened(self, path: Path, config: LanguageModelConfig) -> AbstractContextManager[dict[str, Tensor]]:
+    def opened(self, path: Path, config: LanguageModelDrafter) -> AbstractContextManager[dict[str, Tensor]]:
         return self.inner.opened(path, config.layers)
 
-    def entries(self, config: LanguageModelConfig, specs: Any, names: Collection[str]) -> Any:
+    def entries(self, config: LanguageModelDrafter, specs: Any, names: Collection[str]) -> Any:
         return self.inner.entries(config.layers, specs, names)
 
-    def to_hf(self, config: LanguageModelConfig) -> dict[str, Any]:
+    def to_hf(self, config: LanguageModelDrafter) -> dict[str, Any]:
         return self.inner.to_hf(config.layers)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.drafters.mtp_drafter import MtpConfig, layer_sizes
+from treeflash_jax.drafters.mtp_drafter import MtpDrafter, layer_sizes
 from treeflash_jax.formats import architectures, fp8
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dialect import OUR_FIELDS, OUR_KEY, Dialect, read_our_fields, write_our_fields
@@ -28,23 +28,23 @@ class Mtp(Dialect):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return False  # `dialects.recognise` decides: the same folders are verifiers too
 
-    def read_config(self, path: Path, keys: Keys) -> MtpConfig:
+    def read_config(self, path: Path, keys: Keys) -> MtpDrafter:
         keys = architectures.text_keys(keys)
         sizes = architectures.recognise(keys).read(keys, [OUR_KEY])
-        return MtpConfig(layers=layer_sizes(sizes), **read_our_fields(keys, OUR_FIELDS))
+        return MtpDrafter(layers=layer_sizes(sizes), **read_our_fields(keys, OUR_FIELDS))
 
-    def select(self, path: Path, config: MtpConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def select(self, path: Path, config: MtpDrafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         selected = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         if not selected:
             raise ValueError(f"{path}: got no tensors {PREFIX}*, expected those of a layer of multi-token prediction")
         return fp8.join(path, selected)
 
-    def entries(self, config: MtpConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+    def entries(self, config: MtpDrafter, specs: Any, names: Collection[str]) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
         groups = architecture.layer_entries(specs["groups"], PREFIX, names)
         return {**architecture.mtp, "groups": groups}
 
-    def to_hf(self, config: MtpConfig) -> dict[str, Any]:
+    def to_hf(self, config: MtpDrafter) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
         raw = replace(architecture, is_written=True).to_hf(config.layers)  # experts one by one, as some models' files
         raw |= {"mtp_num_hidden_layers": 1, **write_our_fields(config, OUR_FIELDS)}

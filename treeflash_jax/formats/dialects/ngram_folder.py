@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.drafters.ngram import NgramConfig
+from treeflash_jax.drafters.ngram import NgramDrafter
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
@@ -20,19 +20,19 @@ class Ngram(Dialect):
     kind = "ngram"
     marks = ("ngram_config",)
 
-    def read_config(self, path: Path, keys: Keys) -> NgramConfig:
-        sizes, usual = keys.table("ngram_config", required=True), NgramConfig()
+    def read_config(self, path: Path, keys: Keys) -> NgramDrafter:
+        sizes, usual = keys.table("ngram_config", required=True), NgramDrafter()
         sizes.check_known({"longest", "shortest", "num_depths", "num_nodes"})
         longest = sizes.whole("longest", usual.longest, most=64)
-        return NgramConfig(
+        return NgramDrafter(
             longest=longest,
             shortest=sizes.whole("shortest", min(usual.shortest, longest), most=longest),
             num_depths=sizes.whole("num_depths", usual.num_depths, most=MAX_NODES - 1),
             num_nodes=sizes.whole("num_nodes", usual.num_nodes, most=MAX_NODES),
         )
 
-    def opened(self, path: Path, config: NgramConfig) -> AbstractContextManager[dict[str, Tensor]]:
+    def opened(self, path: Path, config: NgramDrafter) -> AbstractContextManager[dict[str, Tensor]]:
         return nullcontext({})
 
-    def entries(self, config: NgramConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+    def entries(self, config: NgramDrafter, specs: Any, names: Collection[str]) -> dict[str, Any]:
         return {}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from treeflash_jax.core.checks import INT32
-from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
@@ -39,7 +39,7 @@ class Domino(BlockFolder):
     inert = ("confidence_head.",)
     renamed = {r"^logit_head\.": ""}
 
-    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         table, key = find_key((dflash, "emb_dim"), (keys, "emb_dim"))
         sizes = GruSizes(dflash.whole("gru_hidden_dim"), dflash.whole("pure_draft_prefix_len", 0, least=0))
         most = config.block_size - 1
@@ -65,7 +65,7 @@ class DSpark(BlockFolder):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) or all(key in keys.raw for key in ("markov_rank", "target_layer_ids"))
 
-    def read_config(self, path: Path, keys: Keys) -> BlockConfig:
+    def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
         raw, inside, is_deepspec = dict(keys.raw), keys.table("dflash_config").raw, "dflash_config" not in keys
         if is_deepspec:
             keys.ids("target_layer_ids", INT32)  # not null: DeepSpec has no rule for it
@@ -75,7 +75,7 @@ class DSpark(BlockFolder):
             inside = {**inside, "shift_label": True}
         return super().read_config(path, Keys(raw | {"dflash_config": inside}, keys.where))
 
-    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         dflash.check_only({"dspark_backbone_conv_enabled": (False, None)})
         heads = {"vanilla": "lowrank", "gated": "lowrank-gated", "rnn": "lowrank-rnn"}
         kind = dflash.raw.get("markov_head_type", "vanilla")
@@ -94,7 +94,7 @@ class DFlash2(BlockFolder):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) and "selector_rank" in keys.raw["dflash_config"]
 
-    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         top_k = dflash.whole("selector_top_k", most=config.layers.vocab_size)
         return {
             "head": "selector",
@@ -122,7 +122,7 @@ class LiLiCorr(BlockFolder):
         r"^(lilicorr\.layers\.\d+\.mlp)\.down_proj\.": r"\1.2.",
     }
 
-    def read_head(self, keys: Keys, dflash: Keys, config: BlockConfig) -> dict[str, Any]:
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         dflash.check_only({"lilicorr_enabled": (True,)})
         width = dflash.whole("lilicorr_hidden_size", least=0) or config.layers.hidden_size
         num_heads = dflash.whole("lilicorr_num_heads")
@@ -141,7 +141,7 @@ class LiLiCorr(BlockFolder):
         is_convolved = any(dflash.raw.get(key) for key in ("conv_kernel_size", "conv_group_size"))  # 0: no convolutions
         return fields | (read_convolution(dflash, config) if is_convolved else {})
 
-    def select(self, path: Path, config: BlockConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def select(self, path: Path, config: BlockDrafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = super().select(path, config, tensors)
         for name in {"lilicorr.slot_embedding", "lilicorr.rank_embedding"} & tensors.keys():  # with axes of size 1
             tensors[name] = Squeezed(tensors[name][:].reshape(-1, tensors[name].get_shape()[-1]))
@@ -164,7 +164,7 @@ class Squeezed:
         return self.values[index]
 
 
-def read_convolution(dflash: Keys, config: BlockConfig) -> dict[str, int]:
+def read_convolution(dflash: Keys, config: BlockDrafter) -> dict[str, int]:
     """Returns the channels per group of DFlash2's convolutions."""
     dflash.check_only({"conv_kernel_size": (2,)})
     group, width = dflash.whole("conv_group_size"), config.layers.hidden_size

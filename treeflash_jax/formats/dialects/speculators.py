@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from treeflash_jax.core.checks import INT32
-from treeflash_jax.drafters.block.block_drafter import BlockConfig
+from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder, DFlash
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.dialects.published_heads import DFlash2, DSpark
@@ -95,7 +95,7 @@ class SpeculatorsBlock(BlockFolder):
     def recognises(self, path: Path, keys: Keys) -> bool:
         return Dialect.recognises(self, path, keys) and keys.raw["speculators_model_type"] == self.algorithm
 
-    def read_config(self, path: Path, keys: Keys) -> BlockConfig:
+    def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
         moved = ("mask_token_id", "projector_type", *ALIGNMENT, *self.head_keys)  # in dflash_config elsewhere
         others = "aux_hidden_state_layer_ids", "max_anchors", "sliding_window_non_causal"
         keys.check_known({*KEYS, *OUTSIDE, *moved, *others})
@@ -118,13 +118,13 @@ class SpeculatorsBlock(BlockFolder):
             owns_vocabulary=size != vocab_size,
         )
 
-    def copies(self, config: BlockConfig) -> dict[str, str]:
+    def copies(self, config: BlockDrafter) -> dict[str, str]:
         return super().copies(config) | {"verifier_lm_head.weight": "unembed", "verifier_norm.weight": "norm"}
 
-    def select(self, path: Path, config: BlockConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def select(self, path: Path, config: BlockDrafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return without_lists(path, config, super().select(path, config, tensors))
 
-    def write(self, raw: dict[str, Any], config: BlockConfig, **head: Any) -> dict[str, Any]:
+    def write(self, raw: dict[str, Any], config: BlockDrafter, **head: Any) -> dict[str, Any]:
         """Returns config.json, made from the config of a folder with `dflash_config`."""
         outside = {name: raw[name] for name in ("architectures", *OUTSIDE) if name in raw}
         layers = {name: value for name, value in raw.items() if name not in ("dflash_config", "verifier", *outside)}
@@ -146,7 +146,7 @@ class SpeculatorsDFlash(SpeculatorsBlock, DFlash):
     name = "speculators-dflash"
     algorithm = "dflash"
 
-    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
+    def to_hf(self, config: BlockDrafter) -> dict[str, Any]:
         return self.write(super().to_hf(config), config)
 
 
@@ -161,7 +161,7 @@ class SpeculatorsDSpark(SpeculatorsBlock, DSpark, DFlash):
     heads: Collection[str] = ("lowrank",)
     options = ("shifted",)
 
-    def to_hf(self, config: BlockConfig) -> dict[str, Any]:
+    def to_hf(self, config: BlockDrafter) -> dict[str, Any]:
         head = {"markov_head_type": "vanilla", "markov_rank": config.head_rank, "enable_confidence_head": False}
         head |= {"confidence_head_with_markov": False, "sample_from_anchor": config.shifted}
         return self.write(super().to_hf(config), config, **head)

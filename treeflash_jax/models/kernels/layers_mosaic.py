@@ -84,7 +84,7 @@ def _attend(
     """
     qkv_btkge = attention_layer.raw_heads(weights, x_btd)
     heads, batch = ("batch", None, "kv_heads", None, None), ("batch", None, None)
-    cos_sin_bte = jnp.concatenate(rotation.per_pair(inputs.prepared[0]), axis=-1)[:, :, 0]
+    cos_sin_bte = jnp.concatenate(rotation.per_pair(inputs.precomputed[0]), axis=-1)[:, :, 0]
     arrays = qkv_btkge, cos_sin_bte, weights.get("qkv_norm"), inputs.mask_btu
     layouts = (heads, qkv_btkge.shape), (batch, cos_sin_bte.shape), ((), ()), (batch, inputs.mask_btu.shape)
     attend = partial(attention_mosaic.attend_raw, eps=config.rms_norm_eps)

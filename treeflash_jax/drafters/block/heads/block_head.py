@@ -96,7 +96,7 @@ class Head(ABC):
         """Returns one `parameters.Spec` per weight. A fresh head that is trained should draft from the block's marginals.
 
         Args:
-          drafter: the `BlockConfig` that the head is part of.
+          drafter: the `BlockDrafter` that the head is part of.
         """
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Head(ABC):
         """Returns the continuations that trees are built from: a `TransitionTable`, or a network that runs once per level.
 
         Args:
-          drafter: `BlockConfig` with the numbers of candidates and children.
+          drafter: `BlockDrafter` with the numbers of candidates and children.
         """
 
     def logits(
