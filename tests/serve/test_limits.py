@@ -369,6 +369,7 @@ def test_a_key_is_checked():
     asyncio.run(run())
 
 
+EVERY_CHECK = [*HealthCheck]
 GOOD = {
     "/v1/chat/completions": {"messages": CHAT},
     "/v1/completions": {"prompt": "x"},
