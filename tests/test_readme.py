@@ -61,7 +61,7 @@ def test_the_address_is_that_of_pyproject():
 def test_sequences_with_full_trees_are_those_of_the_device(name):
     kinds = {family: Device("tpu", kind) for kind, family in TPU_KINDS.items()}
     device = kinds.get(name) or Device("gpu", f"NVIDIA {name}")
-    [shown] = re.findall(rf"(\d+)(?: sequences)? \({name}\)", PAGES["treeflash_jax/README.md"])
+    [shown] = re.findall(rf"(\d+)(?: sequences)? \({name}\)", PAGES["treeflash_jax/engine/settings/README.md"])
     assert nodes_within_ridge(device, 16, int(shown)) == 16 > nodes_within_ridge(device, 16, int(shown) + 1)
 
 

@@ -114,7 +114,7 @@ def test_programs_without_processors_contain_nothing_of_them(float64, monkeypatc
         lower(max_new_tokens=40, presence_penalty=0.5)
 
 
-# Processors of users: the examples of the package's page.
+# Processors of users: the examples of the page on generating.
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def small(short) -> TreeFlash:
     return load(verifier=short, drafter="ngram")
 
 
-PAGE = Path(loops.__file__).parents[1] / "README.md"
+PAGE = Path(loops.__file__).parents[1] / "engine" / "README.md"
 EXAMPLES = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL) if "logits_bnv" in code]
 
 

@@ -38,7 +38,7 @@ class Automaton:
         return jnp.zeros_like(length_b)
 
     def advance(self, state_bx: jax.Array, tokens_bx: jax.Array) -> jax.Array:
-        """Returns the states after one more token; there is no way back from NOWHERE."""
+        """Returns the states after one more token; NOWHERE has no next states."""
         batch_bx = jnp.arange(state_bx.shape[0]).reshape(-1, *(1,) * (state_bx.ndim - 1))
         class_bx = self.class_bv[batch_bx, tokens_bx]
         return jnp.where(state_bx == NOWHERE, NOWHERE, self.next_bqc[batch_bx, state_bx, class_bx])

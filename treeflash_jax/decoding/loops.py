@@ -68,7 +68,7 @@ def init_state(
     dtype: Any,
     can_cut: bool = False,
 ) -> DecodeState:
-    """Returns the state before prefill, with empty caches or those of an earlier state that has the same first tokens.
+    """Returns the state before prefill, with empty caches or those of an earlier state with the same first tokens.
 
     Args:
       tokens_bs: prompts, right-padded to the cache capacity.

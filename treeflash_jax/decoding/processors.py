@@ -83,7 +83,7 @@ def is_needed(sampling: Sampling, processor: Any = None) -> bool:
 
 
 def init_processors(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
-    """Returns the state with what processors keep of its prompts; unchanged if no processor needs anything."""
+    """Returns the state with counts and states of processors after its prompts; unchanged if no processor needs any."""
     if PENALTIES[0] in state.sampling.settings:
         is_prompt_bs = jnp.arange(state.capacity) < state.end_b[:, None]
         ids_bs = jnp.where(is_prompt_bs, state.tokens_bs, NO_TOKEN)

@@ -198,8 +198,8 @@ class DecodeState:
 
 def without_caches(tokens_bs: jax.Array, end_b: jax.Array, sampling: Sampling) -> DecodeState:
     """Returns a state with only the fields that sampling a token reads."""
-    of_rounds = "done_b", "cache", "drafter", "rounds_b", "accepted_bs", "log_probs", "expected_bs"
-    return DecodeState(tokens_bs=tokens_bs, end_b=end_b, sampling=sampling, **dict.fromkeys(of_rounds))
+    cleared = "done_b", "cache", "drafter", "rounds_b", "accepted_bs", "log_probs", "expected_bs"
+    return DecodeState(tokens_bs=tokens_bs, end_b=end_b, sampling=sampling, **dict.fromkeys(cleared))
 
 
 def pin(state: DecodeState) -> DecodeState:

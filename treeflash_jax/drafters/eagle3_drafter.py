@@ -73,7 +73,7 @@ class Eagle3Drafter(LaneDrafter):
     thinking: bool | None = None
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this config with its tapped layers. Raises ValueError if it was made for another verifier."""
+        """Returns this drafter with its tapped layers. Raises ValueError if it was made for another verifier."""
         taps = self.taps
         if taps is None:
             taps = default_taps(verifier.num_layers)

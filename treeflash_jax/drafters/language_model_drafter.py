@@ -42,7 +42,7 @@ class LanguageModelDrafter(LaneDrafter):
     draft_vocab_size: int = 0
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this config. Raises ValueError if vocabularies differ in size."""
+        """Returns this drafter. Raises ValueError if vocabularies differ in size."""
         got, expected = self.layers.vocab_size, verifier.vocab_size
         problem = f"got a language model with a vocabulary of {got}, expected the verifier's, of {expected}"
         require_fit(got == expected, problem, "use a smaller model of the same family")
@@ -52,7 +52,7 @@ class LanguageModelDrafter(LaneDrafter):
         return replace(self, draft_vocab_size=draft_vocab_size)
 
     def specs(self) -> dict[str, Any]:
-        """Weights of the model, its tables included, and of the tokens that it drafts."""
+        """Returns the specs of the model, its tables included, and of the tokens that it drafts."""
         return model.specs(self.layers) | listed_specs(self.draft_vocab_size, self.layers.hidden_size)
 
     def extend(

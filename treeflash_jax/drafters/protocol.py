@@ -175,7 +175,7 @@ class Drafter(ABC):
         """Returns the continuations of every sequence: a `TransitionTable`, a `LaneExpander` or another `Expander`."""
 
     def configured(self, **settings: Any) -> Self:
-        """Returns the drafter with the settings of a call, or of its device, as fields; it drafts alike in all else.
+        """Returns the drafter with settings of a call or a device as its fields.
 
         Weights and states are those of the drafter without these settings.
 

@@ -114,7 +114,7 @@ def _locate(options: ModelOptions) -> _Pair:
 
 def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash:
     config = model_files.read_verifier_config(pair.verifier)
-    drafter_config = _read_drafter_config(pair, config, chosen.thinking)
+    drafter_config = _read_drafter(pair, config, chosen.thinking)
     tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
     if drafter_config is not None and drafter_config.has_tokenizer:
         check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
@@ -142,8 +142,8 @@ def _choose_scheme(pair: _Pair, requested: str | None, drafter: Drafter | None, 
     return "fp8" if keeps_fp8(device, dtype, tokens) and model_files.has_fp8(pair.verifier) else None
 
 
-def _read_drafter_config(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:
-    """Returns the config of the drafter for this verifier; None without a drafter.
+def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:
+    """Returns the drafter for this verifier, without its weights; None without a drafter.
 
     Warns if the drafter was trained for the other value of `thinking`, or has a shorter context.
     """

@@ -1,4 +1,4 @@
-"""`PreparedCall`: a validated call of a model, and how it is decoded."""
+"""`PreparedCall`: a validated call of a model, and its decoding."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class PreparedCall:
     processor: Any
 
     def schedule(self, session: Session | None = None) -> Scheduler:
-        """Returns a scheduler with the requests; with a session, of the only one."""
+        """Returns a scheduler with the requests, or with the only request of a session."""
         processor = sharding.place(self.processor, self.model.mesh, over_batch=False)
         weights = self.model.weights.replace(processor=processor)
         runner = Runner(self.plan, weights, self.model.mesh, can_cut=session is not None)

@@ -178,7 +178,7 @@ class Reader:
         self._answers.pop(request.number, None)
 
     def read_chunks(self, slots: Sequence[int], finished: Sequence[int]) -> list[tuple[Chunk, Result]]:
-        """Returns what is new in the answers in these slots, and the answers so far; those in `finished` are finished."""
+        """Returns the new piece and the result so far of each answer; `finished` lists slots of whole answers."""
         chunks = []
         for slot, result in zip(slots, self.read_results(slots), strict=True):
             answer, text = self._answers[self._scheduler.slots.requests[slot].number], ""
@@ -294,7 +294,7 @@ def _explain_no_token(request: Request, index: int, processor: Any) -> None:
 
 
 def with_totals(results: Sequence[Result]) -> list[Result]:
-    """Replaces times and speed of single answers by the whole call's."""
+    """Replaces the times and the speed of each answer by those of the whole call."""
     totals = {name: max(getattr(result, name) for result in results) for name in ("seconds", "compile_seconds")}
     speed = sum(len(result.ids) for result in results) / max(totals["seconds"], 1e-9)
     return [replace(result, **totals, tokens_per_second=speed) for result in results]

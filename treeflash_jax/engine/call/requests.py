@@ -148,7 +148,7 @@ def find_stops(
 def take_recommended(
     config: GenerateConfig, recommended: Mapping[str, Any], given: Collection[str] = ()
 ) -> tuple[GenerateConfig, str]:
-    """Returns settings with the model's own values in place of defaults (`sampling="model"`), and a line that tells which.
+    """Returns settings with the model's own values in place of defaults (`sampling="model"`), and a line that reports them.
 
     Args:
       recommended: content of a generation_config.json. As in transformers, its temperature applies only if `do_sample` is

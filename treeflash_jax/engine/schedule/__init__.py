@@ -1,7 +1,7 @@
-"""Scheduling: which request decodes in which slot of a batch, and when.
+"""Scheduling of requests in the slots of a batch.
 
-Nothing here changes an answer: the answers of any schedule are those of each prompt alone. `slots` owns slot numbers,
-`admission` decides who is next, `batching` pads requests to arrays, `prefill` has the programs and reads prompts,
-`prefixes` and `session` find caches that a prompt goes on from, `scheduler` runs the rounds. Imported by the model, its
+No schedule changes an answer: each is the answer to its prompt alone. `slots` owns slot numbers, `admission` chooses the
+next requests, `batching` pads requests to arrays, `runner` has the programs, `prefill` reads prompts, `prefixes` and
+`session` find caches with which a prompt begins, `scheduler` runs the rounds. Imported by the model, its
 results, the server and benchmarks.
 """

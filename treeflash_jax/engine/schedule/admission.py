@@ -1,4 +1,4 @@
-"""Admission: in which order, and how many at a time, waiting requests get slots."""
+"""Admission: the order and the number of waiting requests that get slots."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence

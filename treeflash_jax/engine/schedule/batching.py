@@ -42,7 +42,7 @@ def round_capacity(positions: int) -> int:
 
 
 def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
-    """Returns the capacity of caches at first: that of the longest prompt and ROOM new tokens, however long answers may be.
+    """Returns the initial capacity of caches: the longest prompt and ROOM new tokens, however long answers may be.
 
     So a call that changes `max_new_tokens` alone compiles nothing.
     """
@@ -80,7 +80,7 @@ def refill_size(batch_size: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingSizes:
-    """Sizes that the requests of a batch share: what its programs have room for. Equal sizes share the programs.
+    """Sizes of the arrays of sampling settings, shared by the requests of a batch. Equal sizes share the programs.
 
     Attributes:
       config: class of the requests' settings.

@@ -16,7 +16,7 @@ from treeflash_jax.models.caches import Cache
 
 
 class PrefixCaches(NamedTuple):
-    """Caches of earlier texts that the prompts of a batch go on from.
+    """Caches of earlier texts with which the prompts of a batch begin.
 
     Attributes:
       cache, drafter: as in `DecodeState`, one sequence for each prompt; donated.
@@ -106,12 +106,12 @@ class Prefill:
         It does so if one had never run: XLA for CPUs loads the code of the bodies of loops in a first run, which the clock
         counts as compilation. That of the prefill overlaps with the compilation of rounds.
         """
-        runner, one = self._runner, jax.device_put(np.int32(1))
+        runner, unit = self._runner, jax.device_put(np.int32(1))
         # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.
-        arguments = runner.weights, self.state, self._length_b, one, self._first_b
+        arguments = runner.weights, self.state, self._length_b, unit, self._first_b
         compiled = [runner.start_compiling(loops.prefill_chunks, *arguments, plan=self._plan)]
         if will_decode:
-            compiled.append(runner.start_compiling(loops.decode, runner.weights, self.state, one, one, plan=runner.plan))
+            compiled.append(runner.start_compiling(loops.decode, runner.weights, self.state, unit, unit, plan=runner.plan))
         runs = can_run and not all(program.has_run for program in compiled)
         state = self.state
         for program in programs.as_compiled(*compiled, clock=runner.clock):
@@ -119,7 +119,7 @@ class Prefill:
                 continue
             with runner.clock.compiling("first run", "running new programs once"):
                 if program.function is loops.decode:
-                    state = runner.call(loops.decode, runner.weights, state, one, one, plan=runner.plan)
+                    state = runner.call(loops.decode, runner.weights, state, unit, unit, plan=runner.plan)
                 else:
                     state = self._read(passes=1)
                 jax.block_until_ready(state)

@@ -182,7 +182,7 @@ class Scheduler:
         return True
 
     def _begin_group(self) -> None:
-        """Makes a group of the requests whose turn it is, if it is anyone's."""
+        """Makes a group of the next requests, if any are admitted now."""
         waiting = self.admission.waiting
         fills_batch = not self.slots.requests and len(waiting) >= self.slots.size and not self.is_open
         if waiting and (self.state is None or fills_batch):
@@ -243,9 +243,9 @@ class Scheduler:
         batch = self._make_batch([None] * self.slots.size, self._capacity)
         how = {"plan": runner.plan.prefill, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
         state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **how)
-        one = jax.device_put(np.int32(1))
+        unit = jax.device_put(np.int32(1))
         for form in (_replace_automata(state), state):
-            runner.start_compiling(loops.decode, runner.weights, form, one, one, plan=runner.plan)
+            runner.start_compiling(loops.decode, runner.weights, form, unit, unit, plan=runner.plan)
         return state.replace(done_b=sharding.place(jnp.ones(self.slots.size, bool), runner.mesh))
 
     def _grow(self, capacity: int) -> None:

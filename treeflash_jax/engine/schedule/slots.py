@@ -1,4 +1,4 @@
-"""Slots of a batch: which request has which."""
+"""Slots of a batch, and the requests that hold them."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from treeflash_jax.engine.call.requests import Request
 
 
 class Slots:
-    """The one owner of slot numbers. Slot s is row s of every array of the decoding state.
+    """The only owner of slot numbers. Slot s is row s of every array of the decoding state.
 
     A slot is free, reserved for a request whose prompt is being read, or held by a request whose answer is being decoded.
 

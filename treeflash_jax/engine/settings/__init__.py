@@ -1,4 +1,4 @@
-"""The wishes of a call: its settings, the names of models, defaults, and the plan of the programs that follow from them.
+"""Settings of a call, the names of models, defaults, and the plan of the programs that follow from them.
 
 A setting is declared in `generate_config`, or for `tf.load` in `model_options` (`tests/write_keywords.py` then writes
 `keywords`); a default that depends on the device in `defaults`. `plan.resolve` combines them. A setting of sampling with a

@@ -1,4 +1,4 @@
-"""Plans of the compiled programs, made from the settings of a call, a pair and a device.
+"""Plans of the compiled programs from the settings of a call, a pair and a device.
 
 Compiled code sees only the plan. Defaults of drafting follow from the number of nodes, given or not.
 """

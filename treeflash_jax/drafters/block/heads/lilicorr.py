@@ -82,7 +82,7 @@ class LiLiCorrHead(Head):
         return drafter.head_sizes or LiLiCorrSizes(drafter.layers.hidden_size)
 
     def specs(self, drafter) -> dict[str, Any]:
-        """Weights of the layers are stacked."""
+        """Returns the specs; weights of the layers are stacked."""
         sizes, d, slots = self.sizes(drafter), drafter.layers.hidden_size, drafter.num_depths
         y, h, f = sizes.num_layers, sizes.width, sizes.factor_dim
         maps = {
@@ -153,7 +153,7 @@ class LiLiCorrHead(Head):
         return out_bikf, in_bikf, unit(through("anchor_out", anchor_bh))
 
     def features(self, params, through: Any, log_probs_bik: jax.Array) -> jax.Array:
-        """Returns what a candidate's marginal log-probability and rank add to it, [b, i, k, h]."""
+        """Returns the features of a candidate's marginal log-probability and rank, added to it, [b, i, k, h]."""
         rank_k = jnp.arange(log_probs_bik.shape[2])
         share_k = (rank_k / max(rank_k.size - 1, 1)).astype(log_probs_bik.dtype)
         ranks = (jnp.broadcast_to(x_k, log_probs_bik.shape) for x_k in (share_k, (rank_k == 0).astype(share_k.dtype)))
