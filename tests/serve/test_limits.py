@@ -369,7 +369,10 @@ def test_a_key_is_checked():
     asyncio.run(run())
 
 
-def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
+@pytest.mark.parametrize("path, fields", [
+    ("/v1/chat/completions", {"messages": CHAT}), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": CHAT}),
+])  # fmt: skip
+def test_random_bodies_are_refused_or_queued(tiny, monkeypatch, path, fields):
     """Bodies of the API's own schema: never an error of the server, and one line each."""
     monkeypatch.setattr(Worker, "_warm_up", lambda worker: None)  # nothing is decoded
     options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
@@ -381,27 +384,21 @@ def test_random_bodies_are_refused_or_queued(tiny, monkeypatch):
     names = "encode", "compile", "make_requests", "check_room", "text_limit", "context"
     worker = stub_worker(model=tiny, submit=refuse, **{name: getattr(real, name) for name in names})
     schema = schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
-    good = {
-        "/v1/chat/completions": {"messages": CHAT},
-        "/v1/completions": {"prompt": "x"},
-        "/v1/responses": {"input": CHAT},
-    }
-    for path, fields in good.items():
-        statuses = set()
+    statuses = set()
 
-        @hypothesis.settings(
-            max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
-        )
-        @hypothesis.given(case=schema[path]["POST"].as_strategy(), is_good=strategies.booleans())
-        def check(case, is_good: bool, fields=fields, statuses=statuses) -> None:
-            if isinstance(case.body, dict):
-                for name in ("model", "previous_response_id"):  # unknown ones have status 404
-                    case.body.pop(name, None)
-                case.body |= fields if is_good else {}
-            response = case.call()
-            message = response.json()["error"]["message"]
-            assert response.status_code in (400, 429) and "\n" not in message, message
-            statuses.add(response.status_code)
+    @hypothesis.settings(
+        max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+    )
+    @hypothesis.given(case=schema[path]["POST"].as_strategy(), is_good=strategies.booleans())
+    def check(case, is_good: bool) -> None:
+        if isinstance(case.body, dict):
+            for name in ("model", "previous_response_id"):  # unknown ones have status 404
+                case.body.pop(name, None)
+            case.body |= fields if is_good else {}
+        response = case.call()
+        message = response.json()["error"]["message"]
+        assert response.status_code in (400, 429) and "\n" not in message, message
+        statuses.add(response.status_code)
 
-        check()
-        assert statuses == {400, 429}
+    check()
+    assert statuses == {400, 429}
