@@ -329,7 +329,18 @@ def test_log_probabilities_are_those_of_the_messages_tokens(size):
     """Neither tags nor thoughts have some, in pieces of any size; a character of several tokens does."""
     tokenizer = toy_tokenizers.byte_fallback()
     tokenizer.inner.chat_template = "<think> <tool_call> tools"
-    texts = ["<think>", "▁river", "</think>", "\n", "▁of", "é", "s", '<tool_call>{"name": "add"}</tool_call>', "<end>"]
+    texts = [
+        "<think>",
+        "▁river",
+        "</think>",
+        "\n",
+        "▁of",
+        "<end>",
+        "é",
+        "s",
+        '<tool_call>{"name": "add"}</tool_call>',
+        "<end>",
+    ]
     ids = [id for text in texts for id in ([tokenizer.inner.convert_tokens_to_ids(text)] if text == "<end>" else
            toy_tokenizers.ids_of(tokenizer, text))]  # fmt: skip
     exchange = exchange_of(include=["message.output_text.logprobs"], top_logprobs=1, tools=[SUB])
