@@ -206,8 +206,10 @@ def build(cls: type[T], raw: dict[str, Any], where: str = "settings") -> T:
     """Returns nested dicts as settings. Raises UnknownSetting, or ValueError for a missing or wrong value."""
     try:
         return _build(cls, raw, "", setting_names(cls))
-    except (UnknownSetting, ValueError) as error:
-        raise type(error)(f"{where}: {error}") from None
+    except UnknownSetting as error:
+        raise UnknownSetting(f"{where}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _build(cls: type, raw: Any, prefix: str, known: list[str]) -> Any:
