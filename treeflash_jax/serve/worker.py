@@ -20,8 +20,8 @@ from treeflash_jax.engine.call.prompts import Prompt, encode_each
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, refill_size
-from treeflash_jax.engine.schedule.prefill import Runner
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
+from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
