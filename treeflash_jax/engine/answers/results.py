@@ -7,16 +7,35 @@ from html import escape
 from typing import Any
 
 import jax
+import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn, whole
 from treeflash_jax.decoding.processors import processor_name
+from treeflash_jax.decoding.state import LogProbs
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.formats.answer_text import AnswerText
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
+DAMAGED = "weights are damaged, or activations leave the range of the dtype; try dtype 'float32'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Log-probabilities of the tokens of a prompt under the verifier (temperature 1, unprocessed).
+
+    Attributes:
+      ids: token ids of the prompt.
+      log_probs: log-probability of every token after those before it; None for the first.
+      top_log_probs: the likeliest tokens in the place of every token, as pairs of id and log-probability by decreasing
+        probability; None for the first. None altogether unless requested.
+    """
+
+    ids: list[int]
+    log_probs: list[float | None]
+    top_log_probs: list[list[tuple[int, float]] | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -46,6 +65,7 @@ class Result:
         decreasing probability; None unless requested.
       expected_lengths: expected number of tokens committed by each round, given its tree and before any cut; None unless
         requested.
+      prompt_score: log-probabilities of the prompt's tokens; None unless requested.
       reused: number of prompt tokens whose caches an earlier answer had left (`Session`, or a server).
     """
 
@@ -60,6 +80,7 @@ class Result:
     tokens_per_second: float = 0.0
     log_probs: list[float] | None = None
     top_log_probs: list[list[tuple[int, float]]] | None = None
+    prompt_score: Score | None = None
     expected_lengths: list[float] | None = None
     cut: int = 0
     reused: int = 0
@@ -148,11 +169,13 @@ class Reader:
     def __init__(self, scheduler: Scheduler, model: Any):
         self._scheduler, self._model = scheduler, model
         self._texts: dict[int, AnswerText] = {}  # by number of the request
+        self._scores: dict[int, Score] = {}  # of its prompt
         self._sent: dict[int, tuple[int, int]] = {}  # numbers of tokens and characters in its chunks so far
 
     def forget(self, request: Request) -> None:
         """Frees what is kept of a request that is finished or cancelled."""
         self._texts.pop(request.number, None)
+        self._scores.pop(request.number, None)
         self._sent.pop(request.number, None)
 
     def answer_text(self, slot: int, ids: list[int]) -> AnswerText | None:
@@ -207,11 +230,11 @@ class Reader:
             tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
             request = scheduler.slots.requests[slot]
             ids, accepted = tokens_s[len(request.ids) : end].tolist(), accepted_s[:rounds].tolist()
-            if ids[-1] >= vocab_size:  # no logit of this token was above -inf, and rounds ended there
+            if ids and ids[-1] >= vocab_size:  # no logit of this token was above -inf, and rounds ended there
                 ids = ids[:-1]
                 finished = "blocked"
                 _explain_no_token(request, len(ids), runner.weights.processor)
-            elif done and ids[-1] in request.settings.stop_ids:
+            elif ids and done and ids[-1] in request.settings.stop_ids:
                 finished = "stop"
             else:
                 finished = "interrupted" if not done and scheduler.is_interrupted else "length"
@@ -237,21 +260,35 @@ class Reader:
                 draft_again=DraftAgain(self._model, scheduler, request) if plan.drafts else None,
             )
             if log_probs is not None:
-                answer = slice(len(request.ids), len(request.ids) + len(ids))
-                token_s, ids_sk, top_sk = (x[slot, answer].tolist() for x in jax.tree.leaves(log_probs))
-                top = [[*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True)]
-                result = replace(result, log_probs=token_s, top_log_probs=top if plan.prefill.top_log_probs else None)
+                own = jax.tree.map(lambda x_bs, slot=slot: x_bs[slot], log_probs)
+                token_s, top = _read_log_probs(own, len(request.ids), len(request.ids) + len(ids))
+                score = self._read_score(request, own)
+                result = replace(result, log_probs=token_s, top_log_probs=top, prompt_score=score)
             results.append(result)
         return results
+
+    def _read_score(self, request: Request, log_probs: LogProbs) -> Score | None:
+        """Returns the score of a prompt, read once; None unless requested. Raises ValueError for NaN."""
+        if request.settings.prompt_log_probs and request.number not in self._scores:
+            token_s, top = _read_log_probs(log_probs, 1, len(request.ids))
+            if np.isnan(token_s).any():
+                raise ValueError(f"got NaN as log-probability of a prompt's token, expected a number: {DAMAGED}")
+            top = None if top is None else [None, *top]
+            self._scores[request.number] = Score(ids=request.ids, log_probs=[None, *token_s], top_log_probs=top)
+        return self._scores.get(request.number)
+
+
+def _read_log_probs(log_probs: LogProbs, start: int, end: int) -> tuple[list[float], list[list[tuple[int, float]]] | None]:
+    """Returns the log-probabilities of the tokens at these positions of a text, and the likeliest tokens; None without."""
+    token_s, ids_sk, top_sk = (x_s[start:end].tolist() for x_s in jax.tree.leaves(log_probs))
+    top = [[*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True)]
+    return token_s, top if log_probs.top_bsk.shape[-1] else None
 
 
 def _explain_no_token(request: Request, index: int, processor: Any) -> None:
     """Warns that the user's processor allows no token. Raises ValueError without one: the logits are NaN."""
     if processor is None:
-        raise ValueError(
-            f"got NaN as logits of token {index} of an answer, expected numbers: weights are damaged, or "
-            "activations leave the range of the dtype; try dtype 'float32'"
-        )
+        raise ValueError(f"got NaN as logits of token {index} of an answer, expected numbers: {DAMAGED}")
     prompt = request.number // request.settings.samples
     warn(
         f"prompt {prompt}: processor {processor_name(processor)} left no logit above -inf for token {index} of the answer, "
