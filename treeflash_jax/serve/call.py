@@ -59,6 +59,7 @@ class ServerCall:
       settings: settings that the client gives, by our names.
       streams: whether pieces of answers are sent while they grow.
       num_top: number of likeliest tokens in the place of each; None without log-probabilities.
+      echoes: whether answers begin with the text of their prompt, and with its log-probabilities if these are wanted.
       sent_names: names under which the client sent settings, by our names, if they differ.
     """
 
@@ -67,6 +68,7 @@ class ServerCall:
     tools: Tools = Tools()
     streams: bool = False
     num_top: int | None = None
+    echoes: bool = False
     sent_names: dict[str, str] = field(default_factory=dict)
 
     @property
