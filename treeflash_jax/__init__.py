@@ -10,7 +10,7 @@ Example:
 from treeflash_jax.core.programs import keep_programs
 from treeflash_jax.core.sharding import make_mesh
 from treeflash_jax.engine.answers.drawn_trees import DrawnTree
-from treeflash_jax.engine.answers.results import Chunk, Result
+from treeflash_jax.engine.answers.results import Chunk, Result, Score
 from treeflash_jax.engine.call.prompts import Chat, Text
 from treeflash_jax.engine.loading import load
 from treeflash_jax.engine.model import TreeFlash
@@ -20,7 +20,18 @@ from treeflash_jax.engine.settings.keywords import GenerateSettings
 
 __version__ = "0.1.0"
 
-__all__ = ["Chat", "Chunk", "DrawnTree", "GenerateConfig", "GenerateSettings", "Result", "Session", "Text", "TreeFlash"]
+__all__ = [
+    "Chat",
+    "Chunk",
+    "DrawnTree",
+    "GenerateConfig",
+    "GenerateSettings",
+    "Result",
+    "Score",
+    "Session",
+    "Text",
+    "TreeFlash",
+]
 __all__ += ["keep_programs", "load", "make_mesh"]
 
 

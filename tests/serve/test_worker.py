@@ -56,10 +56,26 @@ def fail(monkeypatch, should_fail) -> None:
     monkeypatch.setattr(programs, "call", flaky)
 
 
-async def ask(worker: Worker, pool, place: int, *, cancels: bool = False, streams: bool = False) -> Any:
-    """Returns the ids of an answer, an error, or None if it was cancelled."""
+async def ask(
+    worker: Worker,
+    pool,
+    place: int,
+    *,
+    cancels: bool = False,
+    streams: bool = False,
+    scores: Any = None,
+    empty: bool = False,
+) -> Any:
+    """Returns the ids of an answer, an error, or None if it was cancelled.
+
+    Args:
+      scores: what the prompts' scores have to be; without, they are not asked for.
+      empty: whether only the score is asked for.
+    """
     prompts, how = pool.draw([place])
     how = {name: value[0] if name in pool.settings else value for name, value in how.items() if name != "builder"}
+    if scores:
+        how |= {"prompt_log_probs": True} | ({"max_new_tokens": 0} if empty else {})
     submission = Submission(worker.make_requests(prompts, **how), streams=streams)
     worker.submit(submission)
     if cancels:
@@ -70,6 +86,10 @@ async def ask(worker: Worker, pool, place: int, *, cancels: bool = False, stream
         if piece is None or isinstance(piece, Exception):
             return piece
         ids += piece.chunk.ids
+        score = piece.result.prompt_score
+        assert (score is not None) == bool(scores)
+        if scores:
+            np.testing.assert_allclose(score.log_probs[1:], scores[place].log_probs[1:], atol=1e-6)
         if piece.is_last:
             assert ids == piece.result.ids
             return ids
@@ -84,21 +104,34 @@ def test_the_shortest_context_has_room_for_the_warm_up(float64, pool):
 def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch, caplog):
     """Waves of requests, some cancelled; dispatches fail now and then, and what then had a slot gets an error."""
     rng, fates = np.random.default_rng(0), Counter()
+    scores = pool.model.score(pool.prompts)
     fail(monkeypatch, lambda: worker._failures < MOST_FAILURES - 1 and rng.random() < 0.04)
 
     async def wave(count: int) -> None:
         places = rng.integers(0, len(pool.prompts), count).tolist()
-        asked = [ask(worker, pool, p, cancels=rng.random() < 0.1, streams=rng.random() < 0.5) for p in places]
-        for place, got in zip(places, await asyncio.gather(*asked), strict=True):
+        kinds = rng.choice(["answer", "score and answer", "score"], count, p=[0.6, 0.25, 0.15])
+        asked = [
+            ask(
+                worker,
+                pool,
+                place,
+                cancels=rng.random() < 0.1,
+                streams=rng.random() < 0.5,
+                scores=None if kind == "answer" else scores,
+                empty=kind == "score",
+            )
+            for place, kind in zip(places, kinds, strict=True)
+        ]
+        for place, kind, got in zip(places, kinds, await asyncio.gather(*asked), strict=True):
             fates[type(got).__name__] += 1
-            assert not isinstance(got, list) or got == pool.expected[place]
+            assert not isinstance(got, list) or got == ([] if kind == "score" else pool.expected[place])
             assert not isinstance(got, Exception) or str(got) == OUT_OF_MEMORY
 
     with caplog.at_level(logging.CRITICAL, logger="treeflash_jax"):
         for count in (1, 4, 40, 3, 60, 20):
             asyncio.run(wave(count))
     assert fates["list"] > 80 and fates["RuntimeError"] > 3, fates
-    assert worker.error is None and worker._num_unfinished == 0 and not worker._unfinished
+    assert worker.error is None and worker._num_unfinished == 0 and not worker._unfinished and not worker._reader._answers
     assert not worker._first_times and not worker._last_times
 
 

@@ -143,6 +143,36 @@ def _log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array, top: int) -> LogProb
     return LogProbs(token_bp[..., 0], top_ids_bpk.astype(jnp.int32), top_bpk)
 
 
+def score_tokens(
+    weights: Weights,
+    log_probs: LogProbs,
+    hidden_btd: jax.Array,
+    next_bt: jax.Array,
+    positions_bt: jax.Array,
+    is_known_bt: jax.Array,
+) -> LogProbs:
+    """Returns `log_probs` with those of given tokens, such as a prompt's.
+
+    No more than CHUNK_BYTES of logits exist at a time.
+
+    Args:
+      hidden_btd: hidden states before the tokens.
+      next_bt: the tokens; entries that are not known are ignored.
+      positions_bt: positions of the tokens in the text.
+    """
+    top = log_probs.top_bsk.shape[-1]
+
+    def score(hidden_bxd: jax.Array, next_bx: jax.Array) -> LogProbs:
+        return _log_probs(verifier.logits(weights.verifier, hidden_bxd), next_bx, top)
+
+    vocab_size = weights.verifier["embed"].shape[0]
+    new = vocab.by_chunks(score, vocab_size, hidden_btd, next_bt)
+    at_bt = jnp.where(is_known_bt, positions_bt, log_probs.token_bs.shape[1])
+    write = jax.vmap(lambda x_s, at_t, new_t: x_s.at[at_t].set(new_t, mode="drop"))
+    written = jax.tree.map(lambda x_bs, new_bt: write(x_bs, at_bt, new_bt), log_probs, new)
+    return jax.tree.map(lambda x_bs: sharding.constrain(x_bs, ("batch",) + (None,) * (x_bs.ndim - 1)), written)
+
+
 def emit(
     state: DecodeState,
     tokens_bp: jax.Array,

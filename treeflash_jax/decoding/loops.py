@@ -122,7 +122,9 @@ def prefill_chunks(
       max_chunks: int32 scalar, maximal number of chunks.
       first_b: first tokens if they are known; None: sampled.
     """
-    cache, drafter, (hidden_bd, features_bj) = _run_chunks(weights, pin(state), length_b, max_chunks, plan)
+    cache, drafter, (hidden_bd, features_bj), scores = _run_chunks(weights, pin(state), length_b, max_chunks, plan)
+    if plan.scores_prompts:
+        state = state.replace(log_probs=scores)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
     state = accepting.emit_first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
     if plan.drafter and plan.drafter.reads_tokens:  # the token after the last prompt position
@@ -133,10 +135,11 @@ def prefill_chunks(
 
 def _run_chunks(
     weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: PrefillPlan
-) -> tuple[Any, Any, tuple[jax.Array, jax.Array]]:
+) -> tuple[Any, Any, tuple[jax.Array, jax.Array], LogProbs | None]:
     """Returns both caches after some chunks and, for the last prompt position, the hidden state [b, d] and features [b, j].
 
-    A drafter that reads tokens lacks the last position, since the token after it is not known yet.
+    The last result are the log-probabilities of the text with those of these chunks' tokens; None unless planned. A drafter
+    that reads tokens lacks the last position, since the token after it is not known yet.
     """
     batch, chunk = state.end_b.size, plan.chunk_size(state.capacity)
     dtype, width = weights.dtype, plan.verifier.hidden_size
@@ -146,7 +149,7 @@ def _run_chunks(
     mask_btt = verifier.causal_mask(batch, chunk)
 
     def step(carry):
-        index, cache, drafter, last = carry
+        index, cache, drafter, last, scores = carry
         cache = _in_row_order(caches.pin(cache))
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
         tokens_bt, next_bt = (trees.pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
@@ -167,13 +170,16 @@ def _run_chunks(
             return jnp.where((count_b > 0)[:, None], end_bd, before_bd)
 
         last = jax.tree.map(at_end, (out.hidden_btd, out.features_btj), last)
+        if plan.scores_prompts:
+            is_known_bt = positions_bt + 1 < length_b[:, None]
+            scores = accepting.score_tokens(weights, scores, out.hidden_btd, next_bt, positions_bt + 1, is_known_bt)
         kept_b = caches.count_after(count_b, last[0][:, 0])
-        return index + 1, caches.commit(cache, out.new, kept_b), drafter, last
+        return index + 1, caches.commit(cache, out.new, kept_b), drafter, last, scores
 
     def is_unfinished(carry):
         return (carry[0] < max_chunks) & jnp.any(carry[1].length_b < length_b)
 
-    carry = jnp.zeros_like(max_chunks), state.cache, state.drafter, last
+    carry = jnp.zeros_like(max_chunks), state.cache, state.drafter, last, state.log_probs if plan.scores_prompts else None
     return lax.while_loop(is_unfinished, step, carry)[1:]
 
 

@@ -32,6 +32,7 @@ class PrefillPlan:
       residual_dtype: dtype of the verifier's residual stream and logits; None: the weights' dtype.
       log_probs: whether to record the verifier's log-probability of every emitted token.
       top_log_probs: number of likeliest tokens that are recorded with them.
+      scores_prompts: whether to record the same of every token of the prompt but its first.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
     """
 
@@ -45,6 +46,7 @@ class PrefillPlan:
     residual_dtype: Any = None
     log_probs: bool = False
     top_log_probs: int = 0
+    scores_prompts: bool = False
     expected_lengths: bool = False
 
     @property

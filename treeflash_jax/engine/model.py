@@ -16,7 +16,7 @@ from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter
-from treeflash_jax.engine.answers.results import Chunk, Result, Results, warn_of_low_tau, with_totals
+from treeflash_jax.engine.answers.results import Chunk, Result, Results, Score, warn_of_low_tau, with_totals
 from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.call.requests import Request, make_requests, take_recommended
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
@@ -184,6 +184,26 @@ class TreeFlash:
         call = self.prepare(prompt, config, for_session=session is not None, **settings)
         yield from call.stream(rounds_per_dispatch, session)
 
+    def score(self, prompts: Prompt | Sequence[Prompt], *, top_log_probs: int = 0) -> list[Score]:
+        """Returns the log-probabilities of the tokens of prompts under the verifier (temperature 1, unprocessed).
+
+        Prompts are read a chunk at a time, so no more than a chunk's logits exist at once.
+
+        Example:
+          >>> [score] = model.score(tf.Text("Paris is in France."))
+          >>> sum(score.log_probs[1:])  # the first token has None
+
+        Args:
+          top_log_probs: number of likeliest tokens in the place of every token, up to 20.
+
+        Takes prompts and raises as `generate`, but KeyboardInterrupt after Ctrl-C.
+        """
+        how = {"builder": "none", "max_new_tokens": 0, "prompt_log_probs": True}
+        scores = [x.prompt_score for x in self.generate(prompts, top_log_probs=top_log_probs, **how)]
+        if None in scores:  # generate keeps the answers so far
+            raise KeyboardInterrupt
+        return scores
+
     def warmup(
         self,
         prompt_tokens: int = 64,
@@ -249,20 +269,10 @@ class TreeFlash:
         processor = None if config.processor is None else processors.as_pytree(config.processor)
         return PreparedCall(self, requests, plan, batch_size, processor)
 
-    def check_memory(self, *, batch: int, capacity: int, drafts: bool, can_cut: bool) -> None:
+    def check_memory(self, **sizes: Any) -> None:
         """Raises ValueError if weights and caches have no room on the devices; see `footprint`."""
-        needed = footprint(
-            self.verifier,
-            self.drafter,
-            dtype=self.dtype,
-            mesh=self.mesh,
-            batch=batch,
-            capacity=capacity,
-            drafts=drafts,
-            can_cut=can_cut,
-            quantize=self.quantize,
-        )
-        check_memory(needed, usable_memory(self.mesh), self.mesh)
+        known = {"dtype": self.dtype, "mesh": self.mesh, "quantize": self.quantize}
+        check_memory(footprint(self.verifier, self.drafter, **known, **sizes), usable_memory(self.mesh), self.mesh)
 
     def make_requests(
         self,
@@ -279,16 +289,8 @@ class TreeFlash:
             config, note = take_recommended(config, self.recommended, settings)
             self._note(note)
         ids = encode_each(as_list(prompts), self.tokenizer)
-        requests = make_requests(
-            ids,
-            config,
-            self.verifier,
-            self.drafter,
-            tokenizer=self.tokenizer,
-            stop_ids=self.stop_ids,
-            indices=indices,
-        )
-        return config, requests
+        stops = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
+        return config, make_requests(ids, config, self.verifier, self.drafter, indices=indices, **stops)
 
     def _note(self, note: str) -> None:
         if note not in self.noted:

@@ -143,22 +143,37 @@ def likeliest(
     `top_log_probs` of `unembed`, over at most CHUNK_BYTES of logits at a time. `ids_v` are the verifier's ids of a draft
     vocabulary; None: the table is the verifier's.
     """
-    batch, positions = hidden_btd.shape[:2]
-    mesh = sharding.current()
-    size = batch * positions * table_vd.shape[0] * hidden_btd.dtype.itemsize // (1 if mesh is None else mesh.size)
-    chunks = min(positions, -(-size // CHUNK_BYTES))
 
     def chunk_log_probs(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids_bxk, log_probs_bxk = top_log_probs(unembed(table_vd, hidden_bxd), k, temperature_b[:, None, None])
         return ids_bxk if ids_v is None else ids_v[ids_bxk], log_probs_bxk
 
+    return by_chunks(chunk_log_probs, table_vd.shape[0], hidden_btd)
+
+
+def by_chunks(reduce: Callable[..., Any], size: int, hidden_btd: jax.Array, *more: jax.Array) -> Any:
+    """Returns `reduce(hidden_btd, *more)`, computed over at most CHUNK_BYTES of logits at a time.
+
+    Args:
+      reduce: a function of hidden states and other arrays with the same positions; its results have them too.
+      size: size of the vocabulary.
+    """
+    batch, positions = hidden_btd.shape[:2]
+    mesh = sharding.current()
+    needed = batch * positions * size * hidden_btd.dtype.itemsize // (1 if mesh is None else mesh.size)
+    chunks = min(positions, -(-needed // CHUNK_BYTES))
     if chunks == 1:
-        return chunk_log_probs(hidden_btd)
+        return reduce(hidden_btd, *more)
     each = -(-positions // chunks)
-    hidden_btd = jnp.pad(hidden_btd, ((0, 0), (0, chunks * each - positions), (0, 0)))
-    by_chunk = lax.map(chunk_log_probs, jnp.moveaxis(hidden_btd.reshape(batch, chunks, each, -1), 1, 0))
-    ids_btk, log_probs_btk = (jnp.moveaxis(x_ybxk, 0, 1).reshape(batch, -1, k)[:, :positions] for x_ybxk in by_chunk)
-    return ids_btk, log_probs_btk
+
+    def split(x_bt: jax.Array) -> jax.Array:
+        padded = jnp.pad(x_bt, ((0, 0), (0, chunks * each - positions), *((0, 0),) * (x_bt.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(batch, chunks, each, *x_bt.shape[2:]), 1, 0)
+
+    by_chunk = lax.map(lambda arrays: reduce(*arrays), tuple(map(split, (hidden_btd, *more))))
+    return jax.tree.map(
+        lambda x_ybx: jnp.moveaxis(x_ybx, 0, 1).reshape(batch, -1, *x_ybx.shape[3:])[:, :positions], by_chunk
+    )
 
 
 def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:

@@ -6,7 +6,7 @@ from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Content, MessageReader, Part
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.call import Delta, ServerCall
-from treeflash_jax.serve.log_probs import PlaceReader
+from treeflash_jax.serve.log_probs import Place, PlaceReader, prompt_places
 from treeflash_jax.serve.worker import Piece
 
 
@@ -27,18 +27,38 @@ class AnswerReader:
 
     def read(self, piece: Piece) -> Delta:
         index, result = piece.index, piece.result
+        parts: list[Part] = []
+        places: list[Place] | None = None if self._call.num_top is None else []
         if index not in self._messages:
             self._messages[index] = self._message_reader(result)
-            if self._call.num_top is not None:
-                self._places[index] = PlaceReader(self._tokenizer, result.prompt_ids, self._call.num_top)
+            text = self._echo(index, result)
+            parts += [Content(text)] * bool(text)
+            if places is not None:
+                self._places[index] = PlaceReader(self._tokenizer, result.prompt_ids, self._call.num_top, len(text))
+                if self._call.echoes:
+                    places += prompt_places(self._tokenizer, result.prompt_score, text, self._call.num_top)
         message = self._messages[index]
-        parts = message.feed(piece.chunk.ids, piece.chunk.text, is_last=piece.is_last)
-        places = self._places[index].read(result, is_last=piece.is_last) if self._places else None
+        parts += message.feed(piece.chunk.ids, piece.chunk.text, is_last=piece.is_last)
+        if places is not None:
+            places += self._places[index].read(result, is_last=piece.is_last)
         finished = stop = None
         if piece.is_last:
             finished = "length" if result.finished == "length" else "calls" if message.num_calls else "stop"
             stop = self._find_stop(result)
         return Delta(index, parts, places, finished, stop)
+
+    def begins_with_prompt(self, piece: Piece) -> bool:
+        """Returns whether a piece is read together with its prompt, which takes longer for each of its tokens."""
+        return self._call.echoes and piece.index not in self._messages
+
+    def _echo(self, index: int, result: Result) -> str:
+        """Returns the text of a prompt before its answer: as it was sent, or that of its ids with special tokens."""
+        if not self._call.echoes or self._tokenizer is None:
+            return ""
+        prompt = self._call.prompts[index // self._call.settings.get("samples", 1)]
+        if isinstance(prompt, str):
+            return str(prompt)
+        return self._tokenizer.inner.decode(result.prompt_ids, clean_up_tokenization_spaces=False)
 
     @property
     def _stop(self) -> list[str]:

@@ -100,7 +100,7 @@ class Answering:
                 del self.latest[next(iter(self.latest))]
         reader = AnswerReader(call, self.worker.model.tokenizer)
         if call.streams:
-            events = stream(submission, exchange, reader, results, len(call.prompts), num_tokens)
+            events = stream(submission, exchange, reader, results, len(call.prompts), num_tokens, self.writing)
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         try:
             async for piece in pieces(submission):
@@ -222,19 +222,22 @@ async def stream(
     results: dict[int, Result],
     num_prompts: int,
     num_tokens: int,
+    writing: Threads,
 ) -> AsyncIterator[bytes]:
     """Yields the events of all answers of a submission, or at their end an error.
 
     Args:
       results: filled with the answers so far.
       num_tokens: number of tokens of the prompts.
+      writing: threads that read echoed prompts, which would hold up the event loop.
     """
     try:
         for event in exchange.begin(Usage(num_tokens, 0, 0)):
             yield event.encode()
         async for piece in pieces(submission):
             results[piece.index] = piece.result
-            delta = reader.read(piece)
+            read = partial(reader.read, piece)
+            delta = await writing.run(read) if reader.begins_with_prompt(piece) else read()
             if delta.parts or delta.places or delta.finished:
                 for event in exchange.add(delta):
                     yield event.encode()

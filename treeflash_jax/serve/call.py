@@ -60,6 +60,7 @@ class ServerCall:
       streams: whether pieces of answers are sent while they grow.
       num_top: number of likeliest tokens in the place of each; None without log-probabilities.
       ends_with_context: whether an answer may have fewer than its largest number of new tokens, if the context ends before.
+      echoes: whether answers begin with the text of their prompt, and with its log-probabilities if these are wanted.
       sent_names: names under which the client sent settings, by our names, if they differ.
     """
 
@@ -69,6 +70,7 @@ class ServerCall:
     streams: bool = False
     num_top: int | None = None
     ends_with_context: bool = False
+    echoes: bool = False
     sent_names: dict[str, str] = field(default_factory=dict)
 
     @property

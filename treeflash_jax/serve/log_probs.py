@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from treeflash_jax.engine.answers.results import Result
+from treeflash_jax.engine.answers.results import Result, Score
 from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -10,23 +10,26 @@ LEAST = -9999.0  # in place of -inf, which JSON does not have
 
 
 class Token(NamedTuple):
-    """A token in its place; `text` is "" for a part of a character that a later token ends."""
+    """A token in its place; `text` is "" for a part of a character that a later token ends.
+
+    The first token of a prompt has no log-probability.
+    """
 
     id: int
     text: str
     bytes: list[int] | None
-    log_prob: float
+    log_prob: float | None
 
     def entry(self) -> dict[str, Any]:
         return {"token": self.text, "logprob": self.log_prob, "bytes": self.bytes}
 
 
 class Place(NamedTuple):
-    """A place in an answer: the characters of text before it, its token, and the likeliest tokens there."""
+    """A place in an answer: the characters of text before it, its token, and the likeliest tokens there, if known."""
 
     offset: int
     token: Token
-    top: list[Token]
+    top: list[Token] | None
 
 
 class PlaceReader:
@@ -34,31 +37,46 @@ class PlaceReader:
 
     Args:
       top: number of likeliest tokens to read in each place.
+      offset: number of characters before the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: list[int], top: int):
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: list[int], top: int, offset: int = 0):
         self._answer = AnswerText(tokenizer, prompt_ids) if tokenizer else None
-        self._top = top
+        self._top, self._offset = top, offset
         self._length = 0  # tokens read so far
 
-    def read(self, result: Result, *, is_last: bool) -> list[Place]:
+    def read(self, result: Result | Score, *, is_last: bool) -> list[Place]:
         """Returns the places that are new in an answer; `is_last` says that none will follow."""
         places = []
         for number in range(self._length, len(result.ids)):
             ends = is_last and number == len(result.ids) - 1
             token = self._token(result.ids[number], result.log_probs[number], ends)
-            top = [self._token(*pair, ends) for pair in result.top_log_probs[number][: self._top]]
-            places.append(Place(len(self._answer.certain_text) if self._answer else 0, token, top))
+            pairs = result.top_log_probs[number]
+            top = None if pairs is None else [self._token(*pair, ends) for pair in pairs[: self._top]]
+            offset = len(self._answer.certain_text) if self._answer else 0
+            places.append(Place(self._offset + offset, token, top))
             if self._answer:
                 self._answer.extend([token.id])
         self._length = len(result.ids)
         return places
 
-    def _token(self, id: int, log_prob: float, ends: bool) -> Token:
+    def _token(self, id: int, log_prob: float | None, ends: bool) -> Token:
         text, data = self._answer.next_token(id) if self._answer else (str(id), None)
         if text.endswith(REPLACEMENT_CHARACTER) and not ends:
             text = ""
-        return Token(id, text, None if data is None else [*data], max(log_prob, LEAST))
+        log_prob = None if log_prob is None else max(log_prob, LEAST)
+        return Token(id, text, None if data is None else [*data], log_prob)
+
+
+def prompt_places(tokenizer: Tokenizer | None, score: Score, text: str, top: int) -> list[Place]:
+    """Returns the places of a prompt. Special tokens have a place in its text if they are written there."""
+    offset, places = 0, []
+    for place in PlaceReader(tokenizer, [], top).read(score, is_last=True):
+        places.append(place._replace(offset=min(offset, len(text))))
+        name = place.token.text
+        if place.token.bytes is not None or text.startswith(name, offset):
+            offset += len(name)
+    return places
 
 
 def chat_form(places: list[Place]) -> dict[str, Any]:
@@ -72,7 +90,7 @@ def completion_form(places: list[Place]) -> dict[str, Any]:
     return {
         "tokens": [place.token.text for place in places],
         "token_logprobs": [place.token.log_prob for place in places],
-        "top_logprobs": [_by_text(place) for place in places],
+        "top_logprobs": [None if place.top is None else _by_text(place) for place in places],
         "text_offset": [place.offset for place in places],
     }
 

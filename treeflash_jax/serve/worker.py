@@ -132,12 +132,14 @@ class Worker(threading.Thread):
         self._warm_up(draws=options.ui)
 
     def _warm_up(self, *, draws: bool) -> None:
-        """Runs every program once: a prompt, one that goes on from its caches, rounds with automata, and a drawn tree."""
+        """Runs every program once: a prompt, one that goes on from its caches, rounds with automata, a scored prompt, and a
+        drawn tree."""
         [first] = self.make_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
         text = first.ids + self._decode(first).ids
         [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
         if self._sizes.automaton is not None:
             second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
+        self._decode(self.make_requests([first.ids], max_new_tokens=0, prompt_log_probs=True)[0])
         result = self._decode(second)
         if draws and result.draft_again is not None:
             result.draft_again([0, 0], [1], 0)

@@ -7,16 +7,35 @@ from html import escape
 from typing import Any
 
 import jax
+import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn, whole
 from treeflash_jax.decoding.processors import processor_name
+from treeflash_jax.decoding.state import LogProbs
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.formats.answer_text import AnswerText
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
+DAMAGED = "weights are damaged, or activations leave the range of the dtype; try dtype 'float32'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Log-probabilities of the tokens of a prompt under the verifier (temperature 1, unprocessed).
+
+    Attributes:
+      ids: token ids of the prompt.
+      log_probs: log-probability of every token after those before it; None for the first.
+      top_log_probs: the likeliest tokens in the place of every token, as pairs of id and log-probability by decreasing
+        probability; None for the first. None altogether unless requested.
+    """
+
+    ids: list[int]
+    log_probs: list[float | None]
+    top_log_probs: list[list[tuple[int, float]] | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -46,6 +65,7 @@ class Result:
         decreasing probability; None unless requested.
       expected_lengths: expected number of tokens committed by each round, given its tree and before any cut; None unless
         requested.
+      prompt_score: log-probabilities of the prompt's tokens; None unless requested.
       reused: number of prompt tokens whose caches an earlier answer had left (`Session`, or a server).
     """
 
@@ -60,6 +80,7 @@ class Result:
     tokens_per_second: float = 0.0
     log_probs: list[float] | None = None
     top_log_probs: list[list[tuple[int, float]]] | None = None
+    prompt_score: Score | None = None
     expected_lengths: list[float] | None = None
     cut: int = 0
     reused: int = 0
@@ -149,6 +170,7 @@ class GrowingAnswer:
     Attributes:
       text: text of `ids`; None without a tokenizer.
       accepted: number of tokens that each round accepted.
+      score: log-probabilities of the prompt; None unless requested.
       num_sent: numbers of tokens and of characters in the chunks so far.
     """
 
@@ -158,6 +180,7 @@ class GrowingAnswer:
     expected_lengths: list[float] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    score: Score | None = None
     num_sent: tuple[int, int] = (0, 0)
     is_done: bool = False
     is_blocked: bool = False
@@ -209,7 +232,7 @@ class Reader:
             if answer.is_blocked:
                 finished = "blocked"
                 _explain_no_token(request, len(ids), runner.weights.processor)
-            elif answer.is_done and ids[-1] in request.settings.stop_ids:
+            elif ids and answer.is_done and ids[-1] in request.settings.stop_ids:
                 finished = "stop"
             else:
                 finished = "interrupted" if not answer.is_done and scheduler.is_interrupted else "length"
@@ -232,6 +255,7 @@ class Reader:
                     tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
                     log_probs=answer.log_probs[: len(ids)] if plan.prefill.log_probs else None,
                     top_log_probs=answer.top_log_probs[: len(ids)] if plan.prefill.top_log_probs else None,
+                    prompt_score=answer.score,
                     expected_lengths=answer.expected_lengths[: len(accepted)] if plan.prefill.expected_lengths else None,
                     cut=cut,
                     reused=int(scheduler.reused[slot]),
@@ -264,6 +288,8 @@ class Reader:
                 token_s, ids_sk, top_sk = (x[slot, tokens][: len(ids)].tolist() for x in jax.tree.leaves(log_probs))
                 answer.log_probs += token_s
                 answer.top_log_probs += ([*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True))
+                if requests[slot].settings.prompt_log_probs and answer.score is None:
+                    answer.score = _read_score(requests[slot].ids, slot, log_probs)
             rounds = slice(len(answer.accepted), rounds_b[slot])
             answer.accepted += accepted_bs[slot, rounds].tolist()
             if expected_bs is not None:
@@ -279,13 +305,21 @@ class Reader:
         return self._answers[request.number]
 
 
+def _read_score(ids: list[int], slot: int, log_probs: LogProbs) -> Score:
+    """Returns the score of a prompt in a slot. Raises ValueError for NaN."""
+    token_s, ids_sk, top_sk = (x_bs[slot, 1 : len(ids)].tolist() for x_bs in jax.tree.leaves(log_probs))
+    if np.isnan(token_s).any():
+        raise ValueError(f"got NaN as log-probability of a prompt's token, expected a number: {DAMAGED}")
+    top = None
+    if log_probs.top_bsk.shape[-1]:
+        top = [None, *([*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True))]
+    return Score(ids=ids, log_probs=[None, *token_s], top_log_probs=top)
+
+
 def _explain_no_token(request: Request, index: int, processor: Any) -> None:
     """Warns that the user's processor allows no token. Raises ValueError without one: the logits are NaN."""
     if processor is None:
-        raise ValueError(
-            f"got NaN as logits of token {index} of an answer, expected numbers: weights are damaged, or "
-            "activations leave the range of the dtype; try dtype 'float32'"
-        )
+        raise ValueError(f"got NaN as logits of token {index} of an answer, expected numbers: {DAMAGED}")
     prompt = request.number // request.settings.samples
     warn(
         f"prompt {prompt}: processor {processor_name(processor)} left no logit above -inf for token {index} of the answer, "

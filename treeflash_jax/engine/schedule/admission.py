@@ -29,6 +29,11 @@ class Group:
     reused: list[int] = field(default_factory=list)
     prefill: Prefill | None = None
 
+    @property
+    def scores(self) -> bool:
+        """Whether any request wants the log-probabilities of its prompt."""
+        return any(request.settings.prompt_log_probs for request in self.requests.values())
+
     def row_requests(self) -> list[Request | None]:
         return [self.requests.get(slot) for slot in self.rows]
 

@@ -1,6 +1,7 @@
 """Reading of prompts by the programs of a plan, a few chunks per dispatch."""
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ class Prefill:
       prefixes: caches of the same capacity to begin with; None: empty ones.
       first_b: first tokens of the answers if they are known; None: sampled.
       will_decode: whether rounds of the same batch follow, whose program is then compiled at the same time.
+      scores: whether to record the log-probabilities of the prompts' tokens.
 
     Attributes:
       state: state after the chunks read so far; complete with the first tokens after the last one.
@@ -50,9 +52,10 @@ class Prefill:
         *,
         first_b: jax.Array | None = None,
         will_decode: bool = False,
+        scores: bool = False,
     ):
         tokens_bs, self._length_b, _ = batch
-        self._runner, self._first_b, self._plan = runner, first_b, runner.plan.prefill
+        self._runner, self._first_b, self._plan = runner, first_b, replace(runner.plan.prefill, scores_prompts=scores)
         length_b = sharding.to_host(self._length_b)
         earlier: tuple[Any, ...] = None, None
         unread = self._longest = int(np.max(length_b))
@@ -68,7 +71,7 @@ class Prefill:
             *batch,
             *earlier,
             runner.weights.processor,
-            plan=self._plan,
+            plan=runner.plan.prefill,
             dtype=runner.weights.dtype,
             can_cut=runner.can_cut,
         )

@@ -33,7 +33,8 @@ def copy_prefixes(
     """Returns the slot that each request should get, and copies of the caches that the rows of their prefill go on from.
 
     A request should get a slot if it shares at least half of that slot's text; None: any. Copies nothing, and returns None
-    for the caches, if no prompt has LEAST_REUSED tokens in common with a slot.
+    for the caches, if no prompt has LEAST_REUSED tokens in common with a slot. Prompts whose log-probabilities are wanted
+    are read from their start.
 
     Args:
       num_rows: number of rows of the prefill; the first are those of the requests.
@@ -44,7 +45,7 @@ def copy_prefixes(
     for row, request in enumerate(requests):
         count_b = count_reusable(state, request.ids, runner.plan.prefill.verifier.vocab_size)
         source = int(np.argmax(count_b))
-        is_reused = count_b[source] >= LEAST_REUSED
+        is_reused = count_b[source] >= LEAST_REUSED and not request.settings.prompt_log_probs
         if is_reused:
             source_a[row], count_a[row] = source, count_b[source]
         preferred.append(source if is_reused and 2 * count_b[source] >= known_b[source] else None)

@@ -199,7 +199,8 @@ class Scheduler:
         count = min(self.slots.size, len(self.admission.waiting))
         self._group = group = self.admission.make_group([None] * count, has_row_per_slot=True)
         batch = self._make_batch(group.row_requests(), self._capacity)
-        group.set_prefill(Prefill(self.runner, batch, prefixes, will_decode=True), prefixes)
+        will_decode = any(request.settings.max_new_tokens for request in group.requests.values())
+        group.set_prefill(Prefill(self.runner, batch, prefixes, will_decode=will_decode, scores=group.scores), prefixes)
 
     def _refill(self) -> None:
         """Begins a group for free slots of a running batch."""
@@ -211,7 +212,7 @@ class Scheduler:
             )
         self._group = group = self.admission.make_group(preferred)
         batch = self._make_batch(group.row_requests(), self.state.capacity)
-        group.set_prefill(Prefill(self.runner, batch, prefixes), prefixes)
+        group.set_prefill(Prefill(self.runner, batch, prefixes, scores=group.scores), prefixes)
 
     def _admit(self, group: Group) -> None:
         """Moves the sequences of a group into its slots; they are the whole batch if there is none."""

@@ -42,13 +42,15 @@ class Session:
     def take_caches(self, runner: Runner, request: Request, capacity: int) -> PrefixCaches | None:
         """Takes the caches out of the session, for a prompt in slot 0 that begins like their text; None if it does not.
 
+        None also for a prompt whose log-probabilities are wanted: it is read from its start.
+
         Args:
           capacity: least capacity; that of the result also has room for the last chunk of the prompt, which may begin at
             any position.
         """
         with self._lock:
             last, self._last = self._last, None
-        if last is None:
+        if last is None or request.settings.prompt_log_probs:
             return None
         state, plan, arrays = last
         same_arrays = [id(array()) for array in arrays] == [id(array) for array in _arrays(runner.weights)]

@@ -8,7 +8,7 @@ from typing import Any
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.constraints.compilation import DEPTH, as_json
 from treeflash_jax.constraints.compile_bytes import MOST_STATES
-from treeflash_jax.core.checks import refuse_unknown
+from treeflash_jax.core.checks import expect, refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
@@ -51,7 +51,7 @@ class GenerateConfig:
     """
 
     max_new_tokens: int | Sequence[int] = sampling_setting(
-        128, "largest number of tokens in an answer, the stop token included", least=1, unit="tokens", basic=True
+        128, "largest number of tokens in an answer, the stop token included", least=0, unit="tokens", basic=True
     )
     temperature: float | Sequence[float] = sampling_setting(
         0.0, "sampling temperature of the verifier; 0 is greedy", least=0, most=MAX_TEMPERATURE, basic=True, dtype=float
@@ -308,6 +308,9 @@ class GenerateConfig:
     top_log_probs: int = running_setting(
         0, "also return this many of the likeliest tokens in the place of every token", least=0, most=20, unit="tokens"
     )
+    prompt_log_probs: bool = running_setting(
+        False, "also return the log-probabilities of the prompt's tokens; max_new_tokens may then be 0"
+    )
     expected_lengths: bool = running_setting(
         False, "also return the expected number of tokens that each round commits, given its tree"
     )
@@ -316,6 +319,9 @@ class GenerateConfig:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         validate(self)
+        new = self.max_new_tokens
+        is_empty = new == 0 or (isinstance(new, Sequence) and 0 in new)
+        expect(self.prompt_log_probs or not is_empty, "max_new_tokens", new, "at least 1 (0 only scores a prompt)")
 
     def __repr__(self) -> str:
         return f"GenerateConfig({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"

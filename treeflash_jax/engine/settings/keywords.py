@@ -193,6 +193,8 @@ class GenerateSettings(TypedDict, total=False):
       log_probs: also return the verifier's log-probability of every token.
       top_log_probs: also return this many of the likeliest tokens in the place
         of every token (default: 0).
+      prompt_log_probs: also return the log-probabilities of the prompt's
+        tokens; max_new_tokens may then be 0.
       expected_lengths: also return the expected number of tokens that each
         round commits, given its tree.
     """
@@ -241,4 +243,5 @@ class GenerateSettings(TypedDict, total=False):
     kernels: Kernels | str | None
     log_probs: bool
     top_log_probs: int
+    prompt_log_probs: bool
     expected_lengths: bool

@@ -29,7 +29,10 @@ class CompletionBody(Body):
     echo: bool | None = None
 
     def settings(self) -> dict[str, Any]:
-        return {"max_new_tokens": MOST_TOKENS} | super().settings()
+        settings = {"max_new_tokens": MOST_TOKENS} | super().settings()
+        if self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            settings["prompt_log_probs"] = True
+        return settings
 
     def prompts(self) -> list[Prompt]:
         if isinstance(self.prompt, str):
@@ -52,12 +55,12 @@ class CompletionExchange(Exchange):
     def call(self) -> ServerCall:
         body = self.body
         expect(0 <= (body.logprobs or 0) <= TOP_LOG_PROBS, "logprobs", body.logprobs, f"0 to {TOP_LOG_PROBS}")
-        expect(not body.echo, "echo", body.echo, "false: answers contain new tokens only")
         return ServerCall(
             prompts=body.prompts(),
             settings=body.settings(),
             streams=bool(body.stream),
             num_top=body.logprobs,
+            echoes=bool(body.echo),
             sent_names=body.sent_names(),
         )
 
