@@ -28,7 +28,7 @@ from treeflash_jax.bench import memory, shapes
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
+from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.engine import device_memory, loading
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, usable_memory
@@ -84,7 +84,7 @@ def small_pair() -> tf.TreeFlash:
 def test_weights_and_caches_are_the_bytes_of_real_arrays(small_pair, sizes):
     model = random_pair(tf.make_mesh(*sizes)) if sizes else small_pair
     plan, batch = planned_batch(model, [[1]] * 4, builder="best-first")
-    state = programs.call(loops.init_state, *batch, mesh=model.mesh, plan=plan.prefill, dtype=model.dtype)
+    state = programs.call(loops.init_state, *batch, mesh=model.mesh, plan=plan.shared, dtype=model.dtype)
     count = partial(footprint, RANDOM_MODEL, RANDOM_DRAFTER, batch=4, capacity=256)
     whole = count(mesh=model.mesh, dtype=jnp.float32)
     assert asdict(whole) == {
@@ -116,8 +116,8 @@ def test_programs_compiled_from_shapes_take_what_real_ones_take():
 def test_a_round_on_a_mesh_gathers_neither_logits_nor_caches(monkeypatch):
     def moved(nodes: int) -> list[tuple[int, ...]]:
         draft = replace(DRAFTER, candidates=4, children=4)
-        prefill = PrefillPlan(chunk=32, verifier=MODEL, drafter=DRAFTER)
-        plan = DecodePlan(prefill=prefill, drafter=draft, builder="best-first", num_nodes=nodes)
+        shared = SharedPlan(prefill_chunk=32, verifier=MODEL, drafter=DRAFTER)
+        plan = DecodePlan(shared=shared, drafter=draft, builder="best-first", num_nodes=nodes)
         return moved_shapes(memory.compile_programs(plan, tf.make_mesh(4, 2), 4, 256, jnp.float32)[1].as_text())
 
     def are_moved(shapes, size: int) -> bool:

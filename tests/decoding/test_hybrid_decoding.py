@@ -74,9 +74,9 @@ def test_kernels_of_a_call_are_in_its_passes(caplog):
 
     def has_kernel(**settings) -> list[bool]:
         plan, batch = planned_batch(pair, [[1, 2, 3]], nodes=4, **settings)
-        start = partial(loops.init_state, plan=plan.prefill, dtype=pair.dtype)
+        start = partial(loops.init_state, plan=plan.shared, dtype=pair.dtype)
         state, count = jax.eval_shape(start, *batch), jax.ShapeDtypeStruct((), jnp.int32)
-        prefill = loops.prefill_chunks.trace(pair.weights, state, batch[1], count, plan=plan.prefill)
+        prefill = loops.prefill_chunks.trace(pair.weights, state, batch[1], count, plan=plan.shared)
         return [
             "gated_delta_rule" in str(x.jaxpr) for x in (prefill, loops.decode.trace(pair.weights, state, count, plan=plan))
         ]

@@ -123,7 +123,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     model, rng = few_tokens(), np.random.default_rng(2)
     pool = make_pool(model, 60, **draft)
     call = model.prepare([pool.prompts[0]], **draft, max_new_tokens=4)
-    plan = replace(call.plan, prefill=replace(call.plan.prefill, chunk=8))
+    plan = replace(call.plan, shared=replace(call.plan.shared, prefill_chunk=8))
     sizes = SamplingSizes.for_server(4, model.verifier.vocab_size)
     scheduler = Scheduler(Runner(plan, model.weights, can_cut=True), sizes, batch_size=slots, capacity=64, is_open=True)
     reader, numbers = Reader(scheduler, model), Counter()

@@ -130,7 +130,7 @@ class Bench:
         inputs = make_batch(requests, sizes, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
         with running(model.mesh, self.where):
             plan, weights = self.plans[0], model.weights
-            self.state = self._add("prefill", loops.prefill, weights, *inputs, plan=plan.prefill, units=batch * context)
+            self.state = self._add("prefill", loops.prefill, weights, *inputs, plan=plan.shared, units=batch * context)
             self._add_phases(weights, self.state)
 
     def _add_phases(self, weights: Weights, state: DecodeState) -> None:

@@ -119,8 +119,8 @@ def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     read = BUILDERS[plan.builder].reads if plan.drafts else ()
     shape = {name: value for name, value in asdict(plan.shape).items() if name in read}
     rule = {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
-    if plan.prefill.kernels:
-        rule["kernels"] = plan.prefill.kernels
+    if plan.shared.kernels:
+        rule["kernels"] = plan.shared.kernels
     return {"nodes": plan.num_nodes, **drafting, **shape, **rule}
 
 

@@ -119,7 +119,7 @@ class Worker(threading.Thread):
         if plan.why_plain is not None:
             logger.warning("decoding one token at a time: %s", plan.why_plain)
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
-        room = 1 + max(plan.path_length, plan.prefill.chunk)
+        room = 1 + max(plan.path_length, plan.shared.prefill_chunk)
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
         sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # that of a tree which is drafted again
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)

@@ -52,7 +52,7 @@ class Prefill:
         will_decode: bool = False,
     ):
         tokens_bs, self._length_b, _ = batch
-        self._runner, self._first_b, self._plan = runner, first_b, runner.plan.prefill
+        self._runner, self._first_b, self._plan = runner, first_b, runner.plan.shared
         length_b = sharding.to_host(self._length_b)
         earlier: tuple[Any, ...] = None, None
         unread = self._longest = int(np.max(length_b))
@@ -91,7 +91,7 @@ class Prefill:
     def read_all(self) -> DecodeState:
         """Reads the whole prompts; returns the state after them."""
         while not self.is_complete:
-            self.read(self._plan.passes)
+            self.read(self._plan.prefill_passes)
         return self.state
 
     def _read(self, passes: int) -> DecodeState:
