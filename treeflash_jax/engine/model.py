@@ -239,7 +239,7 @@ class TreeFlash:
         Arguments and exceptions are as in `generate`; with `for_session`, caches are a session's. Logs once why
         nothing is drafted, and what the model recommends.
         """
-        config, requests = self.make_requests(prompts, config, indices=indices, **settings)
+        config, requests = self.settings_and_requests(prompts, config, indices=indices, **settings)
         batch_size = config.batch_size or choose_batch_size(len(requests))
         plan = self.plan(config, batch_size)
         if plan.why_plain is not None:
@@ -264,7 +264,7 @@ class TreeFlash:
         )
         check_memory(needed, usable_memory(self.mesh), self.mesh)
 
-    def make_requests(
+    def settings_and_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerateConfig | None = None,

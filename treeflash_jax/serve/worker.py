@@ -133,9 +133,9 @@ class Worker(threading.Thread):
 
     def _warm_up(self, *, draws: bool) -> None:
         """Runs every program once: a prompt, one that goes on from its caches, rounds with automata, and a drawn tree."""
-        [first] = self.make_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
+        [first] = self.numbered_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
         text = first.ids + self._decode(first).ids
-        [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
+        [second] = self.numbered_requests([text[: self.context - 1]], max_new_tokens=1)
         if self._sizes.automaton is not None:
             second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
         result = self._decode(second)
@@ -171,12 +171,12 @@ class Worker(threading.Thread):
         return set()
 
     def compile(self, constraint: Constraint) -> None:
-        """Compiles a constraint; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
+        """Compiles a constraint; `numbered_requests` then has it at once. Raises ValueError as `compile_constraint`."""
         model = self.model
         size, depth = model.verifier.vocab_size, self.config.schema_depth
         compile_constraint(*constraint, model.tokenizer, model.stop_ids, size, depth)
 
-    def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
+    def numbered_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.
 
         Raises ValueError for wrong settings, and for more tokens than the context.
@@ -187,7 +187,7 @@ class Worker(threading.Thread):
             got = f"{longest} prompt tokens + {new} new tokens"
             raise ValueError(f"got {got}, expected at most {self.context} together (the server's context)")
         settings = {"seed": secrets.randbits(32)} | settings
-        requests = self.model.make_requests(list(prompts), self.config, **settings)[1]
+        requests = self.model.settings_and_requests(list(prompts), self.config, **settings)[1]
         for request in requests:
             self._sizes.check(request)
         return [replace(request, number=next(self._numbers)) for request in requests]
