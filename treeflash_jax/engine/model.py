@@ -4,7 +4,6 @@
 (schedule/, decoding/), and results are read from the state of their batch (answers/).
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Unpack
@@ -12,7 +11,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.core.checks import coerce, whole
+from treeflash_jax.core.checks import coerce, warn, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter
@@ -30,8 +29,6 @@ from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
-
-logger = logging.getLogger("treeflash_jax")
 
 
 class TreeFlash:
@@ -75,7 +72,6 @@ class TreeFlash:
         self.stop_ids = tuple(sorted({*stop_ids, *known}))
         self.mesh, self.device = mesh, sharding.device(mesh)
         self.names, self.recommended = names, recommended or {}
-        self.noted: set[str] = set()  # notes are logged once
 
     def __repr__(self) -> str:
         def show(name: str, kind: str, weights: Any) -> str:
@@ -243,7 +239,7 @@ class TreeFlash:
         batch_size = config.batch_size or choose_batch_size(len(requests))
         plan = self.plan(config, batch_size)
         if plan.why_plain is not None:
-            self._note(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
+            warn(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
         self.check_memory(batch=batch, capacity=capacity, drafts=plan.drafts, can_cut=for_session)
         processor = None if config.processor is None else processors.as_pytree(config.processor)
@@ -277,7 +273,7 @@ class TreeFlash:
         config = with_settings(config, settings)
         if config.sampling == "model":
             config, note = take_recommended(config, self.recommended, settings)
-            self._note(note)
+            warn(note)
         ids = encode_each(as_list(prompts), self.tokenizer)
         requests = make_requests(
             ids,
@@ -289,8 +285,3 @@ class TreeFlash:
             indices=indices,
         )
         return config, requests
-
-    def _note(self, note: str) -> None:
-        if note not in self.noted:
-            self.noted.add(note)
-            logger.warning(note)
