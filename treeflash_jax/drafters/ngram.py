@@ -155,8 +155,8 @@ class JoinedExpander(Expander):
     """Another drafter's expander joined with n-grams. The state is a pair, one state for each.
 
     A token's probability is (1 - s) p + s q, with p from the drafter and q from the n-grams. The share
-    s = l^2 / (l^2 + HALF^2) grows with l, the length of the longest match that agrees with the path, path included; without a
-    match it is 0. HALF and the exponent were fitted to answers of SmolLM2 to training prompts.
+    s = l^2 / (l^2 + HALF^2) grows with l, the length of the longest match that agrees with the path, path included; 0
+    without a match. HALF and the exponent were fitted to answers of SmolLM2 to training prompts.
 
     Attributes:
       drafter: the other expander, which is followed below tokens of n-grams too.

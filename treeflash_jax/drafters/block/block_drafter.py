@@ -53,14 +53,14 @@ class BlockDrafter(Drafter):
       head: name in `heads.HEADS`; it determines how a drafted token depends on those before it.
       head_rank: rank of a low-rank head; 256 in published files, and at most the drafter's width.
       head_sizes: further sizes of the head, as its file defines; None: the usual ones.
-      draft_vocab_size: number of the verifier's tokens that it drafts, the weight `offsets`; 0: all.
+      draft_vocab_size: number of the verifier's tokens that it drafts, listed by the weight `offsets`; 0: all.
       owns_vocabulary: whether its files list these tokens, and their tables have vectors of these alone.
       candidates: number of previous tokens kept per depth (M).
       children: number of likeliest next tokens kept after each of them (K).
       shortlist: number of likeliest marginal tokens per depth; the second stage of a conditional head scores all of these,
         whatever their depth. 0: the whole vocabulary.
       ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram.join`).
-      verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not name it.
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if not stated.
       thinking: whether it was trained on answers with thinking; None: its files do not state it.
     """
 

@@ -104,7 +104,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Splits gate and up, and joins blocks with their scales. Raises ValueError for other shapes, or types than bytes."""
+    """Splits gate and up, and joins blocks with their scales. Raises ValueError for other shapes or types."""
     kept: dict[str, Any] = {}
     for name, tensor in tensors.items():
         stem, joined, part = name.partition("gate_up_proj")

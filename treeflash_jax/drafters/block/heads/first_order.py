@@ -53,8 +53,8 @@ class FirstOrderHead(Head):
         """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
 
         Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth; depth 0 has
-        only the anchor. Stage two: corrected hidden state, vocabulary, top K, for all 1 + (depths - 1) M contexts at once. A
-        child whose token is no candidate of its depth has no context to continue with and ends its branch.
+        only the anchor. Stage two: corrected hidden state, vocabulary, top K, for all 1 + (depths - 1) M contexts at once.
+        A child whose token is no candidate of its depth has no context to continue with and ends its branch.
 
         With a shortlist, stage two reads the vocabulary table for the shortlisted tokens only, which saves the second pass
         over it. A child off the list is never drafted: the output stays exact, but fewer tokens may be accepted.
