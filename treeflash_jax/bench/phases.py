@@ -33,7 +33,7 @@ from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, ro
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 
 CALLS = 64  # maximal number of calls in a sample
-ROUNDS = 16  # the same of rounds and commits, which lengthen the context
+ROUNDS = 16  # maximal number of rounds or commits in a sample: they lengthen the context
 SAMPLE_SECONDS = 0.05
 
 VERIFY = jax.jit(verify_tree, static_argnames="plan")
@@ -115,7 +115,7 @@ class Bench:
         """Compiles and runs everything once.
 
         Args:
-          plans: plans that draft; alike in everything but nodes and the defaults that follow from them.
+          plans: plans that draft; they differ only in nodes and the defaults that follow from them.
 
         Raises ValueError for a context that leaves no room for timed rounds, or too little memory on the devices.
         """
@@ -160,7 +160,7 @@ class Bench:
         return jax.block_until_ready(enqueue(1))
 
     def _add_rounds(self, name: str, nodes: int | None, state: DecodeState, plan: DecodePlan) -> None:
-        """Adds rounds of `decode`, all those of a sample in one call."""
+        """Adds rounds of `decode`; one call runs all rounds of a sample."""
         arguments = self.model.weights, state, jnp.int32(1)
         program = self._compile(loops.decode, *arguments, plan=plan)
         self._add_moving(name, nodes, state, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
@@ -191,7 +191,7 @@ class Bench:
 
 
 def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]]:
-    """Takes samples of all phases of benches of one model, in turns whose order rotates; summarises the phases of each."""
+    """Takes samples of all phases of several benches in turns, in rotating order; returns a summary for each bench."""
     phases = [phase for bench in benches for phase in bench.phases]
     with running(benches[0].model.mesh, benches[0].where):
         for phase in phases:

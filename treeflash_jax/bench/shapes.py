@@ -157,7 +157,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Blo
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
     It has the verifier's widths, five layers (eight for a mixture of experts) and blocks of 16, and reads five of the
-    verifier's layers, or fewer if there are less than eight.
+    verifier's layers, or fewer if the verifier has fewer than eight.
     """
     if verifier == VERIFIERS["tiny"]:
         return model_files.read_drafter_config(locate("tiny", "drafter"))
@@ -172,7 +172,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Blo
 
 
 def short_name(path: str) -> str:
-    """Returns the name of a shape, path or Hub id for a record, which names no place on a machine."""
+    """Returns the name of a shape, path or Hub id for a record, without folders of this machine."""
     if path in VERIFIERS:
         return path
     path = Path(path).absolute() if Path(path).exists() else Path(path)
