@@ -29,7 +29,7 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.pairs import NO_DRAFTER, locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-TRIES = 256  # questions that are generated between two writes; twice the batch if that is more
+TRIES = 256  # number of questions generated between two writes, or twice the batch if that is larger
 MOST_IDLE = 4  # successive writes without a new question, after which the command fails
 FREE = ("out", "count", "batch")  # settings that may change on continuing: no question depends on them
 MARK = "THE QUESTION"

@@ -138,7 +138,7 @@ def drafting_sums(
       attention: implementation, a name in `packed_attention.IMPLEMENTATIONS`.
 
     Returns:
-      The sums of `losses.path_sums`, over the sample of the vocabulary if there is one; "overlap" only if the loss reads
+      The sums of `losses.path_sums`, over the sample of the vocabulary if one is drawn; "overlap" only if the loss reads
       the verifier's distribution; "candidate_recall", the share of next tokens among the candidates, for heads that are
       trained on candidates. Such a head has no loss at other tokens.
     """
