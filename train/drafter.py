@@ -153,9 +153,9 @@ class DrafterStage(BlockStage):
 
 
 def _copy_layers(drafter: BlockDrafter, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
-    """Copies verifier layers, which read the last tapped layer in place of the residual stream.
+    """Copies verifier layers, which read the last tapped layer instead of the residual stream.
 
-    If the only layer is the one after the tap, the context's keys and values are the verifier's.
+    If the only layer directly follows the tap, the context's keys and values are the verifier's.
     """
     layers = [layer for group in weights["groups"] for layer in group]
     copies = [copy_weights(layers[i]) for i in initial_layers]

@@ -2,7 +2,7 @@
 
     python -m train.eagle3 configs/tiny/eagle3.toml run=runs/eagle3 verifier=tiny
 
-Its layer is unrolled for a few steps on its own outputs, against the verifier's distribution ("training-time test"). Step 0
+Its layer is unrolled for a few steps on its outputs, against the verifier's distribution ("training-time test"). Step 0
 at position t reads the verifier's features at t and the token at t + 1, and predicts the token at t + 2. Step i reads the
 output of step i - 1 and the token at t + 1 + i, at position t + i, as drafting does. It attends to the step-0 keys before t
 and to the keys of its rollout. So a rollout computes what decoding would compute below an anchor at t + 1 if the true

@@ -126,7 +126,7 @@ class Corpus:
         return np.bincount(np.concatenate(answers), minlength=vocab_size)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of all documents by source, held-out ones included: lengths, tokens and weights."""
+        """Returns the SHA-256 of all documents by source, held-out documents included: lengths, tokens and weights."""
         digest = hashlib.sha256()
         for name, packed in (*self.train.items(), *self.held_out.items()):
             digest.update(name.encode())

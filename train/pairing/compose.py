@@ -1,4 +1,4 @@
-"""Settings of the stages of `train.pair`: composed by rule, then replaced by the given ones."""
+"""Settings of the stages of `train.pair`: composed by rule, then overridden by given settings."""
 
 import dataclasses
 import hashlib

@@ -26,7 +26,7 @@ class Stage:
     Attributes:
       main: runs it with its settings.
       compose: returns its settings.
-      given: settings of the command that it depends on, besides ALWAYS_GIVEN.
+      given: settings of the command that it depends on, in addition to ALWAYS_GIVEN.
       reads: file or folder of OUT that it depends on; "" for the prompts.
       writes: pattern of the files or folders of OUT that it writes.
       size: returns the quantity that may grow when it continues, such as the number of steps; 0 if none may.

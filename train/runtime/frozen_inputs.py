@@ -21,7 +21,7 @@ def note(path: str, files: Path, *, weights: bool = True) -> dict[str, str]:
 
     Args:
       path: the setting that names it.
-      files: where it lies on this machine.
+      files: its path on this machine.
       weights: digest weights and tokenizer, and not only config.json.
     """
     return {"path": path, "digest": digest_model(files, weights=weights)}

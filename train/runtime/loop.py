@@ -1,7 +1,7 @@
 """The training loop that every stage shares: one compiled step over a mesh, resumable at any moment.
 
 A step is a function of (settings, seed, step): a batch depends on seed and step, anchors on seed, step and sequence. A run
-that was killed, or moved to other devices or hosts, continues from its last checkpoint to where it would have ended.
+that was killed, or moved to other devices or hosts, continues from its last checkpoint to the same result.
 `training_state` defines what a step computes.
 """
 

@@ -3,7 +3,7 @@
     python -m train.head configs/tiny/head.toml run=runs/head optimizer.learning_rate=1e-3
 
 Every key must be known and every value of its type: a misspelt key is an error, never ignored. What a run resolved to is
-written beside its checkpoints (`save`), so that a run directory says how it was made.
+written beside its checkpoints (`save`), so that a run directory records how it was made.
 """
 
 import dataclasses

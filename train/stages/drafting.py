@@ -208,7 +208,7 @@ def copy_weights(tree: Any) -> Any:
 
 
 def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> TrainTask:
-    """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
+    """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention."""
     settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}

@@ -76,7 +76,7 @@ class Comparison:
         return record | {"divergence": asdict(self.divergence) | {"meaning": explain(self.divergence, model.dtype)}}
 
     def describe(self, model: TreeFlash) -> str:
-        """Returns one line that says how the answers differ."""
+        """Describes in one line how the answers differ."""
         if self.divergence is None:
             return f"{self.verdict}, {len(self.plain.ids)} tokens, tau {self.drafted.tau:.2f}"
         tokens = f"drafted {self.divergence.drafted}, one by one {self.divergence.plain}"

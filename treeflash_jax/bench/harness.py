@@ -37,7 +37,7 @@ class System:
     """A named way to answer prompts.
 
     Attributes:
-      config: settings of `generate`; temperature and seed are replaced by the measured ones.
+      config: settings of `generate`; temperature and seed are replaced by the measured values.
 
     Example:
       >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))

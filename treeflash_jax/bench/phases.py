@@ -1,6 +1,6 @@
-"""The phases of decoding as programs of their own, and the device time of each.
+"""The phases of decoding as separate programs, and the device time of each.
 
-The timed programs are the ones that run: `prefill` and `decode` as they are shipped (a whole round and a one-token step are
+The timed programs are those of decoding: `prefill` and `decode` as they are shipped (a whole round and a one-token step are
 rounds of `decode`'s loop on the device), and the functions that `rounds.decode_round` is composed of, each compiled alone.
 
 A sample is many calls enqueued back to back before the clock waits, so that dispatch is hidden behind the device. Samples
@@ -166,7 +166,7 @@ class Bench:
         self._add_moving(name, nodes, state, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
 
     def _add_commits(self, plan: DecodePlan, verified: Verified, accepted: Accepted) -> None:
-        """Adds commits of one path again and again, each after the one before."""
+        """Adds repeated commits of one path, each after the previous commit."""
         weights, others = self.model.weights, (verified, accepted)
         program = self._compile(COMMIT, weights, self.state, *others, plan=plan)
 

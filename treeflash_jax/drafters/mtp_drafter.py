@@ -45,7 +45,7 @@ class MtpDrafter(LaneDrafter):
 
     taps: tuple[int, ...] = ()
     # A level reads about a sixth of the verifier's weights, mostly the vocabulary table. If every level were accepted like
-    # DeepSeek-V3's first (0.85), six levels would pay; deeper ones are accepted less, since the layer was trained for one
+    # DeepSeek-V3's first (0.85), six levels would pay; deeper levels are accepted less, since the layer was trained for one
     # token ahead. More lanes read the same weights, except for a mixture's experts.
     num_depths: int = 4
     lanes: int | None = 4

@@ -51,7 +51,7 @@ class NgramDrafter(Drafter):
 
     Attributes:
       longest, shortest: lengths of a match, in tokens.
-      matches: number of matches that are followed: the longest; of equally long ones, the most recent.
+      matches: number of matches that are followed: the longest, and of equally long matches the most recent.
     """
 
     kind: ClassVar[str] = "ngram"
@@ -131,7 +131,7 @@ class Continuations(Expander):
         same_bmm = token_bm[:, :, None] == token_bm[:, None]
         log_weight_bwm = jnp.where(agrees_bwm, self.log_weight_bm[:, None], -jnp.inf)
         top_bw1 = jnp.maximum(jnp.max(log_weight_bwm, axis=-1, keepdims=True), self.unseen_b[:, None, None])
-        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # relative to the largest, lest all underflow
+        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # relative to the largest, so that not all underflow
         together_bwm = jnp.einsum("bmn,bwn->bwm", same_bmm.astype(weight_bwm.dtype), weight_bwm)
         earlier_mm = jnp.tri(token_bm.shape[1], k=-1, dtype=bool)
         is_again_bwm = jnp.any((same_bmm & earlier_mm)[:, None] & agrees_bwm[:, :, None], axis=-1)

@@ -19,7 +19,7 @@ class AnswerText:
     character of several tokens appears with the last of them. The total time is linear in the number of tokens.
 
     Attributes:
-      ids: tokens so far; none after the one that completes a stop string.
+      ids: tokens so far, up to the token that completes a stop string.
       has_stop: whether the text was cut before a stop string.
     """
 

@@ -71,7 +71,7 @@ def _block(stated: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A matrix, or one per expert, that is multiplied with its scales, in float32, where it is read.
+    """A matrix, or one per expert, that is multiplied with its scales, in float32, when it is read.
 
     Attributes:
       values: [..., outputs, inputs], float8_e4m3fn.

@@ -13,7 +13,7 @@ class TextLimit:
 
     Attributes:
       most_bytes: the size in bytes of UTF-8: the context times the longest text that can become one token. None, no limit,
-        for a tokenizer that may drop any text: white space around a special token, or whatever an unknown step drops.
+        for a tokenizer that may drop any text: white space around a special token, or anything in an unknown step.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int):

@@ -20,7 +20,7 @@ def walk(inputs: TreeInputs) -> tuple[DraftTree, None]:
 
 
 def chain(inputs: TreeInputs) -> tuple[DraftTree, None]:
-    """Builds the published chain: at each depth the likeliest child in that depth's first context, whatever was drafted.
+    """Builds the published chain: at each depth the likeliest child in that depth's first context, not in the drafted one.
 
     With one context per depth this is DFlash's chain, and equal to `walk`. Expanders other than a `TransitionTable`
     (networks, n-grams, constraints) know children of the drafted path only; with them, too, the result equals `walk`.

@@ -75,7 +75,7 @@ class Outcome:
     """Result of testing every draw, if each one is rejected.
 
     Attributes:
-      chance_bx: probability that a draw is accepted, given that earlier ones were rejected.
+      chance_bx: probability that a draw is accepted, given that earlier draws were rejected.
       weight_bn: w, the probability of entering a node.
       left_bnc: remainder of w p on the support.
       keep_bn: probability of stopping at a node once everything below it was rejected.

@@ -74,7 +74,7 @@ class EverySecond:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Weights of experts [x, rows, columns], expanded where they are read: FP4 of an index times a power of two."""
+    """Weights of experts [x, rows, columns], expanded when they are read: FP4 of an index times a power of two."""
 
     blocks: Any
     scales: Any

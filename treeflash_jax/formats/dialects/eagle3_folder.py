@@ -1,7 +1,7 @@
 """EAGLE-3 drafters in the forms they are published in.
 
     eagle3       layer under "midlayer."; EAGLE repository, AngelSlim, SpecForge
-    speculators  layer under "layers.0.", sizes in `transformer_layer_config`; the one that is written
+    speculators  layer under "layers.0.", sizes in `transformer_layer_config`; the form that is written
     deepspec     layer under "layers.0.", sizes beside `ttt_length`
 
 They disagree in what layer ids and `norm_output` mean. Ids are outputs of layers here; speculators files count the input of
@@ -148,7 +148,7 @@ class Speculators(Eagle3):
 
 
 class DeepSpec(Eagle3):
-    """Files of DeepSpec, which draft from the whole vocabulary with tables of their own."""
+    """Files of DeepSpec: drafters with embedding and vocabulary tables, which draft from the whole vocabulary."""
 
     name = "deepspec"
     marks = ("target_layer_ids", "ttt_length")

@@ -89,7 +89,7 @@ class MessageFormat(ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer, besides those that the model's files name."""
+        """Ids that end an answer, in addition to the ids in the model's files."""
         return ()
 
     @classmethod

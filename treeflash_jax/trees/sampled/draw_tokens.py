@@ -71,7 +71,7 @@ def draw_tokens(
 
     An i.i.d. draw is argmax(log q + noise of its place). Siblings without replacement are the largest entries of
     log q + noise of their parent, in decreasing order: the first is distributed as q, each later one as q without the
-    earlier ones. Tokens that end their branch are admitted if `shape.leaves` says so, if the outline has no children
+    earlier ones. Tokens that end their branch are admitted if `shape.leaves` is true, if the outline has no children
     below, or if no token continues.
 
     Args:

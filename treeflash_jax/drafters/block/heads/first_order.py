@@ -79,7 +79,7 @@ class FirstOrderHead(Head):
             tokens_bxc, log_probs_bxc = unembed.likeliest(corrected_bxd, drafter.children, temperature_b)
 
         def table(values_bxc: jax.Array) -> jax.Array:
-            """Returns [b, i, m, c] from [b, x, c]; the one context of depth 0 is repeated m times."""
+            """Returns [b, i, m, c] from [b, x, c]; the single context of depth 0 is repeated m times."""
             first = jnp.broadcast_to(values_bxc[:, :1], (batch, m, values_bxc.shape[2]))
             return jnp.concatenate([first, values_bxc[:, 1:]], axis=1).reshape(batch, depths, m, -1)
 
