@@ -17,7 +17,7 @@ def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term]) 
     """Returns the texts of the arrays that have all atoms.
 
     Args:
-      write: returns the texts of items that are as all of some parts say.
+      write: returns the texts of items that satisfy all given parts.
 
     Raises Refused for arrays of different items that are not finitely many.
     """

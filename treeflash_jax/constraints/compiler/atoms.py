@@ -22,7 +22,7 @@ class Place(NamedTuple):
     Attributes:
       resolver: resolver of references from there, of the package referencing.
       path: its JSON pointer, for messages.
-      is_resolved: whether the resolver is that of the schema's own $id, if it has one.
+      is_resolved: whether the resolver already has the schema's $id, if any, as its base.
     """
 
     resolver: Any
@@ -108,7 +108,7 @@ class LengthIn(Atom):
 
 @atom_type
 class Items(Atom):
-    """The items from `first` to `last` (None: the last one) are as a schema says."""
+    """The items from `first` to `last` (None: the last item) satisfy a schema."""
 
     kind = "array"
 
@@ -120,7 +120,7 @@ class Items(Atom):
 
 @atom_type
 class Contains(Atom):
-    """Between `least` and `most` of the items from `first` on are as a schema says."""
+    """Between `least` and `most` of the items from `first` on satisfy a schema."""
 
     kind = "array"
     is_approximate = True
@@ -168,7 +168,7 @@ class Keys:
 
 @atom_type
 class Values(Atom):
-    """The values of these keys are as a schema says; `is_some`: that of at least one key."""
+    """The values of these keys satisfy a schema; `is_some`: at least one value does."""
 
     kind = "object"
 
@@ -184,7 +184,7 @@ class Values(Atom):
 
 @atom_type
 class KeysIn(Atom):
-    """The keys of an object are texts as a schema says; `is_some`: at least one is."""
+    """The keys of an object satisfy a schema; `is_some`: at least one key does."""
 
     kind = "object"
     is_approximate = True
@@ -208,7 +208,7 @@ Alternatives = list[tuple[Atom, ...]]  # a value has all atoms of one of them
 
 
 def types_of(atoms: Iterable[Atom]) -> frozenset[str]:
-    """Returns the types that are left of a value."""
+    """Returns the types that all atoms allow."""
     types = EVERY_TYPE
     for atom in atoms:
         if isinstance(atom, OfType):

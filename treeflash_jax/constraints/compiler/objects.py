@@ -32,8 +32,8 @@ def object_texts(
     """Returns the texts of the objects that have all atoms.
 
     Args:
-      write: returns the texts of values that are as all of some parts say.
-      key_texts: returns the texts of keys that are as a part says, without quotes.
+      write: returns the texts of values that satisfy all given parts.
+      key_texts: returns the texts of keys that satisfy a part, without quotes.
       is_open: whether objects have keys that no atom covers, although some atoms cover values.
 
     Raises Refused for more patterns of keys, or more keys of any name, than can be followed.
@@ -91,7 +91,7 @@ class _Objects:
         return concat(literal(b"{"), tails[0])
 
     def _has_key(self, atom: Values | KeysIn, name: str) -> bool:
-        """Returns whether an atom speaks of a key, or has it in its set."""
+        """Returns whether an atom constrains a key."""
         if isinstance(atom, Values):
             return has_key(atom.keys, name)
         return contains(self.key_texts(atom.part), quote(name).encode())
@@ -136,7 +136,7 @@ def _end(count: int, other: Term, final: Term | None, least: int, most: int | No
 
 
 def _with_name(some: Values | KeysIn, name: str) -> list[Atom]:
-    """Returns the atoms of an object in which a key of this name is as `some` asks."""
+    """Returns the atoms of an object in which a key of this name satisfies `some`."""
     return [Required(name), *([Values(Keys((name,)), some.part)] if isinstance(some, Values) else [])]
 
 

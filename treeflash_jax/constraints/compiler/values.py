@@ -3,7 +3,7 @@
 After a comma or colon there may be one space, elsewhere none. Characters are escaped only if JSON asks for it. Numbers
 have a fraction of any length and, if a schema does not limit their value, an exponent of up to two digits; integers have
 neither. Keys stand in the order of `properties` and `required`, then other keys. An object whose schema has
-`properties` or `patternProperties` has only keys that these, `required` or `additionalProperties` speak of.
+`properties` or `patternProperties` has only keys that these, `required` or `additionalProperties` name.
 """
 
 import decimal
@@ -61,8 +61,8 @@ def schema_texts(schema: Any, depth: int, *steps: str) -> Term:
     """Returns the JSON texts of a schema's values.
 
     Args:
-      *steps: keys from the document `schema` to the schema inside it that is meant, if it is not the document itself.
-      depth: levels of arrays and objects up to which a text nests where its schema says nothing, or contains itself.
+      *steps: keys from the document `schema` to the schema to read, if it is inside the document.
+      depth: maximal nesting of arrays and objects if the schema sets no limit, or contains itself.
 
     Raises Refused for a schema that cannot be followed, and TooLarge.
     """
@@ -88,17 +88,17 @@ class Writer:
     """Writes the values of schemas as texts.
 
     Attributes:
-      is_superset: whether it writes at least the texts of all values, in place of some in one form: schemas whose
-        supersets share no text share no value.
+      is_superset: whether it writes a superset of the texts of all values, instead of one form of each: schemas share no
+        value if their supersets share no text.
     """
 
     reader: Reader
     is_superset: bool = False
     _known: dict[tuple, Term] = field(default_factory=dict)
-    _open: set[frozenset[Atom]] = field(default_factory=set)  # of the values around the one that is being written
+    _open: set[frozenset[Atom]] = field(default_factory=set)  # atoms of the values around the current value
 
     def write(self, parts: Sequence[Part], depth: int) -> Term:
-        """Returns the texts of values that are as all parts say."""
+        """Returns the texts of values that satisfy all parts."""
         place = parts[0].place if parts else None
         try:
             alternatives = self.reader.combine(map(self.reader.read, parts), place)
@@ -133,9 +133,9 @@ class Writer:
             term = union(*(write_value(value) for value in listed.values if type_of(value) in types))
             others = [atom for atom in atoms if atom is not listed]
             is_done = all(isinstance(atom, OfType) for atom in others)
-            deepest = max(depth, 1 + max(map(nesting, listed.values), default=0))  # values that are listed are not cut
+            deepest = max(depth, 1 + max(map(nesting, listed.values), default=0))  # listed values are not cut
             return term if is_done else intersect(term, self.write_atoms(others, deepest))
-        if depth <= 0 and len(types) > 1 and not self.is_superset:  # of any type: no items and keys that no atom speaks of
+        if depth <= 0 and len(types) > 1 and not self.is_superset:  # of any type: no items and keys without an atom
             types -= {"array", "object"} - {atom.kind for atom in atoms}
         ways = [value_text(x) for kind, values in LITERALS.items() if kind in types for x in values]
         if types & NUMBERS:
@@ -153,7 +153,7 @@ class Writer:
         return intersect(union(*ways), *(complement(cover(value)) for value in excluded))
 
     def _key_texts(self, part: Part) -> Term:
-        """Returns the keys, without quotes, that are texts as a schema says."""
+        """Returns the keys, without quotes, that satisfy a schema."""
         ways = []
         for atoms in self.reader.read(part):
             if "string" in types_of(atoms):
