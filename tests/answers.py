@@ -79,7 +79,7 @@ def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) 
     """The plan of a call, and its state after the prompts."""
     usual = {"max_new_tokens": 20, "builder": "best-first" if model.drafter else "none"}
     plan, batch = planned_batch(model, prompts, capacity, **usual | settings)
-    return plan, loops.prefill(model.weights, *batch, plan=plan.prefill)
+    return plan, loops.prefill(model.weights, *batch, plan=plan.shared)
 
 
 def planned_batch(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:

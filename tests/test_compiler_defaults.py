@@ -87,10 +87,10 @@ def test_programs_of_smollm2_have_few_instructions(as_users_compile):
         if plan.drafts:
             weights = weights.replace(drafter=parameters.abstract(drafter.specs(), jnp.float32, None))
         batch = make_batch([None], SamplingSizes(), capacity=384, dtype=jnp.float32)
-        state = jax.eval_shape(partial(loops.init_state, plan=plan.prefill, dtype=weights.dtype), *batch)
+        state = jax.eval_shape(partial(loops.init_state, plan=plan.shared, dtype=weights.dtype), *batch)
         lowered = {f"decode {builder}": loops.decode.lower(weights, state, one, one, plan=plan)}
         if plan.drafts:
-            lowered["prefill"] = loops.prefill_chunks.lower(weights, state, batch[1], one, plan=plan.prefill)
+            lowered["prefill"] = loops.prefill_chunks.lower(weights, state, batch[1], one, plan=plan.shared)
         counts |= {name: programs.compile_lowered(x, None, name).as_text().count(" = ") for name, x in lowered.items()}
     most = {"decode best-first": 26_300, "prefill": 18_200, "decode none": 14_400}
     print(counts)

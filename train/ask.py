@@ -2,7 +2,7 @@
 
     python -m train.ask verifier=smollm2 out=runs/smollm2/questions.jsonl count=1400
 
-Given only the beginning of a user's turn, a chat model continues with a question like the ones it was trained on.
+Given only the beginning of a user's turn, a chat model continues with a question like those in its training data.
 Writes one JSON object per line, {"id", "turns": [text]}, for `train.respond` and `train.pair`. Questions that do not end
 within `max_tokens`, and duplicates, are left out.
 
@@ -29,7 +29,7 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.pairs import NO_DRAFTER, locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-TRIES = 256  # questions that are generated between two writes; twice the batch if that is more
+TRIES = 256  # number of questions generated between two writes, or twice the batch if that is larger
 MOST_IDLE = 4  # successive writes without a new question, after which the command fails
 FREE = ("out", "count", "batch")  # settings that may change on continuing: no question depends on them
 MARK = "THE QUESTION"
@@ -91,7 +91,7 @@ def read_questions(out: epath.Path) -> tuple[set[str], int]:
 def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:
     """Yields lines of new questions, from number `first` on, until there are enough; adds them, normalised, to `known`."""
     opening, closing = question_tokens(model.tokenizer)
-    idle, tries = 0, max(TRIES, 2 * settings.batch)  # the last ones of a batch leave slots unused
+    idle, tries = 0, max(TRIES, 2 * settings.batch)  # the last questions of a batch leave slots unused
     while len(known) < settings.count:
         numbers, lines = range(first, first + tries), []
         results = model.generate(

@@ -64,13 +64,13 @@ class BlockStage(DraftingStage):
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
     def make_held_out_sums(self, verifier: ModelConfig, drafter: BlockDrafter) -> SumsFunction:
-        """Over the whole vocabulary, and without the weights of D-PACE: losses of different steps would not compare."""
+        """Returns the objective over the whole vocabulary without D-PACE's weights, so that losses of steps compare."""
         decay = 0.0 if self.objective.dpace else self.objective.decay
         objective = dataclasses.replace(self.objective, vocabulary=0, dpace=False, decay=decay)
         return dataclasses.replace(self, objective=objective).make_sums(verifier, drafter)
 
     def check_corpus(self, drafter: BlockDrafter, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
-        """Refuses a mask token that occurs in the training data, as with the recipe of another verifier."""
+        """Refuses a mask token that occurs in the training data: the recipe is probably for another verifier."""
         counts_v, mask = corpus.token_counts(model.vocab_size), drafter.mask_token_id
         better = choices.mask_token(tokenizer, counts_v, model.eos_token_ids)
         if "backbone" in self.trains and counts_v[mask] and not counts_v[better]:
@@ -146,16 +146,16 @@ class DrafterStage(BlockStage):
             name: parameters.initialize(specs[name], jax.random.key(self.loop.seed + number), scale=self.init_scale)
             for number, name in enumerate(self.trains)
         }
-        fresh["backbone"]["norm"] = copy_weights(weights["norm"])  # the vocabulary matrix was trained behind this scale
+        fresh["backbone"]["norm"] = copy_weights(weights["norm"])  # the scale that the vocabulary matrix was trained with
         if self.initial_layers:
             fresh["backbone"] |= _copy_layers(drafter, weights, self.initial_layers)
         return fresh
 
 
 def _copy_layers(drafter: BlockDrafter, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
-    """Copies verifier layers, which read the last tapped layer in place of the residual stream.
+    """Copies verifier layers, which read the last tapped layer instead of the residual stream.
 
-    If the only layer is the one after the tap, the context's keys and values are the verifier's.
+    If the only layer directly follows the tap, the context's keys and values are the verifier's.
     """
     layers = [layer for group in weights["groups"] for layer in group]
     copies = [copy_weights(layers[i]) for i in initial_layers]

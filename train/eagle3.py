@@ -2,7 +2,7 @@
 
     python -m train.eagle3 configs/tiny/eagle3.toml run=runs/eagle3 verifier=tiny
 
-Its layer is unrolled for a few steps on its own outputs, against the verifier's distribution ("training-time test"). Step 0
+Its layer is unrolled for a few steps on its outputs, against the verifier's distribution ("training-time test"). Step 0
 at position t reads the verifier's features at t and the token at t + 1, and predicts the token at t + 2. Step i reads the
 output of step i - 1 and the token at t + 1 + i, at position t + i, as drafting does. It attends to the step-0 keys before t
 and to the keys of its rollout. So a rollout computes what decoding would compute below an anchor at t + 1 if the true
@@ -11,7 +11,7 @@ tokens were drafted.
 Positions are processed in chunks, and logits are recomputed in the backward pass: no array has the vocabulary and all
 positions or all steps as axes.
 
-The vocabulary matrix starts as the verifier's, whose embedding is shared. Writes a folder, RUN/model, that
+The vocabulary matrix starts as a copy of the verifier's; the embedding is shared. Writes a folder, RUN/model, that
 `treeflash_jax.load` and vLLM's speculators read.
 
 Shape suffixes: b sequences, s positions of a sequence, n positions of a chunk, i steps, t = n i, d drafter width, k
@@ -54,7 +54,7 @@ from treeflash_jax.trees.shape import MAX_NODES
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Positions that are rolled out, and for how many steps."""
+    """Positions that are rolled out, and the number of steps."""
 
     steps: int = setting(7, "number of tokens drafted from every position (training-time test steps)", least=1)
     decay: float = setting(0.8, "step i weighs decay ** i", above=0, most=1)
@@ -105,7 +105,8 @@ class Eagle3Stage(DraftingStage):
 
     def drafter_config(self, model: ModelConfig, start: None) -> Eagle3Drafter:
         depth, size = model.num_layers, self.draft_vocab_size or model.vocab_size
-        usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)  # of fewer, the usual ones coincide
+        # With fewer than 8 layers, the default taps coincide.
+        usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)
         taps = self.target_layer_ids or usual
         expect(size <= model.vocab_size, "draft_vocab_size", size, f"at most {model.vocab_size} (verifier)")
         return Eagle3Drafter(
@@ -260,7 +261,7 @@ def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network) -> tu
 
 
 def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws positions [b, n] whose first step predicts an answer token, and whether each exists: there may be fewer."""
+    """Draws positions [b, n] at which the first step predicts an answer token, and whether each exists: fewer may do."""
     everywhere_bs = jnp.broadcast_to(jnp.arange(batch.tokens_bt.shape[1]), batch.tokens_bt.shape)
     starts_bs = _loss_weights(batch, everywhere_bs, 1)[..., 0] > 0
     if not settings.anchors:

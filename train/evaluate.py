@@ -16,7 +16,7 @@ from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.trees.shape import MAX_NODES
 
-CANDIDATES = 16  # per depth, whatever a machine's default
+CANDIDATES = 16  # per depth, independent of a machine's default
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from treeflash_jax.formats import draft_vocabulary, model_files, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TAU_PROMPTS, TAU_TOKENS = 8, 64
-TAU_NODES, TAU_NGRAMS = 8, 8  # as in a CPU's default tree, whose depths, lanes and candidates may be fewer
+TAU_NODES, TAU_NGRAMS = 8, 8  # as in a CPU's default tree, which may have fewer depths, lanes and candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any, inputs: In
 def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Path) -> tuple[float | None, str]:
     """Returns the tau of the drafter in a folder on a few held-out prompts, or None, and what to print about it."""
     try:
-        few = [  # drawn at random: to read all records may take minutes
+        few = [  # drawn at random: reading all records may take minutes
             dataclasses.replace(source, limit=min(source.limit or limit, limit))
             for source in trained.sources
             if source.format != "text" and (limit := TAU_PROMPTS * source.hold_out)

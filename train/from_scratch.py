@@ -91,7 +91,7 @@ def main(settings: FromScratchConfig) -> None:
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
     architecture, dtype = architectures.recognise(keys), jnp.dtype(settings.compute_dtype)
     model = architecture.read(keys)
-    architecture.to_hf(model)  # refuses a family that is only read before training
+    architecture.to_hf(model)  # before training: refuses a family that can only be read
     specs, mesh = verifier.specs(model), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)

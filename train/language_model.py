@@ -109,7 +109,7 @@ def language_model_sums(
 ) -> Sums:
     """Returns sums over answer tokens: "loss", "top1", and "overlap" if the loss reads the verifier's distribution.
 
-    They are over the sample of the vocabulary if there is one.
+    With a sample of the vocabulary, they are over the sample.
     """
     tables = frozen["verifier"]
     dtype, trees = tables["embed"].dtype, frozen | params

@@ -2,8 +2,8 @@
 
     python -m train.measure runs/pair/measure.toml
 
-All answer every prompt, batch 1, in one process and in turns: trees of `nodes` nodes; trees of n-grams alone, which need no
-drafter; and one token at a time with the device's default attention and with another one: the faster one counts.
+Every prompt is answered, at batch 1, by each of these in turn: trees of `nodes` nodes; trees of n-grams alone, which need
+no drafter; and one-token decoding with the device's default attention and with another one, the faster of which counts.
 Prints a table and writes a summary as JSON. Compilation is never counted.
 """
 

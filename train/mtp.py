@@ -2,9 +2,9 @@
 
     python -m train.mtp mtp.toml run=runs/mtp verifier=Qwen/Qwen3.5-9B
 
-It was trained for one token ahead. Here it is unrolled over its own outputs, as an EAGLE-3 drafter is (`train.eagle3`), so
-that deeper levels are accepted more often. A file of settings is one of `train.eagle3` with `stage = "mtp"` and without the
-settings of EAGLE-3's own. Embedding and vocabulary table are the verifier's, which stays frozen.
+It was trained for one token ahead. Here it is unrolled over its outputs, like an EAGLE-3 drafter (`train.eagle3`), so that
+deeper levels are accepted more often. A settings file has `stage = "mtp"` and the settings of `train.eagle3` except those
+that only EAGLE-3 has. Embedding and vocabulary table are shared with the verifier, which stays frozen.
 
 Writes a folder, RUN/model, with the published names of the layer's tensors.
 

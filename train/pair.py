@@ -4,10 +4,10 @@
 
 Mask token, tapped layers, block size, number of layers and steps are chosen by rule and printed, unless they are given
 (block_size=8 passes=4). Any setting of a stage can be given by its dotted name (drafter.optimizer.learning_rate=3e-3).
-The first training steps are timed, and a line says what all of it will take. The settings of every stage are kept in OUT
-as a TOML file, so that a stage can be run alone: `python -m train.head OUT/head.toml`. A command that was stopped continues
-when it is run again. The same command with more prompts, passes or steps extends a finished OUT; with other settings, the
-stages that depend on them begin again, and their earlier results are kept in OUT/before.
+The first training steps are timed, and a line estimates the time of the whole command. The settings of every stage are kept
+in OUT as a TOML file, so that a stage can be run alone: `python -m train.head OUT/head.toml`. A command that was stopped
+continues when it is run again. The same command with more prompts, passes or steps extends a finished OUT; with other
+settings, the stages that depend on them begin again, and their earlier results are kept in OUT/before.
 """
 
 import json

@@ -6,7 +6,7 @@ Writes one JSON object per line, shortest prompts first: {"index", "source", "te
 "prompt": ids, "response": ids}. An answer depends on the seed and the index of its prompt, not on batches or hosts: the
 same command continues an interrupted run, on any number of hosts, and results in the same file. The settings are stored in
 OUT.settings.toml, and the digest of the verifier in OUT.inputs.json; a file of other settings, or of another verifier, is
-never continued or overwritten, and OUT.lock keeps a second command from writing it.
+never continued or overwritten, and OUT.lock prevents a second command from writing it.
 
 On several hosts `out` must be visible to all of them. With replicas = "host" each host runs a verifier on its devices,
 answers its share of the prompts and writes part files; the first host merges the parts at the end. With replicas = "all"
@@ -164,7 +164,7 @@ def word_sequences(text: str) -> set[tuple[str, ...]]:
 def encode_question(record: Record, tokenizer: Tokenizer | None, skipped: Counter[str] | None) -> list[int] | None:
     """Returns the ids of a record's prompt: a chat up to its first assistant turn, a text, or ids.
 
-    For a record without a prompt it returns None and counts it in `skipped`; if that is None, it raises ValueError.
+    A record without a prompt returns None and counts in `skipped`; it raises ValueError if `skipped` is None.
     """
     try:
         return encode(_question(record.content), tokenizer)

@@ -2,8 +2,8 @@
 
     python -m train.step_memory configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16 --shape qwen3-4b --topology v5e:4x4
 
-Needs neither weights nor data nor, with --topology, the devices. Sizes are those of --shape, whatever verifier the settings
-name. The exit status is 1 if a device is too small.
+Needs no weights and no data and, with --topology, no devices. Sizes come from --shape, not from the verifier in the
+settings. The exit status is 1 if a device is too small.
 """
 
 import argparse

@@ -88,14 +88,14 @@ def asked(part: int, size: int = BATCH, new: int = NEW, **numbers: float) -> tup
 
 def planned(pair: TreeFlash, rule: str, settings: dict) -> DecodePlan:
     plan = pair.plan(GenerateConfig(**settings))
-    return replace(plan, rule=rule, prefill=replace(plan.prefill, chunk=len(PROMPT)))
+    return replace(plan, rule=rule, shared=replace(plan.shared, prefill_chunk=len(PROMPT)))
 
 
 def answers(pair: TreeFlash, plan: DecodePlan, *, batches: int = 1, size: int = BATCH, new: int = NEW, **numbers):
     """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key; `numbers` of sampling."""
     states, rounds = [], jnp.int32(new)
     for part in range(batches):
-        state = loops.prefill(pair.weights, *asked(part, size, new, **numbers), plan=plan.prefill)
+        state = loops.prefill(pair.weights, *asked(part, size, new, **numbers), plan=plan.shared)
         states.append(loops.decode(pair.weights, state, rounds, plan=plan))
     assert all(bool(jnp.all(state.done_b)) for state in states)
     return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states

@@ -1,4 +1,4 @@
-"""`treeflash bench memory`: sums of real arrays, no gather of logits or caches, and what cannot fit refused in time."""
+"""`treeflash bench memory`: sums of real arrays, no gather of logits or caches, and few launches."""
 
 import gc
 import json
@@ -9,16 +9,13 @@ import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from answers import planned_batch
 from compiled import moved_shapes
-from conftest import FOLDERS, PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from conftest import PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.experimental import topologies as jax_topologies
 from jax.sharding import AbstractMesh
 from refusals import mistake, refused
@@ -28,14 +25,10 @@ from treeflash_jax.bench import memory, shapes
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
-from treeflash_jax.engine import device_memory, loading
-from treeflash_jax.engine import model as engine
-from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, usable_memory
-from treeflash_jax.engine.schedule import batching
+from treeflash_jax.decoding.state import DecodePlan, SharedPlan
+from treeflash_jax.engine.device_memory import Footprint, footprint
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
-from treeflash_jax.formats import model_files
 from treeflash_jax.models import vocab
 
 SHAPES = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]
@@ -84,7 +77,7 @@ def small_pair() -> tf.TreeFlash:
 def test_weights_and_caches_are_the_bytes_of_real_arrays(small_pair, sizes):
     model = random_pair(tf.make_mesh(*sizes)) if sizes else small_pair
     plan, batch = planned_batch(model, [[1]] * 4, builder="best-first")
-    state = programs.call(loops.init_state, *batch, mesh=model.mesh, plan=plan.prefill, dtype=model.dtype)
+    state = programs.call(loops.init_state, *batch, mesh=model.mesh, plan=plan.shared, dtype=model.dtype)
     count = partial(footprint, RANDOM_MODEL, RANDOM_DRAFTER, batch=4, capacity=256)
     whole = count(mesh=model.mesh, dtype=jnp.float32)
     assert asdict(whole) == {
@@ -116,8 +109,8 @@ def test_programs_compiled_from_shapes_take_what_real_ones_take():
 def test_a_round_on_a_mesh_gathers_neither_logits_nor_caches(monkeypatch):
     def moved(nodes: int) -> list[tuple[int, ...]]:
         draft = replace(DRAFTER, candidates=4, children=4)
-        prefill = PrefillPlan(chunk=32, verifier=MODEL, drafter=DRAFTER)
-        plan = DecodePlan(prefill=prefill, drafter=draft, builder="best-first", num_nodes=nodes)
+        shared = SharedPlan(prefill_chunk=32, verifier=MODEL, drafter=DRAFTER)
+        plan = DecodePlan(shared=shared, drafter=draft, builder="best-first", num_nodes=nodes)
         return moved_shapes(memory.compile_programs(plan, tf.make_mesh(4, 2), 4, 256, jnp.float32)[1].as_text())
 
     def are_moved(shapes, size: int) -> bool:
@@ -348,52 +341,6 @@ def test_a_topology_without_its_compiler_says_what_to_install(monkeypatch):
         refused(partial(memory.find_devices, topology), words)
 
 
-def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
-    for name in ("load_verifier", "load_drafter"):
-        monkeypatch.setattr(model_files, name, lambda *_, **__: pytest.fail("weights were read"))
-    configs = model_files.read_verifier_config(PAIR / "verifier"), model_files.read_drafter_config(PAIR / "drafter")
-    needs = footprint(*configs, dtype=jnp.float32)
-    monkeypatch.setattr(loading, "usable_memory", lambda mesh: needs.total - 1)
-    shown = "got {:.2f} MiB verifier + {:.2f} MiB drafter = {:.2f} MiB"
-    sizes = (size / 2**20 for size in (needs.verifier, needs.drafter, needs.total))
-    refused(lambda: tf.load(**FOLDERS), shown.format(*sizes))
-    monkeypatch.setattr(loading, "usable_memory", lambda mesh: needs.total)
-    with pytest.raises(pytest.fail.Exception, match="weights were read"):
-        tf.load(**FOLDERS)
-
-
-@pytest.fixture
-def no_compute(monkeypatch):
-    """A request that is not refused fails with "computed"."""
-    monkeypatch.setattr(programs, "call", lambda *_, **__: pytest.fail("computed"))
-
-
-def computes(model, *prompts, **settings) -> None:
-    with pytest.raises(pytest.fail.Exception, match="computed"):
-        model.generate(list(prompts), **{"max_new_tokens": 8} | settings)
-
-
-def test_impossible_requests_are_refused_before_any_compute(no_compute, monkeypatch, trained):
-    needs = footprint(trained.verifier, trained.drafter, dtype=jnp.float32, batch=2, capacity=256)
-    monkeypatch.setattr(engine, "usable_memory", lambda mesh: needs.total)
-    words = "verifier + ", " drafter + ", " caches = ", " on a device of ", " (1 device)"
-    monkeypatch.setattr(batching, "ROOM", 100)
-    refused(lambda: trained.generate([[1], [2]], max_new_tokens=500), *words)
-    refused(lambda: next(trained.stream([1], max_new_tokens=1000)), "caches")
-    # Two sequences, and a third that takes a place.
-    refused(lambda: trained.generate([[1]] * 6, batch_size=2, max_new_tokens=8), "smaller batch")
-    computes(trained, [1], [2])
-    computes(trained, *[[1]] * 6, batch_size=1)
-    computes(trained, [1], max_new_tokens=200)
-    # 256 positions grow to 512: while the caches are copied, both exist.
-    refused(lambda: trained.generate([1], max_new_tokens=400), "caches")
-    monkeypatch.setattr(engine, "usable_memory", lambda mesh: needs.total + needs.verifier_cache + needs.drafter_cache)
-    computes(trained, [1], max_new_tokens=400)
-    monkeypatch.setattr(engine, "usable_memory", lambda mesh: needs.total - needs.drafter_cache)
-    computes(trained, [1], [2], builder="none")
-    refused(lambda: trained.generate([[1], [2]], max_new_tokens=8, nodes=16), "caches")
-
-
 def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, small_pair):
     call, held, allocated = programs.call, [], []
 
@@ -412,41 +359,6 @@ def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, small_pair):
     gc.collect()  # caches of earlier tests
     small_pair.generate([[1]] * 3, max_new_tokens=4, batch_size=1, builder="none")
     assert len(held) >= 3 and len({*held}) == 1 and min(allocated) > 0
-
-
-@needs_8_devices
-def test_a_mesh_shares_what_one_device_cannot_hold(no_compute, monkeypatch):
-    request = {"dtype": jnp.float32, "batch": 4, "capacity": 256}
-    mesh, alone = tf.make_mesh(4, 2), footprint(RANDOM_MODEL, RANDOM_DRAFTER, **request)
-    shared = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=mesh, **request)
-    check_memory(shared, alone.total - 1, mesh)
-    refused(lambda: check_memory(shared, shared.total - 1, mesh), "(mesh 4 x 2)")
-    asked = []
-    monkeypatch.setattr(batching, "ROOM", 100)
-    monkeypatch.setattr(engine, "usable_memory", lambda mesh: asked.append(mesh) or shared.total)
-    model = random_pair(mesh)
-    computes(model, [1], [1], [1])
-    refused(lambda: model.generate([[1]] * 5, max_new_tokens=8), "mesh 4 x 2")  # five sequences are padded to eight
-    assert asked == [mesh, mesh]
-
-
-def test_limits_of_devices_that_say_and_of_kinds_that_are_known():
-    def device(kind, limit=None, error=None):
-        stats = Mock(return_value=limit and {"bytes_limit": limit}, side_effect=error)
-        return SimpleNamespace(device_kind=kind, platform="any", memory_stats=stats)
-
-    def limit(*devices):
-        return usable_memory(SimpleNamespace(local_devices=devices, devices=np.array(devices)))
-
-    gib, silent = 2**30, jax.errors.JaxRuntimeError("only supported for addressable devices")
-    assert limit(device("NVIDIA H200", 100 * gib), device("NVIDIA L4", 18 * gib)) == 18 * gib
-    for kind, size in (("TPU v4", 32), ("TPU v5 lite", 16), ("TPU v5", 95), ("TPU v6 lite", 32)):
-        assert limit(device(kind, error=silent)) == size * gib and limit(device(kind, 3 * gib)) == 3 * gib
-    assert limit(device("cpu")) is None
-    check_memory(Footprint(verifier=10**18), None)
-    assert [device_memory.in_units(size) for size in (3 * gib // 2, gib // 2, 5 * 2**20, 1000)] == [
-        "1.50 GiB", "0.50 GiB", "5.00 MiB", "0.98 KiB",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["tpu_rounds", "experts_rounds", "hybrid_rounds", "fits", "fits_h100"])

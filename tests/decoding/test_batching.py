@@ -84,7 +84,8 @@ def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
     server = Scheduler(runner, sizes, batch_size=2, capacity=256, is_open=True)
     reader, answers, reused = Reader(server, model), {}, {}
     for number, prompt in enumerate(prompts):
-        server.submit([replace(request, number=number) for request in model.make_requests([prompt], **settings)[1]])
+        _, requests = model.settings_and_requests([prompt], **settings)
+        server.submit([replace(request, number=number) for request in requests])
     for ready in server.decode_all(3, lambda slots: []):
         for slot, result in zip(ready, reader.read_results(ready), strict=True):
             number = server.slots.requests[slot].number

@@ -137,14 +137,15 @@ def test_thoughts_come_before_a_constraint(tiny):
         return True
 
     encode = tiny.tokenizer.encode
-    _, (thoughtful, plain) = tiny.make_requests([tf.Text("Hm. <think>\n"), tf.Text("Hm.")], choices=["yes", "no"])
+    prompts = [tf.Text("Hm. <think>\n"), tf.Text("Hm.")]
+    _, (thoughtful, plain) = tiny.settings_and_requests(prompts, choices=["yes", "no"])
     for text in 'a "b" </thi</think>\n\nyes', "</think>no":
         assert can_answer(thoughtful.automaton, encode(text)) and not can_answer(plain.automaton, encode(text))
     for text in "yes", "</think>maybe", "a</think>\n\n\nyes":
         assert not can_answer(thoughtful.automaton, encode(text))
     whole = {"type": "regex", "pattern": "[0-9]"}  # a structural tag describes thoughts as well
     for constraint in {"schema": {"type": "integer"}}, {"pattern": "[0-9]"}, {"structural_tag": whole}:
-        _, [request] = tiny.make_requests([tf.Text("Hm. <think>\n")], **constraint)
+        _, [request] = tiny.settings_and_requests([tf.Text("Hm. <think>\n")], **constraint)
         is_behind = can_answer(request.automaton, encode("Hm.</think>\n5"))
         assert is_behind == ("structural_tag" not in constraint) != can_answer(request.automaton, encode("5"))
     tokenizer = tokenizers.Tokenizer(copy.deepcopy(tiny.tokenizer.inner))
@@ -158,7 +159,7 @@ def test_thoughts_come_before_a_constraint(tiny):
 
 def test_answers_share_the_table_of_their_constraint(tiny):
     """Regression: every sample had its own copy, padded to the size of the programs."""
-    _, requests = tiny.make_requests(["x"], schema=FLAGS, samples=3)
+    _, requests = tiny.settings_and_requests(["x"], schema=FLAGS, samples=3)
     assert len({id(request.automaton.next_qc) for request in requests}) == 1
 
 

@@ -102,7 +102,7 @@ def test_a_stacked_cache_holds_what_one_array_per_layer_does(sizes):
     plan, batch = planned_batch(model, prompts, nodes=4, children=4)
 
     def run(stacks_cache: bool) -> DecodeState:
-        here = replace(plan, prefill=replace(plan.prefill, stacks_cache=stacks_cache))
+        here = replace(plan, shared=replace(plan.shared, stacks_cache=stacks_cache))
         runner = Runner(here, model.weights, model.mesh)
         state = runner.call(loops.grow_caches, Prefill(runner, batch).read_all(), capacity=512)
         return runner.call(loops.decode, model.weights, state, jnp.int32(8), plan=here)
@@ -252,7 +252,7 @@ def test_equal_layers_are_traced_and_lowered_once():
     def lowered(num_layers: int) -> str:
         model = make_pair(replace(RANDOM_MODEL, num_layers=num_layers), RANDOM_DRAFTER)
         plan, batch = planned_batch(model, [PROMPT], nodes=8, **SIZES)
-        state = jax.eval_shape(partial(loops.prefill, plan=plan.prefill), model.weights, *batch)
+        state = jax.eval_shape(partial(loops.prefill, plan=plan.shared), model.weights, *batch)
         return loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
 
     few, many = lowered(3), lowered(6)

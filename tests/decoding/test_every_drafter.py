@@ -228,8 +228,8 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, settings, batch):
     pair = random_pair() if kind == "block" else make_pair(ONE_LAYER, KINDS[kind])
     plan, inputs = planned_batch(pair, PROMPTS[:batch], CAPACITY, **settings)
     chunks = jax.device_put(jnp.int32(3))
-    begun = loops.init_state(*inputs, plan=plan.prefill, dtype=jnp.float32)
-    read = loops.prefill_chunks.lower(pair.weights, begun, inputs[1], chunks, plan=plan.prefill).compile()
+    begun = loops.init_state(*inputs, plan=plan.shared, dtype=jnp.float32)
+    read = loops.prefill_chunks.lower(pair.weights, begun, inputs[1], chunks, plan=plan.shared).compile()
     state = read(pair.weights, begun, inputs[1], chunks)
     assert_copies_nothing(read, state)
     assert_one_program(pair.weights, state, plan)
@@ -296,7 +296,7 @@ def test_rounds_leave_the_state_of_one_prefill(float64, kind, verifier):
 def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_read():
     """A pass over a longer prompt stores nothing for a sequence that has its first token, but needs room behind it."""
     model, rng = make_pair(ONE_LAYER, KINDS["language_model"]), np.random.default_rng(0)
-    chunk = model.plan(GenerateConfig(**TREE)).prefill.chunk
+    chunk = model.plan(GenerateConfig(**TREE)).shared.prefill_chunk
     texts = [rng.integers(0, 64, count).tolist() for count in (3 * chunk, 3 * chunk + 8)]
     call = model.prepare(texts, max_new_tokens=20, **TREE)
     scheduler = call.schedule()

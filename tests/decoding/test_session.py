@@ -87,7 +87,7 @@ def test_a_stream_has_the_caches_of_a_session_to_itself(small):
 def test_a_prompt_is_read_in_pieces_that_are_reported(small, monkeypatch, caplog):
     monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
     config = tf.GenerateConfig(builder="none", max_new_tokens=4)
-    chunk = small.plan(config).prefill.chunk
+    chunk = small.plan(config).shared.prefill_chunk
     length = 2 * chunk + 5
     with caplog.at_level(logging.WARNING, logger="treeflash_jax"):
         small.generate([list(range(length))], config)

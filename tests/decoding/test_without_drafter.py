@@ -87,7 +87,6 @@ def test_a_chat_goes_on_and_no_tree_ends_it(tiny, monkeypatch, capsys, caplog):
 
 def test_a_chat_says_at_once_why_nothing_is_drafted_and_what_would_fail_at_every_message(tiny, monkeypatch, capsys, caplog):
     monkeypatch.setattr("builtins.input", lambda prompt="": "/exit")
-    monkeypatch.setattr(tiny, "noted", set())
     converse(tiny, Console(width=200), max_new_tokens=1)
     assert "drafting does not pay on this CPU" in caplog.text and "error" not in capsys.readouterr().out
     for settings, words in (({"max_new_tokens": 10**6}, "context"), ({"temperature": -1}, "temperature -1")):

@@ -140,8 +140,8 @@ def test_kernels_of_another_device_are_refused(tiny):
         assert plan(tiny, device, jnp.float32, attention="pallas-gpu").attention == "pallas-gpu"
     for device in (cpu, H200):
         made = plan(tiny, device, jnp.bfloat16, attention="xla", kernels="mosaic-gpu")
-        assert (made.attention, made.prefill.attention, made.prefill.kernels) == ("xla", "xla", "mosaic-gpu")
-    assert plan(tiny, tpu, jnp.bfloat16, kernels="pallas-tpu").prefill.kernels == "pallas-tpu"
+        assert (made.attention, made.shared.prefill_attention, made.shared.kernels) == ("xla", "xla", "mosaic-gpu")
+    assert plan(tiny, tpu, jnp.bfloat16, kernels="pallas-tpu").shared.kernels == "pallas-tpu"
     words = "got {} {!r} on {}, expected {}; leave it out"
     chips = "NVIDIA H100 or NVIDIA H200"
     assert refusal(a100, attention="mosaic-gpu") == words.format("attention", "mosaic-gpu", a100.kind, chips)
@@ -156,8 +156,8 @@ def test_the_cache_is_stacked_for_kernels_that_read_one_layer_of_it(tiny):
         resolve(tf.GenerateConfig(builder="none", **settings), shaped, None, dtype=jnp.bfloat16, device=device)
         for device, settings in [(H200, {}), (H200, {"attention": "xla"}), (ZEN5, {}), (ZEN5, {"attention": "pallas-gpu"})]
     ]
-    assert [plan.prefill.stacks_cache for plan in plans] == [True, False, False, True]
-    assert plans[0].one_token().prefill.stacks_cache
+    assert [plan.shared.stacks_cache for plan in plans] == [True, False, False, True]
+    assert plans[0].one_token().shared.stacks_cache
 
 
 def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):
@@ -196,9 +196,9 @@ def test_a_plan_is_made_for_a_device_that_is_not_here(tiny, kind, chunk, attenti
     """On a CPU, the residual stream is wider than weights in 16 bits."""
     dtypes = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64
     plans = {dtype: plan(tiny, Device(kind), dtype, builder="best-first") for dtype in dtypes}
-    assert {made.prefill.chunk for made in plans.values()} == {chunk}
+    assert {made.shared.prefill_chunk for made in plans.values()} == {chunk}
     assert [made.attention for made in plans.values()][:2] == attention
-    assert {made.prefill.attention for made in plans.values()} == {prefill}
+    assert {made.shared.prefill_attention for made in plans.values()} == {prefill}
     for dtype, made in plans.items():
-        residual = {part.prefill.residual_dtype for part in (made, made.one_token())}
+        residual = {part.shared.residual_dtype for part in (made, made.one_token())}
         assert residual == {wide if dtype in (jnp.bfloat16, jnp.float16) else None}

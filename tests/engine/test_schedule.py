@@ -123,7 +123,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     model, rng = few_tokens(), np.random.default_rng(2)
     pool = make_pool(model, 60, **draft)
     call = model.prepare([pool.prompts[0]], **draft, max_new_tokens=4)
-    plan = replace(call.plan, prefill=replace(call.plan.prefill, chunk=8))
+    plan = replace(call.plan, shared=replace(call.plan.shared, prefill_chunk=8))
     sizes = SamplingSizes.for_server(4, model.verifier.vocab_size)
     scheduler = Scheduler(Runner(plan, model.weights, can_cut=True), sizes, batch_size=slots, capacity=64, is_open=True)
     reader, numbers = Reader(scheduler, model), Counter()
@@ -138,7 +138,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
             has_rule = rng.random() < 0.2
             prompts, how = pool.draw([place])
             stop_ids = rng.integers(0, 12, rng.integers(0, 3)).tolist()
-            [request] = model.make_requests(prompts, **how | {"max_new_tokens": limit, "stop_ids": stop_ids})[1]
+            _, [request] = model.settings_and_requests(prompts, **how | {"max_new_tokens": limit, "stop_ids": stop_ids})
             request = replace(request, number=len(requests), automaton=TABLE if has_rule else None)
             expected = (constrained if has_rule else pool).answer(place, limit, stop_ids)
             requests[request.number] = expected, request
@@ -174,7 +174,7 @@ def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:
     answers = []
     for place in range(len(pool.prompts)):
         prompts, how = pool.draw([place])
-        requests = [replace(request, automaton=TABLE) for request in model.make_requests(prompts, **how)[1]]
+        requests = [replace(request, automaton=TABLE) for request in model.settings_and_requests(prompts, **how)[1]]
         scheduler = Scheduler(Runner(plan, model.weights), SamplingSizes.fit(requests))
         scheduler.submit(requests)
         for ready in scheduler.decode_all(64, lambda slots: []):

@@ -266,7 +266,6 @@ def test_what_a_kernel_does_not_take_runs_plainly_and_is_said(caplog):
         prefix = LayerKV(stack, stack, jax.ShapeDtypeStruct((), jnp.int32))
         return str(jax.make_jaxpr(partial(tree_attention, implementation=name))(*new, mask, prefix, length))
 
-    kernels.say_once.cache_clear()
     plain, pallas, mosaic = (trace(name, stack) for name in ("xla", *KERNELS))
     assert "pallas_call" in pallas and mosaic == plain
     odd = jax.ShapeDtypeStruct((1, 8, 4, 696, 256), jnp.bfloat16)

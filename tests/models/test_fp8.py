@@ -20,7 +20,7 @@ from treeflash_jax import make_mesh
 from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.devices import Device
-from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
+from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings import defaults
@@ -231,7 +231,7 @@ def test_tables_routers_and_norms_stay_as_they_are():
 
 
 def test_programs_compile_from_shapes():
-    plan = DecodePlan(prefill=PrefillPlan(verifier=SMALL, chunk=32))
+    plan = DecodePlan(shared=SharedPlan(verifier=SMALL, prefill_chunk=32))
     _, decode = compile_programs(plan, make_mesh(1, 1), 1, 256, jnp.float32, "fp8")
     needs = footprint(SMALL, dtype=jnp.float32, batch=1, capacity=256, quantize="fp8")
     assert 0 <= decode.memory_analysis().argument_size_in_bytes - needs.total < 4096  # token buffers

@@ -12,7 +12,6 @@ from conftest import needs_8_devices
 from train.stages import blocks
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
-from treeflash_jax.models import kernels
 from treeflash_jax.models import packed_attention as module
 from treeflash_jax.models.packed_attention import PackedMask, packed_attention
 
@@ -99,7 +98,6 @@ def test_other_sizes_and_dtypes_run_in_the_plain_form(caplog):
         q, k = (jax.ShapeDtypeStruct((1, count, 2, head_dim), dtype) for count in (queries, keys))
         return module.supports(kind, q, k)
 
-    kernels.say_once.cache_clear()
     assert supports("splash", 128, 3328, 64, "float32")
     assert not supports("splash", 128, 3264) and not supports("splash", 64, 128)
     assert supports("cudnn", 256, 3328) and not supports("cudnn", 256, 3328, dtype="float32")

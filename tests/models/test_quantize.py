@@ -21,7 +21,7 @@ from treeflash_jax.bench.check import describe_reference
 from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters, programs
-from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
+from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.device_memory import footprint
@@ -166,7 +166,7 @@ def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
 
 
 def test_programs_compile_from_int8_shapes():
-    plan = DecodePlan(prefill=PrefillPlan(verifier=SMALL, chunk=32))
+    plan = DecodePlan(shared=SharedPlan(verifier=SMALL, prefill_chunk=32))
     _, decode = compile_programs(plan, tf.make_mesh(1, 1), 1, 256, jnp.float32, "int8")
     needs = footprint(SMALL, dtype=jnp.float32, batch=1, capacity=256, quantize="int8")
     assert 0 <= decode.memory_analysis().argument_size_in_bytes - needs.total < 4096  # token buffers

@@ -52,7 +52,7 @@ class StubWorker(threading.Thread):
         print("working", flush=True)
         compile_constraint("schema", schema, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
 
-    def make_requests(self, prompts, **settings) -> list[object]:
+    def numbered_requests(self, prompts, **settings) -> list[object]:
         print("working", flush=True)
         while WORK == "requests":
             pass

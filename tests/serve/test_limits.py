@@ -60,7 +60,7 @@ def stub_worker(**more: Any) -> SimpleNamespace:
         context=64, text_limit=None, _limit=4, _num_unfinished=0,
         encode=lambda prompts: [[1]] * len(prompts), find_constraints=find_constraints,
         compile=lambda constraint: None,
-        make_requests=lambda prompts, samples=1, **settings: [object()] * len(prompts) * samples,
+        numbered_requests=lambda prompts, samples=1, **settings: [object()] * len(prompts) * samples,
         submit=submit, cancel=lambda submission: submission.pieces.put_nowait(None),
     )  # fmt: skip
     worker.check_room = partial(Worker.check_room, worker)
@@ -387,7 +387,7 @@ def api(tiny):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Worker, "_warm_up", lambda worker, draws: None)  # nothing is decoded
         real = Worker(tiny, tf.GenerateConfig(nodes=4), Metrics(), options)
-    names = "encode", "compile", "make_requests", "check_room", "text_limit", "context"
+    names = "encode", "compile", "numbered_requests", "check_room", "text_limit", "context"
     worker = stub_worker(model=tiny, submit=refuse, **{name: getattr(real, name) for name in names})
     return schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
 

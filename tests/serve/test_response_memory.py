@@ -60,7 +60,7 @@ class Clients:
         inner = SimpleNamespace(chat_template="tools <think> <tool_call>", decode=lambda ids: "")
         self.worker = stub_worker(
             model=SimpleNamespace(names=("tiny",), tokenizer=Tokenizer(inner)), encode=self.encode, submit=self.submit,
-            make_requests=lambda prompts, **settings: prompts, _limit=1000,
+            numbered_requests=lambda prompts, **settings: prompts, _limit=1000,
         )  # fmt: skip
 
     def encode(self, prompts: list[Any]) -> list[list[int]]:

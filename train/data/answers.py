@@ -1,6 +1,6 @@
 """The resumable JSONL file of `train.respond`: its parts, settings, missing prompts, and order.
 
-Files beside OUT: OUT.part-N (the answers of half a minute, until all parts are merged), OUT.settings.toml,
+Files beside OUT: OUT.part-N (answers until all parts are merged), OUT.settings.toml,
 OUT.inputs.json (the digest of the verifier that answers) and OUT.lock.
 """
 
@@ -42,7 +42,7 @@ def _parts(out: epath.Path) -> list[epath.Path]:
 
 
 def save_settings(settings: Any, out: epath.Path) -> None:
-    """Writes inputs and settings of a file that is new, or whose sources have larger limits now (see `check_settings`)."""
+    """Writes inputs and settings of a new file, or of a file with larger limits of its sources (see `check_settings`)."""
     path = settings_path(out)
     is_new = not path.exists()
     if is_new:

@@ -70,7 +70,7 @@ def read_documents(
 ) -> Iterator[tuple[int, Document]]:
     """Yields (number, document) for every usable document of a source.
 
-    Chats and responses have the numbers of their records; pieces of plain text are counted.
+    Chats and responses have the numbers of their records; pieces of plain text are numbered in order.
 
     Args:
       tokenizer: may be None for responses.
@@ -94,8 +94,8 @@ def chat_documents(tokenizer: Tokenizer, records: Sequence[Record], prompt_weigh
     """Renders chats with the tokenizer's template; the assistant's tokens weigh 1, its stop token included.
 
     An assistant turn is the text that the template adds to its generation prompt: the chat before the turn, with the
-    generation prompt, must be a token prefix of the chat that includes the turn, and that a prefix of the whole chat. So a
-    drafter is trained on the contexts that it drafts in. Earlier turns that a template rewrites (Qwen3 drops their
+    generation prompt, must be a token prefix of the chat that includes the turn, which must be a prefix of the whole chat.
+    So a drafter is trained on the contexts that it drafts in. Earlier turns that a template rewrites (Qwen3 drops their
     thinking) fail this test and are not learnt. Messages after the last assistant turn are left out.
 
     Raises ValueError for a chat without such a turn, with its place.

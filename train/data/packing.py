@@ -126,7 +126,7 @@ class Corpus:
         return np.bincount(np.concatenate(answers), minlength=vocab_size)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of all documents by source, held-out ones included: lengths, tokens and weights."""
+        """Returns the SHA-256 of all documents by source, held-out documents included: lengths, tokens and weights."""
         digest = hashlib.sha256()
         for name, packed in (*self.train.items(), *self.held_out.items()):
             digest.update(name.encode())
@@ -153,7 +153,7 @@ def load_corpus(
 ) -> Corpus:
     """Reads, tokenises and packs every source; ids must be below `vocab_size`.
 
-    Raises ValueError for a source without a usable document, or see `records.read_records` and `documents.read_documents`.
+    Raises ValueError for a source without a usable document, and as `records.read_records` and `documents.read_documents`.
     """
     if not sources:
         raise ValueError("got no sources, expected at least one [[sources]] table")
@@ -183,8 +183,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields the batch of every step in [start, stop), prefetched by threads.
 
-    Sources contribute their shares in a fixed pattern, each in fresh random orders of its sequences: epoch after epoch.
-    Only sequences of the indices `members` are yielded; None: the whole batch.
+    Sources contribute their shares in a fixed pattern, each with its sequences in a new random order every epoch. Yields
+    only the sequences of the indices `members`; None: the whole batch.
     """
     import grain  # slow to import, and only training needs it
 

@@ -109,8 +109,8 @@ def read_records(source: Source, seed: int, skipped: Counter[str] | None = None)
 def parse_chat(raw: Any) -> Messages:
     """Parses messages in any form of `engine.call.prompts.read_messages`, also of a prompt file for benchmarks.
 
-    Line ends become "\\n", and space around messages is removed. A chat of user turns alone keeps the first, as later ones
-    need the answers in between; a reference program ("reference": {"code"}) becomes the assistant's answer.
+    Line ends become "\\n", and space around messages is removed. A chat of user turns alone keeps the first turn, since
+    later turns need the answers in between; a reference program ("reference": {"code"}) becomes the assistant's answer.
     """
     messages = prompts.read_messages(raw)
     if len(messages) > 1 and {message["role"] for message in messages} == {"user"}:

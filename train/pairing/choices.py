@@ -11,10 +11,11 @@ MOST_TAPS = 5  # as in the published drafters
 
 
 def mask_token(tokenizer: Tokenizer | None, counts_v: np.ndarray, stop_ids: tuple[int, ...] = ()) -> int:
-    """Chooses the token that fills the open slots of a block: the rarest in the training data, if possible an unused one.
+    """Chooses the token that fills the open slots of a block: the rarest in the training data, if possible unused.
 
-    Among equally rare ones, special tokens named mask come first, then those named reserved, ids past the tokenizer's last,
-    other special tokens, and ordinary tokens. Tokens that end answers or are in the chat template are left out.
+    Among equally rare tokens, special tokens named mask come first, then special tokens named reserved, ids past the
+    tokenizer's last, other special tokens, and ordinary tokens. Tokens that end answers or are in the chat template are
+    left out.
 
     Args:
       counts_v: occurrences of each token of the verifier's vocabulary in the training data.
@@ -45,7 +46,7 @@ def drafter_layers(num_layers: int) -> int:
 
 
 def initial_layers(model: ModelConfig, count: int) -> tuple[int, ...]:
-    """Chooses the verifier layers whose copies a backbone starts with: the last ones; none if they are of another kind."""
+    """Chooses the verifier layers that a backbone starts as copies of: the last; none if they are of another kind."""
     return tuple(range(model.num_layers - count, model.num_layers)) if has_drafter_layers(model) else ()
 
 

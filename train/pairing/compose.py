@@ -1,4 +1,4 @@
-"""Settings of the stages of `train.pair`: composed by rule, then replaced by the given ones."""
+"""Settings of the stages of `train.pair`: composed by rule, then overridden by given settings."""
 
 import dataclasses
 import hashlib
@@ -36,11 +36,11 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
-PASSES, USUAL_STEPS = 6, 200  # the published backbones took six passes
+PASSES, USUAL_STEPS = 6, 200  # as the published backbones
 LEAST_STEPS = 50
-MEASURED_LENGTHS = 512  # prompts whose length decides what is too long
+MEASURED_LENGTHS = 512  # number of prompts that decide which length is too long
 LEAST_PROMPTS = 8
-CHUNK = 8  # blocks of a sequence whose logits are in memory at a time
+CHUNK = 8  # blocks of a sequence with logits in memory at a time
 EVALUATIONS = 4  # of a training stage
 MEASURE_SECONDS = 300.0
 
@@ -256,9 +256,9 @@ class Composer:
 
 
 def _hold_out(numbers: Sequence[int]) -> int:
-    """Returns n such that every n-th record is held out: of these about 16, from one in 50 to a quarter.
+    """Returns n such that every n-th record is held out: about 16 records, but at least one in 50 and at most one in 4.
 
-    If possible, it holds out some of them, but not all.
+    If possible, some records are held out, but not all.
     """
     usual = min(50, max(4, len(numbers) // 16))
     for n in range(usual, 1, -1):

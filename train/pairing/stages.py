@@ -26,10 +26,10 @@ class Stage:
     Attributes:
       main: runs it with its settings.
       compose: returns its settings.
-      given: settings of the command that it depends on, besides ALWAYS_GIVEN.
+      given: settings of the command that it depends on, in addition to ALWAYS_GIVEN.
       reads: file or folder of OUT that it depends on; "" for the prompts.
       writes: pattern of the files or folders of OUT that it writes.
-      size: returns what may grow when it continues, such as its number of steps; 0 if it cannot grow.
+      size: returns the quantity that may grow when it continues, such as the number of steps; 0 if none may.
       follows: prefixes of the settings that may change when it continues.
       shown: settings that are chosen by rule, which are printed.
     """
@@ -127,7 +127,8 @@ class StageInputs:
     def action(self, stage: Stage, inputs: dict[str, Any]) -> Action:
         """Returns "skip" for a stage that finished with these inputs, and "continue" for one that was begun with them.
 
-        A stage whose size alone grew continues too, whatever it reads: more prompts or steps extend it.
+        If only the size of a stage grew, it continues too, even if the files that it reads changed: more prompts or steps
+        extend it.
         """
         before = self.by_name.get(stage.name)
         if before is None or before["given"] != inputs["given"]:

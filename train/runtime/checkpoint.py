@@ -1,8 +1,8 @@
 """Checkpoints of a run through Orbax: asynchronous, complete or absent, the newest few and the best kept, local or gs://.
 
 A checkpoint holds the state, and digests of the documents it was trained on and of the run's frozen inputs. The settings of
-the run are stored beside its checkpoints; a run directory refuses settings, documents and inputs that would train something
-else.
+the run are stored beside its checkpoints; a run directory refuses settings, documents and inputs that would change the
+result.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class Checkpoints:
         )
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Metrics of every checkpoint by its step, oldest first; those without an evaluation have none."""
+        """Metrics of every checkpoint by its step, oldest first; {} without an evaluation."""
         return {saved.step: saved.metrics or {} for saved in sorted(self.inner.checkpoints, key=lambda saved: saved.step)}
 
     def restore(self, abstract: Any) -> Any:
@@ -59,7 +59,7 @@ class Checkpoints:
         return self.load(steps[-1], abstract) if steps else None
 
     def load(self, step: int, abstract: Any, *, in_part: bool = False) -> Any:
-        """Returns the state of one checkpoint, laid out as `abstract`; with `in_part`, what `abstract` has of it.
+        """Returns the state of one checkpoint, laid out as `abstract`; with `in_part`, only the parts in `abstract`.
 
         Raises ValueError if it is damaged, holds other arrays, or was trained on other documents or frozen inputs.
         """

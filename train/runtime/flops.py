@@ -13,8 +13,8 @@ from treeflash_jax.core import parameters, sharding
 def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: Batch) -> float:
     """Counts the products of a step without recomputation.
 
-    The gradient is counted as the derivative along one direction, which has the same number. What the mask of
-    attention discards counts, too. `sums` is the objective of a `TrainTask`. It is traced in float32, without kernels, for
+    The gradient is counted as the derivative along one direction, which has the same number. Products that the attention
+    mask discards are counted too. `sums` is the objective of a `TrainTask`. It is traced in float32, without kernels, for
     a batch of these shapes.
     """
     params, frozen = (parameters.abstract(tree, jnp.float32) for tree in (specs, frozen_specs))

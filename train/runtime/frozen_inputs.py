@@ -13,7 +13,7 @@ from treeflash_jax.formats import tensor_files
 
 PIECE = 2**24  # bytes that a thread reads and digests at a time
 
-Inputs = Mapping[str, Mapping[str, str]]  # of each input, by name, its "path" as it was given and its "digest"
+Inputs = Mapping[str, Mapping[str, str]]  # for each input, by name: its "path" as given and its "digest"
 
 
 def note(path: str, files: Path, *, weights: bool = True) -> dict[str, str]:
@@ -21,20 +21,20 @@ def note(path: str, files: Path, *, weights: bool = True) -> dict[str, str]:
 
     Args:
       path: the setting that names it.
-      files: where it lies on this machine.
+      files: its path on this machine.
       weights: digest weights and tokenizer, and not only config.json.
     """
     return {"path": path, "digest": digest_model(files, weights=weights)}
 
 
 def digest_model(path: Path, *, weights: bool = True) -> str:
-    """Returns the SHA-256 of the files of a model as they lie, read in pieces by all cores.
+    """Returns the SHA-256 of the files of a model, read in pieces by all cores.
 
     In a folder, these are config.json, tokenizer.json and the files of its tensors; missing ones do not count.
     """
     names = ["config.json", "tokenizer.json", *tensor_files.file_names(path)] if weights else ["config.json"]
-    found = [path] if path.is_file() else [path / name for name in names if (path / name).exists()]
-    pieces = [(file, begin) for file in found for begin in range(0, file.stat().st_size, PIECE)]
+    files = [path] if path.is_file() else [path / name for name in names if (path / name).exists()]
+    pieces = [(file, begin) for file in files for begin in range(0, file.stat().st_size, PIECE)]
     digest = hashlib.sha256()
     with ThreadPoolExecutor() as threads:
         for (file, begin), piece in zip(pieces, threads.map(_digest_piece, pieces), strict=True):

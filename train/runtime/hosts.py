@@ -50,7 +50,7 @@ def connect() -> None:
 
 
 def wait(name: str) -> None:
-    """Waits until all hosts come here. JAX ends a job whose first host takes much longer to finish than the others."""
+    """Waits for all hosts. JAX ends a job if its first host takes much longer to finish than the others."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 

@@ -1,7 +1,7 @@
 """The training loop that every stage shares: one compiled step over a mesh, resumable at any moment.
 
 A step is a function of (settings, seed, step): a batch depends on seed and step, anchors on seed, step and sequence. A run
-that was killed, or moved to other devices or hosts, continues from its last checkpoint to where it would have ended.
+that was killed, or moved to other devices or hosts, continues from its last checkpoint to the same result.
 `training_state` defines what a step computes.
 """
 
@@ -67,7 +67,7 @@ def fit(
     """Trains until the last step and returns the float32 weights, on the mesh.
 
     Args:
-      config: settings of the stage; reads `run`, `loop`, `optimizer` and `data`, and a run belongs to all of them.
+      config: settings of the stage; `fit` reads `run`, `loop`, `optimizer` and `data`, but a run belongs to all settings.
       params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
       inputs: frozen inputs, which checkpoints note; a run that continues must have the same.
       evaluate: metrics of the weights, added to the held-out sequences' metrics; it may report its progress.

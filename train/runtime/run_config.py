@@ -3,7 +3,7 @@
     python -m train.head configs/tiny/head.toml run=runs/head optimizer.learning_rate=1e-3
 
 Every key must be known and every value of its type: a misspelt key is an error, never ignored. What a run resolved to is
-written beside its checkpoints (`save`), so that a run directory says how it was made.
+written beside its checkpoints (`save`), so that a run directory records how it was made.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class OptimizerConfig:
     """AdamW, or Muon on the layers' matrices with AdamW on the rest; warm-up, then cosine."""
 
     name: Literal["adamw", "muon"] = setting("adamw", "algorithm")
-    learning_rate: float = setting(help="peak learning rate; with Muon, that of its matrices", above=0, most=10)
+    learning_rate: float = setting(help="peak learning rate; with Muon, of its matrices", above=0, most=10)
     adam_learning_rate: float = setting(
         4e-3, "with Muon, peak learning rate of the weights that it leaves to AdamW", above=0, most=10
     )
@@ -56,12 +56,12 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """Length of a run and what it leaves behind. A step trains on `batch` packed sequences, in `accumulate` parts."""
+    """Length of a run, and the files that it keeps. A step trains on `batch` packed sequences, in `accumulate` parts."""
 
     steps: int = setting(0, "optimiser steps; 0 derives them from `epochs`", least=0)
     epochs: float = setting(1.0, "passes over the data; used if `steps` is 0", least=0)
     batch: int = setting(help="packed sequences of a step, over all devices", least=1)
-    accumulate: int = setting(1, "parts whose gradients are summed before an update", least=1)
+    accumulate: int = setting(1, "parts of a step; their gradients are summed", least=1)
     seed: int = setting(0, "random seed of initial weights, order of the data, and anchors", least=0, most=MAX_SEED)
     log_every: int = setting(10, "steps between log lines; 0 logs the last step only", least=0)
     save_every: int = setting(200, "steps between checkpoints; 0 saves the last step only", least=0)
@@ -130,7 +130,7 @@ def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] 
 
 
 def read_toml(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the content of a TOML file, changed by overrides, for whatever stage it is."""
+    """Returns the content of a TOML file of any stage, changed by overrides."""
     raw: dict[str, Any] = {}
     if path is not None:
         try:
@@ -164,7 +164,7 @@ def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def replaced(config: T, raw: dict[str, Any]) -> T:
-    """Returns settings with those replaced that nested dicts name."""
+    """Returns settings with new values for the names in nested dicts."""
     values = to_dict(config)
     for key, value in dotted(raw).items():
         _assign(values, key, value)
@@ -174,7 +174,7 @@ def replaced(config: T, raw: dict[str, Any]) -> T:
 def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Returns how settings differ from those saved at `path`: {dotted name: (then, now)}; None for an absent setting.
 
-    A setting that the file does not name had its default. Those in `free`, settings or tables, may differ.
+    A setting that the file does not name had its default. Settings and tables in `free` may differ.
     """
     try:
         before = to_dict(load(type(config), path))

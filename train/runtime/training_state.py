@@ -75,10 +75,9 @@ def schedule(config: OptimizerConfig, steps: int, peak: float) -> optax.Schedule
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.GradientTransformation:
-    """Returns clipping, then AdamW, or Muon on the weights whose specs have outputs and AdamW on the others.
+    """Returns clipping, then AdamW; or Muon on weights with outputs in their specs, and AdamW on the others.
 
-    Weights decay if their specs have inputs. Muon's updates are scaled to a root mean square of 0.2 times the rate. On the
-    shipped pair it reached AdamW's loss in half the steps.
+    Weights decay if their specs have inputs. Muon's updates are scaled to a root mean square of 0.2 times the rate.
     """
     decays = _map_specs(lambda spec: bool(spec.inputs), specs)
     peak = schedule(config, steps, config.learning_rate)

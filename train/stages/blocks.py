@@ -49,7 +49,7 @@ def draw_anchors(candidates_bs: jax.Array, count: int, keys_b: jax.Array) -> tup
 
 
 def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
-    """Draws anchors without replacement, among answer tokens followed by another one of the same document.
+    """Draws anchors without replacement, among answer tokens that another answer token of the same document follows.
 
     Args:
       batch: packed answers; a positive weight marks tokens that the verifier wrote.

@@ -99,7 +99,7 @@ class DraftingStage(ABC):
 
         Args:
           weights: the verifier's.
-          stored: those of the drafter that `starts_from` names, and those of `derived`.
+          stored: weights of the drafter that `starts_from` names, and weights of `derived`.
         """
 
     @abstractmethod
@@ -183,7 +183,7 @@ def read_derived(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | N
 def read_inputs(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> Inputs:
     """Returns the frozen inputs of a run: the verifier, the drafter that it starts from, and the weights of `read_derived`.
 
-    Of a drafter whose weights are all trained further, which checkpoints hold, only the config is an input.
+    If all weights of that drafter are trained further, checkpoints hold them, and only its config is an input.
     """
     inputs = {"verifier": frozen_inputs.note(settings.verifier, locate(settings.verifier, "verifier"))}
     if settings.starts_from not in ("", settings.verifier):
@@ -208,7 +208,7 @@ def copy_weights(tree: Any) -> Any:
 
 
 def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> TrainTask:
-    """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
+    """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention."""
     settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}

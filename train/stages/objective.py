@@ -4,7 +4,7 @@ One verifier pass gives features and final hidden states. A scan over chunks of 
 vocabulary passes, and keeps only the hidden states of a chunk: logits are recomputed in the backward pass.
 
 If the passes over the vocabulary dominate a step, as on CPUs, distributions can be compared over a sample of it
-(`vocabulary`): the tokens of a sequence, and random ones that represent all others.
+(`vocabulary`): the tokens of a sequence, and random tokens that represent all others.
 
 Shape suffixes: b sequences, s positions of a sequence, n anchors of a chunk, i drafted slots of a block, t = n i, d
 model, v vocabulary, c sampled tokens.
@@ -138,7 +138,7 @@ def drafting_sums(
       attention: implementation, a name in `packed_attention.IMPLEMENTATIONS`.
 
     Returns:
-      The sums of `losses.path_sums`, over the sample of the vocabulary if there is one; "overlap" only if the loss reads
+      The sums of `losses.path_sums`, over the sample of the vocabulary if one is drawn; "overlap" only if the loss reads
       the verifier's distribution; "candidate_recall", the share of next tokens among the candidates, for heads that are
       trained on candidates. Such a head has no loss at other tokens.
     """

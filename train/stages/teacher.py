@@ -63,7 +63,7 @@ def record(
     """Returns the corpus with the outputs of the verifier, computed unless `folder` has them.
 
     Other documents, sequence lengths, layers, weights or dtypes have other files. `weights` are the verifier's, on the
-    mesh, and `digest` is that of its files; `taps` as in `teach`.
+    mesh, and `digest` is the digest of its files; `taps` as in `teach`.
     """
     if jax.process_count() > 1:
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")

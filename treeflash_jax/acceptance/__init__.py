@@ -1,7 +1,7 @@
 """Acceptance rules: they choose the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-A rule is a `Rule` in a file of its own, and one line in RULES. The default, `sample_and_match`, is exact for every tree and
-all that deterministic trees need. Rules that test the draws of sampled trees are in `sampled`.
+A rule is a `Rule` in a file of its own, and one line in RULES. The default, `sample_and_match`, is exact for every tree,
+and the only rule that deterministic trees need. Rules that test the draws of sampled trees are in `sampled`.
 """
 
 from treeflash_jax.acceptance.rule import Rule

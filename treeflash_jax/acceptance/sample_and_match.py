@@ -2,7 +2,7 @@
 
 Each node's sample is exact, and the tree only determines how far one pass can walk, so the output has the verifier's
 distribution for every tree that does not depend on the noise. For deterministic trees no lossless rule accepts more.
-Samples at equal positions share their noise, whatever the tree: the output equals one-token decoding with the same noise.
+Samples at equal positions share their noise in all trees: the output equals one-token decoding with the same noise.
 At temperature 0 this is greedy matching.
 
 Source: TreeFlash (arXiv 2606.03819) and DDTree (arXiv 2604.12989), verification; SpecInfer (arXiv 2305.09781), naive

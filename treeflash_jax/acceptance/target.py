@@ -51,7 +51,8 @@ class TargetDistribution:
     def residual(self, node_b: jax.Array, support_bc: jax.Array, residual_bc: jax.Array) -> jax.Array:
         """Returns the log of one node's distribution with replaced probabilities on the support; unnormalised, [b, v].
 
-        If no mass beyond rounding is left, the distribution itself: a walk ends there with at most that probability.
+        If the remaining mass is within rounding error, returns the node's distribution: a walk ends there with at most that
+        probability.
         """
         at_b1 = node_b[:, None]
         logits_bv = pick(self.logits_bnv, at_b1)[:, 0]

@@ -1,4 +1,4 @@
-"""Files of results: records of answers, one a line and all of one run; and JSON files to which commands add."""
+"""Files of results: the records of a run, one answer per line; and JSON files to which commands add results."""
 
 import os
 import platform
@@ -17,9 +17,9 @@ from treeflash_jax.core.checks import clipped, parse_json, quoted, read_json, wa
 Record = dict[str, Any]
 
 SCHEMA = 4
-# Settings that are equal in all records of a file. Systems have settings of their own; temperature and seed may vary.
+# Settings that are equal in all records of a file. Other settings differ between systems; temperature and seed may vary.
 SHARED = "verifier template quantize max_new_tokens batch_size top_k top_p stop_ids attention".split()
-PEER = "another program"  # the builder of a system that is no model of this library
+PEER = "another program"  # builder of systems that are other programs
 RECORD_START = b'{"schema": '  # of every line of results
 
 
@@ -108,7 +108,7 @@ def record_key(record: Record) -> tuple[str, str, float, int]:
 
 
 def is_comparable(record: Record, other: Record) -> bool:
-    """Returns whether one record is a one-token answer and the other is drafted, but must be equal up to near-ties."""
+    """Returns whether one record is a one-token answer and the other a drafted one that must equal it up to near-ties."""
     ours, theirs = record["settings"], other["settings"]
     builders = {ours["builder"], theirs["builder"]}
     rules = {ours["acceptance"], theirs["acceptance"]} - {None, "sample-and-match"}
@@ -119,7 +119,8 @@ def is_comparable(record: Record, other: Record) -> bool:
 def read_kept(path: str | Path | None, *keys: str, inside: bool = False) -> dict[str, Any]:
     """Reads the JSON file to which a command adds its results; {} for None, or if there is none yet.
 
-    Raises ValueError for a file without these keys or, with `inside`, with values that lack them; it must not be replaced.
+    Raises ValueError for a file without these keys or, with `inside`, with values that lack them: such a file is not
+    replaced.
     """
     if path is None:
         return {}

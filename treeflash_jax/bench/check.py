@@ -1,4 +1,4 @@
-"""Check of losslessness on the user's prompts: drafted against one-token decoding with the same seed."""
+"""Check of losslessness on the user's prompts: compares drafted with one-token decoding, with the same seed."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -37,9 +37,8 @@ class Divergence:
       drafted, plain: token of the drafted and of the one-token answer; None if the answer had ended.
       gap: difference of the two tokens' logits after one pass over the common prefix, at a temperature above 0 with the
         noise that decides between them; None if an answer had ended.
-      near_tie: True if rounding explains the difference, since products over one and over many tokens round differently:
-        either token is drawn if the logits of the two are that much in its favour. Filters count: a token may be drawn
-        because rounding keeps it, or drops the other.
+      near_tie: True if rounding explains the difference: products over one and over many tokens round differently. The
+        gap is then small enough for rounding to reverse it, or rounding decides which of the tokens a filter keeps.
     """
 
     index: int
@@ -51,7 +50,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One prompt, decoded with and without drafting, and the first difference; None if the answers are equal."""
+    """A prompt decoded with and without drafting, and the first difference; None if the answers are equal."""
 
     drafted: Result
     plain: Result
@@ -77,7 +76,7 @@ class Comparison:
         return record | {"divergence": asdict(self.divergence) | {"meaning": explain(self.divergence, model.dtype)}}
 
     def describe(self, model: TreeFlash) -> str:
-        """Returns one line that says how the answers differ."""
+        """Describes in one line how the answers differ."""
         if self.divergence is None:
             return f"{self.verdict}, {len(self.plain.ids)} tokens, tau {self.drafted.tau:.2f}"
         tokens = f"drafted {self.divergence.drafted}, one by one {self.divergence.plain}"

@@ -28,7 +28,7 @@ SHOWN = "max_new_tokens batch_size top_k top_p stop_ids attention".split()
 
 
 def is_shown(record: logging.LogRecord) -> bool:
-    """Returns false for the warning that a drafter accepts little: here, that is a result."""
+    """Returns false for the warning that few drafted tokens are accepted: in a benchmark, that is a result."""
     return not record.getMessage().startswith("tau is")
 
 
@@ -37,7 +37,7 @@ class System:
     """A named way to answer prompts.
 
     Attributes:
-      config: settings of `generate`; temperature and seed are replaced by the measured ones.
+      config: settings of `generate`; temperature and seed are replaced by the measured values.
 
     Example:
       >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))
@@ -51,7 +51,7 @@ class System:
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
         """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of the call's.
 
-        Raises KeyboardInterrupt after Ctrl-C while decoding: half an answer is no measurement.
+        Raises KeyboardInterrupt after Ctrl-C while decoding: an incomplete answer is no measurement.
         """
         config = replace(self.config, temperature=temperature, seed=0)
         with ExitStack() as stack:
@@ -63,7 +63,7 @@ class System:
         return [replace(result, seconds=result.seconds / len(prompts)) for result in results]
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings as they take effect; those of drafting are None if nothing is drafted."""
+        """Returns the settings as they take effect; settings of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
         settings = {"verifier": model.names[0], "dtype": str(model.dtype), "quantize": model.quantize}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
@@ -145,7 +145,7 @@ def measure(
 ) -> Iterator[Record]:
     """Answers every prompt with every system at all combinations of temperature and seed.
 
-    Every prompt draws from its own seed, made of the given one and its id: prompts are independent, and all systems use the
+    Every prompt has its own seed, made from the given seed and its id: prompts are independent, and all systems use the
     same noise. Answers that drafting must not change are compared with one-token decoding, and every difference is
     printed on stderr.
 

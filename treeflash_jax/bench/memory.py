@@ -97,9 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     plan = resolve(config, model, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
-    needs = footprint(
-        model, plan.prefill.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize
-    )
+    needs = footprint(model, plan.shared.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
@@ -152,15 +150,15 @@ def compile_programs(
         place = sharding.sharding(("batch",) + (None,) * (x.ndim - 1), x.shape, mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    is_merged = merges_weights(sharding.device(mesh), plan.prefill.verifier.num_kv_heads, mesh)
-    specs = verifier.specs(plan.prefill.verifier, quantize, is_merged, mesh)
+    is_merged = merges_weights(sharding.device(mesh), plan.shared.verifier.num_kv_heads, mesh)
+    specs = verifier.specs(plan.shared.verifier, quantize, is_merged, mesh)
     weights = Weights(parameters.abstract(specs, dtype, mesh))
     if plan.drafts:
-        weights = weights.replace(drafter=parameters.abstract(plan.prefill.drafter.specs(), dtype, mesh))
+        weights = weights.replace(drafter=parameters.abstract(plan.shared.drafter.specs(), dtype, mesh))
     inputs = make_batch([None] * batch, sizes or SamplingSizes(), capacity=capacity, dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         print_progress("compiling the prefill")
-        lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.prefill)
+        lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.shared)
         prefill = programs.compile_lowered(lowered, mesh)
         place = prefill.output_shardings
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)

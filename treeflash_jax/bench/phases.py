@@ -1,6 +1,6 @@
-"""The phases of decoding as programs of their own, and the device time of each.
+"""The phases of decoding as separate programs, and the device time of each.
 
-The timed programs are the ones that run: `prefill` and `decode` as they are shipped (a whole round and a one-token step are
+The timed programs are those of decoding: `prefill` and `decode` as they are shipped (a whole round and a one-token step are
 rounds of `decode`'s loop on the device), and the functions that `rounds.decode_round` is composed of, each compiled alone.
 
 A sample is many calls enqueued back to back before the clock waits, so that dispatch is hidden behind the device. Samples
@@ -33,7 +33,7 @@ from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, ro
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 
 CALLS = 64  # maximal number of calls in a sample
-ROUNDS = 16  # the same of rounds and commits, which lengthen the context
+ROUNDS = 16  # maximal number of rounds or commits in a sample: they lengthen the context
 SAMPLE_SECONDS = 0.05
 
 VERIFY = jax.jit(verify_tree, static_argnames="plan")
@@ -115,7 +115,7 @@ class Bench:
         """Compiles and runs everything once.
 
         Args:
-          plans: plans that draft; alike in everything but nodes and the defaults that follow from them.
+          plans: plans that draft; they differ only in nodes and the defaults that follow from them.
 
         Raises ValueError for a context that leaves no room for timed rounds, or too little memory on the devices.
         """
@@ -130,7 +130,7 @@ class Bench:
         inputs = make_batch(requests, sizes, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
         with running(model.mesh, self.where):
             plan, weights = self.plans[0], model.weights
-            self.state = self._add("prefill", loops.prefill, weights, *inputs, plan=plan.prefill, units=batch * context)
+            self.state = self._add("prefill", loops.prefill, weights, *inputs, plan=plan.shared, units=batch * context)
             self._add_phases(weights, self.state)
 
     def _add_phases(self, weights: Weights, state: DecodeState) -> None:
@@ -160,13 +160,13 @@ class Bench:
         return jax.block_until_ready(enqueue(1))
 
     def _add_rounds(self, name: str, nodes: int | None, state: DecodeState, plan: DecodePlan) -> None:
-        """Adds rounds of `decode`, all those of a sample in one call."""
+        """Adds rounds of `decode`; one call runs all rounds of a sample."""
         arguments = self.model.weights, state, jnp.int32(1)
         program = self._compile(loops.decode, *arguments, plan=plan)
         self._add_moving(name, nodes, state, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
 
     def _add_commits(self, plan: DecodePlan, verified: Verified, accepted: Accepted) -> None:
-        """Adds commits of one path again and again, each after the one before."""
+        """Adds repeated commits of one path, each after the previous commit."""
         weights, others = self.model.weights, (verified, accepted)
         program = self._compile(COMMIT, weights, self.state, *others, plan=plan)
 
@@ -191,7 +191,7 @@ class Bench:
 
 
 def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]]:
-    """Takes samples of all phases of benches of one model, in turns whose order rotates; summarises the phases of each."""
+    """Takes samples of all phases of several benches in turns, in rotating order; returns a summary for each bench."""
     phases = [phase for bench in benches for phase in bench.phases]
     with running(benches[0].model.mesh, benches[0].where):
         for phase in phases:

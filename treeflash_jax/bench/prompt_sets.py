@@ -18,7 +18,7 @@ PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the publish
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """A prompt with its user turns and perhaps a system message, or one of token ids.
+    """A prompt: user turns, perhaps with a system message, or token ids.
 
     `hash` identifies its text. `set` is the name of its file if there are several.
 

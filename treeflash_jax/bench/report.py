@@ -110,7 +110,7 @@ def _summarise_system(name: str, systems: dict[str, Answers], against: str) -> d
 
 
 def _find_other(name: str, systems: dict[str, Answers], against: str) -> str | None:
-    """Returns the system `against`, or the tree of that name with the same nodes and drafter; None for none."""
+    """Returns the system `against`, or the tree of that name with the same nodes and drafter; None if there is none."""
     settings = _settings(systems[name])
     for other in systems:
         tree = other.partition(", ")[0].partition("@")[0]  # without drafter and drafter temperature

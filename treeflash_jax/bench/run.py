@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Returns fields of GenerateConfig by system name; trees whose name gives no number of nodes get each of `nodes`.
+    """Returns fields of GenerateConfig by system name; a tree without a number of nodes in its name gets each of `nodes`.
 
     Raises ValueError for an unknown system or setting.
     """
@@ -160,8 +160,8 @@ def parse_others(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[
 def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
     """Loads the verifier with every drafter, and makes the systems; equal settings of one drafter make only one.
 
-    With several drafters, a system's name ends with its drafter. Each of them gets the options that it has, and no system
-    whose name asks for another; options that are off need not be known to it.
+    With several drafters, a system's name ends with its drafter. A drafter gets only the options that it knows, and no
+    system whose name demands an option unknown to it.
     """
     verifier = choose_verifier(arguments.verifier)
     words = arguments.drafter or [pairs.default_drafter(verifier, pairs.locate(verifier))]

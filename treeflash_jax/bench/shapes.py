@@ -119,8 +119,8 @@ def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     read = BUILDERS[plan.builder].reads if plan.drafts else ()
     shape = {name: value for name, value in asdict(plan.shape).items() if name in read}
     rule = {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
-    if plan.prefill.kernels:
-        rule["kernels"] = plan.prefill.kernels
+    if plan.shared.kernels:
+        rule["kernels"] = plan.shared.kernels
     return {"nodes": plan.num_nodes, **drafting, **shape, **rule}
 
 
@@ -157,7 +157,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Blo
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
     It has the verifier's widths, five layers (eight for a mixture of experts) and blocks of 16, and reads five of the
-    verifier's layers, or fewer if there are less than eight.
+    verifier's layers, or fewer if the verifier has fewer than eight.
     """
     if verifier == VERIFIERS["tiny"]:
         return model_files.read_drafter_config(locate("tiny", "drafter"))
@@ -172,7 +172,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Blo
 
 
 def short_name(path: str) -> str:
-    """Returns the name of a shape, path or Hub id for a record, which names no place on a machine."""
+    """Returns the name of a shape, path or Hub id for a record, without folders of this machine."""
     if path in VERIFIERS:
         return path
     path = Path(path).absolute() if Path(path).exists() else Path(path)

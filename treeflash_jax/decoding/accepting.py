@@ -15,7 +15,7 @@ from treeflash_jax import acceptance, trees
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import processors
-from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, PrefillPlan, Sampling, Weights
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights
 from treeflash_jax.models import verifier, vocab
 
 # Streams of a sequence's key, never shared: a tree that depends on the noise of the verifier's samples is not lossless.
@@ -64,9 +64,9 @@ def accept_path(
         is_bonus_bp = jnp.arange(plan.path_length) == result.length_b[:, None] - 1
         emitted_bp = jnp.where(is_bonus_bp, result.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
         log_probs = expected_b = None
-        if plan.prefill.log_probs:
-            log_probs = _log_probs(trees.pick(logits_bnv, result.path_bp), emitted_bp, plan.prefill.top_log_probs)
-        if plan.prefill.expected_lengths:
+        if plan.shared.log_probs:
+            log_probs = _log_probs(trees.pick(logits_bnv, result.path_bp), emitted_bp, plan.shared.top_log_probs)
+        if plan.shared.expected_lengths:
             expected_b = jnp.sum(acceptance.RULES[plan.rule].weights(tree, proposal, target), axis=1)
         return Accepted(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
 
@@ -76,7 +76,7 @@ def emit_first_token(
     state: DecodeState,
     last_bd: jax.Array,
     count_b: jax.Array,
-    plan: PrefillPlan,
+    plan: SharedPlan,
     given_b: jax.Array | None = None,
 ) -> DecodeState:
     """Returns the state after the first token of each answer.

@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, processors, rounds
-from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, PrefillPlan, Sampling, Weights, pin
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights, pin
 from treeflash_jax.models import caches, kernels, verifier
 
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
@@ -44,7 +44,7 @@ def prefill(
     sampling: Sampling,
     first_b: jax.Array | None = None,
     *,
-    plan: PrefillPlan,
+    plan: SharedPlan,
 ) -> DecodeState:
     """Prefills whole prompts in one program: `init_state`, then `prefill_chunks`; for benchmarks and tests.
 
@@ -64,7 +64,7 @@ def init_state(
     kept_b: jax.Array | None = None,
     processor: Any = None,
     *,
-    plan: PrefillPlan,
+    plan: SharedPlan,
     dtype: Any,
     can_cut: bool = False,
 ) -> DecodeState:
@@ -112,7 +112,7 @@ def prefill_chunks(
     max_chunks: jax.Array,
     first_b: jax.Array | None = None,
     *,
-    plan: PrefillPlan,
+    plan: SharedPlan,
 ) -> DecodeState:
     """Reads the next chunks of the prompts, and emits the first token after each prompt that is complete.
 
@@ -134,7 +134,7 @@ def prefill_chunks(
 
 
 def _run_chunks(
-    weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: PrefillPlan
+    weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: SharedPlan
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array], LogProbs | None]:
     """Returns both caches after some chunks and, for the last prompt position, the hidden state [b, d] and features [b, j].
 
@@ -157,7 +157,7 @@ def _run_chunks(
         with kernels.use(plan.kernels):
             out = verifier.forward(
                 weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
-                taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
+                taps=plan.taps, attention=plan.prefill_attention, residual_dtype=plan.residual_dtype,
             )  # fmt: skip
         if plan.drafter:
             known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if reads_tokens and not reads_prompt else count_b
@@ -184,11 +184,11 @@ def _run_chunks(
 
 
 def _extend_drafter(
-    weights: Weights, drafter: Any, plan: PrefillPlan, features_btj: Any, tokens_bt: jax.Array, count_b: jax.Array
+    weights: Weights, drafter: Any, plan: SharedPlan, features_btj: Any, tokens_bt: jax.Array, count_b: jax.Array
 ) -> Any:
     """Returns the drafter's state after the positions of a pass; see `Drafter.extend`."""
     return plan.drafter.extend(
-        weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.attention
+        weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.prefill_attention
     )
 
 

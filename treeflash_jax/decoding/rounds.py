@@ -131,12 +131,12 @@ def build_tree(state: DecodeState, expander: trees.Expander, plan: DecodePlan) -
 
 def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
     """Runs one verifier pass over all nodes; the caches are only read."""
-    with jax.named_scope("verify"), kernels.use(plan.prefill.kernels):
+    with jax.named_scope("verify"), kernels.use(plan.shared.kernels):
         positions_bn = state.cache.length_b[:, None] + tree.depth_bn
         mask_bnn = trees.ancestor_mask(tree.parent_bn, plan.path_length - 1)
         out = verifier.forward(
-            weights.verifier, plan.prefill.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
-            taps=plan.prefill.taps, attention=plan.attention, residual_dtype=plan.prefill.residual_dtype,
+            weights.verifier, plan.shared.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
+            taps=plan.shared.taps, attention=plan.attention, residual_dtype=plan.shared.residual_dtype,
         )  # fmt: skip
         logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
         return Verified(logits_bnv, out.features_btj, out.new)
@@ -161,13 +161,13 @@ def commit_path(
             accepted_bs=store(state.accepted_bs, accepted.length_b),
             rounds_b=state.rounds_b + ~state.done_b,
         )
-        vocab_size = plan.prefill.verifier.vocab_size
+        vocab_size = plan.shared.verifier.vocab_size
         tokens = accepted.tokens_bp, accepted.length_b, accepted.log_probs
         state, kept_b = emit(state, *tokens, vocab_size=vocab_size, processor=weights.processor)
         drafter = state.drafter
         if plan.drafts:
             features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
-            drafter = plan.prefill.drafter.extend(
+            drafter = plan.shared.drafter.extend(
                 weights.drafter,
                 weights.verifier,
                 drafter,

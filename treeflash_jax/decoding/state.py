@@ -19,15 +19,15 @@ from treeflash_jax.trees import TreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillPlan:
-    """Everything that shapes the caches and the programs that read prompts into them; equal plans share the programs.
+class SharedPlan:
+    """The settings that prefill and decoding share, and those of prefill; equal plans share the programs.
 
     Attributes:
       drafter: the drafter as it was loaded, whose state prefill and commits extend; None if nothing is drafted.
-      attention: implementation of the passes.
+      prefill_attention: attention implementation of prefill.
+      prefill_chunk: maximal number of prompt tokens per prefill pass.
+      prefill_passes: number of prefill passes per dispatch.
       kernels: kernels of the verifier for other operations, one of `kernels.SETS`; None for XLA's operations.
-      chunk: maximal number of prompt tokens per pass.
-      passes: number of passes per dispatch.
       stacks_cache: whether the verifier's cache has one state for all layers of a kind (`caches.allocate`).
       residual_dtype: dtype of the verifier's residual stream and logits; None: the weights' dtype.
       log_probs: whether to record the verifier's log-probability of every emitted token.
@@ -38,10 +38,10 @@ class PrefillPlan:
 
     verifier: ModelConfig
     drafter: Drafter | None = None
-    attention: str = "xla"
+    prefill_attention: str = "xla"
+    prefill_chunk: int = 128
+    prefill_passes: int = 16
     kernels: str | None = None
-    chunk: int = 128
-    passes: int = 16
     stacks_cache: bool = False
     residual_dtype: Any = None
     log_probs: bool = False
@@ -54,8 +54,8 @@ class PrefillPlan:
         return () if self.drafter is None else self.drafter.taps
 
     def chunk_size(self, capacity: int) -> int:
-        """Returns the number of prompt tokens per pass, a divisor of the capacity."""
-        return math.gcd(self.chunk, capacity)
+        """Returns the number of prompt tokens per prefill pass, a divisor of the capacity."""
+        return math.gcd(self.prefill_chunk, capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class DecodePlan:
     """Everything that shapes the program of rounds; equal plans share it. By default, one token a round.
 
     Attributes:
-      prefill: plan of the caches and of the programs that read prompts.
+      shared: settings of prefill, and of the caches and passes of both phases.
       drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
       builder: one of `trees.BUILDERS`, or "none": one token a round.
       num_nodes: nodes verified per round, root included.
@@ -73,7 +73,7 @@ class DecodePlan:
       why_plain: reason why nothing is drafted although no setting says so; no part of the program.
     """
 
-    prefill: PrefillPlan
+    shared: SharedPlan
     drafter: Drafter | None = None
     builder: str = "none"
     num_nodes: int = 1
@@ -93,7 +93,7 @@ class DecodePlan:
 
     def one_token(self) -> Self:
         """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""
-        return DecodePlan(prefill=replace(self.prefill, drafter=None), attention=self.attention)
+        return DecodePlan(shared=replace(self.shared, drafter=None), attention=self.attention)
 
 
 @struct.dataclass

@@ -50,9 +50,9 @@ class Eagle3Drafter(LaneDrafter):
       own_embedding: whether it has an embedding table; else it reads the verifier's.
       fc_norm: whether the feature of every tapped layer is normalised before they are joined (EAGLE-3.1).
       norm_before_fc: whether the joined features are normalised.
-      norm_before_residual: whether the layer adds its attention to the normalised carried state, not to the raw one.
+      norm_before_residual: whether the layer adds its attention to the carried state after its norm instead of before.
       norm_output: whether the next step is fed the normalised output of the layer (EAGLE-3.1).
-      verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if not stated.
     """
 
     kind: ClassVar[str] = "eagle3"

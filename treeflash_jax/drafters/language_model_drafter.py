@@ -1,8 +1,8 @@
 """A small language model as the drafter: any supported architecture with the verifier's vocabulary.
 
 Its cache holds one position more than the verifier's: the anchor's, so that children of the anchor are known before a round
-begins. Levels of a tree run in lanes (lanes.py); after a round the accepted path is computed once more, in one pass, and
-kept.
+begins. Levels of a tree run in lanes (lanes.py); after a round the accepted path is computed again in
+one pass and appended to the cache.
 
 Shape suffixes: b batch, t positions, w lanes, d model.
 
@@ -28,7 +28,7 @@ class LanguageModelDrafter(LaneDrafter):
     """A language model that drafts.
 
     Attributes:
-      draft_vocab_size: number of tokens that it drafts, the weight `offsets`; 0: all.
+      draft_vocab_size: number of tokens that it drafts, listed by the weight `offsets`; 0: all.
     """
 
     kind: ClassVar[str] = "language_model"
@@ -58,7 +58,7 @@ class LanguageModelDrafter(LaneDrafter):
     def extend(
         self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
-        """Reads the next tokens of the text, the prompt's from the first on; neither tables nor features are read."""
+        """Reads the next tokens of the text, from the first of the prompt; reads neither tables nor features."""
         batch, length = tokens_bt.shape
         positions_bt = state.context.length_b[:, None] + jnp.arange(length)
         mask_btt = model.causal_mask(batch, length)

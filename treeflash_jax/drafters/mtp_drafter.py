@@ -1,4 +1,4 @@
-"""The layer of multi-token prediction that Qwen3.5, Qwen3-Next and later files hold beside the model, as a drafter.
+"""Drafting with the layer of multi-token prediction that the files of Qwen3.5, Qwen3-Next and later models contain.
 
 Position t pairs the verifier's hidden state at t, after its final norm, with the token at t + 1:
 
@@ -37,17 +37,16 @@ class MtpDrafter(LaneDrafter):
     Attributes:
       layers: sizes of that layer; `vocab_size` is the verifier's.
       taps: the verifier's last layer; () before `fitted`.
-      draft_vocab_size: number of tokens that it drafts, the weight `offsets`; 0: all.
+      draft_vocab_size: number of tokens that it drafts, listed by the weight `offsets`; 0: all.
     """
 
     kind: ClassVar[str] = "mtp"
     dialect: ClassVar[str] = "mtp"
 
     taps: tuple[int, ...] = ()
-    # On an H200, a level of Qwen3.5-9B launches 44 operations and reads 1.26 G weights, mostly the vocabulary table; a
-    # verifier's pass reads 7.9 G. If every level were accepted like DeepSeek-V3's first (0.85), the sixth would be the last
-    # to pay; deeper ones are accepted less, since the layer was trained for one token ahead. More lanes read nothing more,
-    # but for a mixture's experts.
+    # A level reads about a sixth of the verifier's weights, mostly the vocabulary table. If every level were accepted like
+    # DeepSeek-V3's first (0.85), six levels would pay; deeper levels are accepted less, since the layer was trained for one
+    # token ahead. More lanes read the same weights, except for a mixture's experts.
     num_depths: int = 4
     lanes: int | None = 4
     draft_vocab_size: int = 0

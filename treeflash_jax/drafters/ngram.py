@@ -10,7 +10,7 @@ that reaches the end of the text repeats from its first token. Without any match
 
 Shape suffixes: b batch, s token slots, m matches, i draft depth, w lanes, c children (at most one per match).
 
-Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree and its weights are this library's own.
+Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree and its weights are new.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class NgramDrafter(Drafter):
 
     Attributes:
       longest, shortest: lengths of a match, in tokens.
-      matches: number of matches that are followed: the longest, among equals the most recent.
+      matches: number of matches that are followed: the longest, and of equally long matches the most recent.
     """
 
     kind: ClassVar[str] = "ngram"
@@ -131,7 +131,7 @@ class Continuations(Expander):
         same_bmm = token_bm[:, :, None] == token_bm[:, None]
         log_weight_bwm = jnp.where(agrees_bwm, self.log_weight_bm[:, None], -jnp.inf)
         top_bw1 = jnp.maximum(jnp.max(log_weight_bwm, axis=-1, keepdims=True), self.unseen_b[:, None, None])
-        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # relative to the largest, lest all underflow
+        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # relative to the largest, so that not all underflow
         together_bwm = jnp.einsum("bmn,bwn->bwm", same_bmm.astype(weight_bwm.dtype), weight_bwm)
         earlier_mm = jnp.tri(token_bm.shape[1], k=-1, dtype=bool)
         is_again_bwm = jnp.any((same_bmm & earlier_mm)[:, None] & agrees_bwm[:, :, None], axis=-1)
@@ -152,11 +152,11 @@ class Continuations(Expander):
 
 @struct.dataclass
 class JoinedExpander(Expander):
-    """Another drafter's expander joined with n-grams. The state is that of both.
+    """Another drafter's expander joined with n-grams. The state is a pair, one state for each.
 
     A token's probability is (1 - s) p + s q, with p from the drafter and q from the n-grams. The share
-    s = l^2 / (l^2 + HALF^2) grows with l, the length of the longest match that agrees with the path, path included; without
-    one it is 0. HALF and the exponent were fitted to answers of SmolLM2 to training prompts.
+    s = l^2 / (l^2 + HALF^2) grows with l, the length of the longest match that agrees with the path, path included; 0
+    without a match. HALF and the exponent were fitted to answers of SmolLM2 to training prompts.
 
     Attributes:
       drafter: the other expander, which is followed below tokens of n-grams too.
@@ -204,7 +204,7 @@ class JoinedExpander(Expander):
 
 
 def join(drafter: Expander, inputs: Inputs, matches: int) -> Expander:
-    """Joins another drafter's expander with up to `matches` n-grams; with 0 it stays as it is."""
+    """Joins another drafter's expander with up to `matches` n-grams; returns it unchanged for 0."""
     if not matches:
         return drafter
     ngrams = NgramDrafter(shortest=1, matches=matches)

@@ -1,4 +1,4 @@
-"""The protocol of a drafter (`Drafter`), of its state, and its inputs in a round.
+"""The protocols of a drafter (`Drafter`) and of its state, and the inputs of a draft.
 
 Shape suffixes: b batch, s token slots, t positions, j tapped layers x model, d model, z draft vocabulary.
 """
@@ -37,7 +37,7 @@ class State(ABC):
 
 @struct.dataclass
 class ContextState(State):
-    """State of a drafter with a cache: the cache, and inputs of the next draft, which are None if it has none.
+    """State of a drafter with a cache. Inputs of the next draft are None if the drafter reads none.
 
     Attributes:
       hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, or of the final norm of a language model
@@ -98,14 +98,14 @@ class Drafter(ABC):
     Attributes:
       kind: name for messages and records.
       dialect: name of the file dialect in which it is saved by default.
-      settings: fields of GenerateConfig that it takes (`configured`), and attributes of the drafter. Other settings of
-        drafters are refused with it.
+      settings: names of fields of GenerateConfig that it takes (`configured`), which are attributes of the drafter too.
+        Other settings of drafters are refused with it.
       reads_tokens: whether `extend` reads tokens. The token of a position is known one step after its features.
-      reads_prompt: whether `extend` gets the prompt's own tokens, from the first on, and no features (None), for drafters
-        that read a text as the verifier does. Tokens after the prompt come as to any other drafter.
+      reads_prompt: whether `extend` receives the prompt's tokens from the first one, without features (None), as the
+        verifier does. Tokens after the prompt are passed as to any other drafter.
       may_offer_nothing: whether trees are often the root alone. A round verifies only the roots if all are.
       has_tokenizer: whether its folder has a tokenizer, which must equal the verifier's.
-      thinking: whether it was trained on answers with thinking; None: its files do not say; "either": it drafts both alike.
+      thinking: whether it was trained on answers with thinking; None: its files do not state it; "either": on both.
       max_positions: longest text that it was made for; None: any.
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       num_nodes: default number of verified nodes, root included.
@@ -164,7 +164,7 @@ class Drafter(ABC):
 
         Args:
           params, tables: weights of the drafter and of the verifier.
-          features_btj: verifier features at consecutive positions, the first following those of the state.
+          features_btj: verifier features at the positions that follow those of the state.
           tokens_bt: the token that follows each of these positions.
           count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.
           attention: attention implementation; ignored without a network.

@@ -4,7 +4,6 @@
 (schedule/, decoding/), and results are read from the state of their batch (answers/).
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Unpack
@@ -12,7 +11,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.core.checks import coerce, whole
+from treeflash_jax.core.checks import coerce, warn, whole
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter
@@ -30,8 +29,6 @@ from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
-
-logger = logging.getLogger("treeflash_jax")
 
 
 class TreeFlash:
@@ -75,7 +72,6 @@ class TreeFlash:
         self.stop_ids = tuple(sorted({*stop_ids, *known}))
         self.mesh, self.device = mesh, sharding.device(mesh)
         self.names, self.recommended = names, recommended or {}
-        self.noted: set[str] = set()  # notes are logged once
 
     def __repr__(self) -> str:
         def show(name: str, kind: str, weights: Any) -> str:
@@ -259,11 +255,11 @@ class TreeFlash:
         Arguments and exceptions are as in `generate`; with `for_session`, caches are a session's. Logs once why
         nothing is drafted, and what the model recommends.
         """
-        config, requests = self.make_requests(prompts, config, indices=indices, **settings)
+        config, requests = self.settings_and_requests(prompts, config, indices=indices, **settings)
         batch_size = config.batch_size or choose_batch_size(len(requests))
         plan = self.plan(config, batch_size)
         if plan.why_plain is not None:
-            self._note(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
+            warn(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
         self.check_memory(batch=batch, capacity=capacity, drafts=plan.drafts, can_cut=for_session)
         processor = None if config.processor is None else processors.as_pytree(config.processor)
@@ -274,7 +270,7 @@ class TreeFlash:
         known = {"dtype": self.dtype, "mesh": self.mesh, "quantize": self.quantize}
         check_memory(footprint(self.verifier, self.drafter, **known, **sizes), usable_memory(self.mesh), self.mesh)
 
-    def make_requests(
+    def settings_and_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerateConfig | None = None,
@@ -287,12 +283,7 @@ class TreeFlash:
         config = with_settings(config, settings)
         if config.sampling == "model":
             config, note = take_recommended(config, self.recommended, settings)
-            self._note(note)
+            warn(note)
         ids = encode_each(as_list(prompts), self.tokenizer)
         stops = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
         return config, make_requests(ids, config, self.verifier, self.drafter, indices=indices, **stops)
-
-    def _note(self, note: str) -> None:
-        if note not in self.noted:
-            self.noted.add(note)
-            logger.warning(note)

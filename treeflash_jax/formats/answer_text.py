@@ -14,12 +14,12 @@ MOST_UNFINISHED = 4  # tokens of an unfinished character: up to 3 bytes, and a s
 class AnswerText:
     """Text of a growing answer, up to its first stop string.
 
-    New tokens are decoded behind those of the last piece of text, at first behind the last tokens of the prompt, so that
-    the tokenizer keeps the space before a word: the texts of prompt and answer, joined, are the text of all their tokens.
-    A character of several tokens waits for the last of them. The time grows with the number of tokens.
+    New tokens are decoded together with the tokens of the last piece of text (at first, the last tokens of the prompt), so
+    that the tokenizer keeps the space before a word: prompt and answer, joined, read as if they were decoded together. A
+    character of several tokens appears with the last of them. The total time is linear in the number of tokens.
 
     Attributes:
-      ids: tokens so far; none after the one that completes a stop string.
+      ids: tokens so far, up to the token that completes a stop string.
       has_stop: whether the text was cut before a stop string.
     """
 
@@ -51,7 +51,7 @@ class AnswerText:
         return self._text[: len(self._text) - max(starts, default=0)]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Adds tokens; with stop strings one by one, up to the one that completes a stop string."""
+        """Adds tokens, up to the token that completes a stop string."""
         size = 1 if self._stop else max(1, len(ids))
         for first in range(0, len(ids), size):
             if self.has_stop:
@@ -60,16 +60,16 @@ class AnswerText:
             self._pending += ids[first : first + size]
             searched = max(0, len(self._text) + 1 - max(map(len, self._stop), default=0))
             self._text += self._take_piece()
-            found = [at for stop in self._stop if (at := self._text.find(stop, searched)) >= 0]
-            if found:
-                self._text, self._half, self.has_stop = self._text[: min(found)], "", True
+            starts = [at for stop in self._stop if (at := self._text.find(stop, searched)) >= 0]
+            if starts:
+                self._text, self._half, self.has_stop = self._text[: min(starts)], "", True
 
     def next_token(self, token: int) -> tuple[str, bytes | None]:
         """Returns the text that a token would add to the answer, and the bytes of the token.
 
         A character of several tokens is the text of the last of them; texts of the others end with REPLACEMENT_CHARACTER.
-        The text of a special token is its name, and its bytes are None, as are those of a part of a character if the
-        tokenizer does not say which bytes its tokens stand for.
+        The text of a special token is its name, and its bytes are None. The bytes of a part of a character are None as well
+        if the tokenizer does not state which bytes its tokens stand for.
         """
         tokenizer = self._tokenizer
         if token in tokenizer.special_tokens:
@@ -95,7 +95,7 @@ class AnswerText:
         return piece
 
     def _read(self, ids: list[int]) -> str:
-        """Returns the text of tokens that follow the last piece, without what the prompt's text has of it."""
+        """Returns the text of tokens that follow the last piece, without the part that the prompt's text has already."""
         text = self._tokenizer.decode(self._window + ids)
         if text.startswith(self._window_text):
             text = text[len(self._window_text) :]

@@ -1,7 +1,7 @@
 """draft_vocabulary.json beside the files of a block drafter, language model or layer of multi-token prediction.
 
-It lists the tokens that are drafted: the most frequent ones of answers. Others are never drafted; the output does not
-change. A draft then reads a fraction of the vocabulary table.
+It lists the tokens that may be drafted: the most frequent tokens of answers. Other tokens are never drafted; the output
+does not change. A draft then reads a fraction of the vocabulary table.
 
 Source: FR-Spec (arXiv 2502.14856).
 """
@@ -19,7 +19,7 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import vocab
 
 NAME = "draft_vocabulary.json"
-SHARE = 6  # one token in six is listed: SmolLM2's tau is within 0.02 of drafting all tokens
+SHARE = 6  # one token in six is listed
 SMALLEST = 2**14  # vocabulary for which a list is written
 
 

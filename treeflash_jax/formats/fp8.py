@@ -1,10 +1,10 @@
 """FP8 weights in safetensors files: float8_e4m3fn values beside scales, one per block, output channel or tensor.
 
-"X.weight" has its scales in "X.weight_scale_inv" or "X.weight_scale"; a weight is its values times its scales, rounded once
-from float32 where it is expanded. Where it is kept, its scales are rounded to the model's dtype instead: in both cases, a
-weight changes by at most half a unit in the last place of that dtype. Tensors without scales are read as they are.
-Activations and caches are not quantised, whatever a file says of them, and scales for those are not read: that is nearer
-to the model before its quantisation.
+"X.weight" has its scales in "X.weight_scale_inv" or "X.weight_scale"; a weight is its values times its scales. If it
+is expanded, the product is rounded once from float32; if it stays quantised, its scales are rounded to the model's dtype.
+In both cases, a weight changes by at most half a unit in the last place of that dtype. Tensors without scales are read
+as they are. Activations and caches are not quantised even if a file asks for it, and scales for them are not read: the
+result is closer to the model before quantisation.
 
 Source: transformers, quantization method "fp8", as published for DeepSeek-V3 and Qwen3; compressed-tensors,
 "float-quantized".
@@ -71,7 +71,7 @@ def _block(stated: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A matrix, or one per expert, that is multiplied with its scales, in float32, where it is read.
+    """A matrix, or one per expert, that is multiplied with its scales, in float32, when it is read.
 
     Attributes:
       values: [..., outputs, inputs], float8_e4m3fn.
@@ -102,7 +102,7 @@ class ScaledTensor:
 
 @dataclass(frozen=True)
 class BlockScales:
-    """The scales of a tensor, each repeated for the smaller blocks of size `block` inside its own."""
+    """The scales of a tensor, repeated for each of the smaller blocks of size `block`."""
 
     tensor: ScaledTensor
     block: tuple[int, ...]

@@ -10,7 +10,7 @@ from treeflash_jax.core.checks import INT32, warn
 from treeflash_jax.formats.gguf_reader import File
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-# Texts of tokens that end an answer, whatever type the file gives them.
+# Texts of tokens that end an answer, even if the file gives them another type.
 _ENDS = frozenset(
     """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
     <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>

@@ -73,7 +73,7 @@ def has_fp8(path: str | Path) -> bool:
 
 
 def check_copies(drafter: str | Path, source: str | Path) -> None:
-    """Raises ValueError if tables in a drafter's files, copies of the verifier's that are not read, differ from those.
+    """Raises ValueError if tables in a drafter's files, which are not read, differ from the verifier's tables.
 
     The rounded tables of a GGUF file are not compared.
 
@@ -126,7 +126,7 @@ def save_drafter(
     Args:
       folder: created if missing.
       params: weights of its specs; for a block drafter, {"backbone": ..., "head": ...}.
-      dialect: name of one of `dialects.written()`; None: the usual one of this kind of drafter.
+      dialect: name of one of `dialects.written()`; None: the default of this kind of drafter.
 
     Raises ValueError for no such dialect, or one that cannot store this drafter.
     """

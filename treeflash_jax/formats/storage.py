@@ -52,7 +52,7 @@ def load(
     """Reads a tree of weights; each host reads only the slices of its devices.
 
     Args:
-      dtype: dtype of weights whose spec has none; bfloat16 files load bit for bit into bfloat16.
+      dtype: dtype of weights without a dtype in their spec; bfloat16 files load bit for bit into bfloat16.
       mesh: mesh to shard the weights over; None: the default device.
       finish: transformation of each weight, applied as soon as it is read.
 
@@ -143,7 +143,7 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...], plane: int | None = None) -> np.ndarray:
-    """Reads one slice of a weight: of the file, its range of the outermost axis there, and all of the other axes.
+    """Reads one slice of a weight: from the file, a range of the outermost axis and all of the other axes.
 
     Args:
       plane: index of the tensor's first axis at which the weight is; None: the tensor has no further axis.

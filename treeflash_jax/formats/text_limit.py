@@ -12,8 +12,8 @@ class TextLimit:
     """A size above which no text fits a context.
 
     Attributes:
-      most_bytes: that size (UTF-8): the context times the longest text that can become one token. None, no limit, for a
-        tokenizer that may drop any text: white space around a special token, or whatever an unknown step drops.
+      most_bytes: the size in bytes of UTF-8: the context times the longest text that can become one token. None, no limit,
+        for a tokenizer that may drop any text: white space around a special token, or anything in an unknown step.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int):

@@ -59,7 +59,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without a chat template. Raises ValueError for a text that the tokenizer refuses.
 
-        Warns if the text begins with the token that the tokenizer itself puts first.
+        Warns if the text begins with the token that the tokenizer adds at the start.
         """
         ids = self.encode_texts([text])[0]
         if len(ids) > 1 and ids[0] == ids[1] and self.encode_texts([text], add_special_tokens=False)[0] == ids[1:]:

@@ -18,8 +18,8 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.checks import warn
 from treeflash_jax.models.attention import Operands, attend_plainly
-from treeflash_jax.models.kernels import say_once
 
 IMPLEMENTATIONS = ("chunked", "splash", "cudnn")
 CHUNK = 256  # queries
@@ -109,7 +109,7 @@ def supports(name: str, q_bthe: jax.Array, k_bxke: jax.Array) -> bool:
         is_narrow = q_bthe.dtype in (jnp.bfloat16, jnp.float16)
         is_taken = is_narrow and head_dim % 8 == 0 and head_dim <= 128 and all(size % 2 == 0 for size in sizes)
     if not is_taken:
-        say_once(f"attention {name!r} takes {TAKES[name]}; 'chunked' runs for anything else")
+        warn(f"attention {name!r} takes {TAKES[name]}; 'chunked' runs for anything else")
     return is_taken
 
 

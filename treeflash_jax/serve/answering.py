@@ -137,7 +137,7 @@ class Answering:
                 settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
             for constraint in worker.find_constraints(prompts, settings):
                 await self.compiler.compile(constraint)
-            requests = await self.reading.run(lambda: worker.make_requests(prompts, **settings))
+            requests = await self.reading.run(lambda: worker.numbered_requests(prompts, **settings))
         except WrongValue as error:
             raise _as_sent(error, call.sent_names) from None
         submission = Submission(requests, streams=call.streams)

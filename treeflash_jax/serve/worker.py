@@ -119,7 +119,7 @@ class Worker(threading.Thread):
         if plan.why_plain is not None:
             logger.warning("decoding one token at a time: %s", plan.why_plain)
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
-        room = 1 + max(plan.path_length, plan.prefill.chunk)
+        room = 1 + max(plan.path_length, plan.shared.prefill_chunk)
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
         sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # that of a tree which is drafted again
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
@@ -132,14 +132,13 @@ class Worker(threading.Thread):
         self._warm_up(draws=options.ui)
 
     def _warm_up(self, *, draws: bool) -> None:
-        """Runs every program once: a prompt, one that goes on from its caches, rounds with automata, a scored prompt, and a
-        drawn tree."""
-        [first] = self.make_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
+        """Runs every program once: of prompts, new, known and scored, of rounds with automata, and of drawn trees."""
+        [first] = self.numbered_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
         text = first.ids + self._decode(first).ids
-        [second] = self.make_requests([text[: self.context - 1]], max_new_tokens=1)
+        [second] = self.numbered_requests([text[: self.context - 1]], max_new_tokens=1)
         if self._sizes.automaton is not None:
             second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
-        self._decode(self.make_requests([first.ids], max_new_tokens=0, prompt_log_probs=True)[0])
+        self._decode(self.numbered_requests([first.ids], max_new_tokens=0, prompt_log_probs=True)[0])
         result = self._decode(second)
         if draws and result.draft_again is not None:
             result.draft_again([0, 0], [1], 0)
@@ -173,12 +172,12 @@ class Worker(threading.Thread):
         return set()
 
     def compile(self, constraint: Constraint) -> None:
-        """Compiles a constraint; `make_requests` then has it at once. Raises ValueError as `compile_constraint`."""
+        """Compiles a constraint; `numbered_requests` then has it at once. Raises ValueError as `compile_constraint`."""
         model = self.model
         size, depth = model.verifier.vocab_size, self.config.schema_depth
         compile_constraint(*constraint, model.tokenizer, model.stop_ids, size, depth)
 
-    def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
+    def numbered_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.
 
         Raises ValueError for wrong settings, and for more tokens than the context.
@@ -189,7 +188,7 @@ class Worker(threading.Thread):
             got = f"{longest} prompt tokens + {new} new tokens"
             raise ValueError(f"got {got}, expected at most {self.context} together (the server's context)")
         settings = {"seed": secrets.randbits(32)} | settings
-        requests = self.model.make_requests(list(prompts), self.config, **settings)[1]
+        requests = self.model.settings_and_requests(list(prompts), self.config, **settings)[1]
         for request in requests:
             self._sizes.check(request)
         return [replace(request, number=next(self._numbers)) for request in requests]

@@ -40,7 +40,7 @@ class Builder:
       distribution: name of the distribution of the nodes, as in `acceptance.Rule.distributions`.
       one_path: name of the distribution if TreeShape.branches is 1; None: the same.
       is_chain: whether trees have one branch, hence at most one node per depth.
-      size: largest number of nodes that trees of these depths, nodes and shape have.
+      size: returns the largest number of nodes of a tree, given its depths, maximal number of nodes, and shape.
     """
 
     build: Build

@@ -40,7 +40,7 @@ class _Best(NamedTuple):
 
     Attributes:
       score_bw: log-probabilities of the paths, in decreasing order.
-      frontier_bl: those of the lanes; -inf if the node is not new.
+      frontier_bl: log-probabilities of the lanes' paths; -inf if the node is not new.
       entry_bl: entries of the lanes; None: the lanes are the nodes.
     """
 
@@ -57,7 +57,7 @@ def best_first_search(
     """Returns the tree of `best_first` and, for every node, its index among siblings and whether it has children.
 
     Args:
-      num_nodes, lanes: in place of those of the inputs.
+      num_nodes, lanes: numbers of nodes and lanes, instead of those in `inputs`.
     """
     expander, anchor_b, width = inputs.expander, inputs.anchor_b, num_nodes - 1
     if width == 0 or expander.num_depths == 0:

@@ -20,10 +20,10 @@ def walk(inputs: TreeInputs) -> tuple[DraftTree, None]:
 
 
 def chain(inputs: TreeInputs) -> tuple[DraftTree, None]:
-    """Builds the published chain: at each depth the likeliest child in that depth's first context, whatever was drafted.
+    """Builds the published chain: at each depth the likeliest child in that depth's first context, not in the drafted one.
 
-    With one context per depth this is DFlash's chain, and equal to `walk`. Any expander but a plain `TransitionTable`
-    (a network's, of n-grams, under a constraint) has no children besides those of the path, so that both are equal too.
+    With one context per depth this is DFlash's chain, and equal to `walk`. Expanders other than a `TransitionTable`
+    (networks, n-grams, constraints) know children of the drafted path only; with them, too, the result equals `walk`.
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """

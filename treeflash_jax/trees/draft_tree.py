@@ -54,7 +54,7 @@ def below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftTr
 
 
 def first(tree: DraftTree, nodes: int) -> DraftTree:
-    """Returns the first nodes of a tree: of a best-first tree, the best-first tree of that size."""
+    """Returns a tree of the first nodes; of a best-first tree, this is the best-first tree of that size."""
     return jax.tree.map(lambda x_bn: x_bn[:, :nodes], tree)
 
 
@@ -64,7 +64,7 @@ def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
     word_n, bit_n = np.divmod(np.arange(nodes), 32)
     self_nw = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
     bits_bnw, above_bn = jnp.broadcast_to(self_nw, (*parent_bn.shape, self_nw.shape[1])), parent_bn
-    # Every step doubles how far up it sees: a chain of `max_depth` gathers takes XLA's GPU compiler exponential time.
+    # Pointer doubling: `max_depth` gathers in a row would take XLA's GPU compiler exponential time.
     for _ in range(max_depth.bit_length()):
         bits_bnw |= pick(bits_bnw, above_bn)
         above_bn = pick(above_bn, above_bn)

@@ -1,4 +1,4 @@
-"""The protocol between drafters and tree builders (`Expander`), and that of first-order heads (`TransitionTable`).
+"""The protocol between drafters and tree builders (`Expander`), and its form for first-order heads (`TransitionTable`).
 
 Shape suffixes: b batch, i draft depth, m contexts (previous tokens of a depth), c children kept per context, w lanes.
 """
@@ -16,8 +16,8 @@ from treeflash_jax.trees.draft_tree import pick
 class Expander(ABC):
     """A drafter's continuations in one round: a pytree, usually a `flax.struct.dataclass`.
 
-    A builder follows w nodes of a level at a time, each in a lane. `state` is what a drafter keeps of the path to a node:
-    any pytree of arrays [b, w, ...]. `depth` is the level of these nodes, an integer array; the anchor is at depth 0.
+    A builder follows w nodes of a level at a time, each in a lane. `state` describes the path to each node: any pytree
+    of arrays [b, w, ...]. `depth` is the level of these nodes, an integer array; the anchor is at depth 0.
 
     A subclass has `start`, `children` and `follow_token`, and overrides the other methods if it knows a faster way, or if
     some tokens end their branch. The page of drafters (README.md in `drafters`) has an example.

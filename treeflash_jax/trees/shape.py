@@ -7,7 +7,7 @@ MAX_NODES = 4096  # largest draft tree
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """Sizes of a tree besides its number of nodes; static. Each builder reads some of them.
+    """Sizes of a tree other than its number of nodes; static. Each builder reads some of them.
 
     Attributes:
       branches: number of paths, or maximal number of children per node.

@@ -1,4 +1,4 @@
-"""Block verification of one path: the last node whose test accepts is kept, although tests before it may have failed.
+"""Block verification of one path: keeps the last node that passes its test, even if nodes before it failed theirs.
 
 w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)), S_i = sum [w_i p - q]+ after node i, h_i = S_i / (S_i + 1 - w_i); at the end
 of the path q = 0 and h = w. Kept: the last i with coin < h_i (the root is always kept); then emit from [w_i p - q]+.

@@ -75,7 +75,7 @@ class Outcome:
     """Result of testing every draw, if each one is rejected.
 
     Attributes:
-      chance_bx: probability that a draw is accepted, given that earlier ones were rejected.
+      chance_bx: probability that a draw is accepted, given that earlier draws were rejected.
       weight_bn: w, the probability of entering a node.
       left_bnc: remainder of w p on the support.
       keep_bn: probability of stopping at a node once everything below it was rejected.
@@ -112,10 +112,10 @@ def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> Draws:
 
 
 def _removals(draws: Draws) -> tuple[jax.Array, jax.Array]:
-    """Returns what earlier draws of a node take away.
+    """Returns the effects of earlier draws of a node on p and on q.
 
-    The first result is the rank of the test that removes a token from p, because its draw is deterministic; NEVER if none
-    does. The second is the part of q that earlier draws left to each draw without replacement; 1 for the others.
+    The first result is the rank of the deterministic draw that removes a token from p; NEVER without such a draw. The
+    second is the part of q that earlier draws leave to each draw without replacement; 1 for other draws.
     """
     never_nc = jnp.full(draws.p_bnc.shape[1:], NEVER)
     gone_bnc, drawn_bnc = (
@@ -239,10 +239,9 @@ class TopDownRule(DrawsRule):
 
     @abstractmethod
     def test_draws(self, draws: Draws) -> tuple[jax.Array, jax.Array]:
-        """Returns two arrays.
+        """Returns the chance of each draw, [b, x], and the remainder of p on the support of every node, [b, n, c].
 
-        They are the probability that each draw is accepted once earlier ones were rejected [b, x], and the remainder of p
-        on the support of every node [b, n, c].
+        The chance is the probability that the draw is accepted if earlier draws were rejected.
         """
 
     def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Greedy multi-path block verification: takes the path of K that p favours most over q, then verifies it as a block.
+"""Greedy multi-path block verification: of K paths, takes the one that p favours most over q, and verifies it as a block.
 
 Tokens are ordered by p / q at every node (ties by their place in the support), paths by their tokens; the largest of the K
-paths is taken. Chosen like that it has the distribution
+paths is taken. The chosen path has the distribution
     q'(x | path) = [(A + y + z)^K - (A + y)^K] / [(A + f)^K - A^K],
-f = q(path), A = P(one path comes before it), y = f q(tokens before x), z = f q(x); it is verified with q' in place of q.
+f = q(path), A = P(one path comes before it), y = f q(tokens before x), z = f q(x); it is verified with q' instead of q.
 It pays if q is far from p: if they agree, the order is arbitrary, and it accepts less than from one path.
 
 Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), p places of a path.

@@ -1,4 +1,4 @@
-"""One sampled child first: only the first child is tested against its distribution; the residual's token may match another.
+"""NaiveTree: tests only the first child against its distribution; a token of the residual may match another child.
 
 Accept x_1 with min(1, p / q), else y ~ [p - q]+, and go to the child with token y, if any. Matching y is testing the other
 children as if they were deterministic, so this is recursive rejection with a single sampled draw per node. With one sampled

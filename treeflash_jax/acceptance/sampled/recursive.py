@@ -1,4 +1,4 @@
-"""Recursive rejection: tests the children of a node in order, each against the residual that earlier ones left of p.
+"""Recursive rejection: tests the children of a node in order, each against the residual of p after the earlier tests.
 
 r = p; for every draw x from q_x: accept with min(1, r(x) / q_x(x)), else r <- [r - q_x]+ / its mass; after the last, emit
 from r. With replacement q_x is q each time (SpecInfer), without it q less the siblings before, renormalised (EAGLE,

@@ -2,8 +2,8 @@
 
     python openai_clients.py ours=http://127.0.0.1:8000/v1 theirs=http://127.0.0.1:8001/v1 --prompts prompts.jsonl
 
-All clients together ask every prompt once a pass, each client one at a time. Passes alternate between the servers and the
-numbers of clients; the first is not counted. Needs the standard library only.
+In each pass, the clients together send every prompt once, each client one request at a time. Passes alternate between the
+servers and the numbers of clients; the first is not counted. Needs the standard library only.
 """
 
 import argparse

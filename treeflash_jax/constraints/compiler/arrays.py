@@ -17,25 +17,25 @@ def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term]) 
     """Returns the texts of the arrays that have all atoms.
 
     Args:
-      write: returns the texts of items that are as all of some parts say.
+      write: returns the texts of items that satisfy all given parts.
 
     Raises Refused for arrays of different items that are not finitely many.
     """
     least, most = size_limits(atoms, LengthIn)
     if most is not None and most < least:
         return NOTHING
-    items = [one for one in atoms if isinstance(one, Items)]
-    kinds = [one for one in atoms if isinstance(one, Contains)]
-    ends = [one.first if one.last is None else one.last + 1 for one in items]
-    alike = max([*ends, *(one.first for one in kinds)], default=0)  # index from which all items have the same schemas
+    items = [atom for atom in atoms if isinstance(atom, Items)]
+    kinds = [atom for atom in atoms if isinstance(atom, Contains)]
+    ends = [atom.first if atom.last is None else atom.last + 1 for atom in items]
+    alike = max([*ends, *(atom.first for atom in kinds)], default=0)  # index from which all items have the same schemas
 
     def item(index: int, more: Sequence[Part] = ()) -> Term:
-        parts = [one.part for one in items if one.first <= index and (one.last is None or index <= one.last)]
+        parts = [atom.part for atom in items if atom.first <= index and (atom.last is None or index <= atom.last)]
         return write([*parts, *more])
 
-    is_unique = any(isinstance(one, Unique) for one in atoms) and most not in (0, 1)
+    is_unique = any(isinstance(atom, Unique) for atom in atoms) and most not in (0, 1)
     if kinds or is_unique:
-        return concat(literal(b"["), _Counter(item, kinds, is_unique, least, most, alike).rest())
+        return concat(literal(b"["), _Counter(item, kinds, is_unique, least, most, alike).tail())
     alike = max(alike, 1)  # there is no comma before the first item
     body = EMPTY
     if most is None or most > alike:
@@ -67,7 +67,7 @@ class _Counter:
         self, item: Callable[..., Term], kinds: list[Contains], is_unique: bool, least: int, most: int | None, alike: int
     ):
         self.item, self.kinds, self.least, self.most, self.alike = item, kinds, least, most, alike
-        self.caps = [one.least if one.most is None else one.most + 1 for one in kinds]
+        self.caps = [atom.least if atom.most is None else atom.most + 1 for atom in kinds]
         self.last = max(alike, least, 1, 0 if most is None else most + 1)
         if max(self.last, *self.caps, 0) > MOST_COUNTED:
             raise Refused(f"an array of more than {MOST_COUNTED:,} items some of which are counted cannot be followed")
@@ -77,13 +77,13 @@ class _Counter:
             for index in range(alike + 1):
                 for key, texts in finite_values(item(index)).items():
                     self.values[key] = union(self.values.get(key, NOTHING), texts)
-        self._rest = cache(self._write_rest)
+        self._tail = cache(self._write_tail)
 
-    def rest(self) -> Term:
+    def tail(self) -> Term:
         """Returns the texts behind the opening bracket."""
-        return self._rest(_State(0, (0,) * len(self.kinds)))
+        return self._tail(_State(0, (0,) * len(self.kinds)))
 
-    def _write_rest(self, state: _State) -> Term:
+    def _write_tail(self, state: _State) -> Term:
         ways, loops = [], []
         if state.index >= self.least and all(n >= kind.least for kind, n in zip(self.kinds, state.counts, strict=True)):
             ways.append(literal(b"]"))
@@ -94,7 +94,7 @@ class _Counter:
             if after == state:
                 loops.append(part)
             else:
-                ways.append(concat(part, self._rest(after)))
+                ways.append(concat(part, self._tail(after)))
         return concat(repeat(union(*loops)), union(*ways))
 
     def _is_possible(self, state: _State) -> bool:

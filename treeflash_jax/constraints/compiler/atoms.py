@@ -22,7 +22,7 @@ class Place(NamedTuple):
     Attributes:
       resolver: resolver of references from there, of the package referencing.
       path: its JSON pointer, for messages.
-      is_resolved: whether the resolver is that of the schema's own $id, if it has one.
+      is_resolved: whether the resolver already has the schema's $id, if any, as its base.
     """
 
     resolver: Any
@@ -57,18 +57,19 @@ class Atom:
     is_approximate = False
 
 
-def atom(cls: type) -> type:
+def atom_type(cls: type) -> type:
+    """Makes a class a frozen dataclass whose objects are equal only to themselves."""
     return dataclass(frozen=True, eq=False)(cls)
 
 
-@atom
+@atom_type
 class OfType(Atom):
     """The value's type is one of these; numbers are integers or fractions."""
 
     types: frozenset[str]
 
 
-@atom
+@atom_type
 class OneOf(Atom):
     """The value is one of these, or none of them."""
 
@@ -80,7 +81,7 @@ class OneOf(Atom):
         return self.is_negated and any(isinstance(value, list | dict) for value in self.values)
 
 
-@atom
+@atom_type
 class TextIn(Atom):
     """A text is in a set, of texts inside quotes."""
 
@@ -88,14 +89,14 @@ class TextIn(Atom):
     is_approximate: bool = False
 
 
-@atom
+@atom_type
 class NumberIn(Atom):
     """A number is in a set, of numbers without exponents."""
 
     numbers: Term
 
 
-@atom
+@atom_type
 class LengthIn(Atom):
     """The number of items is between `least` and `most`; None: no limit."""
 
@@ -105,9 +106,9 @@ class LengthIn(Atom):
     most: int | None
 
 
-@atom
+@atom_type
 class Items(Atom):
-    """The items from `first` to `last` (None: the last one) are as a schema says."""
+    """The items from `first` to `last` (None: the last item) satisfy a schema."""
 
     kind = "array"
 
@@ -117,9 +118,9 @@ class Items(Atom):
     evaluates: bool = True
 
 
-@atom
+@atom_type
 class Contains(Atom):
-    """Between `least` and `most` of the items from `first` on are as a schema says."""
+    """Between `least` and `most` of the items from `first` on satisfy a schema."""
 
     kind = "array"
     is_approximate = True
@@ -130,7 +131,7 @@ class Contains(Atom):
     most: int | None
 
 
-@atom
+@atom_type
 class Unique(Atom):
     """No two items are equal."""
 
@@ -138,7 +139,7 @@ class Unique(Atom):
     is_approximate = True
 
 
-@atom
+@atom_type
 class Required(Atom):
     """An object has a key, or has it not."""
 
@@ -148,7 +149,7 @@ class Required(Atom):
     is_negated: bool = False
 
 
-@atom
+@atom_type
 class Keys:
     """A set of keys: those of `names`, or those that `pattern` is found in; with `names` None and no pattern, all.
 
@@ -162,12 +163,12 @@ class Keys:
 
     def all_names(self) -> list[str]:
         """Returns the names that stand in the set or are not in it."""
-        return [*(self.names or ()), *(name for one in self.covered for name in one.all_names())]
+        return [*(self.names or ()), *(name for keys in self.covered for name in keys.all_names())]
 
 
-@atom
+@atom_type
 class Values(Atom):
-    """The values of these keys are as a schema says; `is_some`: that of at least one key."""
+    """The values of these keys satisfy a schema; `is_some`: at least one value does."""
 
     kind = "object"
 
@@ -181,9 +182,9 @@ class Values(Atom):
         return self.is_some
 
 
-@atom
+@atom_type
 class KeysIn(Atom):
-    """The keys of an object are texts as a schema says; `is_some`: at least one is."""
+    """The keys of an object satisfy a schema; `is_some`: at least one key does."""
 
     kind = "object"
     is_approximate = True
@@ -192,7 +193,7 @@ class KeysIn(Atom):
     is_some: bool = False
 
 
-@atom
+@atom_type
 class SizeIn(Atom):
     """The number of keys is between `least` and `most`; None: no limit."""
 
@@ -207,11 +208,11 @@ Alternatives = list[tuple[Atom, ...]]  # a value has all atoms of one of them
 
 
 def types_of(atoms: Iterable[Atom]) -> frozenset[str]:
-    """Returns the types that are left of a value."""
+    """Returns the types that all atoms allow."""
     types = EVERY_TYPE
-    for one in atoms:
-        if isinstance(one, OfType):
-            types &= one.types
+    for atom in atoms:
+        if isinstance(atom, OfType):
+            types &= atom.types
     return types
 
 
@@ -222,6 +223,6 @@ def only(kind: str | Iterable[str], *atoms: Atom) -> tuple[Atom, ...]:
 
 def size_limits(atoms: Iterable[Atom], kind: type[LengthIn] | type[SizeIn]) -> tuple[int, int | None]:
     """Returns the least and the most that atoms of a kind allow together; None: no limit."""
-    sizes = [one for one in atoms if isinstance(one, kind)]
-    most = [one.most for one in sizes if one.most is not None]
-    return max((one.least for one in sizes), default=0), min(most, default=None)
+    sizes = [atom for atom in atoms if isinstance(atom, kind)]
+    most = [atom.most for atom in sizes if atom.most is not None]
+    return max((atom.least for atom in sizes), default=0), min(most, default=None)

@@ -105,5 +105,5 @@ def texts(writer: Writer, least: int = 0, most: int | None = None) -> Term:
 
 def free_text(excluded: Iterable[str]) -> Term:
     """Returns all byte strings without NO_UTF8 in which none of these texts is found; bytes may be halves of characters."""
-    found = union(*(literal(text.encode()) for text in excluded))
-    return intersect(repeat(byte(ALL_BYTES & ~(1 << NO_UTF8))), complement(concat(ANYTHING, found, ANYTHING)))
+    excluded_text = union(*(literal(text.encode()) for text in excluded))
+    return intersect(repeat(byte(ALL_BYTES & ~(1 << NO_UTF8))), complement(concat(ANYTHING, excluded_text, ANYTHING)))

@@ -55,7 +55,9 @@ def nesting(value: Any) -> int:
 def value_text(value: Any) -> Term:
     """Returns the texts of one value, with a number in its shortest form."""
     if isinstance(value, dict):
-        return _braces([concat(QUOTE, key_text(name), QUOTE, COLON, value_text(one)) for name, one in value.items()], b"{}")
+        return _braces(
+            [concat(QUOTE, key_text(name), QUOTE, COLON, value_text(item)) for name, item in value.items()], b"{}"
+        )
     if isinstance(value, list):
         return _braces(map(value_text, value), b"[]")
     if isinstance(value, str):
@@ -82,29 +84,29 @@ def unquoted(term: Term) -> Term:
     return machine(_unquoted_edges, _is_end_of_string, follow(term, b'"'))
 
 
-def _unquoted_edges(rest: Term) -> Iterable[tuple[int, Term]]:
-    masks = {after: mask & UNESCAPED for mask, after in rest.edges()}
+def _unquoted_edges(tail: Term) -> Iterable[tuple[int, Term]]:
+    masks = {after: mask & UNESCAPED for mask, after in tail.edges()}
     for char, text in ESCAPED.items():
-        after = follow(rest, text)
+        after = follow(tail, text)
         masks[after] = masks.get(after, 0) | 1 << char
     return [(mask, after) for after, mask in masks.items() if mask and after is not NOTHING]
 
 
-def _is_end_of_string(rest: Term) -> bool:
-    return contains(rest, b'"')
+def _is_end_of_string(tail: Term) -> bool:
+    return contains(tail, b'"')
 
 
 def finite_values(term: Term) -> dict[str, Term]:
     """Returns the texts of each value in a set, by a text that equal values share. Raises Refused if values are not few."""
     texts, unread = {}, [(b"", term)]
     while unread:
-        text, rest = unread.pop()
-        if rest.has_empty:
+        text, tail = unread.pop()
+        if tail.has_empty:
             value = parse(text.decode())
             key = json.dumps(value, sort_keys=True, default=str)
             texts[key] = union(texts.get(key, NOTHING), value_text(value))
-        for mask, after in rest.edges():
-            is_space = mask == SPACE_MASK and {*after.edges()} <= {*rest.edges()}  # that may be left out, as in SPACE
+        for mask, after in tail.edges():
+            is_space = mask == SPACE_MASK and {*after.edges()} <= {*tail.edges()}  # that may be left out, as in SPACE
             unread += [(text + bytes([byte]), after) for byte in range(256) if mask >> byte & 1 and not is_space]
         if len(texts) > MOST_FINITE or len(unread) > 256 or len(text) > LONGEST_FINITE:
             raise Refused(f"uniqueItems of more than {MOST_FINITE} possible values cannot be followed")

@@ -83,13 +83,13 @@ def _magnitudes(least: Number | None, least_strict: bool, most: Number | None, m
 def _above(least: Number, is_strict: bool) -> Term:
     """Returns the numbers above a limit of at least 0, or also the limit; among texts of numbers from 0 on."""
     whole, _, fraction = write(least).partition(".")
-    rest = union(EMPTY, concat(literal(b"."), repeat(DIGIT, 1)))
-    above = [concat(byte((1 << 58) - (1 << 49)), repeat(DIGIT, len(whole)), rest)]
+    end = union(EMPTY, concat(literal(b"."), repeat(DIGIT, 1)))
+    above = [concat(byte((1 << 58) - (1 << 49)), repeat(DIGIT, len(whole)), end)]
     for i, digit in enumerate(whole):
         if digit < "9":
             larger = byte((1 << 58) - (1 << ord(digit) + 1))
             above.append(
-                concat(literal(whole[:i].encode()), larger, repeat(DIGIT, len(whole) - i - 1, len(whole) - i - 1), rest)
+                concat(literal(whole[:i].encode()), larger, repeat(DIGIT, len(whole) - i - 1, len(whole) - i - 1), end)
             )
     return union(*above, concat(literal(whole.encode()), _fraction_above(fraction.rstrip("0"), is_strict)))
 

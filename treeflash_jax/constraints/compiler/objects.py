@@ -32,8 +32,8 @@ def object_texts(
     """Returns the texts of the objects that have all atoms.
 
     Args:
-      write: returns the texts of values that are as all of some parts say.
-      key_texts: returns the texts of keys that are as a part says, without quotes.
+      write: returns the texts of values that satisfy all given parts.
+      key_texts: returns the texts of keys that satisfy a part, without quotes.
       is_open: whether objects have keys that no atom covers, although some atoms cover values.
 
     Raises Refused for more patterns of keys, or more keys of any name, than can be followed.
@@ -56,14 +56,16 @@ class _Objects:
           last: atoms with `is_some` that the final key without a name, and its value, satisfy; it is the final one because
             the last value of a repeated key counts.
         """
-        values = [one for one in atoms if isinstance(one, Values)]
-        limits = [one for one in atoms if isinstance(one, KeysIn)]
-        demands = [one for one in atoms if isinstance(one, Required)]
-        names = dict.fromkeys(name for one in (*values, *last) if isinstance(one, Values) for name in one.keys.all_names())
-        names = [*(names | dict.fromkeys(one.name for one in demands))]
-        some = next((one for one in (*values, *limits) if one.is_some), None)
+        values = [atom for atom in atoms if isinstance(atom, Values)]
+        limits = [atom for atom in atoms if isinstance(atom, KeysIn)]
+        demands = [atom for atom in atoms if isinstance(atom, Required)]
+        names = dict.fromkeys(
+            name for atom in (*values, *last) if isinstance(atom, Values) for name in atom.keys.all_names()
+        )
+        names = [*(names | dict.fromkeys(atom.name for atom in demands))]
+        some = next((atom for atom in (*values, *limits) if atom.is_some), None)
         if some:
-            others = tuple(one for one in atoms if one is not some)
+            others = tuple(atom for atom in atoms if atom is not some)
             ways = [(*others, *_with_name(some, name)) for name in names if self._has_key(some, name)]
             return union(*(self.write_all(way, last) for way in ways), self.write_all(others, (*last, some)))
         least, most = size_limits(atoms, SizeIn)
@@ -72,46 +74,46 @@ class _Objects:
         final = self._pairs(values, limits, names, last, is_open) if last else None
         if least > len(names) + 1 and other is not NOTHING:
             raise Refused(f"minProperties {least} with keys of any name cannot be followed")
-        required = {one.name for one in demands if not one.is_negated}
-        forbidden = {one.name for one in demands if one.is_negated}
+        required = {atom.name for atom in demands if not atom.is_negated}
+        forbidden = {atom.name for atom in demands if atom.is_negated}
         cap = max(1, len(names) if least or most is not None else 1)  # numbers of keys above it are alike
-        rest = [_end(count, other, final, least, most) for count in range(cap + 1)]
+        tails = [_end(count, other, final, least, most) for count in range(cap + 1)]
         for name in reversed(names):
-            is_possible = name not in forbidden and all(self._has_key(one, name) for one in limits)
-            value = self.write([one.part for one in values if has_key(one.keys, name)]) if is_possible else NOTHING
+            is_possible = name not in forbidden and all(self._has_key(atom, name) for atom in limits)
+            value = self.write([atom.part for atom in values if has_key(atom.keys, name)]) if is_possible else NOTHING
             pair = concat(QUOTE, key_text(name), QUOTE, COLON, value)
             before = []
             for count in range(cap + 1):
-                after = rest[min(count + 1, cap)] if most is None or count < most else NOTHING
+                after = tails[min(count + 1, cap)] if most is None or count < most else NOTHING
                 present = concat(COMMA if count else EMPTY, pair, after)
-                before.append(present if name in required else union(present, rest[count]))
-            rest = before
-        return concat(literal(b"{"), rest[0])
+                before.append(present if name in required else union(present, tails[count]))
+            tails = before
+        return concat(literal(b"{"), tails[0])
 
-    def _has_key(self, one: Values | KeysIn, name: str) -> bool:
-        """Returns whether an atom speaks of a key, or has it in its set."""
-        if isinstance(one, Values):
-            return has_key(one.keys, name)
-        return contains(self.key_texts(one.part), quote(name).encode())
+    def _has_key(self, atom: Values | KeysIn, name: str) -> bool:
+        """Returns whether an atom constrains a key."""
+        if isinstance(atom, Values):
+            return has_key(atom.keys, name)
+        return contains(self.key_texts(atom.part), quote(name).encode())
 
     def _pairs(
         self, values: list[Values], limits: list[KeysIn], names: list[str], last: tuple[Atom, ...], is_open: bool
     ) -> Term:
         """Returns a key that is none of the names, with its value, for which `last` holds."""
-        final = [one for one in last if isinstance(one, Values)]
-        keys = [self.key_texts(one.part) for one in (*limits, *last) if isinstance(one, KeysIn)]
+        final = [atom for atom in last if isinstance(atom, Values)]
+        keys = [self.key_texts(atom.part) for atom in (*limits, *last) if isinstance(atom, KeysIn)]
         keys.append(complement(union(*map(key_text, names))))
-        patterns = sorted({pattern for one in (*values, *final) for pattern in _patterns(one.keys)})
+        patterns = sorted({pattern for atom in (*values, *final) for pattern in _patterns(atom.keys)})
         if len(patterns) > MOST_PATTERNS:
             raise Refused(f"more than {MOST_PATTERNS} patterns of keys in one object cannot be followed")
         pairs = []
         for are_found in itertools.product((True, False), repeat=len(patterns)):
             is_found = dict(zip(patterns, are_found, strict=True))
-            if not all(_has_other(one.keys, is_found) for one in final):
+            if not all(_has_other(atom.keys, is_found) for atom in final):
                 continue
-            found = [search(p, quoted) if is_found[p] else complement(search(p, quoted)) for p in patterns]
-            key = intersect(texts(quoted), *keys, *found)
-            parts = [one.part for one in (*values, *final) if _has_other(one.keys, is_found)]
+            matches = [search(p, quoted) if is_found[p] else complement(search(p, quoted)) for p in patterns]
+            key = intersect(texts(quoted), *keys, *matches)
+            parts = [atom.part for atom in (*values, *final) if _has_other(atom.keys, is_found)]
             if (parts or is_open) and not is_nothing(key):
                 pairs.append(concat(QUOTE, key, QUOTE, COLON, self.write(parts)))
         return union(*pairs)
@@ -134,19 +136,21 @@ def _end(count: int, other: Term, final: Term | None, least: int, most: int | No
 
 
 def _with_name(some: Values | KeysIn, name: str) -> list[Atom]:
-    """Returns the atoms of an object in which a key of this name is as `some` asks."""
+    """Returns the atoms of an object in which a key of this name satisfies `some`."""
     return [Required(name), *([Values(Keys((name,)), some.part)] if isinstance(some, Values) else [])]
 
 
 def _patterns(keys: Keys) -> set[str]:
-    return {keys.pattern, *(one.pattern for one in keys.covered)} - {None}
+    return {keys.pattern, *(inner.pattern for inner in keys.covered)} - {None}
 
 
 def _has_other(keys: Keys, is_found: dict[str, bool]) -> bool:
     """Returns whether a key that is none of the names is in a set, by the patterns that are found in it."""
     if keys.names is not None:
         return False
-    return not any(_has_other(one, is_found) for one in keys.covered) if keys.pattern is None else is_found[keys.pattern]
+    return (
+        not any(_has_other(inner, is_found) for inner in keys.covered) if keys.pattern is None else is_found[keys.pattern]
+    )
 
 
 def has_key(keys: Keys, name: str) -> bool:
@@ -155,4 +159,4 @@ def has_key(keys: Keys, name: str) -> bool:
         return name in keys.names
     if keys.pattern is not None:
         return contains(search(keys.pattern, quoted), quote(name).encode())
-    return not any(has_key(one, name) for one in keys.covered)
+    return not any(has_key(inner, name) for inner in keys.covered)

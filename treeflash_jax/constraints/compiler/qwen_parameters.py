@@ -15,7 +15,7 @@ MARKS = "<parameter", "</parameter", "</tool_call>"  # by which calls are read, 
 
 
 def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str]) -> Term:
-    """Returns the elements of a function's arguments, in the order of `properties`, those that are not required optional.
+    """Returns the elements of a function's arguments, in the order of `properties`; all but `required` ones are optional.
 
     A value is a text as it is, without quotes, if its schema allows strings; else a JSON text.
 

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from referencing.exceptions import Unresolvable
@@ -68,17 +69,17 @@ class Reader:
             raise Refused("a schema that contains itself without a value around it cannot be followed", part.place.path)
         return self._known[key]
 
-    def all_of(self, parts: Iterable[Alternatives], place: Place) -> Alternatives:
-        """Returns the alternatives that consist of one of each part."""
-        joined = ALWAYS
+    def combine(self, parts: Iterable[Alternatives], place: Place) -> Alternatives:
+        """Returns every combination of alternatives, one from each part, except combinations that leave no type."""
+        combined = ALWAYS
         for alternatives in parts:
-            is_product = len(joined) > 1 and len(alternatives) > 1
-            joined = [(*a, *b) for a in joined for b in alternatives if types_of((*a, *b))]
-            if is_product and len(joined) > FEW_ALTERNATIVES:
-                joined = [atoms for atoms in joined if not self.are_disjoint(atoms, ())]
-            if is_product and len(joined) > MOST_ALTERNATIVES:
+            is_product = len(combined) > 1 and len(alternatives) > 1
+            combined = [(*a, *b) for a in combined for b in alternatives if types_of((*a, *b))]
+            if is_product and len(combined) > FEW_ALTERNATIVES:
+                combined = [atoms for atoms in combined if not self.are_disjoint(atoms, ())]
+            if is_product and len(combined) > MOST_ALTERNATIVES:
                 raise Refused(f"more than {MOST_ALTERNATIVES} alternatives cannot be followed", place and place.path)
-        return joined
+        return combined
 
     def _read(self, schema: Any, place: Place, is_negated: bool) -> Alternatives:
         if not isinstance(schema, dict):
@@ -96,7 +97,7 @@ class Reader:
             raise Refused(f"{late[0]} cannot be followed where a schema must not hold", place.path)
         if is_negated:  # a schema that fails evaluates nothing
             return [tuple(map(_without_evaluation, atoms)) for atoms in itertools.chain(*parts)]
-        alternatives = self.all_of(parts, place)
+        alternatives = self.combine(parts, place)
         for name in late:
             alternatives = [
                 (*atoms, *unevaluated(name, atoms, Part(schema[name], place.inside(name)))) for atoms in alternatives
@@ -116,61 +117,64 @@ class Reader:
             raise Refused(f"{name} {value!r} is no part of a JSON schema", place.path) from None
         raise Refused(f"keyword {name!r} cannot be followed", place.path)
 
-    def _any_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-        found = [self.read(Part(part, place.inside("anyOf", i), is_negated)) for i, part in enumerate(value)]
-        return self.all_of(found, place) if is_negated else [*itertools.chain(*found)]
+    def read_any_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+        parts = [self.read(Part(part, place.inside("anyOf", i), is_negated)) for i, part in enumerate(value)]
+        return self.combine(parts, place) if is_negated else [*itertools.chain(*parts)]
 
-    def _all_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-        found = [self.read(Part(part, place.inside("allOf", i), is_negated)) for i, part in enumerate(value)]
-        return [*itertools.chain(*found)] if is_negated else self.all_of(found, place)
+    def read_all_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+        parts = [self.read(Part(part, place.inside("allOf", i), is_negated)) for i, part in enumerate(value)]
+        return [*itertools.chain(*parts)] if is_negated else self.combine(parts, place)
 
-    def _one_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_one_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
         parts = [Part(part, place.inside("oneOf", i)) for i, part in enumerate(value)]
         holds = [self.read(part) for part in parts]
         if is_negated:
-            none = self.all_of([self.read(part.opposite()) for part in parts], place)
-            return none + [*itertools.chain(*(self.all_of(pair, place) for pair in itertools.combinations(holds, 2)))]
-        found = []
+            no_part = self.combine([self.read(part.opposite()) for part in parts], place)
+            two_parts = [self.combine(pair, place) for pair in itertools.combinations(holds, 2)]
+            return [*no_part, *itertools.chain(*two_parts)]
+        exactly_one = []
         for i, alternatives in enumerate(holds):
             for atoms in alternatives:
-                others = [
+                others_fail = [
                     self.read(parts[j].opposite())
                     for j, other in enumerate(holds)
                     if j != i and not all(self.are_disjoint(atoms, b) for b in other)
                 ]
-                found += self.all_of([[atoms], *others], place)
-        return found
+                exactly_one += self.combine([[atoms], *others_fail], place)
+        return exactly_one
 
-    def _not(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_not(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
         return self.read(Part(value, place.inside("not"), not is_negated))
 
-    def _if(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_if(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
         condition = Part(value, place.inside("if"))
         alternatives = []
         for name, holds in ("then", condition), ("else", condition.opposite()):
-            more = self.read(Part(schema.get(name, True), place.inside(name), is_negated))
-            if more:  # a condition whose opposite is not needed may have none
-                alternatives += self.all_of([self.read(holds), more], place)
+            branch = self.read(Part(schema.get(name, True), place.inside(name), is_negated))
+            if branch:  # without alternatives, a condition that cannot be negated need not be read
+                alternatives += self.combine([self.read(holds), branch], place)
         return alternatives
 
-    def _dependent(self, value: dict, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-        keyword = next(name for name in DEPENDENT if schema.get(name) is value)
+    def read_dependent(self, value: dict, schema: dict, place: Place, is_negated: bool, *, keyword: str) -> Alternatives:
         if keyword == "dependencies" and is_negated:  # of older drafts; by the present one, it never fails
             raise Refused("dependencies cannot be followed where a schema must not hold")
         parts = []
         for name, needed in value.items():
             missing = [only(EVERY_TYPE - {"object"}), only("object", Required(name, True))]
             if isinstance(needed, list):
-                more = required(needed, schema, place, is_negated)
+                dependency = required(needed, schema, place, is_negated)
             else:
-                more = self.read(Part(needed, place.inside(keyword, name), is_negated))
-            then = self.all_of([[only("object", Required(name))], more], place)
-            parts.append(then if is_negated else missing + then)
-        return [*itertools.chain(*parts)] if is_negated else self.all_of(parts, place)
+                dependency = self.read(Part(needed, place.inside(keyword, name), is_negated))
+            present = self.combine([[only("object", Required(name))], dependency], place)
+            parts.append(present if is_negated else missing + present)
+        return [*itertools.chain(*parts)] if is_negated else self.combine(parts, place)
 
-    def _ref(self, value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-        if self.dynamic_anchors[value.partition("#")[2]] > 1 and schema.get("$ref") is value:
+    def read_ref(self, value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+        if self.dynamic_anchors[value.partition("#")[2]] > 1:
             raise Refused(f"$ref {value!r} to one of several $dynamicAnchor cannot be followed")
+        return self.read_dynamic_ref(value, schema, place, is_negated)
+
+    def read_dynamic_ref(self, value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
         try:
             target = place.resolver.lookup(value)
         except Unresolvable:
@@ -178,12 +182,19 @@ class Reader:
         return self.read(Part(target.contents, Place(target.resolver, value, is_resolved=True), is_negated))
 
 
-def _without_evaluation(one: Atom) -> Atom:
-    return replace(one, evaluates=False) if isinstance(one, Values | Items) and one.evaluates else one
+def _without_evaluation(atom: Atom) -> Atom:
+    return replace(atom, evaluates=False) if isinstance(atom, Values | Items) and atom.evaluates else atom
 
 
-DEPENDENT = "dependentSchemas", "dependentRequired", "dependencies"
-APPLICATORS = {
-    "anyOf": Reader._any_of, "allOf": Reader._all_of, "oneOf": Reader._one_of, "not": Reader._not, "if": Reader._if,
-    **dict.fromkeys(DEPENDENT, Reader._dependent), "$ref": Reader._ref, "$dynamicRef": Reader._ref,
-}  # fmt: skip
+APPLICATORS = {  # keywords with schemas inside, or references to schemas
+    "anyOf": Reader.read_any_of,
+    "allOf": Reader.read_all_of,
+    "oneOf": Reader.read_one_of,
+    "not": Reader.read_not,
+    "if": Reader.read_if,
+    "dependentSchemas": partial(Reader.read_dependent, keyword="dependentSchemas"),
+    "dependentRequired": partial(Reader.read_dependent, keyword="dependentRequired"),
+    "dependencies": partial(Reader.read_dependent, keyword="dependencies"),
+    "$ref": Reader.read_ref,
+    "$dynamicRef": Reader.read_dynamic_ref,
+}

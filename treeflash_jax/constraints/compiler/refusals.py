@@ -1,8 +1,8 @@
-"""The error of what cannot be followed."""
+"""The error for constraints that cannot be followed."""
 
 
 class Refused(Exception):
-    """A constraint without an automaton: what cannot be followed, and `path`, the JSON pointer of where it stands."""
+    """A constraint without an automaton: `what` cannot be followed, and `path`, its JSON pointer."""
 
     def __init__(self, what: str, path: str | None = None):
         super().__init__(what)

@@ -148,15 +148,17 @@ def _concat_edges(head: Term, tail: Term) -> list[tuple[int, Term]]:
 
 
 def _repeat_edges(term: Term, least: int, most: int | None) -> list[tuple[int, Term]]:
-    rest = repeat(term, max(least - 1, 0), None if most is None else most - 1)
-    return [(mask, _pair(after, rest)) for mask, after in term.edges()]
+    remaining = repeat(term, max(least - 1, 0), None if most is None else most - 1)
+    return [(mask, _pair(after, remaining)) for mask, after in term.edges()]
 
 
 def _intersect_edges(terms: frozenset[Term]) -> list[tuple[int, Term]]:
     cells: list[tuple[int, tuple[Term, ...]]] = [(ALL_BYTES, ())]
     for term in terms:
-        cells = [(both, (*found, after)) for mask, found in cells for part, after in term.edges() if (both := mask & part)]
-    return _join((mask, intersect(*found)) for mask, found in cells)
+        cells = [
+            (both, (*afters, after)) for mask, afters in cells for part, after in term.edges() if (both := mask & part)
+        ]
+    return _join((mask, intersect(*afters)) for mask, afters in cells)
 
 
 def _complement_edges(term: Term) -> list[tuple[int, Term]]:
@@ -170,17 +172,17 @@ def _overlay(lists: Iterable[list[tuple[int, Term]]], combine: Callable[..., Ter
     cells: list[tuple[int, tuple[Term, ...]]] = []
     for edges in lists:
         after_cells = []
-        for mask, found in cells:
+        for mask, afters in cells:
             for part, after in edges:
                 if both := mask & part:
-                    after_cells.append((both, (*found, after)))
+                    after_cells.append((both, (*afters, after)))
                     mask &= ~part
             if mask:
-                after_cells.append((mask, found))
+                after_cells.append((mask, afters))
         known = reduce(int.__or__, (mask for mask, _ in cells), 0)
         after_cells += [(part & ~known, (after,)) for part, after in edges if part & ~known]
         cells = after_cells
-    return _join((mask, combine(*found)) for mask, found in cells)
+    return _join((mask, combine(*afters)) for mask, afters in cells)
 
 
 def _join(edges: Iterable[tuple[int, Term]]) -> list[tuple[int, Term]]:

@@ -69,10 +69,10 @@ def _text(make: Callable[[Any], Term | None]) -> Callable[..., Alternatives]:
     """Returns the reader of a keyword of texts."""
 
     def read(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-        found = make(value)
-        if found is None:
+        term = make(value)
+        if term is None:
             return NEVER if is_negated else ALWAYS
-        return _requirement("string", TextIn(found), [(TextIn(complement(found)),)], is_negated)
+        return _requirement("string", TextIn(term), [(TextIn(complement(term)),)], is_negated)
 
     return read
 
@@ -80,12 +80,12 @@ def _text(make: Callable[[Any], Term | None]) -> Callable[..., Alternatives]:
 def _format(value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
     if not isinstance(value, str):
         raise TypeError
-    found = format_texts(value, quoted)
-    if found is None:
+    term = format_texts(value, quoted)
+    if term is None:
         return NEVER if is_negated else ALWAYS
     if is_negated:
         raise Refused(f"format {value!r} cannot be followed where a schema must not hold")
-    return [(TextIn(found, is_approximate=True),)]
+    return [(TextIn(term, is_approximate=True),)]
 
 
 def _number(make: Callable[[Number], Term]) -> Callable[..., Alternatives]:
@@ -94,8 +94,8 @@ def _number(make: Callable[[Number], Term]) -> Callable[..., Alternatives]:
     def read(value: Number, schema: dict, place: Place, is_negated: bool) -> Alternatives:
         if isinstance(value, bool) or not isinstance(value, Number):
             raise TypeError
-        found = make(value)
-        return _requirement(NUMBERS, NumberIn(found), [(NumberIn(complement(found)),)], is_negated)
+        term = make(value)
+        return _requirement(NUMBERS, NumberIn(term), [(NumberIn(complement(term)),)], is_negated)
 
     return read
 
@@ -133,7 +133,7 @@ def _items(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternat
 
 
 def _prefix_items(value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
-    parts = [Part(one, place.inside("prefixItems", i)) for i, one in enumerate(value)]
+    parts = [Part(item, place.inside("prefixItems", i)) for i, item in enumerate(value)]
     if is_negated:
         return [only("array", LengthIn(i + 1, None), Items(i, i, part.opposite())) for i, part in enumerate(parts)]
     return [tuple(Items(i, i, part) for i, part in enumerate(parts))]
@@ -196,14 +196,14 @@ def _property_names(value: Any, schema: dict, place: Place, is_negated: bool) ->
 def unevaluated(name: str, atoms: Sequence[Atom], part: Part) -> tuple[Atom, ...]:
     """Returns the atoms of unevaluatedItems or unevaluatedProperties beside the atoms that evaluate."""
     if name == "unevaluatedProperties":
-        covered = tuple(one.keys for one in atoms if isinstance(one, Values) and one.evaluates)
+        covered = tuple(atom.keys for atom in atoms if isinstance(atom, Values) and atom.evaluates)
         return (Values(Keys(covered=covered), part),)
     if name != "unevaluatedItems":
         raise Refused(f"keyword {name!r} cannot be followed", part.place.path)
-    items = [one for one in atoms if isinstance(one, Items) and one.evaluates]
-    if any(one.last is None for one in items):
+    items = [atom for atom in atoms if isinstance(atom, Items) and atom.evaluates]
+    if any(atom.last is None for atom in items):
         return ()
-    return (Items(max((one.last + 1 for one in items), default=0), None, part),)
+    return (Items(max((atom.last + 1 for atom in items), default=0), None, part),)
 
 
 KEYWORDS = {

@@ -3,7 +3,7 @@
 After a comma or colon there may be one space, elsewhere none. Characters are escaped only if JSON asks for it. Numbers
 have a fraction of any length and, if a schema does not limit their value, an exponent of up to two digits; integers have
 neither. Keys stand in the order of `properties` and `required`, then other keys. An object whose schema has
-`properties` or `patternProperties` has only keys that these, `required` or `additionalProperties` speak of.
+`properties` or `patternProperties` has only keys that these, `required` or `additionalProperties` name.
 """
 
 import decimal
@@ -61,8 +61,8 @@ def schema_texts(schema: Any, depth: int, *steps: str) -> Term:
     """Returns the JSON texts of a schema's values.
 
     Args:
-      *steps: keys from the document `schema` to the schema inside it that is meant, if it is not the document itself.
-      depth: levels of arrays and objects up to which a text nests where its schema says nothing, or contains itself.
+      *steps: keys from the document `schema` to the schema to read, if it is inside the document.
+      depth: maximal nesting of arrays and objects if the schema sets no limit, or contains itself.
 
     Raises Refused for a schema that cannot be followed, and TooLarge.
     """
@@ -88,31 +88,31 @@ class Writer:
     """Writes the values of schemas as texts.
 
     Attributes:
-      is_superset: whether it writes at least the texts of all values, in place of some in one form: schemas whose
-        supersets share no text share no value.
+      is_superset: whether it writes a superset of the texts of all values, instead of one form of each: schemas share no
+        value if their supersets share no text.
     """
 
     reader: Reader
     is_superset: bool = False
     _known: dict[tuple, Term] = field(default_factory=dict)
-    _open: set[frozenset[Atom]] = field(default_factory=set)  # of the values around the one that is being written
+    _open: set[frozenset[Atom]] = field(default_factory=set)  # atoms of the values around the current value
 
     def write(self, parts: Sequence[Part], depth: int) -> Term:
-        """Returns the texts of values that are as all parts say."""
+        """Returns the texts of values that satisfy all parts."""
         place = parts[0].place if parts else None
         try:
-            alternatives = self.reader.all_of(map(self.reader.read, parts), place)
+            alternatives = self.reader.combine(map(self.reader.read, parts), place)
             return union(*(self.write_atoms(atoms, depth) for atoms in alternatives))
         except Refused as error:
             raise Refused(error.what, error.path or place and place.path) from None
 
     def write_atoms(self, atoms: Iterable[Atom], depth: int) -> Term:
         """Returns the texts of values that have all atoms."""
-        atoms = tuple(one for one in dict.fromkeys(atoms) if not (self.is_superset and one.is_approximate))
+        atoms = tuple(atom for atom in dict.fromkeys(atoms) if not (self.is_superset and atom.is_approximate))
         key = frozenset(atoms)
         if (key, depth) in self._known:
             return self._known[key, depth]
-        is_repeated = key in self._open and any(isinstance(one, Items | Contains | Values) for one in atoms)
+        is_repeated = key in self._open and any(isinstance(atom, Items | Contains | Values) for atom in atoms)
         if depth <= 0 and is_repeated:
             return ANYTHING if self.is_superset else NOTHING
         self._open.add(key)
@@ -127,17 +127,16 @@ class Writer:
 
     def _write(self, atoms: tuple[Atom, ...], depth: int) -> Term:
         types = types_of(atoms)
-        listed = next((one for one in atoms if isinstance(one, OneOf) and not one.is_negated), None)
+        listed = next((atom for atom in atoms if isinstance(atom, OneOf) and not atom.is_negated), None)
         if listed:
-            found = union(
-                *map(cover if self.is_superset else value_text, [x for x in listed.values if type_of(x) in types])
-            )
-            others = [one for one in atoms if one is not listed]
-            is_done = all(isinstance(one, OfType) for one in others)
-            deepest = max(depth, 1 + max(map(nesting, listed.values), default=0))  # values that are listed are not cut
-            return found if is_done else intersect(found, self.write_atoms(others, deepest))
-        if depth <= 0 and len(types) > 1 and not self.is_superset:  # of any type: no items and keys that no atom speaks of
-            types -= {"array", "object"} - {one.kind for one in atoms}
+            write_value = cover if self.is_superset else value_text
+            term = union(*(write_value(value) for value in listed.values if type_of(value) in types))
+            others = [atom for atom in atoms if atom is not listed]
+            is_done = all(isinstance(atom, OfType) for atom in others)
+            deepest = max(depth, 1 + max(map(nesting, listed.values), default=0))  # listed values are not cut
+            return term if is_done else intersect(term, self.write_atoms(others, deepest))
+        if depth <= 0 and len(types) > 1 and not self.is_superset:  # of any type: no items and keys without an atom
+            types -= {"array", "object"} - {atom.kind for atom in atoms}
         ways = [value_text(x) for kind, values in LITERALS.items() if kind in types for x in values]
         if types & NUMBERS:
             ways.append(_number_texts(types, atoms))
@@ -150,27 +149,27 @@ class Writer:
             ways.append(array_texts(atoms, lambda parts: self.write(parts, depth - 1)))
         if "object" in types:
             ways.append(object_texts(atoms, lambda parts: self.write(parts, depth - 1), self._key_texts, self.is_superset))
-        excluded = [value for one in atoms if isinstance(one, OneOf) and one.is_negated for value in one.values]
+        excluded = [value for atom in atoms if isinstance(atom, OneOf) and atom.is_negated for value in atom.values]
         return intersect(union(*ways), *(complement(cover(value)) for value in excluded))
 
     def _key_texts(self, part: Part) -> Term:
-        """Returns the keys, without quotes, that are texts as a schema says."""
-        found = []
+        """Returns the keys, without quotes, that satisfy a schema."""
+        ways = []
         for atoms in self.reader.read(part):
             if "string" in types_of(atoms):
-                lists = [(one, union(*map(key_text, one.values))) for one in atoms if isinstance(one, OneOf)]
-                limits = [complement(listed) if one.is_negated else listed for one, listed in lists]
-                found.append(intersect(_string_texts(atoms), *limits))
-        return union(*found)
+                lists = [(atom, union(*map(key_text, atom.values))) for atom in atoms if isinstance(atom, OneOf)]
+                limits = [complement(listed) if atom.is_negated else listed for atom, listed in lists]
+                ways.append(intersect(_string_texts(atoms), *limits))
+        return union(*ways)
 
 
 def _string_texts(atoms: Iterable[Atom]) -> Term:
     """Returns the texts of strings, without quotes."""
-    return intersect(ANY_TEXT, *(one.texts for one in atoms if isinstance(one, TextIn)))
+    return intersect(ANY_TEXT, *(atom.texts for atom in atoms if isinstance(atom, TextIn)))
 
 
 def _number_texts(types: frozenset[str], atoms: Iterable[Atom]) -> Term:
-    terms = [one.numbers for one in atoms if isinstance(one, NumberIn)]
+    terms = [atom.numbers for atom in atoms if isinstance(atom, NumberIn)]
     if types >= NUMBERS:
         return intersect(DECIMALS, *terms) if terms else EXPONENTS
     return intersect(INTEGERS if "integer" in types else FRACTIONS, *terms)

@@ -7,7 +7,7 @@ DFlash2's layers also have convolutions over the slots of the block, before and 
 The deltas of both sides come from the normed input of attention or feed-forward part, one for each group of channels.
 
 Shape suffixes: b batch, t positions, j tapped layers x model, d model, y sides (before, after), a taps, g groups of
-channels. `sizes` are those of the layers.
+channels. `sizes` is the config of the layers.
 
 Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeFlash head (arXiv 2606.03819). DFlash2:
 NeMo AutoModel.

@@ -5,7 +5,8 @@ backbone.py has the network; a head (heads/) turns a block into a transition tab
 A draft is one pass over the block [anchor, mask, ..., mask] against the verifier's features. The cache holds the context
 only: keys and values of fused features at positions 0 .. length - 1, written once. Block slots see the whole context and
 each other, and are dropped after the pass. Slot i of the block predicts the token at position start + i, where start is the
-anchor's, so the anchor's slot predicts nothing. In a shifted block it predicts the token at start + 1 + i, so all slots do.
+anchor's position, so the anchor's slot predicts nothing. In a shifted block slot i predicts the token at start + 1 + i, so
+every slot predicts one.
 
 Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (anchor included), i draft depth, d model.
 
@@ -37,13 +38,13 @@ class BlockDrafter(Drafter):
     """A DFlash block drafter and the head on top of it.
 
     Attributes:
-      layers: sizes of the drafter's own decoder layers.
+      layers: sizes of the drafter's decoder layers.
       block_size: length of the drafted block, anchor included; draft depths run 1 .. block_size - 1, or
         1 .. block_size if shifted.
       mask_token_id: the token that fills the block's open slots.
       taps: 0-based verifier layers whose output (residual stream) it reads, in file order.
-      num_target_layers: number of layers of the verifier that it was trained for; None: its files do not say.
-      shifted: whether a slot predicts the token after the one at its position (`shift_label`, `sample_from_anchor`).
+      num_target_layers: number of layers of the verifier that it was trained for; None: its files do not state it.
+      shifted: whether a slot predicts the token that follows its position (`shift_label`, `sample_from_anchor`).
       causal_layers: layers in which block slots see no later slots.
       sliding_layers: layers in which block slots see a window of the context.
       window: a slot at position p sees context positions above p - window; 0 without sliding layers.
@@ -51,16 +52,16 @@ class BlockDrafter(Drafter):
       conv_group: channels per group of the layers' convolutions (DFlash2); 0: none.
       head: name in `heads.HEADS`; it determines how a drafted token depends on those before it.
       head_rank: rank of a low-rank head; 256 in published files, and at most the drafter's width.
-      head_sizes: further sizes of the head, as its file defines; None: the usual ones.
-      draft_vocab_size: number of the verifier's tokens that it drafts, the weight `offsets`; 0: all.
-      owns_vocabulary: whether its files list these tokens, and have vectors of no others in their tables.
+      head_sizes: further sizes of the head, as its file defines; None: the default sizes.
+      draft_vocab_size: number of the verifier's tokens that it drafts, listed by the weight `offsets`; 0: all.
+      owns_vocabulary: whether its files list these tokens, and their tables have vectors of these alone.
       candidates: number of previous tokens kept per depth (M).
       children: number of likeliest next tokens kept after each of them (K).
-      shortlist: number of likeliest marginal tokens per depth; the second stage of a conditional head scores those of all
-        depths together. 0: the whole vocabulary.
+      shortlist: number of likeliest marginal tokens per depth; the second stage of a conditional head scores the
+        tokens of all depths together. 0: the whole vocabulary.
       ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram.join`).
-      verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
-      thinking: whether it was trained on answers with thinking; None: its files do not say.
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if not stated.
+      thinking: whether it was trained on answers with thinking; None: its files do not state it.
     """
 
     kind: ClassVar[str] = "block"

@@ -49,7 +49,7 @@ def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
     room = ROOM + 1 + plan.path_length
     if plan.drafts and plan.drafter.reads_prompt:
         # Such a drafter has read one token more than the prompt when longer prompts of the batch are still read.
-        room = max(room, 1 + plan.prefill.chunk)
+        room = max(room, 1 + plan.shared.prefill_chunk)
     return round_capacity(max(len(request.ids) for request in requests) + room)
 
 

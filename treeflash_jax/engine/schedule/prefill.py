@@ -55,7 +55,7 @@ class Prefill:
         scores: bool = False,
     ):
         tokens_bs, self._length_b, _ = batch
-        self._runner, self._first_b, self._plan = runner, first_b, replace(runner.plan.prefill, scores_prompts=scores)
+        self._runner, self._first_b, self._plan = runner, first_b, replace(runner.plan.shared, scores_prompts=scores)
         length_b = sharding.to_host(self._length_b)
         earlier: tuple[Any, ...] = None, None
         unread = self._longest = int(np.max(length_b))
@@ -71,7 +71,7 @@ class Prefill:
             *batch,
             *earlier,
             runner.weights.processor,
-            plan=runner.plan.prefill,
+            plan=runner.plan.shared,
             dtype=runner.weights.dtype,
             can_cut=runner.can_cut,
         )
@@ -94,7 +94,7 @@ class Prefill:
     def read_all(self) -> DecodeState:
         """Reads the whole prompts; returns the state after them."""
         while not self.is_complete:
-            self.read(self._plan.passes)
+            self.read(self._plan.prefill_passes)
         return self.state
 
     def _read(self, passes: int) -> DecodeState:

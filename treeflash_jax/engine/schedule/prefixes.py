@@ -43,7 +43,7 @@ def copy_prefixes(
     source_a, count_a = np.zeros((2, num_rows), np.int32)
     preferred: list[int | None] = []
     for row, request in enumerate(requests):
-        count_b = count_reusable(state, request.ids, runner.plan.prefill.verifier.vocab_size)
+        count_b = count_reusable(state, request.ids, runner.plan.shared.verifier.vocab_size)
         source = int(np.argmax(count_b))
         is_reused = count_b[source] >= LEAST_REUSED and not request.settings.prompt_log_probs
         if is_reused:

@@ -121,7 +121,7 @@ class Scheduler:
         alternates = self.is_open and bool(self.slots.requests)
         if self.state is None and self.is_open:
             self.state = self._empty_state()
-        is_reading = self._read_prompts(1 if alternates else self.runner.plan.prefill.passes)
+        is_reading = self._read_prompts(1 if alternates else self.runner.plan.shared.prefill_passes)
         if alternates or not is_reading:
             self._run_rounds(1 if is_reading else max_rounds)
         done_b = sharding.to_host(self.state.done_b)
@@ -155,7 +155,7 @@ class Scheduler:
 
     def compile_programs(self) -> None:
         """Compiles the programs of the submitted requests, except for larger caches, without decoding."""
-        passes = self.runner.plan.prefill.passes
+        passes = self.runner.plan.shared.prefill_passes
         self._read_prompts(passes)
         self._run_rounds(0)
         if self.admission.waiting:
@@ -242,7 +242,7 @@ class Scheduler:
         """Returns the state of an open scheduler that holds nothing, and begins to compile the programs of its rounds."""
         runner = self.runner
         batch = self._make_batch([None] * self.slots.size, self._capacity)
-        how = {"plan": runner.plan.prefill, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
+        how = {"plan": runner.plan.shared, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
         state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **how)
         unit = jax.device_put(np.int32(1))
         for form in (_replace_automata(state), state):

@@ -37,7 +37,7 @@ class Session:
 
     def keep_caches(self, runner: Runner, state: DecodeState) -> None:
         """Keeps the state of a batch whose slot 0 has decoded the answer."""
-        self._last = state, runner.plan.prefill, [*map(weakref.ref, _arrays(runner.weights))]
+        self._last = state, runner.plan.shared, [*map(weakref.ref, _arrays(runner.weights))]
 
     def take_caches(self, runner: Runner, request: Request, capacity: int) -> PrefixCaches | None:
         """Takes the caches out of the session, for a prompt in slot 0 that begins like their text; None if it does not.
@@ -54,13 +54,13 @@ class Session:
             return None
         state, plan, arrays = last
         same_arrays = [id(array()) for array in arrays] == [id(array) for array in _arrays(runner.weights)]
-        if plan != runner.plan.prefill or not same_arrays:
+        if plan != runner.plan.shared or not same_arrays:
             return None
         count_b = np.zeros(state.end_b.size, int)
         count_b[0] = count_reusable(state, request.ids, plan.verifier.vocab_size)[0]
         if not count_b[0]:
             return None
-        capacity = max(capacity, state.capacity, round_capacity(len(request.ids) + plan.chunk))
+        capacity = max(capacity, state.capacity, round_capacity(len(request.ids) + plan.prefill_chunk))
         if state.capacity < capacity:
             state = runner.call(loops.grow_caches, state, capacity=capacity)
         return PrefixCaches(state.cache, state.drafter, count_b, capacity)

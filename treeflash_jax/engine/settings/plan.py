@@ -12,7 +12,7 @@ from treeflash_jax.acceptance import check_lossless
 from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.devices import Device
 from treeflash_jax.core.settings import changed, field_names
-from treeflash_jax.decoding.state import DecodePlan, PrefillPlan
+from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
@@ -54,11 +54,11 @@ def resolve(
     kernels.check_device("kernels", config.kernels, device)
     attention = config.attention or defaults.choose_attention(device, dtype, head_dims)
     table = defaults.of_device(device, dtype)
-    prefill = PrefillPlan(
+    shared = SharedPlan(
         verifier=verifier,
-        attention=config.attention or table.prefill_attention,
-        chunk=defaults.choose_prefill_chunk(device),
-        passes=table.prefill_passes,
+        prefill_attention=config.attention or table.prefill_attention,
+        prefill_chunk=defaults.choose_prefill_chunk(device),
+        prefill_passes=table.prefill_passes,
         kernels=config.kernels,
         stacks_cache=attention in kernels.KERNELS["attention"],
         residual_dtype=defaults.choose_residual_dtype(device, dtype),
@@ -66,7 +66,7 @@ def resolve(
         top_log_probs=config.top_log_probs,
         expected_lengths=config.expected_lengths,
     )
-    plan = DecodePlan(prefill=prefill, attention=attention)
+    plan = DecodePlan(shared=shared, attention=attention)
     if config.builder == "none":
         return plan
     if reason := _why_plain(config, drafter, dtype, device, sequences):
@@ -89,8 +89,8 @@ def resolve(
     by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, nodes, table)
     draft = drafter.configured(**by_device | given)
     nodes = builder.size(draft.num_depths, nodes, shape)
-    prefill = replace(prefill, drafter=drafter)
-    return replace(plan, prefill=prefill, drafter=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
+    shared = replace(shared, drafter=drafter)
+    return replace(plan, shared=shared, drafter=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
 
 
 def _why_plain(config: GenerateConfig, drafter: Drafter | None, dtype: Any, device: Device, sequences: int) -> str | None:

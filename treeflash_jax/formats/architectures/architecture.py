@@ -44,7 +44,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model family. A key of its config.json is used, inert, in `keys.NUMERIC_KEYS` and refused, or warned of.
+    """One model family. A key of its config.json is read, inert, refused (`keys.NUMERIC_KEYS`) or ignored with a warning.
 
     Attributes:
       model_type: `model_type` in config.json and in ModelConfig.
@@ -65,8 +65,8 @@ class Architecture:
       rope_theta: base of the rotary embedding if a file does not state it.
       rope: other rope settings of a file that states none, by their keys.
       adapt_tensors: function of a config and a file's tensors by name; renames, splits or leaves out tensors, and returns
-        those that `layer` and `outside` name.
-      mtp: location on disk of the weights of a layer of multi-token prediction, without those of its decoder layer; {}:
+        the tensors that `layer` and `outside` name.
+      mtp: location on disk of the weights of a layer of multi-token prediction besides its decoder layer; {}:
         files of the family have no such layer.
       is_written: whether files of the family can be written.
       layouts: alternatives to `layer`; the names of a file's tensors determine which one it has.

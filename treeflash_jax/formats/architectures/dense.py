@@ -91,7 +91,7 @@ OUTSIDE = {
 
 
 def _check_head_dim(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for another head_dim than hidden_size / num_heads, on whose meaning readers of Qwen2 disagree."""
+    """Raises ValueError for head_dim other than hidden_size / num_heads: readers of Qwen2 disagree on its meaning."""
     head_dim, heads, width = (fields[name] for name in ("head_dim", "num_heads", "hidden_size"))
     keys.expect(head_dim * heads == width, "head_dim", head_dim, f"hidden_size {width} over {heads} heads")
     return {}

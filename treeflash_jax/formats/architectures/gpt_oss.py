@@ -74,7 +74,7 @@ class EverySecond:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Weights of experts [x, rows, columns], expanded where they are read: FP4 of an index times a power of two."""
+    """Weights of experts [x, rows, columns], expanded when they are read: FP4 of an index times a power of two."""
 
     blocks: Any
     scales: Any
@@ -104,7 +104,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Splits gate and up, and joins blocks with their scales. Raises ValueError for other shapes, or types than bytes."""
+    """Splits gate and up, and joins blocks with their scales. Raises ValueError for other shapes or types."""
     kept: dict[str, Any] = {}
     for name, tensor in tensors.items():
         stem, joined, part = name.partition("gate_up_proj")

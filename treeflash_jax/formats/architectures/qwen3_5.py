@@ -108,7 +108,7 @@ def _derive_sparse(keys: Keys, fields: Mapping[str, Any], experts: int) -> dict[
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a matrix, in an order of their own."""
+    """Some rows of a matrix, in any order."""
 
     tensor: Any
     rows: np.ndarray

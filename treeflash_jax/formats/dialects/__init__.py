@@ -31,7 +31,7 @@ DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 def recognise(path: Path, keys: Keys, part: str) -> Dialect:
     """Returns the dialect of a folder or file that holds this part, "verifier" or "drafter".
 
-    A verifier read as a drafter is a language model that drafts or, in a family whose files have one, the layer of
+    A verifier's files read as a drafter are a language model that drafts or, if the family has one, the layer of
     multi-token prediction. Raises ValueError for a drafter read as a verifier, or a model that is not implemented.
     """
     dialect = next(dialect for dialect in reversed(DIALECTS.values()) if dialect.recognises(path, keys))

@@ -45,7 +45,7 @@ class BlockFolder(Dialect):
     Attributes:
       projectors: values of `projector_type`; the first holds for files without the key.
       head_keys: keys of the head in dflash_config.
-      shifted: alignment of files that do not state it; None: they have to.
+      shifted: alignment of files that do not state it; None: files must state it.
       inert: prefixes of tensors without effect on drafts, such as confidence heads.
       renamed: patterns of tensors' names in some files, with what replaces them.
     """
@@ -94,7 +94,7 @@ class BlockFolder(Dialect):
         if shifted is None:
             why = "whether slot i of the block predicts draft depth i (true) or i - 1 (false)"
             raise ValueError(f"{keys.where}: got no shift_label in dflash_config, expected {why}")
-        causal = sliding  # of files that do not say it
+        causal = sliding  # if files do not state it
         table, key = find_key((dflash, "causal_head"), (dflash, "causal"), (keys, "is_causal"))
         if key in table:
             causal = tuple(range(layers.num_layers)) if table.truth(key) else ()

@@ -45,7 +45,7 @@ class Dialect:
         raise NotImplementedError
 
     def copies(self, config: Any) -> dict[str, str]:
-        """Returns tensors that files may have as copies of the verifier's: the name in the verifier's specs, by theirs."""
+        """Returns the copies of the verifier's tensors: names in the verifier's specs, by their names in files."""
         return {}
 
     @contextmanager
@@ -86,7 +86,7 @@ class Dialect:
 
 
 def read_our_fields(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Returns the fields of a drafter with these names that its config.json states, those of OUR_FIELDS or "thinking"."""
+    """Returns the named fields of a drafter that its config.json states: fields of OUR_FIELDS, or "thinking"."""
     keys = keys.table(OUR_KEY)
     keys.check_known(names)
     whole = partial(keys.whole, most=MAX_NODES)

@@ -1,12 +1,12 @@
 """EAGLE-3 drafters in the forms they are published in.
 
     eagle3       layer under "midlayer."; EAGLE repository, AngelSlim, SpecForge
-    speculators  layer under "layers.0.", sizes in `transformer_layer_config`; the one that is written
+    speculators  layer under "layers.0.", sizes in `transformer_layer_config`; the form that is written
     deepspec     layer under "layers.0.", sizes beside `ttt_length`
 
 They disagree in what layer ids and `norm_output` mean. Ids are outputs of layers here; speculators files count the input of
 the layer after. Where no ids are given, inputs 2, L // 2 and L - 3 are read. In speculators files `norm_output` means that
-the next step is fed the normalised output; in SpecForge's, that the vocabulary table reads it normalised, as always.
+the next step reads the normalised output; in SpecForge's files, that the vocabulary table does, which it always does.
 
 Source: SafeAILab/EAGLE, Tencent/AngelSlim, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec.
 """
@@ -50,11 +50,11 @@ class Eagle3(Dialect):
     kind = "eagle3"
     marks: tuple[str, ...] = ("draft_vocab_size",)
     prefix = "midlayer."
-    layer_type: str | None = "llama"  # of files that do not name the layer's model_type; None refuses them
+    layer_type: str | None = "llama"  # if files do not name the layer's model_type; None refuses them
     ids_key = "eagle_aux_hidden_state_layer_ids"
     ids_are_inputs = False
     is_nested = False  # the sizes of the layer are in an object inside config.json
-    norm_is_optional = False  # `norm_output` tells whether the next step is fed the normalised output
+    norm_is_optional = False  # whether `norm_output` means that the next step reads the normalised output
     known: tuple[str, ...] = (  # keys beside the layer's
         *"draft_vocab_size eagle_config target_model_type target_hidden_size num_target_layers auto_map".split(), *OPTIONS
     )  # fmt: skip
@@ -148,7 +148,7 @@ class Speculators(Eagle3):
 
 
 class DeepSpec(Eagle3):
-    """Files of DeepSpec, which draft from the whole vocabulary with tables of their own."""
+    """Files of DeepSpec: drafters with embedding and vocabulary tables, which draft from the whole vocabulary."""
 
     name = "deepspec"
     marks = ("target_layer_ids", "ttt_length")

@@ -19,7 +19,7 @@ PREFIX = "mtp."
 
 
 class Mtp(Dialect):
-    """The dialect of such a layer, for the families whose architecture locates it (`Architecture.mtp`)."""
+    """The dialect of layers of multi-token prediction, for families with `Architecture.mtp`."""
 
     name = "mtp"
     part = "drafter"

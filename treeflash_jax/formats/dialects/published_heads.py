@@ -35,7 +35,7 @@ class Domino(BlockFolder):
     projectors = ("domino",)
     known = (*BlockFolder.known, "emb_dim")
     head_keys = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
-    shifted = None  # the class's default is not what training writes
+    shifted = None  # the class's default differs from what training writes
     inert = ("confidence_head.",)
     renamed = {r"^logit_head\.": ""}
 
@@ -48,7 +48,7 @@ class Domino(BlockFolder):
 
 
 class DSpark(BlockFolder):
-    """The dialect of DSpark drafters: SpecForge's and ModelOpt's; DeepSpec's have the keys at top level."""
+    """The dialect of DSpark drafters by SpecForge and ModelOpt, and by DeepSpec with the keys at top level."""
 
     name = "dspark"
     projectors = ("dspark",)

@@ -1,4 +1,4 @@
-"""Drafters of vLLM's speculators library, which name their verifier: what they share, and block drafters among them.
+"""Drafters of vLLM's speculators library, which name their verifier: shared parts, and block drafters.
 
 Slots of sliding layers see the window of positions before the anchor.
 
@@ -26,7 +26,7 @@ KEYS = tuple(  # of drafters of every kind
     speculators_version target_hidden_size tie_word_embeddings torch_dtype transformer_layer_config
     transformers_version""".split()
 )
-VERSION = "0.7.0"  # of the library whose config.json is written
+VERSION = "0.7.0"  # of the library, in a config.json that is written
 
 
 def read_verifier(keys: Keys) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ class SpeculatorsDFlash(SpeculatorsBlock, DFlash):
 
 
 class SpeculatorsDSpark(SpeculatorsBlock, DSpark, DFlash):
-    """DSpark drafters. Those with a low-rank head and no state are written."""
+    """DSpark drafters. Only drafters with a low-rank head and no state can be written."""
 
     name = "speculators-dspark"
     algorithm = "dspark"

@@ -1,6 +1,6 @@
 """Forms in which models write their answers: thoughts, calls of functions and text. A file for each form.
 
-They know no protocol of a server: what they read are parts, what they demand are structural tags.
+They do not depend on a server's protocol: answers are read as parts, and constrained by structural tags.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from treeflash_jax.formats.messages.harmony import Harmony
 from treeflash_jax.formats.messages.message_format import MessageFormat
 from treeflash_jax.formats.messages.tagged_messages import TaggedMessages
 
-FORMATS: tuple[type[MessageFormat], ...] = (Harmony, TaggedMessages)  # the first one whose template it is
+FORMATS: tuple[type[MessageFormat], ...] = (Harmony, TaggedMessages)  # the first form that recognises a template is used
 
 
 def find_format(tokenizer: Any) -> MessageFormat:

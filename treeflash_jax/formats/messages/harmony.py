@@ -1,4 +1,4 @@
-"""Harmony, the form of gpt-oss: messages with channels, recipients and ends, each of which is a token of its own.
+"""Harmony, the form of gpt-oss: messages with channels, recipients and ends, each marked by a token of its own.
 
 <|start|>assistant<|channel|>analysis<|message|>...<|end|>, then the same with channel final and <|return|>, or with channel
 commentary, a recipient to=functions.NAME and <|call|>. Source: OpenAI, "OpenAI Harmony Response Format".
@@ -79,14 +79,14 @@ class Harmony(MessageFormat):
         return sequence(const(begin), content)
 
     def _header(self, prompt_ids: Sequence[int]) -> str | None:
-        """Returns what the prompt has of the header of a message; None behind it, and without one."""
+        """Returns the part of a message's header that the prompt has; None after a whole header, and without any."""
         text = self.tokenizer.inner.decode(prompt_ids[-16:])
         header = text.rpartition(START)[2]
         return header if START in text and MESSAGE not in header else None
 
 
 class ChannelReader(MessageReader):
-    """Reads channels token by token; what the prompt has begun of a message belongs to the answer."""
+    """Reads channels token by token; a message that the prompt has begun belongs to the answer."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]):
         self.num_calls = 0

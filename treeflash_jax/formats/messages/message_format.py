@@ -70,7 +70,7 @@ class MessageReader(ABC):
 
 
 class MessageFormat(ABC):
-    """A form of messages, of models with a chat template. It may keep nothing of an answer: its readers do.
+    """A form of messages for models with a chat template. It has no state; the readers of answers do.
 
     Args:
       tokenizer: a `Tokenizer`.
@@ -89,7 +89,7 @@ class MessageFormat(ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer, besides those that the model's files name."""
+        """Ids that end an answer, in addition to the ids in the model's files."""
         return ()
 
     @classmethod
@@ -124,7 +124,7 @@ class MessageFormat(ABC):
         Args:
           content: structure of the content; None for any text.
           functions: functions that the answer may call.
-          is_forced: whether it has to call one, in place of content.
+          is_forced: whether it has to call a function instead of having content.
           is_parallel: whether it may have several calls.
         """
 
@@ -146,7 +146,7 @@ def either(*elements: Tag) -> Tag:
 
 
 def parse_value(text: str) -> Any:
-    """Returns the value of JSON, or of the Python literal that models write in its place. Raises ValueError."""
+    """Returns the value of JSON, or of the Python literal that models write instead. Raises ValueError."""
     try:
         return parse_json(text)
     except ValueError:

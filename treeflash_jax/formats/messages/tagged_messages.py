@@ -31,7 +31,7 @@ PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?((?:(?!</?parameter\b).)*)</par
 
 
 class TaggedMessages(MessageFormat):
-    """Answers with tags. Without tags in the template, an answer is text, so that this form fits every template."""
+    """Answers with tags. Without tags in the template, an answer is plain text: this form fits every template."""
 
     def __init__(self, tokenizer: Any, template: str):
         super().__init__(tokenizer, template)
@@ -93,7 +93,7 @@ class TagReader(MessageReader):
     """Splits a growing text at its tags.
 
     A call is a part when its block ends; a block that does not parse, or does not end, stays text. Thoughts are at the
-    beginning only. Read as well: calls inside thoughts, and <function=NAME> without <tool_call> around it.
+    beginning only. Calls inside thoughts, and <function=NAME> without <tool_call> around it, are read as well.
     """
 
     def __init__(self, *, reads_thoughts: bool, functions: Sequence[Function], begins_in_thought: bool = False):
@@ -101,7 +101,7 @@ class TagReader(MessageReader):
         self._functions = functions
         self._reads_thoughts = reads_thoughts
         self._block = THINK if begins_in_thought else None
-        self._around: tuple[str, str] | None = None  # the block around that of a call
+        self._around: tuple[str, str] | None = None  # the block around the block of a call
         self._buffer = ""
         self._searched = 0  # characters of the buffer in which the block does not end
         self._is_start = begins_in_thought  # of a part after a tag, whose white space is dropped

@@ -9,19 +9,17 @@ A kernel is a file of this folder and a line of KERNELS. The file, imported at f
 the same in words. A CPU interprets kernels, slowly.
 """
 
-import functools
 import importlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from treeflash_jax.core.checks import warn
 from treeflash_jax.core.devices import Device
 
 HOPPER = ("NVIDIA H100", "NVIDIA H200")
-logger = logging.getLogger("treeflash_jax")
 
 
 @dataclass(frozen=True)
@@ -79,14 +77,14 @@ def find(operation: str, *operands: Any, name: str | None = None) -> Callable[..
     kernel = KERNELS[operation][name]
     if jax.__version_info__ < kernel.oldest_jax:
         version = ".".join(map(str, kernel.oldest_jax))
-        say_once(f"{operation}: kernel {name!r} needs jax {version}; the plain form runs instead")
+        warn(f"{operation}: kernel {name!r} needs jax {version}; the plain form runs instead")
         return None
     module = importlib.import_module(f"{__name__}.{kernel.module}")
     if not module.supports(*operands):
-        say_once(f"{operation}: kernel {name!r} takes {module.TAKES}; for anything else the plain form runs")
+        warn(f"{operation}: kernel {name!r} takes {module.TAKES}; for anything else the plain form runs")
         return None
     if not kernel.has_run:
-        say_once(f"{operation}: kernel {name!r} never ran on the device that it was written for")
+        warn(f"{operation}: kernel {name!r} never ran on the device that it was written for")
     return module.run
 
 
@@ -96,9 +94,3 @@ def check_device(setting: str, name: str | None, device: Device) -> None:
         if name in kernels and not kernels[name].runs_on(device):
             chips = " or ".join(filter(None, kernels[name].chips)) or f"a {kernels[name].backend}"
             raise ValueError(f"got {setting} {name!r} on {device.kind or device.backend}, expected {chips}; leave it out")
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    """Logs a line unless this process did before."""
-    logger.warning(line)

@@ -71,11 +71,11 @@ def draw_tokens(
 
     An i.i.d. draw is argmax(log q + noise of its place). Siblings without replacement are the largest entries of
     log q + noise of their parent, in decreasing order: the first is distributed as q, each later one as q without the
-    earlier ones. Tokens that end their branch are admitted if `shape.leaves` says so, if the outline has no children
+    earlier ones. Tokens that end their branch are admitted if `shape.leaves` is true, if the outline has no children
     below, or if no token continues.
 
     Args:
-      inputs: inputs of the builder; their noise is for at least as many nodes as the outline has places.
+      inputs: inputs of the builder, with noise for every place of the outline or more.
       ranks: maximal number of children of a node drawn without replacement; static.
       skeleton: places 1 to `skeleton` are deterministic and tested after their sampled siblings; static.
       deepest: maximal depth of the places of any sequence; static. None: unknown.
@@ -123,7 +123,7 @@ def _offered(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the children of every place with log p, and the distribution log q of its draws; all [b, n, c]."""
     tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
-    # An entry without a child may name a token that another one offers, whose probability the rules would count twice.
+    # An entry without a child may repeat the token of another entry; the rules would count its probability twice.
     tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
     free_bnc = jnp.isfinite(log_p_bnc) & ~barred_bnc
     open_bnc = free_bnc & expander.continues(depth, state_bn)
@@ -138,7 +138,7 @@ def _offered(
 def _below(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns places whose sampled children have children in the outline [b, n], and entries that are not drawn [b, n, c].
 
-    Not drawn are deterministic children, and all entries of places without sampled children.
+    Deterministic children are not drawn, nor any entry of a place without sampled children.
     """
     parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
     places = jnp.arange(parent_bn.shape[1], dtype=jnp.int32)

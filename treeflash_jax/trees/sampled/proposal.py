@@ -18,7 +18,7 @@ class Proposal:
     children have probability 0 under it: they were chosen before anything was drawn.
 
     Attributes:
-      support_bnc: possible token ids of a node's children: distinct, besides entries of NO_TOKEN.
+      support_bnc: possible token ids of a node's children: distinct, except for entries of NO_TOKEN.
       log_q_bnc: their log-probabilities; -inf for tokens that could not be drawn, and for nodes without draws.
       node_bx: the node of each draw, in the order of the tests; i.i.d. duplicates share a node but are tested with
         multiplicity. 0 (the root) if there was no draw.

@@ -24,7 +24,7 @@ class Unembed:
     """The verifier's tables and the drafter's final norm, for heads.
 
     Attributes:
-      unembed_vd: the verifier's vocabulary table, or that of a draft vocabulary.
+      unembed_vd: vocabulary table of the verifier or of a draft vocabulary.
       ids_v: the verifier's ids of a draft vocabulary; None: the table is the verifier's.
     """
 
@@ -69,7 +69,7 @@ class Head(ABC):
     Attributes:
       file_name: `ar_approximation` in a TreeFlash drafter's config.json; None: no head.
       entries: location of each weight in a file, by name.
-      scored: names of tables with a vector for each drafted token; `expand` reads those of the candidates only.
+      scored: names of tables with a vector for each drafted token; `expand` reads only the candidates' vectors.
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       reads_context: whether it reads `Block.context_bd`.
       trains_candidates: whether `logits` of tokens that are no candidates are -inf.
@@ -88,7 +88,7 @@ class Head(ABC):
         return type(self).logits is not Head.logits
 
     def sizes(self, drafter: Any) -> Any:
-        """Returns `drafter.head_sizes`, or the usual ones: a frozen dataclass; None for a head without further sizes."""
+        """Returns `drafter.head_sizes`, or the default sizes: a frozen dataclass; None for a head without further sizes."""
         return None
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Head(ABC):
     ) -> jax.Array:
         """Returns next-token logits [b, m, v] of block slots, given the token before each; for training.
 
-        The contexts are the drafted slots of blocks, `drafter.num_depths` of each block after one another.
+        The contexts are the drafted slots of blocks, block after block, `drafter.num_depths` of each.
         """
         raise NotImplementedError
 

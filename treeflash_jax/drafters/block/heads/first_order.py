@@ -52,9 +52,9 @@ class FirstOrderHead(Head):
     def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
         """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
 
-        Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth; depth 0 has one,
-        the anchor. Stage two: corrected hidden state, vocabulary, top K, for all 1 + (depths - 1) M contexts at once. A
-        child whose token is no candidate of its depth has no context to continue with and ends its branch.
+        Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth; depth 0 has
+        only the anchor. Stage two: corrected hidden state, vocabulary, top K, for all 1 + (depths - 1) M contexts at once.
+        A child whose token is no candidate of its depth has no context to continue with and ends its branch.
 
         With a shortlist, stage two reads the vocabulary table for the shortlisted tokens only, which saves the second pass
         over it. A child off the list is never drafted: the output stays exact, but fewer tokens may be accepted.
@@ -79,7 +79,7 @@ class FirstOrderHead(Head):
             tokens_bxc, log_probs_bxc = unembed.likeliest(corrected_bxd, drafter.children, temperature_b)
 
         def table(values_bxc: jax.Array) -> jax.Array:
-            """Returns [b, i, m, c] from [b, x, c]; the one context of depth 0 is repeated m times."""
+            """Returns [b, i, m, c] from [b, x, c]; the single context of depth 0 is repeated m times."""
             first = jnp.broadcast_to(values_bxc[:, :1], (batch, m, values_bxc.shape[2]))
             return jnp.concatenate([first, values_bxc[:, 1:]], axis=1).reshape(batch, depths, m, -1)
 

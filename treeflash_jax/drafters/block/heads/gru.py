@@ -2,8 +2,8 @@
 
     s_i = GRU(e(token before depth i), s_{i-1}), no biases;   logits_i = marginal_i + W silu(M [z_i; s_i])
 
-e is the verifier's embedding, z_i the final-normed hidden state of the slot. With W = 0 (how training starts) the head is
-the marginal one.
+e is the verifier's embedding, z_i the final-normed hidden state of the slot. With W = 0 (how training starts) the head
+equals the marginal head.
 
 Shape suffixes: as in path_head; y the gates r, z, n.
 

@@ -7,7 +7,7 @@
     lowrank-rnn    u = tanh(o), state' = g * state + (1 - g) * tanh(c), [g; c; o] = Wj [state; W1[a]; z] + b, sigmoid of g
 
 Vectors of two tables are read instead of a second pass over the vocabulary: the candidates of a depth are the likeliest
-tokens of its marginal. With W2 = 0 (how training starts) the head is the marginal one.
+tokens of its marginal. With W2 = 0 (how training starts) the head equals the marginal head.
 
 Shape suffixes: b batch, i draft depth, m contexts (slot, previous token), x candidates of a depth, c children kept, d
 model, k rank, v vocabulary; `...` is any leading axes.

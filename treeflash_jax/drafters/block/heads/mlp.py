@@ -3,7 +3,7 @@
     h+ = h + W_d (silu(g) * u),   (u, g) = W_ug [RMSNorm(e); RMSNorm_final(h)] + b
 
 W_ug is kept as its token and hidden halves: the hidden half is computed once per slot, not once per context.
-With W_d = 0 (how training starts) the head is the marginal one.
+With W_d = 0 (how training starts) the head equals the marginal head.
 
 Shape suffixes: b batch, q block slots, x contexts (slot, previous token), d model, f ffn, y = (u, g).
 

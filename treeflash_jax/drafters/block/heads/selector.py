@@ -3,7 +3,7 @@
     logits(v | previous token a) = marginal(v) + <A[a] * P z, B[v]>
 
 Only the `top_k` likeliest tokens of a depth are candidates; in trees, they share the mass that they have in the marginal.
-z is the final-normed hidden state of the slot. With B = 0 the head is the marginal one.
+z is the final-normed hidden state of the slot. With B = 0 the head equals the marginal head.
 
 Source: DFlash2, as in NeMo AutoModel and vLLM's speculators.
 """
