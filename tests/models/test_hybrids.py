@@ -34,7 +34,7 @@ def load(name: str, dtype: Any = jnp.float32) -> tuple[ModelConfig, dict, dict]:
 def run_pass(params, config, tokens_bt, positions_bt, mask_btu, cache):
     taps = (0, 1) if config.delta is None else (0, 4, 6)  # of the fixtures
     out = verifier.forward(params, config, tokens_bt, positions_bt, mask_btu, cache, taps=taps)
-    return out, verifier.logits(params, out.hidden_btd)
+    return out, verifier.logits(params, config, out.hidden_btd)
 
 
 commit = jax.jit(caches.commit)
@@ -146,7 +146,7 @@ def test_the_kernel_for_tpus_is_a_choice():
     with kernels.use("pallas-tpu"):
         lowered = run.lower(params, **inputs)
     assert "gated_delta_rule" in lowered.as_text(debug_info=True)
-    logits = verifier.logits(params, lowered.compile()(params, **inputs).hidden_btd)
+    logits = verifier.logits(params, config, lowered.compile()(params, **inputs).hidden_btd)
     np.testing.assert_allclose(logits[0], expected["tree_logits0"], atol=ATOL)
 
 

@@ -55,6 +55,11 @@ def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: Any = Non
     return sharding.constrain(logits, ("batch",) + (None,) * (logits.ndim - 2) + ("vocab",))
 
 
+def cap(logits: jax.Array, most: float) -> jax.Array:
+    """Returns most * tanh(logits / most), computed in float32 at least; 0: the logits as they are."""
+    return (most * jnp.tanh(_wide(logits) / most)).astype(logits.dtype) if most else logits
+
+
 def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Returns the k largest entries of [..., v] and their ids, largest first, lower id first among equals."""
     mesh = _vocab_mesh(scores.shape[-1])

@@ -240,7 +240,7 @@ def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
         layers = replace(verifier, num_layers=num_layers)
     else:
         layers = ModelConfig(**{name: getattr(verifier, name) for name in sizes.split()}, num_layers=num_layers)
-    is_scaled = layers.rope.kind == "yarn" or layers.rope.fraction != 1
+    is_scaled = layers.rope.kind == "yarn" or layers.rope.fraction != 1 or layers.rope.attention_factor != 1
     return replace(layers, rope=Rope(theta=layers.rope.theta)) if is_scaled else layers
 
 
