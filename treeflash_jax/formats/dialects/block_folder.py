@@ -81,6 +81,7 @@ class BlockFolder(Dialect):
         layers = architectures.recognise(keys).read(keys, {*self.known, *ALIGNMENT})
         keys.expect(not layers.num_experts, "a drafter of model_type", layers.model_type, "one without experts")
         keys.expect(not layers.delta, "a drafter of model_type", layers.model_type, "one of attention layers")
+        keys.expect(not layers.sizes, "a drafter of model_type", layers.model_type, "one whose layers have the same sizes")
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)
         else:
