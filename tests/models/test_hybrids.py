@@ -187,6 +187,22 @@ def test_the_kernel_for_tpus_is_a_choice():
     np.testing.assert_allclose(logits[0], expected["tree_logits0"], atol=ATOL)
 
 
+def widened(spec: parameters.Spec, x: Any) -> jax.Array:
+    """A weight in int8 as its numbers."""
+    return x.values * jnp.expand_dims(x.scale, spec.inputs) if isinstance(x, quantized.Quantized) else x
+
+
+@pytest.mark.parametrize("name", ["gemma4_moe", "gemma4_edge"])
+def test_quantised_gemma(name):
+    """In int8, the answers are those of its rounded numbers; in FP8, nearly those of the file."""
+    config, _, expected = load(name)
+    rounded, narrow = (model_files.load_verifier(DATA / "hybrid" / name, quantize=x)[1] for x in ("int8", "fp8"))
+    same = jax.tree.map(widened, verifier.specs(config), rounded, is_leaf=parameters.is_spec)
+    want, got, near = (read_prompt(weights, config, expected["prompt0"])[0] for weights in (same, rounded, narrow))
+    np.testing.assert_allclose(got, want, atol=ATOL)
+    assert np.corrcoef(near.ravel(), expected["logits0"].ravel())[0, 1] > 0.98
+
+
 def test_int8_rounds_the_maps_and_nothing_else():
     config, _, expected = load("qwen3_5")
     rounded = model_files.load_verifier(DATA / "hybrid" / "qwen3_5", quantize="int8")[1]
@@ -195,9 +211,6 @@ def test_int8_rounds_the_maps_and_nothing_else():
     assert wide == {
         "attention_norm", "mlp_norm", "conv", "log_rate", "time_bias", "gated_norm", "q_norm", "k_norm",
     }  # fmt: skip
-
-    def widened(spec, x):
-        return x.values * jnp.expand_dims(x.scale, spec.inputs) if isinstance(x, quantized.Quantized) else x
 
     same = jax.tree.map(widened, verifier.specs(config), rounded, is_leaf=parameters.is_spec)
     want, _, _ = read_prompt(same, config, expected["prompt0"])

@@ -5,11 +5,12 @@ They know no protocol of a server: what they read are parts, what they demand ar
 
 from typing import Any
 
+from treeflash_jax.formats.messages.gemma import Gemma
 from treeflash_jax.formats.messages.harmony import Harmony
 from treeflash_jax.formats.messages.message_format import MessageFormat
 from treeflash_jax.formats.messages.tagged_messages import TaggedMessages
 
-FORMATS: tuple[type[MessageFormat], ...] = (Harmony, TaggedMessages)  # the first one whose template it is
+FORMATS: tuple[type[MessageFormat], ...] = (Harmony, Gemma, TaggedMessages)  # the first one whose template it is
 
 
 def find_format(tokenizer: Any) -> MessageFormat:
