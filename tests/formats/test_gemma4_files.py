@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from published_configs import parse, without
 from refusals import refused
 
 import treeflash_jax as tf
-from treeflash_jax.formats import model_files
+from treeflash_jax.formats import dialects, model_files
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import KindSizes, Rope
 
@@ -100,13 +101,19 @@ def test_refused_configs(raw, words):
     refused(lambda: parse("verifier", raw), *words)
 
 
-def test_drafters_for_gemma_with_a_cap_are_refused_by_name():
-    """Block drafters embed without the factor, and have no cap, so far."""
-    drafter = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0]}, "block_size": 4, "num_target_layers": 6}
+def test_block_drafters_for_gemma(tmp_path):
+    """They embed with the verifier's factor, and have the cap that their files state, in either place."""
     qwen = json.loads((DATA / "conformance" / "c_dflash" / "drafter" / "config.json").read_text())
-    refused(lambda: parse("drafter", qwen | {"final_logit_softcapping": 30.0}), "final_logit_softcapping")
-    gemma = without(TEXT, "layer_types", "per_layer_config") | SIZES
-    refused(lambda: parse("drafter", gemma | drafter), "a drafter of model_type 'gemma4_text'")
+    outside = parse("drafter", qwen | {"final_logit_softcapping": 30.0})
+    inside = parse("drafter", qwen | {"dflash_config": qwen["dflash_config"] | {"final_logit_softcapping": 30.0}})
+    assert outside.logit_cap == 30.0 and inside == outside == parse("drafter", dialects.DIALECTS["dflash"].to_hf(outside))
+    refused(lambda: parse("drafter", qwen | {"final_logit_softcapping": -1.0}), "final_logit_softcapping", "above 0")
+    sizes = {"hidden_size": outside.layers.hidden_size, "vocab_size": outside.layers.vocab_size}
+    gemma = replace(parse("verifier", RAW["gemma4"]), **sizes, num_layers=outside.num_target_layers)
+    assert outside.fitted(gemma).embedding_factor == gemma.embedding_factor > 1
+    config = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0]}, "block_size": 4, "num_target_layers": 6}
+    same_sizes = without(TEXT, "layer_types", "per_layer_config") | SIZES
+    refused(lambda: parse("drafter", same_sizes | config), "a drafter of model_type 'gemma4_text'")
 
 
 @pytest.mark.filterwarnings("error")

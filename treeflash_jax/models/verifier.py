@@ -32,7 +32,8 @@ class Output:
       hidden_btd: hidden states after the final norm; `logits` turns chosen positions into logits.
       features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order;
         of width 0 without taps.
-      new: results of the layers for the new positions, for `caches.commit`: keys and values of attention.
+      new: results of the layers for the new positions, for `caches.commit`: keys and values of attention. It ends with the
+        last layer that keeps a state, as `Cache.layers` does, and has None for earlier ones that keep none.
     """
 
     hidden_btd: jax.Array
@@ -111,7 +112,7 @@ def forward(
       taps: 0-based layers whose outputs are returned.
       residual_dtype: dtype of the residual stream and of `hidden_btd`; None: that of the weights.
     """
-    x_btd = sharding.constrain(embed(params, config, tokens_bt), ("batch", None, None))
+    x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt, config.embedding_factor), ("batch", None, None))
     dtype = x_btd.dtype
     inputs_lbtp = layer_inputs(params, config, tokens_bt, x_btd)
     x_btd = x_btd.astype(residual_dtype or dtype)
@@ -120,12 +121,6 @@ def forward(
         params, config, x_btd, *where, earlier=earlier, taps=taps, attention=attention, inputs_lbtp=inputs_lbtp
     )
     return out.replace(features_btj=out.features_btj.astype(dtype))
-
-
-def embed(params: dict[str, Any], config: ModelConfig, tokens_bt: jax.Array) -> jax.Array:
-    """Returns the embeddings of tokens, [b, t, d], times the model's factor."""
-    x_btd = vocab.embed(params["embed"], tokens_bt)
-    return x_btd if config.embedding_factor == 1 else x_btd * jnp.asarray(config.embedding_factor, x_btd.dtype)
 
 
 def layer_inputs(
@@ -138,7 +133,7 @@ def layer_inputs(
     p, shape = config.layer_input_size, (*tokens_bt.shape, config.num_layers, config.layer_input_size)
     if not p:
         return [None] * config.num_layers
-    of_token_btlp = vocab.embed(params["input_embed"], tokens_bt).reshape(shape) * jnp.asarray(p**0.5, x_btd.dtype)
+    of_token_btlp = vocab.embed(params["input_embed"], tokens_bt, p**0.5).reshape(shape)
     mapped_btz = quantized.product("btd,zd->btz", x_btd, params["input_map"]) * config.hidden_size**-0.5
     normed_btlp = layers.norm(config, mapped_btz.reshape(shape), params["input_norm"])
     return jnp.moveaxis((normed_btlp + of_token_btlp) * 2**-0.5, 2, 0)
@@ -188,8 +183,8 @@ def run_layers(
 ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
     """Returns the final norm with the scale `norm_d`, the output of each layer, and its part of `Output.new`."""
     run = {kind: _make_layer(config.of_kind(kind), KINDS[kind], shared) for kind, shared in inputs.items()}
-    outputs, new = [], []
-    for index, (source, kind) in enumerate(zip(find_sources(config), config.kinds, strict=True)):
+    sources, outputs, new = find_sources(config), [], []
+    for index, (source, kind) in enumerate(zip(sources, config.kinds, strict=True)):
         state, earlier_positions = (None if x is None else x[source] for x in (states, earlier))
         if source != index:
             earlier_positions = join_positions(earlier_positions, new[source])
@@ -197,7 +192,7 @@ def run_layers(
             x_btd, new_positions = run[kind](all_weights[index], x_btd, state, earlier_positions, inputs_lbtp[index])
         outputs.append(x_btd)
         new.append(new_positions)
-    return layers.norm(config, x_btd, norm_d), outputs, new
+    return layers.norm(config, x_btd, norm_d), outputs, new[: max(sources) + 1]
 
 
 def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Callable[..., tuple[jax.Array, Any]]:

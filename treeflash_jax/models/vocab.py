@@ -27,8 +27,13 @@ from treeflash_jax.models.quantized import Quantized
 CHUNK_BYTES = 2**30  # limit for a device's logits if only their largest entries are used
 
 
-def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
-    """Returns embeddings of tokens, [..., d]."""
+def embed(table_vd: jax.Array | Quantized, ids: jax.Array, factor: float = 1.0) -> jax.Array:
+    """Returns embeddings of tokens, [..., d], times the factor, which is rounded to their dtype."""
+    vectors = _lookup(table_vd, ids)
+    return vectors if factor == 1 else vectors * jnp.asarray(factor, vectors.dtype)
+
+
+def _lookup(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     mesh = _vocab_mesh(table_vd.shape[0])
     if mesh is None:
         return quantized.lookup(table_vd, ids)
@@ -141,12 +146,17 @@ def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> 
 
 
 def likeliest(
-    table_vd: jax.Array | Quantized, hidden_btd: jax.Array, k: int, temperature_b: jax.Array, ids_v: jax.Array | None = None
+    table_vd: jax.Array | Quantized,
+    hidden_btd: jax.Array,
+    k: int,
+    temperature_b: jax.Array,
+    ids_v: jax.Array | None = None,
+    logit_cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the k likeliest tokens after each hidden state and their log-probabilities, [b, t, k] each.
 
-    `top_log_probs` of `unembed`, over at most CHUNK_BYTES of logits at a time. `ids_v` are the verifier's ids of a draft
-    vocabulary; None: the table is the verifier's.
+    `top_log_probs` of `cap` of `unembed`, over at most CHUNK_BYTES of logits at a time. `ids_v` are the verifier's ids of a
+    draft vocabulary; None: the table is the verifier's.
     """
     batch, positions = hidden_btd.shape[:2]
     mesh = sharding.current()
@@ -154,7 +164,8 @@ def likeliest(
     chunks = min(positions, -(-size // CHUNK_BYTES))
 
     def chunk_log_probs(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ids_bxk, log_probs_bxk = top_log_probs(unembed(table_vd, hidden_bxd), k, temperature_b[:, None, None])
+        logits_bxv = cap(unembed(table_vd, hidden_bxd), logit_cap)
+        ids_bxk, log_probs_bxk = top_log_probs(logits_bxv, k, temperature_b[:, None, None])
         return ids_bxk if ids_v is None else ids_v[ids_bxk], log_probs_bxk
 
     if chunks == 1:
