@@ -15,7 +15,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.models import verifier
-from treeflash_jax.models.config import DeltaSizes, ModelConfig, Rope
+from treeflash_jax.models.config import DeltaSizes, KindSizes, ModelConfig, Rope
 
 SIZES = {"candidates": 8, "children": 8}
 TREE = {"nodes": 8, "candidates": 4, "children": 4}
@@ -45,6 +45,26 @@ def with_windows_and_sinks(config: ModelConfig) -> ModelConfig:
         config, model_type="gpt_oss", layer_types=kinds[: config.num_layers], window=5,
         attention_sinks=True, qk_norm=False, qkv_bias=True, o_bias=True,
         num_experts=6, experts_per_token=2, expert_size=12, normalize_experts=True, expert_biases=True, swiglu_limit=0.7,
+    )  # fmt: skip
+
+
+def with_shared_layers(config: ModelConfig) -> ModelConfig:
+    """A verifier like the edge models of Gemma 4, with an expert part too: the last two of its four layers keep nothing."""
+    scale = dict(attention_factor=config.head_dim**0.25)
+    window = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, rope=Rope(**scale), intermediate_size=24)
+    full = window | dict(num_kv_heads=1, head_dim=2 * config.head_dim, keys_are_values=True)
+    full["rope"] = Rope(kind="proportional", fraction=0.5, attention_factor=(2 * config.head_dim) ** 0.25)
+    wide = {"intermediate_size": 48}
+    sizes = {
+        "sliding_attention": window, "full_attention": full,
+        "shared_sliding_attention": window | wide, "shared_full_attention": full | wide,
+    }  # fmt: skip
+    return replace(
+        config, model_type="gemma4_text", num_layers=4, layer_types=tuple(sizes), window=5, rope=Rope(**scale),
+        sizes=tuple((name, KindSizes(**x)) for name, x in sizes.items()), tie_embeddings=True,
+        value_norm=True, wide_norms=True, post_norms=True, layer_scalars=True, layer_input_size=3, activation="gelu",
+        embedding_factor=config.hidden_size**0.5, logit_cap=4.0,
+        num_experts=6, experts_per_token=2, expert_size=12, normalize_experts=True, dense_beside_experts=True,
     )  # fmt: skip
 
 
@@ -105,7 +125,7 @@ def read_texts(weights: Any, config: Any, tokens_bt: Any, **options) -> tuple[ve
     batch, size = tokens_bt.shape
     mask_btt = verifier.causal_mask(batch, size)
     out = verifier.forward(weights, config, tokens_bt, jnp.arange(size)[None], mask_btt, **options)
-    return out, verifier.logits(weights, out.hidden_btd)
+    return out, verifier.logits(weights, config, out.hidden_btd)
 
 
 def assert_greedy(model: TreeFlash, prompts: list[list[int]], results: list[Result]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with harmony's tokens, and a chat template with its channels."""
+"""A tokenizer of bytes with special tokens and a chat template: those of harmony, or others."""
 
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
@@ -11,9 +11,9 @@ TEMPLATE = """{%- for message in messages %}<|start|>{{ message.role }}<|message
 {%- if add_generation_prompt %}<|start|>assistant{% endif -%}{#- tools: <|channel|>commentary -#}"""
 
 
-def make() -> Tokenizer:
+def make(names: list[str] = NAMES, end: str = "<|return|>", template: str = TEMPLATE) -> Tokenizer:
     inner = Inner(models.BPE({character: byte for character, byte in BYTES_OF.items()}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|return|>", additional_special_tokens=NAMES)
-    fast.chat_template = TEMPLATE
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=end, additional_special_tokens=names)
+    fast.chat_template = template
     return Tokenizer(fast)

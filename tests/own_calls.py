@@ -9,16 +9,17 @@ from answers import make_pair
 from conftest import FEW_TOKENS, RANDOM_DRAFTER
 
 import treeflash_jax as tf
+from treeflash_jax.models.config import ModelConfig
 
 PLAIN = {"builder": "none"}
 LONGEST = 14  # tokens of an answer
 DRAFTED = {"nodes": 4, "candidates": 4, "children": 4}
 LAYERS = replace(FEW_TOKENS, num_layers=1)
-DRAFTER = replace(RANDOM_DRAFTER, layers=LAYERS, mask_token_id=11, taps=(0, 1), num_target_layers=2)
+DRAFTER = replace(RANDOM_DRAFTER, layers=LAYERS, mask_token_id=11, taps=(0, 1), num_target_layers=None)
 
 
-def few_tokens(mesh: Any = None) -> tf.TreeFlash:
-    return make_pair(FEW_TOKENS, DRAFTER, dtype=jnp.float64, mesh=mesh)
+def few_tokens(mesh: Any = None, verifier: ModelConfig = FEW_TOKENS) -> tf.TreeFlash:
+    return make_pair(verifier, DRAFTER, dtype=jnp.float64, mesh=mesh)
 
 
 @dataclass

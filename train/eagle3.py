@@ -210,7 +210,7 @@ def rollout_sums(
     input_bs = network.layer_input(weights, tables, next_bs, carried_bsd)
     first = network.keys_values(weights, input_bs, batch.positions_bt)
     step = jax.checkpoint(partial(_step, network=network, attention=attention))
-    score = jax.checkpoint(partial(_score, network=network))
+    score = jax.checkpoint(partial(_score, network=network, logit_cap=teacher.logit_cap))
 
     def chunk_sums(drawn: tuple[jax.Array, jax.Array]) -> Sums:
         index_bn, is_drawn_bn = drawn
@@ -246,10 +246,11 @@ def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_b
     return network.output(weights, input_bn, carried_bnd, position_bn, attend), new
 
 
-def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network) -> tuple[jax.Array, ...]:
+def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network, logit_cap: float) -> tuple[jax.Array, ...]:
     """Returns for one step, [b, n] each: loss, top-1 hits, overlap, and 1 if the verifier's top token can be drafted."""
     logits_bnv = network.logits(weights, tables, hidden_bnd)
     verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
+    verifier_bnv = vocab.cap(verifier_bnv, logit_cap)
     drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
     if ids_v is not None:
         known_bn = jnp.any(vocab.argmax(verifier_bnv)[..., None] == ids_v, axis=-1).astype(known_bn.dtype)

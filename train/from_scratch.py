@@ -79,7 +79,7 @@ def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any,
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     out = verifier.forward(params, model, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
     labels_bt, weights_bt = (jnp.roll(x_bt, -1, axis=1).at[:, -1].set(0) for x_bt in (batch.tokens_bt, batch.weights_bt))
-    loss_bt = losses.cross_entropy(verifier.logits(params, out.hidden_btd), labels_bt)
+    loss_bt = losses.cross_entropy(verifier.logits(params, model, out.hidden_btd), labels_bt)
     return {"loss": (jnp.sum(weights_bt * loss_bt), jnp.sum(weights_bt))}
 
 

@@ -129,10 +129,11 @@ def language_model_sums(
 
     @jax.checkpoint
     def chunk_sums(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:
-        logits_btv = counted(vocab.unembed(table, hidden_btd), sample)
+        logits_btv = counted(vocab.cap(vocab.unembed(table, hidden_btd), drafter.layers.logit_cap), sample)
         log_p_btv = None
         if settings.loss != "cross-entropy":
-            log_p_btv = losses.log_softmax(counted(vocab.unembed(verifier_table, verifier_btd), sample))
+            verifier_btv = vocab.cap(vocab.unembed(verifier_table, verifier_btd), verifier.logit_cap)
+            log_p_btv = losses.log_softmax(counted(verifier_btv, sample))
         loss_bt = losses.drafting_loss(settings.loss, logits_btv, labels_bt, log_p_btv)
         total = jnp.sum(weights_bt)
         sums = {"loss": (jnp.sum(weights_bt * loss_bt), total)}

@@ -84,7 +84,7 @@ class MtpNetwork:
         if gate_bnhe is not None:
             mixed_bnhe *= jax.nn.sigmoid(gate_bnhe)
         x_bnd = input_bn + layers.merge_heads(layer, mixed_bnhe)
-        x_bnd += layers.feed_forward(layer, sizes, layers.norm(sizes, x_bnd, layer["mlp_norm"]))
+        x_bnd += layers.feed_forward(layer, sizes, x_bnd)
         return layers.norm(sizes, x_bnd, weights["norm"])
 
     def _heads(self, weights: Any, input_bn: jax.Array, position_bn: jax.Array) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
     hidden_nd = jnp.repeat(text.hidden_btd[:, length - 1], samples, axis=0)
     kept = []
     for depth in range(depths):
-        logits_nv = verifier.logits(weights, hidden_nd[:, None])[:, 0].astype(jnp.float32)
+        logits_nv = verifier.logits(weights, config, hidden_nd[:, None])[:, 0].astype(jnp.float32)
         kept.append(jax.lax.top_k(jnp.mean(jax.nn.softmax(logits_nv), axis=0), KEPT))
         tokens_n1 = jax.random.categorical(jax.random.fold_in(key, depth), logits_nv)[:, None]
         mask = jnp.ones((samples, 1, 1), bool)

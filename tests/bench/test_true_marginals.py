@@ -19,7 +19,7 @@ def distributions(weights, ids_bt: jax.Array) -> jax.Array:
     """The verifier's distribution of the token after each text."""
     positions = jnp.broadcast_to(jnp.arange(ids_bt.shape[1]), ids_bt.shape)
     out = verifier.forward(weights, RANDOM_MODEL, ids_bt, positions, verifier.causal_mask(*ids_bt.shape))
-    return jax.nn.softmax(verifier.logits(weights, out.hidden_btd[:, -1]))
+    return jax.nn.softmax(verifier.logits(weights, RANDOM_MODEL, out.hidden_btd[:, -1]))
 
 
 def test_marginals_average_over_continuations():

@@ -19,6 +19,7 @@ from answers import (
     prefilled,
     slow_unless,
     with_recurrent_layers,
+    with_shared_layers,
     with_windows_and_sinks,
 )
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program, gathered_shapes
@@ -68,6 +69,7 @@ ACCEPTED = {
     ).fitted(FEW_TOKENS),
     "language_model": LanguageModelDrafter(layers=FEW_TOKENS),
     "windows": LanguageModelDrafter(layers=with_windows_and_sinks(FEW_TOKENS)),
+    "shared": LanguageModelDrafter(layers=with_shared_layers(FEW_TOKENS)),
     "mtp": MtpDrafter(layers=layer_sizes(FEW_TOKENS), draft_vocab_size=10).fitted(FEW_TOKENS),
     "ngram": NgramDrafter(),
 }  # fmt: skip
@@ -88,6 +90,7 @@ MIXED = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
 
 VERIFIERS = {
     "qwen3": FEW_TOKENS, "qwen3_5": with_recurrent_layers(FEW_TOKENS), "gpt_oss": with_windows_and_sinks(FEW_TOKENS),
+    "gemma4": with_shared_layers(FEW_TOKENS),
 }  # fmt: skip
 
 
@@ -105,7 +108,9 @@ def accepted_pair(kind: str, verifier: str = "qwen3") -> TreeFlash:
 
 
 # Every drafter, every draft of each kind of expander, every kind of verifier; not every combination of the three.
-LOSSLESS = [slow_unless(True, kind, "best-first", "qwen3") for kind in ACCEPTED if kind not in ("frequent", "windows")]
+LOSSLESS = [
+    slow_unless(True, kind, "best-first", "qwen3") for kind in ACCEPTED if kind not in ("frequent", "windows", "shared")
+]
 DRAFTED = {
     "frequent": ("all lanes", "one node", "many nodes", "chain"), "eagle3": ("few lanes", "two nodes", "walk", "one level"),
     "ngram": ("walk",), "gru": ("walk",), "selector": ("chain",), "lilicorr": ("walk",), "language_model": ("walk",),
@@ -113,7 +118,7 @@ DRAFTED = {
 }  # fmt: skip
 LOSSLESS += [slow_unless(False, kind, name, "qwen3") for kind, names in DRAFTED.items() for name in names]
 LOSSLESS += [slow_unless(False, "language_model", "best-first", "qwen3_5"), slow_unless(False, "eagle3", "walk", "qwen3_5")]
-LOSSLESS += [slow_unless(False, "windows", "best-first", "gpt_oss")]
+LOSSLESS += [slow_unless(False, "windows", "best-first", "gpt_oss"), slow_unless(False, "shared", "best-first", "gemma4")]
 
 
 @pytest.mark.parametrize(("kind", "name", "verifier"), LOSSLESS)

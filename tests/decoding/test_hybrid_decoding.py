@@ -18,6 +18,7 @@ from answers import (
     read_texts,
     slow_unless,
     with_recurrent_layers,
+    with_shared_layers,
     with_windows_and_sinks,
 )
 from conftest import DATA, FEW_TOKENS, RANDOM_DRAFTER, needs_8_devices
@@ -36,9 +37,10 @@ from treeflash_jax.models.config import ModelConfig
 
 HYBRID = with_recurrent_layers(FEW_TOKENS)
 WINDOWS = with_windows_and_sinks(FEW_TOKENS)
+SHARED = with_shared_layers(FEW_TOKENS)
 DRAFTERS = {
     "block": replace(
-        RANDOM_DRAFTER, layers=fresh_layers(HYBRID, 1), mask_token_id=11, taps=(0, 1), num_target_layers=2
+        RANDOM_DRAFTER, layers=fresh_layers(HYBRID, 1), mask_token_id=11, taps=(0, 1), num_target_layers=None
     ),
     "mtp": MtpDrafter(layers=layer_sizes(HYBRID)).fitted(HYBRID),
     "ngram": NgramDrafter(),
@@ -65,7 +67,8 @@ def assert_drafts_are_lossless(pair: tf.TreeFlash, texts: list, draft: dict, **s
     assert any(length > 1 for result in results for length in result.accept_lengths), "nothing was accepted"
 
 
-DRAFTED = [("block", "tree"), ("block", "paths"), ("mtp", "tree"), ("ngram", "chain")]
+DRAFTED = [(HYBRID, "block", "tree"), (HYBRID, "block", "paths"), (HYBRID, "mtp", "tree"), (HYBRID, "ngram", "chain")]
+DRAFTED += [(SHARED, "block", "tree"), (SHARED, "block", "paths"), (SHARED, "ngram", "chain")]
 
 
 def test_kernels_of_a_call_are_in_its_passes(caplog):
@@ -87,10 +90,10 @@ def test_kernels_of_a_call_are_in_its_passes(caplog):
     assert [record.message for record in caplog.records] == [line]
 
 
-@pytest.mark.parametrize("kind, name", [slow_unless(case == ("block", "tree"), *case) for case in DRAFTED])
-def test_drafted_output_is_one_token_output(float64, kind, name):
+@pytest.mark.parametrize("config, kind, name", [slow_unless(case[1:] == ("block", "tree"), *case) for case in DRAFTED])
+def test_drafted_output_is_one_token_output(float64, config, kind, name):
     """Three texts in two slots: the third moves in while another is decoded, and a prompt takes more than one chunk."""
-    pair, draft, texts = hybrid_pair(kind), DRAFTS[name], TEXTS
+    pair, draft, texts = hybrid_pair(kind, config=config), DRAFTS[name], TEXTS
     if kind == "block":
         draft = draft | {"candidates": 6}
     elif kind == "ngram":  # texts with answers that repeat themselves
@@ -131,7 +134,10 @@ def test_a_broken_rule_is_seen(float64, monkeypatch, index, broken):
 
 @pytest.mark.parametrize(
     "name",
-    [slow_unless(name == "qwen3_5_text", name) for name in ("gpt_oss", "qwen3_5_moe", "qwen3_5_text")],
+    [
+        slow_unless(name in ("qwen3_5_text", "gemma4_edge"), name)
+        for name in ("gpt_oss", "qwen3_5_moe", "qwen3_5_text", "gemma4", "gemma4_moe", "gemma4_edge")
+    ],
 )
 def test_greedy_answers_are_those_of_transformers(float64, name):
     """With a random block drafter, three prompts together."""
@@ -176,7 +182,11 @@ def test_a_session_goes_on_from_its_answer_or_the_end_of_its_prompt_or_reads_ane
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [HYBRID, replace(WINDOWS, window=150)], ids=["states", "rings"])
+@pytest.mark.parametrize(
+    "config",
+    [HYBRID, replace(WINDOWS, window=150), replace(SHARED, window=150)],
+    ids=["states", "rings", "shared"],
+)
 def test_settings_of_each_prompt_log_probs_streams_and_larger_caches(float64, monkeypatch, config):
     """Three prompts in two slots; one answer outgrows the first caches, and the rings in them their window."""
     monkeypatch.setattr(batching, "ROOM", 8)
@@ -203,7 +213,12 @@ def test_settings_of_each_prompt_log_probs_streams_and_larger_caches(float64, mo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config, sizes",
-    [(HYBRID, {"data": 2, "model": 4}), (WINDOWS, {"data": 2, "model": 2, "experts": 2})],
+    [
+        (HYBRID, {"data": 2, "model": 4}),
+        (WINDOWS, {"data": 2, "model": 2, "experts": 2}),
+        (SHARED, {"data": 2, "model": 2, "experts": 2}),
+        (SHARED, {"data": 2, "model": 4}),
+    ],
 )
 def test_eight_devices_answer_as_one(float64, config, sizes):
     """Sequences and heads of the states are split."""
@@ -228,6 +243,12 @@ def test_layers_with_windows_keep_all_positions_for_sessions_only():
     assert [state.keys_bnkse.shape[3] for state in whole.states] == [128, 128]
     assert [state.keys_bnkse.shape[3] for state in alone.states] == [WINDOWS.window, 128]
     assert alone.replace(length_b=jnp.array([40, 40])).longest_cut(jnp.array([40, 20])).tolist() == [40, 0]
+
+
+def test_layers_that_share_have_no_caches():
+    cache = caches.allocate(SHARED, 2, 128, jnp.bfloat16, can_cut=False)
+    shapes = [state.keys_bnkse.shape[2:] for state in cache.states]
+    assert shapes == [(SHARED.num_kv_heads, SHARED.window, 4), (1, 128, 8)] and len(cache.layers) == 2
 
 
 def test_memory_of_a_session_is_that_of_whole_caches(float64, monkeypatch):

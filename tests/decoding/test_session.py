@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_pair, slow_unless, with_windows_and_sinks
+from answers import make_pair, slow_unless, with_shared_layers, with_windows_and_sinks
 from test_every_drafter import KINDS, ONE_LAYER
 
 import treeflash_jax as tf
@@ -22,7 +22,8 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
 
 
 WINDOWS = with_windows_and_sinks(ONE_LAYER)
-KEPT = [(ONE_LAYER, None), (WINDOWS, "block"), (ONE_LAYER, "language_model")]
+SHARED = with_shared_layers(ONE_LAYER)
+KEPT = [(ONE_LAYER, None), (WINDOWS, "block"), (ONE_LAYER, "language_model"), (SHARED, "ngram")]
 
 
 @pytest.mark.parametrize(("verifier", "kind"), [slow_unless(kind is None, verifier, kind) for verifier, kind in KEPT])

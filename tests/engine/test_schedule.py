@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from answers import slow_unless
-from conftest import needs_8_devices
+from answers import slow_unless, with_shared_layers
+from conftest import FEW_TOKENS, needs_8_devices
 from own_calls import DRAFTED, LONGEST, PLAIN, Pool, few_tokens, make_pool
 
 import treeflash_jax as tf
@@ -60,9 +60,13 @@ def assert_batches_are_own_calls(pool: Pool, sizes: Sequence[int], answers: int)
             count += len(numbers)
 
 
-@pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
-def test_answers_of_a_batch_are_those_of_own_calls(float64, draft):
-    model = few_tokens()
+SHARED = with_shared_layers(FEW_TOKENS)
+BATCHES = [(FEW_TOKENS, PLAIN), (FEW_TOKENS, DRAFTED), (SHARED, PLAIN), (SHARED, DRAFTED)]
+
+
+@pytest.mark.parametrize(("verifier", "draft"), [slow_unless(case == BATCHES[0], *case) for case in BATCHES])
+def test_answers_of_a_batch_are_those_of_own_calls(float64, verifier, draft):
+    model = few_tokens(verifier=verifier)
     assert_batches_are_own_calls(make_pool(model, 90, **draft), SIZES, 120)
 
 

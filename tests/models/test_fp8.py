@@ -160,7 +160,10 @@ def test_experts_are_those_of_the_dense_weights(tokens):
     weight_nk, ids_nk = jax.jit(experts.route, static_argnums=1)(dense, EXPERTS, x_nd)
     forms = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
     for form in forms:
-        got, expected = (jax.jit(partial(form, limit=0.0))(weights, x_nd, weight_nk, ids_nk) for weights in (small, dense))
+        got, expected = (
+            jax.jit(partial(form, join=expert_sums.silu_join))(weights, x_nd, weight_nk, ids_nk)
+            for weights in (small, dense)
+        )
         np.testing.assert_allclose(got, expected, rtol=1e-10, err_msg=form.__name__)
 
 

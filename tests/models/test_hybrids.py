@@ -1,10 +1,11 @@
-"""Verifiers of Qwen3.5, Qwen3-Next and gpt-oss against what transformers computed in float32 for small random weights.
+"""Verifiers of Qwen3.5, Qwen3-Next, gpt-oss and Gemma 4 against what transformers computed in float32 for random weights.
 
-Their layers are of two kinds: most of Qwen's are gated delta rules, every second one of gpt-oss sees a window. The fixtures
-have logits, features of some layers and 32 greedy ids after prompts of 5, 40 and 150 tokens, and a random tree below each
-prompt; every node was computed as a text of its own.
+Their layers are of two kinds: most of Qwen's are gated delta rules, every second one of gpt-oss sees a window, and so do
+most of Gemma's, some of which keep no keys and values. The fixtures have logits, features of some layers and 32 greedy ids
+after prompts of 5, 40 and 150 tokens, and a random tree below each prompt; every node was computed as a text of its own.
 """
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,9 +20,11 @@ from treeflash_jax.formats import model_files
 from treeflash_jax.models import caches, kernels, quantized, verifier
 from treeflash_jax.models.config import ModelConfig
 
-NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "gpt_oss")
+GEMMAS = ("gemma4", "gemma4_moe", "gemma4_edge")
+NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "gpt_oss", *GEMMAS)
 CAPACITY, CHUNK = 256, 80  # a chunk of the prompt is more than one block
 ATOL = 4e-3  # of the reference's own rounding: logits reach 13, and these random layers amplify it
+GEMMA_ATOL = 5e-4
 
 
 @lru_cache
@@ -30,25 +33,24 @@ def load(name: str, dtype: Any = jnp.float32) -> tuple[ModelConfig, dict, dict]:
     return *model_files.load_verifier(folder, dtype=dtype), dict(np.load(folder / "expected.npz"))
 
 
-@partial(jax.jit, static_argnames="config")
-def run_pass(params, config, tokens_bt, positions_bt, mask_btu, cache):
-    taps = (0, 1) if config.delta is None else (0, 4, 6)  # of the fixtures
+@partial(jax.jit, static_argnames=("config", "taps"))
+def run_pass(params, config, tokens_bt, positions_bt, mask_btu, cache, taps=()):
     out = verifier.forward(params, config, tokens_bt, positions_bt, mask_btu, cache, taps=taps)
-    return out, verifier.logits(params, out.hidden_btd)
+    return out, verifier.logits(params, config, out.hidden_btd)
 
 
 commit = jax.jit(caches.commit)
 
 
-def read_prompt(params: Any, config: ModelConfig, tokens: np.ndarray):
+def read_prompt(params: Any, config: ModelConfig, tokens: np.ndarray, taps: tuple[int, ...] = (), can_cut: bool = True):
     """The logits and features of a prompt that is read in chunks, padded as in decoding, and the cache after it."""
-    cache = caches.allocate(config, 1, CAPACITY, params["norm"].dtype)
+    cache = caches.allocate(config, 1, CAPACITY, params["norm"].dtype, can_cut=can_cut)
     logits, features = [], []
     for begin in range(0, len(tokens), CHUNK):
         part = tokens[begin : begin + CHUNK]
         padded = np.pad(part, (0, CHUNK - len(part)))[None]
         positions = begin + np.arange(CHUNK)[None]
-        out, out_logits = run_pass(params, config, padded, positions, np.tri(CHUNK, dtype=bool)[None], cache)
+        out, out_logits = run_pass(params, config, padded, positions, np.tri(CHUNK, dtype=bool)[None], cache, taps)
         cache = commit(cache, out.new, jnp.asarray([len(part)]))
         logits.append(out_logits[0, : len(part)])
         features.append(out.features_btj[0, : len(part)])
@@ -66,27 +68,61 @@ def tree_arrays(expected: dict, i: int) -> tuple[np.ndarray, np.ndarray, list[li
     return mask, np.array([len(path) - 1 for path in paths]), paths
 
 
+def fixture_taps(expected: dict) -> tuple[int, ...]:
+    return tuple(expected["taps"].tolist())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_features_and_trees_in_one_pass(name):
     config, params, expected = load(name)
-    assert len({*config.layer_types}) == 2
+    assert len({*config.layer_types}) == (4 if name == "gemma4_edge" else 2)
+    taps, atol = fixture_taps(expected), GEMMA_ATOL if name in GEMMAS else ATOL
     for i in range(3):
         prompt = expected[f"prompt{i}"]
-        logits, features, cache = read_prompt(params, config, prompt)
+        logits, features, cache = read_prompt(params, config, prompt, taps, can_cut=i != 2)  # the last one in rings
         last = len(expected[f"logits{i}"])
-        np.testing.assert_allclose(logits[-last:], expected[f"logits{i}"], atol=ATOL)
+        np.testing.assert_allclose(logits[-last:], expected[f"logits{i}"], atol=atol)
         mask, depths, _ = tree_arrays(expected, i)
         tree = expected[f"tree_tokens{i}"][None], len(prompt) + depths[None], mask
-        out, tree_logits = run_pass(params, config, *tree, cache)
-        np.testing.assert_allclose(tree_logits[0], expected[f"tree_logits{i}"], atol=ATOL)
+        out, tree_logits = run_pass(params, config, *tree, cache, taps)
+        np.testing.assert_allclose(tree_logits[0], expected[f"tree_logits{i}"], atol=atol)
         if f"features{i}" in expected:
-            np.testing.assert_allclose(features[-last:], expected[f"features{i}"], atol=ATOL)
-            np.testing.assert_allclose(out.features_btj[0], expected[f"tree_features{i}"], atol=ATOL)
+            np.testing.assert_allclose(features[-last:], expected[f"features{i}"], atol=atol)
+            np.testing.assert_allclose(out.features_btj[0], expected[f"tree_features{i}"], atol=atol)
 
 
-def test_a_tree_and_a_commit_of_any_path_equal_texts_of_their_own(float64):
+CHANGES = {
+    "a longer window": ("gemma4", {"window": 13}),
+    "a shorter window": ("gemma4", {"window": 11}),
+    "no norm of values": ("gemma4", {"value_norm": False}),
+    "no cap": ("gemma4", {"logit_cap": 0.0}),
+    "no factor": ("gemma4", {"embedding_factor": 1.0}),
+    "silu": ("gemma4_moe", {"activation": "silu"}),
+    "shared earlier": ("gemma4_edge", {}),
+    "no scalars": ("gemma4", {}),
+    "no scales of experts": ("gemma4_moe", {}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_part_of_gemma_counts(monkeypatch, change):
+    """Each is seen at once: logits differ by far more than by rounding."""
+    name, fields = CHANGES[change]
+    config, params, expected = load(name)
+    if change == "shared earlier":
+        monkeypatch.setattr(verifier, "find_sources", lambda config: (0, 1, 2, 3, 1, 2, 1, 2))
+    dropped = {"no scalars": "scalar", "no scales of experts": "expert_scale"}.get(change)
+    params = jax.tree.map_with_path(lambda path, x: jnp.ones_like(x) if path[-1].key == dropped else x, params)
+    config = replace(config, max_positions=999, **fields)  # a program of its own
+    prompt = expected["prompt1"]
+    logits, *_ = read_prompt(params, config, prompt)
+    assert np.max(np.abs(logits[-8:] - expected["logits1"])) > 0.02
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_edge"])
+def test_a_tree_and_a_commit_of_any_path_equal_texts_of_their_own(float64, name):
     """In float64: every node has the logits of its path as a text, and after a commit the next tree has those too."""
-    config, params, expected = load("qwen3_5", jnp.float64)
+    config, params, expected = load(name, jnp.float64)
     prompt, tokens = expected["prompt1"], expected["tree_tokens1"]
     mask, depths, paths = tree_arrays(expected, 1)
     _, _, cache = read_prompt(params, config, prompt)
@@ -120,13 +156,14 @@ def test_a_cut_keeps_all_or_the_prompt_or_nothing(float64):
         np.testing.assert_allclose(got[0, :3], again[-3:], atol=1e-9, err_msg=str(kept))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_edge"])
 def test_merged_weights_compute_the_same(float64, name):
     config, params, expected = load(name, jnp.float64)
     merged = jax.tree.map(lambda x: x, params)
     verifier.merge(merged, config)
     layer = merged["groups"][0][0]
-    assert "delta_in" in layer and "delta_z" not in layer
+    joined, part = ("qkv", "k") if name in GEMMAS else ("delta_in", "delta_z")
+    assert joined in layer and part not in layer
     specs = verifier.specs(config, is_merged=True)
     assert jax.tree.map(lambda x: x.shape, merged) == jax.tree.map(lambda x: x.shape, specs)
     want, _, _ = read_prompt(params, config, expected["prompt0"])
@@ -146,8 +183,24 @@ def test_the_kernel_for_tpus_is_a_choice():
     with kernels.use("pallas-tpu"):
         lowered = run.lower(params, **inputs)
     assert "gated_delta_rule" in lowered.as_text(debug_info=True)
-    logits = verifier.logits(params, lowered.compile()(params, **inputs).hidden_btd)
+    logits = verifier.logits(params, config, lowered.compile()(params, **inputs).hidden_btd)
     np.testing.assert_allclose(logits[0], expected["tree_logits0"], atol=ATOL)
+
+
+def widened(spec: parameters.Spec, x: Any) -> jax.Array:
+    """A weight in int8 as its numbers."""
+    return x.values * jnp.expand_dims(x.scale, spec.inputs) if isinstance(x, quantized.Quantized) else x
+
+
+@pytest.mark.parametrize("name", ["gemma4_moe", "gemma4_edge"])
+def test_quantised_gemma(name):
+    """In int8, the answers are those of its rounded numbers; in FP8, nearly those of the file."""
+    config, _, expected = load(name)
+    rounded, narrow = (model_files.load_verifier(DATA / "hybrid" / name, quantize=x)[1] for x in ("int8", "fp8"))
+    same = jax.tree.map(widened, verifier.specs(config), rounded, is_leaf=parameters.is_spec)
+    want, got, near = (read_prompt(weights, config, expected["prompt0"])[0] for weights in (same, rounded, narrow))
+    np.testing.assert_allclose(got, want, atol=ATOL)
+    assert np.corrcoef(near.ravel(), expected["logits0"].ravel())[0, 1] > 0.98
 
 
 def test_int8_rounds_the_maps_and_nothing_else():
@@ -158,9 +211,6 @@ def test_int8_rounds_the_maps_and_nothing_else():
     assert wide == {
         "attention_norm", "mlp_norm", "conv", "log_rate", "time_bias", "gated_norm", "q_norm", "k_norm",
     }  # fmt: skip
-
-    def widened(spec, x):
-        return x.values * jnp.expand_dims(x.scale, spec.inputs) if isinstance(x, quantized.Quantized) else x
 
     same = jax.tree.map(widened, verifier.specs(config), rounded, is_leaf=parameters.is_spec)
     want, _, _ = read_prompt(same, config, expected["prompt0"])

@@ -69,7 +69,7 @@ def drafted_along(weights, drafting, tokens_1s, *, model, drafter):
         return state, jax.lax.scan(level, expander.start(1), steps)[1]
 
     log_probs = jax.lax.scan(step, drafter.init(1, size, jnp.float64), jnp.arange(size - 2))[1]
-    return log_probs, verifier.logits(weights, out.hidden_btd)[0]
+    return log_probs, verifier.logits(weights, model, out.hidden_btd)[0]
 
 
 NETWORKS = {

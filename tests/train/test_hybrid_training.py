@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from answers import random_weights, read_texts, slow_unless, with_windows_and_sinks
+from answers import random_weights, read_texts, slow_unless, with_shared_layers, with_windows_and_sinks
 from conftest import DATA
 from refusals import refused
 from toy_training import HYBRID, MODEL, read_log
@@ -28,12 +28,12 @@ from treeflash_jax import TreeFlash
 from treeflash_jax.models import verifier
 
 LENGTHS, SIZE = (50, 13, 1, 90, 2, 3, 20, 20, 150), 256  # they begin and end inside blocks of 64 positions
-STAGES = {  # settings of head.toml that they lack, and added ones; a drafter's also over gpt-oss
+STAGES = {  # settings of head.toml that they lack, and added ones; a drafter's also over gpt-oss and Gemma
     "head": ((), ()),
     "drafter": (("drafter",), ("num_layers=1", "block_size=4", "mask_token_id=3", "objective.loss=cross-entropy")),
     "eagle3": (("drafter", "objective"), ("draft_vocab_size=20", "objective={steps = 2, anchors = 16, chunk = 8}")),
 }
-OF_GPT_OSS = slow_unless(False, "drafter", DATA / "hybrid" / "gpt_oss")
+OF_OTHERS = [slow_unless(False, "drafter", DATA / "hybrid" / name) for name in ("gpt_oss", "gemma4_edge")]
 STEPS = ("loop.steps=5", "loop.batch=4", "loop.save_every=9", "loop.log_every=1", "sources.0.hold_out=0")
 
 
@@ -43,7 +43,10 @@ def hybrid(tmp_path_factory) -> Path:
     return toy_training.write(tmp_path_factory.mktemp("hybrid"), model=HYBRID).parent
 
 
-@pytest.mark.parametrize("model, attention", [(HYBRID, "chunked"), (with_windows_and_sinks(MODEL), "splash")])
+@pytest.mark.parametrize(
+    "model, attention",
+    [(HYBRID, "chunked"), (with_windows_and_sinks(MODEL), "splash"), (with_shared_layers(MODEL), "chunked")],
+)
 def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, model, attention):
     """Kernels for packed sequences have no sinks, so that other forms take their place."""
     weights = random_weights(verifier.specs(model), dtype=jnp.float64)
@@ -61,7 +64,7 @@ def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, mode
     assert count == len(LENGTHS)
 
 
-@pytest.mark.parametrize("name, model", [slow_unless(name == "head", name, None) for name in STAGES] + [OF_GPT_OSS])
+@pytest.mark.parametrize("name, model", [slow_unless(name == "head", name, None) for name in STAGES] + OF_OTHERS)
 def test_a_stopped_stage_goes_on_to_the_same_end(hybrid, tmp_path, monkeypatch, name, model):
     """Losses and weights equal an uninterrupted run's."""
     without, words = STAGES[name]

@@ -87,7 +87,9 @@ def hidden_states(
     positions_bni = pick(batch.positions_bt, anchors_bn)[:, :, None] + jnp.arange(size)
     tokens_bni = jnp.full((batch_size, count, size), config.mask_token_id)
     tokens_bni = tokens_bni.at[:, :, 0].set(pick(batch.tokens_bt, anchors_bn))
-    x_btd = sharding.constrain(vocab.embed(embed_vd, tokens_bni.reshape(batch_size, -1)), ("batch", None, None))
+    x_btd = sharding.constrain(
+        vocab.embed(embed_vd, tokens_bni.reshape(batch_size, -1), config.embedding_factor), ("batch", None, None)
+    )
 
     def attend(q_bthe, k_btke, v_btke, context):
         return block_attention(q_bthe, k_btke, v_btke, *context, anchors_bn, batch.segments_bt, attention)

@@ -197,6 +197,7 @@ def score_sums(
     hidden_btd = hidden_bnid.reshape(*previous_bt.shape, -1)
 
     unembed = Unembed(embed_vd=tables["embed"], unembed_vd=sampled_vectors(unembed_vd, sample), norm=norm, eps=eps)
+    unembed = unembed.replace(logit_cap=drafter.logit_cap)
 
     def drafter_logits(name: str, weights: Any) -> jax.Array:
         weights = weights | {table: sampled_vectors(weights[table], sample) for table in HEADS[name].scored}
@@ -208,7 +209,8 @@ def score_sums(
     labels_bni, log_p_bniv = pick(batch.tokens_bt, targets_bni), None
     if settings.loss != "cross-entropy":
         verifier_btd = pick(teacher.hidden_btd, previous_bni).reshape(*previous_bt.shape, -1)
-        log_p_bniv = losses.log_softmax(by_block(vocab.unembed(unembed.unembed_vd, verifier_btd)))
+        verifier_btv = vocab.cap(vocab.unembed(unembed.unembed_vd, verifier_btd), teacher.logit_cap)
+        log_p_bniv = losses.log_softmax(by_block(verifier_btv))
     if sample is not None:
         labels_bni = sample.places(labels_bni)
 

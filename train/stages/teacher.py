@@ -30,10 +30,12 @@ class Teacher:
     Attributes:
       features_btj: outputs of the tapped layers, j = layers x model.
       hidden_btd: final states, from which logits are computed.
+      logit_cap: `ModelConfig.logit_cap` of the verifier; static.
     """
 
     features_btj: jax.Array
     hidden_btd: jax.Array
+    logit_cap: float = struct.field(pytree_node=False, default=0.0)
 
 
 def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch, attention: str = "chunked") -> Teacher:
@@ -42,10 +44,11 @@ def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch,
     `taps` are 0-based layers, in the order in which the drafter reads them; `attention` is a name of `packed_attention`.
     """
     if batch.outputs_bto is not None:
-        return Teacher(batch.outputs_bto[..., : -config.hidden_size], batch.outputs_bto[..., -config.hidden_size :])
+        features_btj, hidden_btd = jnp.split(batch.outputs_bto, [-config.hidden_size], axis=-1)
+        return Teacher(features_btj, hidden_btd, config.logit_cap)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
-    return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd))
+    return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd, config.logit_cap))
 
 
 def record(

@@ -234,4 +234,4 @@ def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any
     size = tokens_1t.shape[1]
     mask_1tt = verifier.causal_mask(1, size)
     out = verifier.forward(weights, config, tokens_1t, jnp.arange(size)[None], mask_1tt, residual_dtype=dtype)
-    return verifier.logits(weights, out.hidden_btd[:, index])[0]
+    return verifier.logits(weights, config, out.hidden_btd[:, index])[0]

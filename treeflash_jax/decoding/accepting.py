@@ -86,7 +86,7 @@ def emit_first_token(
       count_b: number of tokens to emit for each sequence, 1 or 0.
       given_b: first tokens if they are known; None: sampled from `last_bd`.
     """
-    logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
+    logits_bnv = verifier.logits(weights.verifier, plan.verifier, last_bd[:, None])
     processed_bnv = logits_bnv
     if processors.is_needed(state.sampling, weights.processor):
         no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)

@@ -42,6 +42,7 @@ from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs
 from treeflash_jax.models import caches
 from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.kv_cache import LayerKV
 from treeflash_jax.trees import Expander
 
 
@@ -157,11 +158,14 @@ class LaneExpander(Expander):
 def scratch_specs(context: Cache) -> tuple[tuple[Spec, Spec], ...]:
     """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `verifier.Output.new`."""
 
-    def spec(stack_bnkse: jax.Array) -> Spec:
-        _, _, heads, _, size = stack_bnkse.shape
-        return Spec((heads, size), ("kv_heads", None), dtype=stack_bnkse.dtype)
+    def specs(layer: LayerKV | None) -> tuple[Spec, Spec] | None:
+        if layer is None:  # it shares another's
+            return None
+        heads, size = layer.keys_bnkse.shape[2], layer.keys_bnkse.shape[4]
+        spec = Spec((heads, size), ("kv_heads", None), dtype=layer.keys_bnkse.dtype)
+        return spec, spec
 
-    return tuple((spec(layer.keys_bnkse), spec(layer.values_bnkse)) for layer in context.layers)
+    return tuple(map(specs, context.layers))
 
 
 def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, count_b: jax.Array) -> ContextState:

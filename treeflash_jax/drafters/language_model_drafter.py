@@ -89,5 +89,6 @@ class ModelStep:
         """Returns the children below the model's hidden states."""
         params, _, temperature_b = shared
         table_vd = params.get("unembed", params["embed"])
-        offered = vocab.likeliest(table_vd, hidden_bwd, self.config.children, temperature_b, draft_ids(params))
+        count, cap = self.config.children, self.config.layers.logit_cap
+        offered = vocab.likeliest(table_vd, hidden_bwd, count, temperature_b, draft_ids(params), cap)
         return LaneState((), kv, *offered)

@@ -16,7 +16,7 @@ from treeflash_jax.models import kv_cache, layers
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.backend.rotation import rotate
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.layer_protocol import LayerKind, PassInputs
+from treeflash_jax.models.layer_protocol import LayerKind, PassInputs, join_positions
 from treeflash_jax.models.packed_attention import PackedMask, packed_attention
 from treeflash_jax.models.quantized import can_join
 
@@ -27,11 +27,13 @@ class AttentionLayer(LayerKind):
 
     Attributes:
       is_windowed: whether a position sees the last `ModelConfig.window` positions only.
+      shares: as in `LayerKind`; such a layer has queries only.
     """
 
     merged: ClassVar[tuple[str, ...]] = ("q", "k", "v", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
 
     is_windowed: bool = False
+    shares: str | None = None
 
     @property
     def stacks(self) -> bool:
@@ -40,7 +42,9 @@ class AttentionLayer(LayerKind):
 
     def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
         specs = layers.attention_specs(config)
-        if not is_merged:
+        if self.shares:
+            return {name: spec for name, spec in specs.items() if name not in ("k", "v", "k_norm", "k_bias", "v_bias")}
+        if not is_merged or "v" not in specs:
             return specs
         d, k, e, g = config.hidden_size, config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads
         specs = {name: spec for name, spec in specs.items() if name not in self.merged}
@@ -53,7 +57,8 @@ class AttentionLayer(LayerKind):
         return specs
 
     def merge(self, params: dict[str, Any]) -> dict[str, Any]:
-        return merge(params) if can_join(*(params[name] for name in "qkv")) else params
+        has_all = {*"qkv"} <= params.keys()
+        return merge(params) if has_all and can_join(*(params[name] for name in "qkv")) else params
 
     def init(
         self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1, *, can_cut: bool = True
@@ -78,10 +83,12 @@ class AttentionLayer(LayerKind):
 
     def mix(self, params: Any, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any) -> Any:
         table, mask_btu, first_bt = inputs.precomputed
-        q_bthe, *new, gate_bthe = queries_keys_values(params, config, x_btd, table)
-        new = seen = tuple(new)
-        if earlier is not None:
-            seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier, new, strict=True)]
+        if self.shares:
+            q_bthe, new, seen, gate_bthe = layers.queries(params, config, x_btd, table), None, earlier, None
+        else:
+            q_bthe, *new, gate_bthe = queries_keys_values(params, config, x_btd, table)
+            new = tuple(new)
+            seen = join_positions(earlier, new)
         how = {"sinks_h": params.get("sinks"), "implementation": inputs.attention}
         if isinstance(inputs.mask_btu, PackedMask):
             mixed_bthe = packed_attention(q_bthe, *seen, mask_btu, **how)
@@ -133,7 +140,7 @@ def queries_keys_values(
     rotated_btkge = layers.norm(config, x_btkge, params["qkv_norm"]) if config.qk_norm else x_btkge
     rotated_btkge = rotate(rotated_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(x_btkge.shape)
     q_bthe = rotated_btkge[..., :-2, :].reshape(heads)
-    return q_bthe, rotated_btkge[..., -2, :], x_btkge[..., -1, :], gate_bthe
+    return q_bthe, rotated_btkge[..., -2, :], layers.normed_values(config, x_btkge[..., -1, :]), gate_bthe
 
 
 def raw_heads(params: dict[str, Any], x_btd: jax.Array) -> jax.Array:

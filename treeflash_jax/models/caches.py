@@ -22,7 +22,7 @@ class Cache:
     """States of all layers after the first `length_b` positions of each sequence.
 
     Attributes:
-      states: one for each layer, or for all layers of a kind that stacks.
+      states: one for each layer that has its own, or for all layers of a kind that stacks.
       length_b: number of committed positions.
       groups: the layers of each state, by index; static.
     """
@@ -33,10 +33,10 @@ class Cache:
 
     @property
     def layers(self) -> tuple[Any, ...]:
-        """Returns the part of its state that each layer reads, in order of layers."""
+        """Returns the part of a state that each layer keeps, in order of layers; None for a layer that keeps none."""
         pairs = zip(self.states, self.groups, strict=True)
         by_layer = {layer: state.layer(index) for state, group in pairs for index, layer in enumerate(group)}
-        return tuple(by_layer[layer] for layer in range(len(by_layer)))
+        return tuple(by_layer.get(layer) for layer in range(max(by_layer) + 1))
 
     def axes(self) -> Self:
         """Returns the logical axes of every array, in the structure of the cache."""
@@ -69,11 +69,13 @@ def allocate(
     """
     groups: dict[Any, list[int]] = {}
     for layer, name in enumerate(config.kinds):
+        if KINDS[name].shares is not None:
+            continue
         groups.setdefault(name if stacked and KINDS[name].stacks else layer, []).append(layer)
     states = []
     for group in groups.values():
-        kind = KINDS[config.kinds[group[0]]]
-        states.append(kind.init(config, batch, capacity, dtype, len(group), can_cut=can_cut))
+        kind = config.kinds[group[0]]
+        states.append(KINDS[kind].init(config.of_kind(kind), batch, capacity, dtype, len(group), can_cut=can_cut))
     return pin(Cache(tuple(states), jnp.zeros(batch, jnp.int32), groups=tuple(map(tuple, groups.values()))))
 
 

@@ -1,26 +1,27 @@
 """Sizes and numerics of a language model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Literal, Self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding.
 
-    `llama3` and `yarn` slow low frequencies by `factor`, `longrope` divides every frequency by its entry of `divisors`.
+    `llama3` and `yarn` slow low frequencies by `factor`, `longrope` divides every frequency by its entry of `divisors`, and
+    `proportional` rotates the first pairs of the whole head only.
 
     Attributes:
       attention_factor: multiplies cosines and sines, so attention scores grow by its square.
       beta_fast, beta_slow: turns within the original context above which `yarn` keeps a frequency, and below which it is
         slowed in full.
       truncate: whether `yarn` rounds the first and last pair between these two outwards to whole pairs.
-      fraction: share of a head that is rotated, its first elements.
+      fraction: share of a head that is rotated, its first elements; of `proportional`, share of its pairs.
     """
 
     theta: float = 10_000.0
-    kind: Literal["default", "llama3", "longrope", "yarn"] = "default"
+    kind: Literal["default", "llama3", "longrope", "proportional", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -55,6 +56,17 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KindSizes:
+    """Sizes of the layers of one kind in a model whose layers differ; the names are those of `ModelConfig`."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    intermediate_size: int
+    keys_are_values: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A stack of decoder layers: a verifier's, or the layers of a DFlash drafter.
 
@@ -75,11 +87,23 @@ class ModelConfig:
       expert_biases: whether the router and the maps of experts have biases.
       swiglu_limit: bound of an expert's gate and up map, which then are clamped (`expert_sums`); 0: silu(gate) * up.
       dense_layers: dense layers of a mixture of experts.
+      dense_beside_experts: whether sparse layers add a dense feed-forward part to the sum of the experts, each with its
+        norms, and the router reads the residual stream and scales each expert.
+      activation: name in `layers.ACTIVATIONS` of the activation in feed-forward parts.
       offset_norms: whether norms store their scale - 1.
+      wide_norms: whether norms multiply by their scale before they round, as they always do with `offset_norms`.
+      post_norms: whether what attention and feed-forward part add to the residual stream is normed.
+      value_norm: whether values are normed, without a scale.
+      keys_are_values: whether there is no map of values: they are the keys before norm and rotation.
+      layer_scalars: whether each layer multiplies its output by a number.
+      layer_input_size: width of the input that each layer has of its own, from the tokens; 0: none.
+      embedding_factor: factor of token embeddings, rounded to their dtype.
+      logit_cap: bound c of logits, which are c tanh(logit / c); 0: none.
       gates_attention: whether the query map also gives a gate for each element of attention's output, head by head.
       attention_sinks: whether attention's softmax has one more logit per head, whose weight is dropped.
       window: positions that a layer of kind "sliding_attention" sees, the query's included.
       layer_types: name of the kind of each layer in `layer_kinds.KINDS`; (): all are "full_attention".
+      sizes: sizes of kinds of layers that differ from the model's, with the names of the kinds.
       shared_expert_size: feed-forward width of an expert that sees every token, in sparse layers; 0: there is none.
       delta: sizes of the layers of kind "linear_attention".
     """
@@ -107,11 +131,22 @@ class ModelConfig:
     expert_biases: bool = False
     swiglu_limit: float = 0.0
     dense_layers: tuple[int, ...] = ()
+    dense_beside_experts: bool = False
+    activation: str = "silu"
     offset_norms: bool = False
+    wide_norms: bool = False
+    post_norms: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    layer_scalars: bool = False
+    layer_input_size: int = 0
+    embedding_factor: float = 1.0
+    logit_cap: float = 0.0
     gates_attention: bool = False
     attention_sinks: bool = False
     window: int = 0
     layer_types: tuple[str, ...] = ()
+    sizes: tuple[tuple[str, KindSizes], ...] = ()
     shared_expert_size: int = 0
     delta: DeltaSizes | None = None
 
@@ -119,6 +154,11 @@ class ModelConfig:
     def kinds(self) -> tuple[str, ...]:
         """Name of the kind of each layer."""
         return self.layer_types or ("full_attention",) * self.num_layers
+
+    def of_kind(self, kind: str) -> Self:
+        """Returns the config with the sizes of the layers of a kind."""
+        sizes = dict(self.sizes).get(kind)
+        return self if sizes is None else replace(self, sizes=(), **vars(sizes))
 
     @property
     def runs(self) -> tuple[tuple[str, bool, int], ...]:

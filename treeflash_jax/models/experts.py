@@ -23,6 +23,8 @@ from treeflash_jax.models import quantized
 from treeflash_jax.models.backend import expert_sums
 from treeflash_jax.models.config import ModelConfig
 
+NORMS = ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm")  # beside a dense part
+
 
 def specs(config: ModelConfig) -> dict[str, Spec]:
     """Weights of the experts of one layer and of their router, which is never quantised."""
@@ -34,6 +36,9 @@ def specs(config: ModelConfig) -> dict[str, Spec]:
         "expert_up": Spec((x, d, f), into, inputs=(1,)),
         "expert_down": Spec((x, f, d), back, inputs=(1,)),
     }
+    if config.dense_beside_experts:
+        weights |= {name: Spec((d,), (None,), "ones") for name in NORMS}
+        weights["expert_scale"] = Spec((x,), (None,), "ones")
     if not config.expert_biases:
         return weights
     return weights | {
@@ -57,24 +62,30 @@ def shared_specs(config: ModelConfig) -> dict[str, Spec]:
     }
 
 
-def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> jax.Array:
+def mixture(
+    params: dict[str, Any], config: ModelConfig, x_btd: jax.Array, routed_btd: jax.Array | None = None
+) -> jax.Array:
     """Computes the feed-forward part of a sparse layer: sum over a token's experts of weight * down(silu(gate x) * up x).
 
     Biases and the clamped form of that product are as `ModelConfig` says.
 
     Takes the normed residual stream, and returns the sum in its dtype.
+
+    Args:
+      routed_btd: input of the router; None: that of the experts.
     """
-    weights = {name: params[name] for name in specs(config)}
+    weights = {name: params[name] for name in specs(config) if name not in NORMS}
+    inputs = (x_btd,) if routed_btd is None else (x_btd, routed_btd)
     mesh = sharding.current()
     with jax.named_scope("experts"):
         if not sharding.free_axes(mesh):
-            return _local_mixture(weights, x_btd, config)
-        all_specs = quantized.specs_like(specs(config), weights)
+            return _local_mixture(weights, inputs, config)
+        all_specs = quantized.specs_like({name: specs(config)[name] for name in weights}, weights)
         places = jax.tree.map(lambda spec: _partition(spec, mesh), all_specs, is_leaf=is_spec)
         experts, _, ffn = _partition(specs(config)["expert_gate"], mesh)
         tokens = sharding.partition(("batch", None, None), x_btd.shape, mesh)
         run = partial(_local_mixture, config=config, experts=experts, ffn=ffn)
-        return sharding.per_device(run, mesh, (places, tokens), tokens)(weights, x_btd)
+        return sharding.per_device(run, mesh, (places, (tokens,) * len(inputs)), tokens)(weights, inputs)
 
 
 def route(weights: dict[str, Any], config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,21 +101,29 @@ def route(weights: dict[str, Any], config: ModelConfig, x_nd: jax.Array) -> tupl
     weight_nk, ids_nk = lax.top_k(probs_nx, config.experts_per_token)
     if config.normalize_experts:
         weight_nk = weight_nk / jnp.sum(weight_nk, axis=-1, keepdims=True)
+    if "expert_scale" in weights:
+        weight_nk *= weights["expert_scale"].astype(weight_nk.dtype)[ids_nk]
     return weight_nk.astype(x_nd.dtype), ids_nk
 
 
 def _local_mixture(
-    weights: dict[str, Any], x_btd: jax.Array, config: ModelConfig, experts: str | None = None, ffn: str | None = None
+    weights: dict[str, Any],
+    inputs: tuple[jax.Array, ...],
+    config: ModelConfig,
+    experts: str | None = None,
+    ffn: str | None = None,
 ) -> jax.Array:
     """`mixture` on one device; `experts`, `ffn`: mesh axes that split the experts and the width of each, if any."""
     if quantized.quantization_scheme(weights):  # as in `quantized.product`: no wide copy outlives its layer
-        x_btd, weights = lax.optimization_barrier((x_btd, weights))
+        inputs, weights = lax.optimization_barrier((inputs, weights))
+    x_btd, routed_btd = inputs[0], inputs[-1]
     x_nd, held = x_btd.reshape(-1, x_btd.shape[-1]), weights["expert_gate"].shape[0]
-    weight_nk, ids_nk = route(weights, config, x_nd)
+    weight_nk, ids_nk = route(weights, config, routed_btd.reshape(x_nd.shape))
     local_nk = ids_nk - lax.axis_index(experts) * held if experts else ids_nk
     is_held_nk = (local_nk >= 0) & (local_nk < held)
     weight_nk = jnp.where(is_held_nk, weight_nk.astype(at_least_float32(x_nd.dtype)), 0)
-    y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, jnp.where(is_held_nk, local_nk, held), config.swiglu_limit)
+    ids_nk = jnp.where(is_held_nk, local_nk, held)
+    y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, ids_nk, find_join(config))
     if "expert_down_bias" in weights:
         weight_nx = jnp.sum(jnp.where(local_nk[..., None] == jnp.arange(held), weight_nk[..., None], 0), axis=1)
         bias_nd = weight_nx @ weights["expert_down_bias"].astype(weight_nx.dtype)
@@ -112,6 +131,13 @@ def _local_mixture(
     if axes := tuple(name for name in (experts, ffn) if name):
         y_nd = lax.psum(y_nd, axes)
     return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)
+
+
+def find_join(config: ModelConfig) -> expert_sums.Join:
+    """Returns the function that joins gate and up map of an expert."""
+    if config.swiglu_limit:
+        return partial(expert_sums.clamped_join, limit=config.swiglu_limit)
+    return {"silu": expert_sums.silu_join, "gelu": expert_sums.gelu_join}[config.activation]
 
 
 def _partition(spec: Spec, mesh: Any) -> PartitionSpec:

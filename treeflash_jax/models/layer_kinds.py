@@ -1,6 +1,7 @@
-"""The kinds of layers, by their names in `ModelConfig.layer_types`, the same as in transformers."""
+"""The kinds of layers, by their names in `ModelConfig.layer_types`: those of transformers if it has the kind."""
 
 from treeflash_jax.models.attention_layer import AttentionLayer
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.delta_layer import DeltaLayer
 from treeflash_jax.models.layer_protocol import LayerKind
 
@@ -8,4 +9,17 @@ KINDS: dict[str, LayerKind] = {
     "full_attention": AttentionLayer(),
     "sliding_attention": AttentionLayer(is_windowed=True),
     "linear_attention": DeltaLayer(),
+    "shared_full_attention": AttentionLayer(shares="full_attention"),  # ours, as the next
+    "shared_sliding_attention": AttentionLayer(is_windowed=True, shares="sliding_attention"),
 }
+
+
+def find_sources(config: ModelConfig) -> tuple[int, ...]:
+    """Returns, for each layer, the layer whose state it reads: itself, or the last one before it of the kind it shares."""
+    last: dict[str, int] = {}
+    sources = []
+    for layer, name in enumerate(config.kinds):
+        if KINDS[name].shares is None:
+            last[name] = layer
+        sources.append(last[KINDS[name].shares or name])
+    return tuple(sources)

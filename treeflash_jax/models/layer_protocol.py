@@ -1,6 +1,7 @@
 """The protocol of a layer kind: how a decoder layer mixes positions, and what it keeps of committed ones.
 
-A decoder layer computes x + mix(norm x), then x + mlp(norm x). The kind of a layer is its `mix`; attention is one. A pass
+A decoder layer computes x + mix(norm x), then x + mlp(norm x). The kind of a layer is its `mix`; attention is one. A kind
+reads sizes in `ModelConfig.of_kind`, so that layers of one model may differ in them. A pass
 reads the states of committed positions and never writes them. What `mix` computed for new positions is committed
 afterwards, as far as they were accepted, so one pass serves prompt chunks, single tokens, chains and trees.
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax.core.parameters import Spec
@@ -83,10 +85,13 @@ class LayerKind(ABC):
     """A kind of layer. Programs are compiled for it, so it is immutable; sizes are those of the model's config.
 
     Attributes:
+      shares: name of another kind; None: layers keep a state. A layer that shares keeps none: it reads that of the last
+        layer of this other kind before it, and that layer's new positions.
       stacks: whether one state may hold all layers of the kind, for kernels that read one layer where it lies.
       merged: names of the weights that `merge` joins.
     """
 
+    shares: str | None = None
     stacks: bool = False
     merged: ClassVar[tuple[str, ...]] = ()
 
@@ -132,5 +137,11 @@ class LayerKind(ABC):
           x_btd: normed input.
           state: `LayerState.layer` of the layer, which is read only; None: nothing is committed.
           earlier: the second result for positions that are in no state yet; the mask then has columns for them before those
-            of the new positions. None: there are none.
+            of the new positions. None: there are none. In a layer that shares, the results of the other layer for these
+            positions and the new ones.
         """
+
+
+def join_positions(earlier: Any, new: Any) -> Any:
+    """Returns results of `LayerKind.mix` for earlier positions (None: none) followed by those for new ones."""
+    return new if earlier is None else jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), earlier, new)

@@ -4,6 +4,7 @@ Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e 
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from treeflash_jax.models.quantized import can_join, product
 
 Params = dict[str, Any]
 GATE_UP = ("gate", "up")  # weights that `merge_gate_up` joins
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
 
 
 def layer_specs(
@@ -33,13 +35,29 @@ def layer_specs(
     """
     d, f = config.hidden_size, config.intermediate_size
     specs = attention_specs(config) if mixer is None else mixer
-    specs = specs | {name: norm_spec(config, d) for name in ("attention_norm", "mlp_norm")}
+    specs = specs | {name: norm_spec(config, d) for name in ("attention_norm", "mlp_norm")} | added_specs(config)
     if is_sparse:
-        return specs | experts.specs(config) | experts.shared_specs(config)
+        specs |= experts.specs(config) | experts.shared_specs(config)
+    if is_sparse and not config.dense_beside_experts:
+        return specs
     specs["down"] = Spec((d, f), ("embed", "ffn"), inputs=(1,), outputs=(0,))
     if is_merged:
         return specs | {"gate_up": Spec((2, f, d), (None, "ffn", "embed"), inputs=(2,), outputs=(0, 1))}
     return specs | {name: Spec((f, d), ("ffn", "embed"), inputs=(1,), outputs=(0,)) for name in GATE_UP}
+
+
+def added_specs(config: ModelConfig) -> Params:
+    """Returns the specs of a layer's norms after its two parts, and of `finish`."""
+    d, p, specs = config.hidden_size, config.layer_input_size, {}
+    if config.post_norms:
+        specs |= {name: norm_spec(config, d) for name in ("attention_post_norm", "mlp_post_norm")}
+    if p:
+        specs["input_gate"] = Spec((p, d), (None, "embed"), inputs=(1,), outputs=(0,))
+        specs["input_out"] = Spec((d, p), ("embed", None), inputs=(1,), outputs=(0,))
+        specs["input_norm"] = norm_spec(config, d)
+    if config.layer_scalars:
+        specs["scalar"] = Spec((1,), (None,), "ones")
+    return specs
 
 
 def attention_specs(config: ModelConfig) -> Params:
@@ -52,6 +70,8 @@ def attention_specs(config: ModelConfig) -> Params:
         "v": Spec((k, e, d), ("kv_heads", None, "embed"), inputs=(2,), outputs=(0, 1)),
         "o": Spec((d, h, e), ("embed", "heads", None), inputs=(1, 2), outputs=(0,)),
     }
+    if config.keys_are_values:
+        del specs["v"]
     if config.qk_norm:
         specs |= {"q_norm": norm_spec(config, e), "k_norm": norm_spec(config, e)}
     if config.qkv_bias:
@@ -80,11 +100,23 @@ def _stack_gate_up(params: Params) -> Params:
 
 
 def norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns `rms_norm`, or x / rms(x) * (1 + scale), multiplied before it is rounded, if the model stores scales - 1."""
-    if not config.offset_norms:
+    """Returns `rms_norm`, multiplied before it is rounded if the model has wide norms, or stores scales - 1."""
+    if not (config.offset_norms or config.wide_norms):
         return rms_norm(x, scale, config.rms_norm_eps)
-    wide = 1 + scale.astype(at_least_float32(scale.dtype))
+    wide = scale.astype(at_least_float32(scale.dtype))
+    if config.offset_norms:
+        wide = 1 + wide
     return rms_norm(x, wide, config.rms_norm_eps).astype(scale.dtype)
+
+
+def post_norm(params: Params, config: ModelConfig, name: str, added_btd: jax.Array) -> jax.Array:
+    """Returns what a part of a layer adds to the residual stream, normed if the layer has such a norm."""
+    return norm(config, added_btd, params[name]) if name in params else added_btd
+
+
+def unit_norm(x: jax.Array, eps: float) -> jax.Array:
+    """Returns x / rms(x), in the dtype of x."""
+    return rms_norm(x, jnp.ones((), x.dtype), eps)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -105,13 +137,15 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
     Source: RoFormer (arXiv 2104.09864); for `llama3`, the Llama 3.1 model card: pairs with few turns within the original
     context are slowed by `factor`, those with many kept, those between blended; for `longrope`, LongRoPE (arXiv
-    2402.13753); for `yarn`, YaRN (arXiv 2309.00071) section 3.2.
+    2402.13753); for `yarn`, YaRN (arXiv 2309.00071) section 3.2; for `proportional`, transformers, gemma4.
     """
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "default":
         return frequencies
     if rope.kind == "longrope":
         return frequencies / np.array(rope.divisors)
+    if rope.kind == "proportional":
+        return np.where(np.arange(0, head_dim, 2) < int(head_dim * rope.fraction), frequencies, 0.0)
     if rope.kind == "yarn":
         kept = 1.0 - _yarn_ramp(rope, head_dim)
     else:
@@ -142,7 +176,8 @@ def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[ja
     subtracts there.
     """
     dtype = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(jnp.float64))
-    frequencies = rope_frequencies(rope, int(head_dim * rope.fraction))
+    size = head_dim if rope.kind == "proportional" else int(head_dim * rope.fraction)
+    frequencies = rope_frequencies(rope, size)
     angles = positions_bt[:, :, None, None].astype(dtype) * np.concatenate([-frequencies, frequencies]).astype(dtype)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
@@ -168,10 +203,16 @@ def rotated_queries(params: Params, config: ModelConfig, q_bthe: jax.Array, tabl
 
 def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
     """Returns rotated keys and values, each [b, t, k, e], as caches hold them."""
-    k_btke = projected("btd,ked->btke", x_btd, params, "k")
-    if config.qk_norm:
-        k_btke = norm(config, k_btke, params["k_norm"])
-    return rotate(k_btke, table), projected("btd,ked->btke", x_btd, params, "v")
+    raw_btke = projected("btd,ked->btke", x_btd, params, "k")
+    k_btke = norm(config, raw_btke, params["k_norm"]) if config.qk_norm else raw_btke
+    k_btke = rotate(k_btke, table)
+    v_btke = raw_btke if config.keys_are_values else projected("btd,ked->btke", x_btd, params, "v")
+    return k_btke, normed_values(config, v_btke)
+
+
+def normed_values(config: ModelConfig, v_btke: jax.Array) -> jax.Array:
+    """Returns values, normed if the model norms them."""
+    return unit_norm(v_btke, config.rms_norm_eps) if config.value_norm else v_btke
 
 
 def flat_heads(params: Params, mixed_bthe: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -189,27 +230,54 @@ def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
     return out_btd + params["o_bias"].astype(out_btd.dtype) if "o_bias" in params else out_btd
 
 
-def swiglu(params: Params, x_btd: jax.Array) -> jax.Array:
-    """Returns down(silu(gate x) * up x)."""
-    return product("btf,df->btd", gated(params, x_btd), params["down"])
+def swiglu(params: Params, x_btd: jax.Array, activation: str = "silu") -> jax.Array:
+    """Returns down(silu(gate x) * up x), or with another activation in place of silu."""
+    return product("btf,df->btd", gated(params, x_btd, activation), params["down"])
 
 
-def gated(params: Params, x_btd: jax.Array) -> jax.Array:
-    """Returns silu(gate x) * up x, [b, t, f]."""
+def gated(params: Params, x_btd: jax.Array, activation: str = "silu") -> jax.Array:
+    """Returns silu(gate x) * up x, [b, t, f], or with another activation in place of silu."""
     if "gate_up" in params:
         gate_btf, up_btf = jnp.moveaxis(product("btd,xfd->btxf", x_btd, params["gate_up"]), 2, 0)
     else:
         gate_btf, up_btf = (product("btd,fd->btf", x_btd, params[name]) for name in ("gate", "up"))
-    return jax.nn.silu(gate_btf) * up_btf
+    return ACTIVATIONS[activation](gate_btf) * up_btf
 
 
 def feed_forward(params: Params, config: ModelConfig, x_btd: jax.Array) -> jax.Array:
+    """Returns what the feed-forward part of a layer, dense or with experts, adds to the residual stream."""
+    normed_btd = norm(config, x_btd, params["mlp_norm"])
+    if config.dense_beside_experts:
+        added_btd = dense_and_experts(params, config, x_btd, normed_btd)
+    else:
+        added_btd = dense_or_experts(params, config, normed_btd)
+    return post_norm(params, config, "mlp_post_norm", added_btd)
+
+
+def dense_and_experts(params: Params, config: ModelConfig, x_btd: jax.Array, normed_btd: jax.Array) -> jax.Array:
+    """Returns the sum of a dense feed-forward part and of experts, whose norm and router read the residual stream."""
+    routed_btd = rms_norm(x_btd, params["router_norm"], config.rms_norm_eps) * config.hidden_size**-0.5
+    experts_btd = experts.mixture(params, config, norm(config, x_btd, params["experts_norm"]), routed_btd)
+    dense_btd = norm(config, swiglu(params, normed_btd, config.activation), params["dense_post_norm"])
+    return dense_btd + norm(config, experts_btd, params["experts_post_norm"])
+
+
+def dense_or_experts(params: Params, config: ModelConfig, x_btd: jax.Array) -> jax.Array:
     """Returns the feed-forward part of a layer, dense or with experts, of the normed residual stream."""
     if "router" not in params:
-        return swiglu(params, x_btd)
+        return swiglu(params, x_btd, config.activation)
     y_btd = experts.mixture(params, config, x_btd)
     if not config.shared_expert_size:
         return y_btd
     shared = {name: params[f"shared_{name}"] for name in (*GATE_UP, "down")}
     weight_bt1 = jax.nn.sigmoid(product("btd,xd->btx", x_btd, params["shared_router"]))
     return y_btd + weight_bt1 * swiglu(shared, x_btd)
+
+
+def finish(params: Params, config: ModelConfig, x_btd: jax.Array, input_btp: jax.Array | None) -> jax.Array:
+    """Returns the output of a layer after its feed-forward part: its own input is added, and its scalar multiplies all."""
+    if "input_gate" in params:
+        gate_btp = ACTIVATIONS[config.activation](product("btd,pd->btp", x_btd, params["input_gate"]))
+        added_btd = product("btp,dp->btd", gate_btp * input_btp, params["input_out"])
+        x_btd = x_btd + norm(config, added_btd, params["input_norm"])
+    return x_btd * params["scalar"] if "scalar" in params else x_btd

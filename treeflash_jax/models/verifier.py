@@ -1,13 +1,13 @@
-"""The verifier: a Qwen, gpt-oss or Llama language model as one pure forward pass.
+"""The verifier: a Qwen, Gemma, gpt-oss or Llama language model as one pure forward pass.
 
 One function serves prefill chunks, single tokens, chains and trees: they differ in positions and mask only. It knows no
 kind of layer (`layer_kinds`). Logits are a separate call on the positions that are read (`vocab.unembed`).
 
 Shape suffixes: b batch, t new positions, u new positions as keys, x positions of `earlier`, d model, j tapped layers
-x model, v vocabulary.
+x model, v vocabulary, l layers, p width of a layer's own input.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,8 +20,8 @@ from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models import kernels, layers, quantized, vocab
 from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.layer_kinds import KINDS
-from treeflash_jax.models.layer_protocol import LayerKind, PassInputs
+from treeflash_jax.models.layer_kinds import KINDS, find_sources
+from treeflash_jax.models.layer_protocol import LayerKind, PassInputs, join_positions
 
 
 @struct.dataclass
@@ -32,7 +32,8 @@ class Output:
       hidden_btd: hidden states after the final norm; `logits` turns chosen positions into logits.
       features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order;
         of width 0 without taps.
-      new: results of the layers for the new positions, for `caches.commit`: keys and values of attention.
+      new: results of the layers for the new positions, for `caches.commit`: keys and values of attention. It ends with the
+        last layer that keeps a state, as `Cache.layers` does, and has None for earlier ones that keep none.
     """
 
     hidden_btd: jax.Array
@@ -50,14 +51,27 @@ def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = Fa
     table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
 
     def layer(kind: str, is_sparse: bool) -> dict[str, Spec]:
-        return layers.layer_specs(config, KINDS[kind].specs(config, is_merged), is_sparse, is_merged)
+        sizes = config.of_kind(kind)
+        return layers.layer_specs(sizes, KINDS[kind].specs(sizes, is_merged), is_sparse, is_merged)
 
     tree = {
         "embed": table,
         "groups": [[layer(kind, is_sparse) for _ in range(size)] for kind, is_sparse, size in config.runs],
         "norm": layers.norm_spec(config, config.hidden_size),
-    }
+    } | layer_input_specs(config)
     return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize, mesh)
+
+
+def layer_input_specs(config: ModelConfig) -> dict[str, Spec]:
+    """Returns the specs of `layer_inputs`, if the model has them. No scheme rounds the table, of which rows are read."""
+    p, width = config.layer_input_size, config.num_layers * config.layer_input_size
+    if not p:
+        return {}
+    return {
+        "input_embed": Spec((config.vocab_size, width), ("vocab", None), inputs=(1,), can_quantize=False),
+        "input_map": Spec((width, config.hidden_size), (None, "embed"), inputs=(1,), outputs=(0,)),
+        "input_norm": layers.norm_spec(config, p),
+    }
 
 
 def merge(params: dict[str, Any], config: ModelConfig) -> None:
@@ -98,12 +112,31 @@ def forward(
       taps: 0-based layers whose outputs are returned.
       residual_dtype: dtype of the residual stream and of `hidden_btd`; None: that of the weights.
     """
-    x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
+    x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt, config.embedding_factor), ("batch", None, None))
     dtype = x_btd.dtype
+    inputs_lbtp = layer_inputs(params, config, tokens_bt, x_btd)
     x_btd = x_btd.astype(residual_dtype or dtype)
     where = positions_bt, mask_btu, cache
-    out = through_layers(params, config, x_btd, *where, earlier=earlier, taps=taps, attention=attention)
+    out = through_layers(
+        params, config, x_btd, *where, earlier=earlier, taps=taps, attention=attention, inputs_lbtp=inputs_lbtp
+    )
     return out.replace(features_btj=out.features_btj.astype(dtype))
+
+
+def layer_inputs(
+    params: dict[str, Any], config: ModelConfig, tokens_bt: jax.Array, x_btd: jax.Array
+) -> Sequence[jax.Array | None]:
+    """Returns the input that each layer has of its own, of the tokens and their embeddings; None in models without them.
+
+    Source: transformers, gemma4 (per-layer embeddings).
+    """
+    p, shape = config.layer_input_size, (*tokens_bt.shape, config.num_layers, config.layer_input_size)
+    if not p:
+        return [None] * config.num_layers
+    of_token_btlp = vocab.embed(params["input_embed"], tokens_bt, p**0.5).reshape(shape)
+    mapped_btz = quantized.product("btd,zd->btz", x_btd, params["input_map"]) * config.hidden_size**-0.5
+    normed_btlp = layers.norm(config, mapped_btz.reshape(shape), params["input_norm"])
+    return jnp.moveaxis((normed_btlp + of_token_btlp) * 2**-0.5, 2, 0)
 
 
 def through_layers(
@@ -117,15 +150,21 @@ def through_layers(
     earlier: tuple[Any, ...] | None = None,
     taps: tuple[int, ...] = (),
     attention: str = "xla",
+    inputs_lbtp: Sequence[jax.Array | None] | None = None,
 ) -> Output:
-    """Runs the layers and the final norm on inputs [b, t, d], otherwise as `forward`; reads no table."""
+    """Runs the layers and the final norm on inputs [b, t, d], otherwise as `forward`; reads no table.
+
+    Args:
+      inputs_lbtp: `layer_inputs`; None: layers have none.
+    """
     all_weights = list(chain(*params["groups"]))
     length_b, states = (None, None) if cache is None else (cache.length_b, cache.layers)
     inputs = {}
     for kind in dict.fromkeys(config.kinds):
-        precomputed = KINDS[kind].precompute(config, positions_bt, mask_btu)
+        precomputed = KINDS[kind].precompute(config.of_kind(kind), positions_bt, mask_btu)
         inputs[kind] = PassInputs(positions_bt, mask_btu, length_b, precomputed, attention)
-    operands = all_weights, config, params["norm"], x_btd, inputs, states, earlier
+    inputs_lbtp = [None] * config.num_layers if inputs_lbtp is None else inputs_lbtp
+    operands = all_weights, config, params["norm"], x_btd, inputs, states, earlier, inputs_lbtp
     run = kernels.find("decoder layers", *operands) or run_layers
     normed_btd, outputs, new = run(*operands)
     tapped = [outputs[layer] for layer in taps] or [jnp.zeros((*positions_bt.shape, 0), x_btd.dtype)]
@@ -140,38 +179,41 @@ def run_layers(
     inputs: dict[str, PassInputs],
     states: tuple[Any, ...] | None,
     earlier: tuple[Any, ...] | None,
+    inputs_lbtp: Sequence[jax.Array | None],
 ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
     """Returns the final norm with the scale `norm_d`, the output of each layer, and its part of `Output.new`."""
-    run = {kind: _make_layer(config, KINDS[kind], shared) for kind, shared in inputs.items()}
-    outputs, new = [], []
-    for index, (weights, kind) in enumerate(zip(all_weights, config.kinds, strict=True)):
-        state, earlier_positions = (None if x is None else x[index] for x in (states, earlier))
+    run = {kind: _make_layer(config.of_kind(kind), KINDS[kind], shared) for kind, shared in inputs.items()}
+    sources, outputs, new = find_sources(config), [], []
+    for index, (source, kind) in enumerate(zip(sources, config.kinds, strict=True)):
+        state, earlier_positions = (None if x is None else x[source] for x in (states, earlier))
+        if source != index:
+            earlier_positions = join_positions(earlier_positions, new[source])
         with jax.named_scope(f"layer_{index}"):
-            x_btd, new_positions = run[kind](weights, x_btd, state, earlier_positions)
+            x_btd, new_positions = run[kind](all_weights[index], x_btd, state, earlier_positions, inputs_lbtp[index])
         outputs.append(x_btd)
         new.append(new_positions)
-    return layers.norm(config, x_btd, norm_d), outputs, new
+    return layers.norm(config, x_btd, norm_d), outputs, new[: max(sources) + 1]
 
 
 def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Callable[..., tuple[jax.Array, Any]]:
     """Returns a function of a layer's weights, input, state and `earlier`: the layer's output, and `Output.new`."""
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
-    def layer(weights, x_btd, state, earlier):
+    def layer(weights, x_btd, state, earlier, input_btp):
         normed_btd = layers.norm(config, x_btd, weights["attention_norm"])
         mixed_btd, new = kind.mix(weights, config, normed_btd, inputs, state, earlier)
-        x_btd = x_btd + mixed_btd
-        normed_btd = layers.norm(config, x_btd, weights["mlp_norm"])
-        x_btd = x_btd + layers.feed_forward(weights, config, normed_btd)
+        x_btd = x_btd + layers.post_norm(weights, config, "attention_post_norm", mixed_btd)
+        x_btd = x_btd + layers.feed_forward(weights, config, x_btd)
+        x_btd = layers.finish(weights, config, x_btd, input_btp)
         return sharding.constrain(x_btd, ("batch", None, None)), new
 
     return layer
 
 
-def logits(params: dict[str, Any], hidden_btd: jax.Array) -> jax.Array:
+def logits(params: dict[str, Any], config: ModelConfig, hidden_btd: jax.Array) -> jax.Array:
     """Returns logits of chosen positions, [..., v]: products in the weights' dtype, summed in that of the hidden states."""
     table = params.get("unembed", params["embed"])
-    return vocab.unembed(table, hidden_btd.astype(table.dtype), hidden_btd.dtype)
+    return vocab.cap(vocab.unembed(table, hidden_btd.astype(table.dtype), hidden_btd.dtype), config.logit_cap)
 
 
 def causal_mask(batch: int, length: int) -> jax.Array:

@@ -27,8 +27,13 @@ from treeflash_jax.models.quantized import Quantized
 CHUNK_BYTES = 2**30  # limit for a device's logits if only their largest entries are used
 
 
-def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
-    """Returns embeddings of tokens, [..., d]."""
+def embed(table_vd: jax.Array | Quantized, ids: jax.Array, factor: float = 1.0) -> jax.Array:
+    """Returns embeddings of tokens, [..., d], times the factor, which is rounded to their dtype."""
+    vectors = _lookup(table_vd, ids)
+    return vectors if factor == 1 else vectors * jnp.asarray(factor, vectors.dtype)
+
+
+def _lookup(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     mesh = _vocab_mesh(table_vd.shape[0])
     if mesh is None:
         return quantized.lookup(table_vd, ids)
@@ -53,6 +58,11 @@ def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: Any = Non
         return jax.vmap(partial(quantized.product, "...d,vd->...v"))(hidden, table_vd)
     logits = quantized.product("...d,vd->...v", hidden, table_vd, dtype)
     return sharding.constrain(logits, ("batch",) + (None,) * (logits.ndim - 2) + ("vocab",))
+
+
+def cap(logits: jax.Array, most: float) -> jax.Array:
+    """Returns most * tanh(logits / most), computed in float32 at least; 0: the logits as they are."""
+    return (most * jnp.tanh(_wide(logits) / most)).astype(logits.dtype) if most else logits
 
 
 def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -136,16 +146,22 @@ def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> 
 
 
 def likeliest(
-    table_vd: jax.Array | Quantized, hidden_btd: jax.Array, k: int, temperature_b: jax.Array, ids_v: jax.Array | None = None
+    table_vd: jax.Array | Quantized,
+    hidden_btd: jax.Array,
+    k: int,
+    temperature_b: jax.Array,
+    ids_v: jax.Array | None = None,
+    logit_cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the k likeliest tokens after each hidden state and their log-probabilities, [b, t, k] each.
 
-    `top_log_probs` of `unembed`, over at most CHUNK_BYTES of logits at a time. `ids_v` are the verifier's ids of a draft
-    vocabulary; None: the table is the verifier's.
+    `top_log_probs` of `cap` of `unembed`, over at most CHUNK_BYTES of logits at a time. `ids_v` are the verifier's ids of a
+    draft vocabulary; None: the table is the verifier's.
     """
 
     def chunk_log_probs(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ids_bxk, log_probs_bxk = top_log_probs(unembed(table_vd, hidden_bxd), k, temperature_b[:, None, None])
+        logits_bxv = cap(unembed(table_vd, hidden_bxd), logit_cap)
+        ids_bxk, log_probs_bxk = top_log_probs(logits_bxv, k, temperature_b[:, None, None])
         return ids_bxk if ids_v is None else ids_v[ids_bxk], log_probs_bxk
 
     return by_chunks(chunk_log_probs, table_vd.shape[0], hidden_btd)

@@ -49,6 +49,8 @@ class BlockDrafter(Drafter):
       sliding_layers: layers in which block slots see a window of the context.
       window: a slot at position p sees context positions above p - window; 0 without sliding layers.
       shared_window: whether all slots see the window of `window` positions before the anchor instead.
+      embedding_factor: factor of token embeddings, the verifier's (`fitted`).
+      logit_cap: bound of logits, as in `ModelConfig`; 0: none.
       conv_group: channels per group of the layers' convolutions (DFlash2); 0: none.
       head: name in `heads.HEADS`; it determines how a drafted token depends on those before it.
       head_rank: rank of a low-rank head; 256 in published files, and at most the drafter's width.
@@ -80,6 +82,8 @@ class BlockDrafter(Drafter):
     sliding_layers: tuple[int, ...] = ()
     window: int = 0
     shared_window: bool = False
+    embedding_factor: float = 1.0
+    logit_cap: float = 0.0
     conv_group: int = 0
     head: str = MARGINAL
     head_rank: int = 256
@@ -126,7 +130,7 @@ class BlockDrafter(Drafter):
         return tuple(name for name in names if getattr(self, name))
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this drafter. Raises ValueError if it was made for another verifier."""
+        """Returns this drafter with the verifier's factor of embeddings. Raises ValueError if it was made for another."""
         num_layers = self.num_target_layers or verifier.num_layers
         protocol.require_sizes(
             verifier,
@@ -137,7 +141,7 @@ class BlockDrafter(Drafter):
         )
         problem = f"mask id {self.mask_token_id} lies outside the verifier's vocabulary of {verifier.vocab_size}"
         protocol.require_fit(0 <= self.mask_token_id < verifier.vocab_size, problem)
-        return self
+        return replace(self, embedding_factor=verifier.embedding_factor)
 
     def limited(self, draft_vocab_size: int) -> Self:
         if self.owns_vocabulary:
@@ -195,6 +199,7 @@ class BlockDrafter(Drafter):
         hidden_bid = self.draft_block(inputs)[:, self.first_slot :]
         embed_vd, norm = inputs.tables["embed"], inputs.params["backbone"]["norm"]
         unembed = Unembed(embed_vd, inputs.tables.get("unembed", embed_vd), norm, self.layers.rms_norm_eps)
+        unembed = unembed.replace(logit_cap=self.logit_cap)
         if self.draft_vocab_size:
             unembed = unembed.replace(unembed_vd=inputs.params["unembed"], ids_v=draft_ids(inputs.params))
         with jax.named_scope("expand"):
@@ -207,7 +212,8 @@ class BlockDrafter(Drafter):
         anchor_b, context = inputs.anchor_b, inputs.state.context
         batch, size, length_b = anchor_b.shape[0], self.block_size, context.length_b
         masks_bq = jnp.full((batch, size - 1), self.mask_token_id, anchor_b.dtype)
-        x_bqd = vocab.embed(inputs.tables["embed"], jnp.concatenate([anchor_b[:, None], masks_bq], axis=1))
+        tokens_bq = jnp.concatenate([anchor_b[:, None], masks_bq], axis=1)
+        x_bqd = vocab.embed(inputs.tables["embed"], tokens_bq, self.embedding_factor)
         positions_bq = length_b[:, None] + jnp.arange(size)
         everything_bqq, earlier_bqq = (jnp.broadcast_to(x_qq, (batch, size, size)) for x_qq in (True, jnp.tri(size) > 0))
         first_bq = (length_b[:, None] if self.shared_window else positions_bq + 1) - self.window
@@ -241,7 +247,7 @@ def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
         layers = replace(verifier, num_layers=num_layers)
     else:
         layers = ModelConfig(**{name: getattr(verifier, name) for name in sizes.split()}, num_layers=num_layers)
-    is_scaled = layers.rope.kind == "yarn" or layers.rope.fraction != 1
+    is_scaled = layers.rope.kind == "yarn" or layers.rope.fraction != 1 or layers.rope.attention_factor != 1
     return replace(layers, rope=Rope(theta=layers.rope.theta)) if is_scaled else layers
 
 

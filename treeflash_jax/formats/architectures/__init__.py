@@ -26,12 +26,14 @@ layers, `layer` names the weights of both kinds of layers, and `layouts` has the
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures.architecture import Architecture
 from treeflash_jax.formats.architectures.dense import LLAMA, QWEN2, QWEN3
+from treeflash_jax.formats.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from treeflash_jax.formats.architectures.gpt_oss import GPT_OSS
-from treeflash_jax.formats.architectures.qwen3_5 import IMAGE_AND_TEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, text_keys
+from treeflash_jax.formats.architectures.image_and_text import IMAGE_AND_TEXT, text_keys
+from treeflash_jax.formats.architectures.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from treeflash_jax.formats.architectures.qwen3_moe import QWEN3_MOE
 from treeflash_jax.formats.keys import Keys
 
-KNOWN = (QWEN3, LLAMA, QWEN2, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS)
+KNOWN = (QWEN3, LLAMA, QWEN2, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS, GEMMA4, GEMMA4_UNIFIED)
 ARCHITECTURES = {architecture.model_type: architecture for architecture in KNOWN}
 
 

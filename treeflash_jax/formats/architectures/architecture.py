@@ -120,10 +120,11 @@ class Architecture:
         keys.expect(head_dim % 2 == 0, "head_dim", head_dim, "an even number (its halves are rotated)")
         fields |= self.constants
         fields |= self.derive(keys, fields)
+        if "rope" not in fields:
+            fields["rope"] = rope.read(keys, head_dim, fields["max_positions"], self.rotated, self.rope_theta, self.rope)
         return ModelConfig(
             **fields,
             model_type=self.model_type,
-            rope=rope.read(keys, head_dim, fields["max_positions"], self.rotated, self.rope_theta, self.rope),
             eos_token_ids=keys.ids("eos_token_id", fields["vocab_size"] - 1, required=False),
         )
 

@@ -1,7 +1,6 @@
 """Qwen3.5 and later, and Qwen3-Next: gated delta-rule layers with full attention in between, dense or with experts.
 
-Files on the Hub hold an image-and-text model: its config.json has the text model's keys in `text_config`, its tensors are
-"model.language_model.*", and "model.visual.*" is not read. Text-only files have keys and tensors at the top. The layer of
+Files on the Hub hold image-and-text models (`image_and_text`), of which "model.visual.*" is not read. The layer of
 multi-token prediction, "mtp.*", is a drafter (`drafters.mtp_drafter`), which the verifier leaves out.
 
 Source: transformers, models qwen3_5, qwen3_5_moe and qwen3_next.
@@ -14,19 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.core.checks import warn
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.formats import fp8
 from treeflash_jax.formats.architectures import qwen3_moe
 from treeflash_jax.formats.architectures.architecture import Key
-from treeflash_jax.formats.architectures.dense import AS_ON_DISK, INERT, LINEAR, ONLY, QWEN3, size_keys
+from treeflash_jax.formats.architectures.dense import AS_ON_DISK, LINEAR, ONLY, QWEN3, size_keys
+from treeflash_jax.formats.architectures.image_and_text import text_tensors
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import DeltaSizes, ModelConfig
 
-IMAGE_AND_TEXT = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # and the types of their text models
-_OUTSIDE_TEXT = {"text_config", "vision_config", "model_type", "tie_word_embeddings", "language_model_only"} | {
-    f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end")
-}
 _VISION = "model.visual."
 _SIZES = {  # keys of delta-rule layers: fields of DeltaSizes and defaults
     "linear_num_key_heads": ("key_heads", 16),
@@ -65,23 +59,6 @@ _SHARED = {
     "shared_down": Entry("mlp.shared_expert.down_proj.weight", **AS_ON_DISK),
     "shared_router": Entry("mlp.shared_expert_gate.weight", **AS_ON_DISK),
 }
-
-
-def text_keys(keys: Keys) -> Keys:
-    """Returns the keys of the text model in an image-and-text file; keys of any other file as they are.
-
-    Raises ValueError for an outer key that changes numbers, or no `text_config`.
-    """
-    model_type = keys.raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in IMAGE_AND_TEXT:
-        return keys
-    text = keys.table("text_config", required=True)
-    keys.check_known(_OUTSIDE_TEXT | INERT | {"eos_token_id", fp8.KEY})
-    text.check_only({"model_type": (IMAGE_AND_TEXT[model_type],)})
-    raw = {**text.raw, "model_type": IMAGE_AND_TEXT[model_type]}
-    raw["tie_word_embeddings"] = keys.truth("tie_word_embeddings", False)
-    outside = {key: keys.raw[key] for key in ("eos_token_id", fp8.KEY) if key in keys}
-    return Keys({**outside, **raw}, text.where)
 
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,14 +104,9 @@ class Rows:
 
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns the text model's tensors by the names of text-only files."""
-    if any(name.startswith(_VISION) for name in tensors):
-        warn(f"{_VISION}* of a {config.model_type} file is not read")
-    return {
-        name.replace("model.language_model.", "model.", 1): tensor
-        for name, tensor in tensors.items()
-        if not name.startswith((_VISION, "mtp."))
-    }
+    """Returns the text model's tensors by the names of text-only files, without the layer of multi-token prediction."""
+    tensors = text_tensors(config, tensors, [_VISION])
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
 
 
 def _adapt_by_key_head(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:

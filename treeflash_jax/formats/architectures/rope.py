@@ -13,6 +13,7 @@ KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 _KIND_KEYS = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "proportional": (),
     "longrope": ("short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL),
     "yarn": (*"factor attention_factor mscale mscale_all_dim beta_fast beta_slow truncate".split(), _ORIGINAL),
 }
@@ -51,6 +52,8 @@ def read(keys: Keys, head_dim: int, max_positions: int, fraction: float, theta: 
         rope = _yarn(settings, theta, max_positions)
     elif kind == "llama3":
         rope = _llama3(settings, theta)
+    elif kind == "proportional":
+        rope = Rope(theta=theta, kind="proportional")
     return replace(rope, fraction=fraction)
 
 

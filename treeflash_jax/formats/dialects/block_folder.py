@@ -35,6 +35,7 @@ CONVOLUTIONS = {  # of a layer
     "mlp_conv_delta": Entry("mlp_conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3),
 }
 LISTED = {"unembed": Entry("lm_head.weight", order=(0, 1)), "offsets": Entry("d2t")}  # of a draft vocabulary in files
+CAP = "final_logit_softcapping"
 ALIGNMENT = ("shift_label", "sample_from_anchor")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -44,7 +45,7 @@ class BlockFolder(Dialect):
 
     Attributes:
       projectors: values of `projector_type`; the first holds for files without the key.
-      head_keys: keys of the head in dflash_config.
+      head_keys: keys of the head in dflash_config, and CAP if heads of the dialect may have one.
       shifted: alignment of files that do not state it; None: files must state it.
       inert: prefixes of tensors without effect on drafts, such as confidence heads.
       renamed: patterns of tensors' names in some files, with what replaces them.
@@ -72,15 +73,20 @@ class BlockFolder(Dialect):
         dflash = keys.table("dflash_config", required=True)
         only = {
             "projector_type": self.projectors, "attention_mode": ("gqa", None), "use_swa": (False, None),
-            "swa_window_size": (None, 0), "output_multiplier": (1.0, None), "final_logit_softcapping": (None,),
+            "swa_window_size": (None, 0), "output_multiplier": (1.0, None),
         }  # fmt: skip
         shared = ("mask_token_id", "target_layer_ids", "block_size", "causal_head", "causal", *ALIGNMENT)
+        if CAP not in self.head_keys:
+            only[CAP] = (None,)
         dflash.check_only(only)
         dflash.check_known({*shared, *only, *self.head_keys})
+        table, key = find_key((keys, CAP), (dflash, CAP))
+        logit_cap = table.number(key) if key in table else 0.0
         keys, sliding, window = read_windows(keys)
         layers = architectures.recognise(keys).read(keys, {*self.known, *ALIGNMENT})
         keys.expect(not layers.num_experts, "a drafter of model_type", layers.model_type, "one without experts")
         keys.expect(not layers.delta, "a drafter of model_type", layers.model_type, "one of attention layers")
+        keys.expect(not layers.sizes, "a drafter of model_type", layers.model_type, "one whose layers have the same sizes")
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)
         else:
@@ -108,6 +114,7 @@ class BlockFolder(Dialect):
             causal_layers=causal,
             sliding_layers=sliding,
             window=window,
+            logit_cap=logit_cap,
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
         )
@@ -156,6 +163,8 @@ class DFlash(BlockFolder):
 
     name = "dflash"
     projectors = (None, "dflash")
+    known = (*BlockFolder.known, CAP)
+    head_keys = (CAP,)
     class_name = "DFlashDraftModel"
     heads: Collection[str] = (MARGINAL,)
     options: Collection[str] = ()
@@ -173,11 +182,12 @@ class DFlash(BlockFolder):
         if others := [name for name in config.extras if name not in self.options]:
             raise ValueError(f"got a drafter with {' and '.join(others)}, expected none: {self.name} files cannot store it")
         layers = {"num_target_layers": config.num_target_layers} if config.num_target_layers else {}
+        cap = {CAP: config.logit_cap} if config.logit_cap else {}
         return {
             "architectures": [self.class_name],
             **ARCHITECTURES[config.layers.model_type].to_hf(config.layers),
             "block_size": config.block_size,
-            "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps)},
+            "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps), **cap},
             **layers,
             "layer_types": [FULL] * config.layers.num_layers,
             **({} if config.thinking is None else {"thinking": config.thinking}),

@@ -5,11 +5,16 @@ They do not depend on a server's protocol: answers are read as parts, and constr
 
 from typing import Any
 
+from treeflash_jax.formats.messages.gemma import Gemma
 from treeflash_jax.formats.messages.harmony import Harmony
 from treeflash_jax.formats.messages.message_format import MessageFormat
 from treeflash_jax.formats.messages.tagged_messages import TaggedMessages
 
-FORMATS: tuple[type[MessageFormat], ...] = (Harmony, TaggedMessages)  # the first form that recognises a template is used
+FORMATS: tuple[type[MessageFormat], ...] = (
+    Harmony,
+    Gemma,
+    TaggedMessages,
+)  # the first form that recognises a template is used
 
 
 def find_format(tokenizer: Any) -> MessageFormat:

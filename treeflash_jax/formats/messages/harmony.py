@@ -10,7 +10,6 @@ from typing import Any
 
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages.message_format import (
-    Call,
     Content,
     Function,
     MessageFormat,
@@ -21,6 +20,7 @@ from treeflash_jax.formats.messages.message_format import (
     any_text,
     const,
     either,
+    join_parts,
     make_call,
     sequence,
 )
@@ -107,7 +107,7 @@ class ChannelReader(MessageReader):
         parts = [part for id in ids for part in self._read(id)]
         if is_last and self._header is None:
             parts += self._end_message(is_whole=False)
-        return _joined(parts)
+        return join_parts(parts)
 
     def _read(self, id: int) -> list[Part]:
         if id == self._start:
@@ -152,14 +152,3 @@ class ChannelReader(MessageReader):
             return [Content(text)] if text else []
         self.num_calls += 1
         return [make_call(self._recipient.removeprefix(NAMESPACE), text.strip())]
-
-
-def _joined(parts: list[Part]) -> list[Part]:
-    """Joins texts of one kind that follow each other."""
-    joined: list[Part] = []
-    for part in parts:
-        if joined and not isinstance(part, Call) and type(joined[-1]) is type(part):
-            joined[-1] = type(part)(joined[-1].text + part.text)
-        else:
-            joined.append(part)
-    return joined

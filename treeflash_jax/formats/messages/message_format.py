@@ -145,6 +145,17 @@ def either(*elements: Tag) -> Tag:
     return {"type": "or", "elements": [*elements]}
 
 
+def join_parts(parts: list[Part]) -> list[Part]:
+    """Joins texts of one kind that follow each other."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and not isinstance(part, Call) and type(joined[-1]) is type(part):
+            joined[-1] = type(part)(joined[-1].text + part.text)
+        else:
+            joined.append(part)
+    return joined
+
+
 def parse_value(text: str) -> Any:
     """Returns the value of JSON, or of the Python literal that models write instead. Raises ValueError."""
     try:

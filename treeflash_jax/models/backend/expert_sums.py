@@ -3,8 +3,8 @@
 A one-token step reads few of the experts, and a tree most of them. `sum_experts` therefore gathers the matrices of each
 token's experts if that reads fewer bytes, on a CPU also if a token chooses few of many experts. All forms are equal but for
 rounding. They take the weights, the tokens [n, d], the weight of every assignment in float32 at least (0 for experts that
-the device does not hold), its expert (then the number of experts held) and the limit of `_gated`, and return the sum before
-it is rounded, without the biases of "expert_down".
+the device does not hold), its expert (then the number of experts held) and the function that joins gate and up
+map (`silu_join`), and return the sum before it is rounded, without the biases of "expert_down".
 
 Shape suffixes: n tokens of a device, d model, x experts, f ffn of an expert, k experts of a token, a = n k assignments, i
 inputs of one step, m either of d and f, z = x f.
@@ -30,11 +30,12 @@ SWIGLU_ALPHA = 1.702  # of gpt-oss; sigmoid(1.702 x) x approximates GELU
 SPARSE = 4  # CPUs gather for any number of tokens if there are this many times the experts of a token
 
 Weights = dict[str, Any]
-Form = Callable[[Weights, jax.Array, jax.Array, jax.Array, float], jax.Array]
+Join = Callable[[jax.Array, jax.Array], jax.Array]  # of an expert's gate and up map
+Form = Callable[[Weights, jax.Array, jax.Array, jax.Array, Join], jax.Array]
 GATE_UP = ("expert_gate", "expert_up")
 
 
-def sum_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float) -> jax.Array:
+def sum_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Returns the sum, [n, d], by the form that reads fewest bytes."""
     held, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= held
@@ -43,12 +44,12 @@ def sum_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk:
     if any(_has_blocks(weight) for weight in weights.values()):
         on_cpu = default
     forms = {"cpu": on_cpu, "tpu": partial(_where_they_lie, default), "default": default}
-    by_blocks = {platform: partial(_by_blocks, form, limit) for platform, form in forms.items()}
+    by_blocks = {platform: partial(_by_blocks, form, join) for platform, form in forms.items()}
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
 
 def _where_they_lie(
-    form: Form, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float
+    form: Form, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
 ) -> jax.Array:
     """Runs a form on weights in the layout that they have.
 
@@ -56,29 +57,29 @@ def _where_they_lie(
     """
     x_nd, weights = lax.optimization_barrier((x_nd, weights))
     weights = jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weights)
-    return form(weights, x_nd, weight_nk, ids_nk, limit)
+    return form(weights, x_nd, weight_nk, ids_nk, join)
 
 
 def _by_blocks(
-    form: Form, limit: float, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
+    form: Form, join: Join, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
 ) -> jax.Array:
     count = x_nd.shape[0]
     if count <= BLOCK:
-        return form(weights, x_nd, weight_nk, ids_nk, limit)
+        return form(weights, x_nd, weight_nk, ids_nk, join)
     blocks = -(-count // BLOCK)
     padding = ((0, blocks * BLOCK - count), (0, 0))
     arrays = [jnp.pad(array, padding).reshape(blocks, BLOCK, -1) for array in (x_nd, weight_nk, ids_nk)]
-    y = lax.map(lambda block: form(weights, *block, limit), arrays)
+    y = lax.map(lambda block: form(weights, *block, join), arrays)
     return y.reshape(blocks * BLOCK, -1)[:count]
 
 
-def all_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float) -> jax.Array:
+def all_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Runs every token through every expert. Tokens are repeated per expert, or else a GPU would copy the weights."""
     held, count = weights["expert_gate"].shape[0], x_nd.shape[0]
     weight_xn = jnp.sum(jnp.where(ids_nk == jnp.arange(held)[:, None, None], weight_nk, 0), axis=-1)
     x_xnd = jnp.broadcast_to(x_nd, (held, *x_nd.shape))
     products = [_product("xnd,xdf->xnf", x_xnd, weights[name]) for name in GATE_UP]
-    h_xnf = _gated(products, _biases(weights, lambda bias_xf: bias_xf[:, None]), limit)
+    h_xnf = _gated(products, _biases(weights, lambda bias_xf: bias_xf[:, None]), join)
     down, wide = weights["expert_down"], weight_xn.dtype
     if isinstance(down, Quantized):  # its scales differ by expert, so the sum over the experts comes after them
         return jnp.sum(_product("xnf,xfd->xnd", h_xnf, down, narrow=False) * weight_xn[..., None], axis=0)
@@ -87,7 +88,7 @@ def all_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk:
     return _product("nz,zd->nd", h_nz, down.reshape(h_nz.shape[1], -1), narrow=False)
 
 
-def gather_in_steps(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float) -> jax.Array:
+def gather_in_steps(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Adds up a few inputs of all chosen matrices at a time: a CPU compiles each step to one loop that copies nothing."""
     wide = weight_nk.dtype
     ids_a = jnp.minimum(ids_nk, weights["expert_gate"].shape[0] - 1).reshape(-1)
@@ -113,14 +114,12 @@ def gather_in_steps(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids
         return [_scaled(y_am, scale, dtype) for y_am, scale in zip(sums, scales, strict=True)]
 
     x_ad = jnp.repeat(x_nd, ids_nk.shape[1], axis=0)
-    h_af = _gated(products(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), limit)
+    h_af = _gated(products(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), join)
     (y_ad,) = products(("expert_down",), h_af, narrow=False)
     return jnp.sum(y_ad.reshape(*ids_nk.shape, -1) * weight_nk[..., None], axis=1)
 
 
-def gather_and_reduce(
-    weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, limit: float
-) -> jax.Array:
+def gather_and_reduce(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Sums over gathered matrices instead of multiplying by them: a GPU compiles each to one kernel that stores no copy."""
     wide = weight_nk.dtype
     experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
@@ -133,7 +132,7 @@ def gather_and_reduce(
         y_nkm = jnp.sum(x_nkm.astype(wide)[..., None] * values.astype(wide), axis=2)
         return _scaled(y_nkm, scale, x_nd.dtype if narrow else wide)
 
-    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(taken), limit)
+    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(taken), join)
     return jnp.sum(product("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
 
 
@@ -142,14 +141,21 @@ def _biases(weights: Weights, pick: Callable[[jax.Array], jax.Array] = lambda bi
     return [pick(weights[f"{name}_bias"]) for name in GATE_UP if f"{name}_bias" in weights]
 
 
-def _gated(products: list[jax.Array], biases: list[jax.Array], limit: float) -> jax.Array:
-    """Returns silu(gate) * up, or with a limit (up + 1) * gate * sigmoid(1.702 gate).
-
-    The limit bounds the gate from above, and the up map on both sides.
-    """
+def _gated(products: list[jax.Array], biases: list[jax.Array], join: Join) -> jax.Array:
     gate, up = (y + bias.astype(y.dtype) for y, bias in zip(products, biases, strict=True)) if biases else products
-    if not limit:
-        return jax.nn.silu(gate) * up
+    return join(gate, up)
+
+
+def silu_join(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def gelu_join(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def clamped_join(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """Returns (up + 1) * gate * sigmoid(1.702 gate). The limit bounds the gate from above, and the up map on both sides."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 

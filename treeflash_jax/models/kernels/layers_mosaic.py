@@ -27,9 +27,12 @@ TAKES = "attention 'mosaic-gpu', its caches, and merged weights of layers like t
 Normed = tuple[jax.Array, jax.Array | None]  # the residual stream, and its norm if a kernel made it
 
 
-def supports(params, config: ModelConfig, norm_d, x_btd, inputs: dict[str, PassInputs], prefixes, earlier) -> bool:
+def supports(
+    params, config: ModelConfig, norm_d, x_btd, inputs: dict[str, PassInputs], prefixes, earlier, inputs_lbtp
+) -> bool:
     """Returns whether a pass runs in kernels: plain attention layers of merged weights, over caches alone."""
     has_more = config.offset_norms or config.gates_attention or config.attention_sinks or config.rope.fraction < 1
+    has_more = has_more or config.post_norms or config.value_norm or config.layer_scalars or config.activation != "silu"
     if has_more or {*config.kinds} != {"full_attention"} or prefixes is None or earlier is not None:
         return False
     is_merged = all("qkv" in weights for weights in params)
@@ -44,6 +47,7 @@ def run(
     inputs: dict[str, PassInputs],
     prefixes: tuple[LayerKV, ...],
     earlier: None,
+    inputs_lbtp: Any,
 ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
     """Runs all layers, as `verifier.run_layers`."""
     eps, [shared] = config.rms_norm_eps, inputs.values()

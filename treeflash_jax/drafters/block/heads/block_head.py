@@ -26,6 +26,7 @@ class Unembed:
     Attributes:
       unembed_vd: vocabulary table of the verifier or of a draft vocabulary.
       ids_v: the verifier's ids of a draft vocabulary; None: the table is the verifier's.
+      logit_cap: bound of logits, as in `ModelConfig`.
     """
 
     embed_vd: jax.Array
@@ -33,6 +34,7 @@ class Unembed:
     norm: jax.Array
     eps: float = struct.field(pytree_node=False)
     ids_v: jax.Array | None = None
+    logit_cap: float = struct.field(pytree_node=False, default=0.0)
 
     def tokens(self, ids: jax.Array) -> jax.Array:
         """Returns the verifier's ids for ids of the vocabulary table."""
@@ -41,9 +43,13 @@ class Unembed:
     def normed(self, hidden: jax.Array) -> jax.Array:
         return rms_norm(hidden, self.norm, self.eps)
 
+    def logits(self, normed: jax.Array) -> jax.Array:
+        """Returns logits of normed hidden states, over the vocabulary of the table."""
+        return vocab.cap(vocab.unembed(self.unembed_vd, normed), self.logit_cap)
+
     def likeliest(self, hidden_bxd: jax.Array, k: int, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the k likeliest tokens after each hidden state and their log-probabilities, [b, x, k] each."""
-        return vocab.likeliest(self.unembed_vd, self.normed(hidden_bxd), k, temperature_b, self.ids_v)
+        return vocab.likeliest(self.unembed_vd, self.normed(hidden_bxd), k, temperature_b, self.ids_v, self.logit_cap)
 
 
 @struct.dataclass

@@ -47,7 +47,7 @@ class FirstOrderHead(Head):
     def logits(self, params, unembed: Unembed, previous_bx, hidden_bxd, drafter) -> jax.Array:
         embedding_bxd, normed_bxd = vocab.embed(unembed.embed_vd, previous_bx), unembed.normed(hidden_bxd)
         corrected_bxd = self.correct(params, embedding_bxd, lambda slots: slots, hidden_bxd, normed_bxd)
-        return vocab.unembed(unembed.unembed_vd, unembed.normed(corrected_bxd))
+        return unembed.logits(unembed.normed(corrected_bxd))
 
     def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
         """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
@@ -62,7 +62,7 @@ class FirstOrderHead(Head):
         hidden_bqd, temperature_b = block.hidden_bid, block.temperature_b
         batch, depths, _ = hidden_bqd.shape
         m, normed_bqd = drafter.candidates, unembed.normed(hidden_bqd)
-        marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bqd[:, : depths if drafter.shortlist else depths - 1])
+        marginal_biv = unembed.logits(normed_bqd[:, : depths if drafter.shortlist else depths - 1])
         likely_biy = jnp.zeros((batch, 0, m), jnp.int32)
         if marginal_biv.shape[1]:
             _, likely_biy = vocab.top_k(marginal_biv, max(m, drafter.shortlist))

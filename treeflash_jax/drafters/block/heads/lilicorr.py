@@ -105,7 +105,7 @@ class LiLiCorrHead(Head):
 
     def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
         sizes, normed_bid = self.sizes(drafter), unembed.normed(block.hidden_bid)
-        logits_biv = vocab.unembed(unembed.unembed_vd, normed_bid)
+        logits_biv = unembed.logits(normed_bid)
         values_bik, ids_bik = vocab.top_k(logits_biv, sizes.top_k)
         log_probs_bik = values_bik - vocab.log_sum_exp(logits_biv)[..., None]
         tokens_bik = unembed.tokens(ids_bik)

@@ -69,7 +69,7 @@ class LowRankHead(Head):
     def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
         normed_bmd = unembed.normed(hidden_bmd)
         vectors_bmk = self.vectors(params, vocab.embed(params["previous"], previous_bm), normed_bmd)
-        marginal_bmv = vocab.unembed(unembed.unembed_vd, normed_bmd)
+        marginal_bmv = unembed.logits(normed_bmd)
         return marginal_bmv + vocab.unembed(params["following"], vectors_bmk).astype(marginal_bmv.dtype)
 
     def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
@@ -80,7 +80,7 @@ class LowRankHead(Head):
         listed = self.count_listed(drafter)
         m, batch = min(drafter.candidates, listed), block.anchor_b.shape[0]
         normed_bid = unembed.normed(block.hidden_bid)
-        marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bid)
+        marginal_biv = unembed.logits(normed_bid)
         dtype = at_least_float32(marginal_biv.dtype)
         likely_bix, ids_bix = vocab.top_k(marginal_biv, listed)
         tokens_bix = unembed.tokens(ids_bix)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
-from treeflash_jax.models import vocab
 from treeflash_jax.trees import TransitionTable
 
 
@@ -28,4 +27,4 @@ class MarginalHead(Head):
         return TransitionTable(tokens_bic[:, :, None], log_probs_bic[:, :, None], next_context_bic[:, :, None])
 
     def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
-        return vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bmd))
+        return unembed.logits(unembed.normed(hidden_bmd))

@@ -56,7 +56,7 @@ class PathHead(Head):
     def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
         depths = drafter.num_depths
         normed_bmd = unembed.normed(hidden_bmd)
-        marginal_bmv = vocab.unembed(unembed.unembed_vd, normed_bmd)
+        marginal_bmv = unembed.logits(normed_bmd)
         by_block = lambda x_bm: jnp.moveaxis(x_bm.reshape(x_bm.shape[0], -1, depths, *x_bm.shape[2:]), 2, 0)  # noqa: E731
         previous_ibn, normed_ibnd = by_block(previous_bm), by_block(normed_bmd)
 
@@ -75,7 +75,7 @@ class PathHead(Head):
         """Returns the children of the anchor, and the recurrent network that continues below them."""
         listed = min(max(drafter.candidates, drafter.children, drafter.shortlist), unembed.unembed_vd.shape[0])
         normed_bid = unembed.normed(block.hidden_bid)
-        marginal_biv = vocab.unembed(unembed.unembed_vd, normed_bid)
+        marginal_biv = unembed.logits(normed_bid)
         dtype = at_least_float32(marginal_biv.dtype)
         scale_b11 = block.temperature_b.astype(dtype)[:, None, None]
         likely_bix, ids_bix = vocab.top_k(marginal_biv, listed)

@@ -50,7 +50,7 @@ class SelectorHead(LowRankHead):
         return before * product("...d,dk->...k", normed, params["hidden"])
 
     def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
-        marginal_bmv = lax.stop_gradient(vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bmd)))
+        marginal_bmv = lax.stop_gradient(unembed.logits(unembed.normed(hidden_bmd)))
         likely_bmk, _ = vocab.top_k(marginal_bmv, self.sizes(drafter).top_k)
         corrected_bmv = super().logits(params, unembed, previous_bm, hidden_bmd, drafter)
         return jnp.where(marginal_bmv >= likely_bmk[..., -1:], corrected_bmv, -jnp.inf)

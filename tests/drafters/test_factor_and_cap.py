@@ -1,0 +1,39 @@
+"""Block drafters of verifiers with a factor of embeddings and a cap on logits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from answers import draw, random_weights
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL
+from scipy.special import log_softmax
+
+from treeflash_jax.drafters.block.heads import Unembed
+from treeflash_jax.drafters.protocol import Inputs
+
+
+def test_a_block_is_embedded_with_the_verifiers_factor():
+    table_vd, anchor_b = 0.3 * draw(RANDOM_MODEL.vocab_size, RANDOM_MODEL.hidden_size), jnp.array([5, 40])
+    weights, state = random_weights(RANDOM_DRAFTER.specs()), RANDOM_DRAFTER.init(2, 16, jnp.float32)
+
+    @jax.jit
+    def hidden_states(weights, state, table_vd):
+        inputs = Inputs(weights, {"embed": table_vd}, state, anchor_b, jnp.ones(2), 3, None, None)
+        return RANDOM_DRAFTER.draft_block(inputs), replace(RANDOM_DRAFTER, embedding_factor=3.0).draft_block(inputs)
+
+    plain, scaled = hidden_states(weights, state, table_vd)
+    np.testing.assert_allclose(scaled, hidden_states(weights, state, 3 * table_vd)[0], atol=1e-5)
+    assert np.max(np.abs(scaled - plain)) > 0.1
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_log_probabilities_are_those_of_capped_logits(cap):
+    table_vd, hidden_btd = draw(60, 8), draw(3, 2, 8)
+    unembed = Unembed(table_vd, table_vd, np.ones(8, np.float32), 1e-6, logit_cap=cap)
+    logits_btv = np.asarray(unembed.normed(hidden_btd)) @ table_vd.T
+    expected = log_softmax(cap * np.tanh(logits_btv / cap) if cap else logits_btv, axis=-1)
+    ids_btk, log_probs_btk = unembed.likeliest(hidden_btd, 7, jnp.ones(3))
+    np.testing.assert_allclose(log_probs_btk, np.take_along_axis(expected, np.asarray(ids_btk), axis=-1), atol=1e-5)
+    np.testing.assert_allclose(log_probs_btk, -np.sort(-expected, axis=-1)[..., :7], atol=1e-5)
