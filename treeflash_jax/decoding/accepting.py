@@ -17,6 +17,7 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights
 from treeflash_jax.models import verifier, vocab
+from treeflash_jax.models.config import ModelConfig
 
 # Streams of a sequence's key, never shared: a tree that depends on the noise of the verifier's samples is not lossless.
 # That noise is keyed by the position of each token; draws and coins are keyed by the position of the round's root.
@@ -145,6 +146,7 @@ def _log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array, top: int) -> LogProb
 
 def score_tokens(
     weights: Weights,
+    config: ModelConfig,
     log_probs: LogProbs,
     hidden_btd: jax.Array,
     next_bt: jax.Array,
@@ -156,6 +158,7 @@ def score_tokens(
     No more than CHUNK_BYTES of logits exist at a time.
 
     Args:
+      config: the verifier's.
       hidden_btd: hidden states before the tokens.
       next_bt: the tokens; entries that are not known are ignored.
       positions_bt: positions of the tokens in the text.
@@ -163,10 +166,9 @@ def score_tokens(
     top = log_probs.top_bsk.shape[-1]
 
     def score(hidden_bxd: jax.Array, next_bx: jax.Array) -> LogProbs:
-        return _log_probs(verifier.logits(weights.verifier, hidden_bxd), next_bx, top)
+        return _log_probs(verifier.logits(weights.verifier, config, hidden_bxd), next_bx, top)
 
-    vocab_size = weights.verifier["embed"].shape[0]
-    new = vocab.by_chunks(score, vocab_size, hidden_btd, next_bt)
+    new = vocab.by_chunks(score, config.vocab_size, hidden_btd, next_bt)
     at_bt = jnp.where(is_known_bt, positions_bt, log_probs.token_bs.shape[1])
     write = jax.vmap(lambda x_s, at_t, new_t: x_s.at[at_t].set(new_t, mode="drop"))
     written = jax.tree.map(lambda x_bs, new_bt: write(x_bs, at_bt, new_bt), log_probs, new)

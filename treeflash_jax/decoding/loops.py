@@ -172,7 +172,8 @@ def _run_chunks(
         last = jax.tree.map(at_end, (out.hidden_btd, out.features_btj), last)
         if plan.scores_prompts:
             is_known_bt = positions_bt + 1 < length_b[:, None]
-            scores = accepting.score_tokens(weights, scores, out.hidden_btd, next_bt, positions_bt + 1, is_known_bt)
+            places = next_bt, positions_bt + 1, is_known_bt
+            scores = accepting.score_tokens(weights, plan.verifier, scores, out.hidden_btd, *places)
         kept_b = caches.count_after(count_b, last[0][:, 0])
         return index + 1, caches.commit(cache, out.new, kept_b), drafter, last, scores
 

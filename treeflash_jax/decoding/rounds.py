@@ -138,7 +138,7 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
             weights.verifier, plan.shared.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
             taps=plan.shared.taps, attention=plan.attention, residual_dtype=plan.shared.residual_dtype,
         )  # fmt: skip
-        logits_bnv = verifier.logits(weights.verifier, plan.prefill.verifier, out.hidden_btd)
+        logits_bnv = verifier.logits(weights.verifier, plan.shared.verifier, out.hidden_btd)
         return Verified(logits_bnv, out.features_btj, out.new)
 
 
