@@ -482,7 +482,9 @@ def test_wrong_requests_are_errors_of_one_line(server, change, words):
 def test_numbers_that_json_lacks_are_refused(field, number):
     """The response repeats these fields, so that it could not be written."""
     body = f'{{"input": "Hi", {field.replace("NUMBER", number)}}}'
-    exchange = ResponsesExchange(with_numbers(ResponsesBody, tf.GenerateConfig).model_validate_json(body), Served("tiny", 0))
+    exchange = ResponsesExchange(
+        with_numbers(ResponsesBody, tf.GenerateConfig).model_validate_json(body), Served("tiny", 0)
+    )
     refused(exchange.call, "got NaN or an infinite number")
 
 

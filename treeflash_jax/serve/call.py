@@ -44,10 +44,10 @@ class Tools:
         return functions
 
     def check(self) -> None:
-        """Raises ValueError for names that calls cannot have, callable functions without description, a forced call of none."""
+        """Raises ValueError for a name that ends inside a call, an unknown callable function, and a forced call of none."""
         names = {tool["function"]["name"] for tool in self.described}
         for name in names:
-            expect(not re.search(r"[\s<>]", name), "name of a tool", name, "no white space, '<' or '>': they end it in calls")
+            expect(not re.search(r"[\s<>]", name), "name of a tool", name, "one without white space, '<' and '>'")
         unknown = sorted((self.callable or frozenset()) - names)
         expect(not unknown, "tool_choice", ", ".join(unknown), f"one of tools: {', '.join(sorted(names)) or 'none'}")
         if self.is_forced and not self.functions:
