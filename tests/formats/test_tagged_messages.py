@@ -108,8 +108,12 @@ def test_half_a_character_of_a_call_is_replaced(text, expected):
     assert (call.name, json.loads(call.arguments)) == expected
 
 
-def test_damaged_calls_are_read_in_linear_time():
+@pytest.mark.parametrize("text", [
+    f"<tool_call><function=add>{'<parameter=x>' * 16000}</function></tool_call>",
+    f"<tool_call><function=add>{'<parameter=' * 16000}</function></tool_call>",
+    '<tool_call>{"x": "' + 16000 * "</tool_call>",
+])  # fmt: skip
+def test_damaged_calls_are_read_in_linear_time(text):
     began = time.thread_time()
-    text = f"<tool_call><function=add>{'<parameter=x>' * 4000}</function></tool_call>"
     assert parse(text, len(text)) == (text, "", [])
     assert time.thread_time() - began < 1

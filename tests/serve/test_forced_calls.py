@@ -104,6 +104,8 @@ def test_answers_follow_a_schema_or_call(client):
     ({"tool_choice": "always"}, "got tool_choice 'always', expected 'none', 'auto'"),
     ({"tools": [{"type": "function"}]}, "got tools.0 {'type': 'function'}, expected a function with a name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "got tools.0.function.parameters []"),
+    ({"tools": [{"type": "function", "function": {"name": "a\nb"}}]}, "got name of a tool 'a\\nb', expected one"),
+    ({"tools": [{"type": "function", "function": {"name": "</tool_call>"}}]}, "got name of a tool '</tool_call>'"),
     ({"functions": [{"name": "a"}]}, "got functions [{'name': 'a'}], expected none: it is not supported"),
     ({"tools": [make_tool("add")], "tool_choice": "required", "max_tokens": 2, "guided_regex": "a", "regex": "b"},
      "expected one of them"),

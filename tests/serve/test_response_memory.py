@@ -12,14 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
+from refusals import refused
 from test_limits import listening, stub_worker
 
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.response_memory import ResponseMemory
-from treeflash_jax.serve.protocols.responses import ResponsesExchange
+from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange, memory_of
 from treeflash_jax.serve.worker import Piece, Submission
 
 CLIENTS, TURNS, KEPT, KEPT_BYTES = 12, 40, 60, 120_000
@@ -180,3 +182,31 @@ def test_many_clients_with_branches_evictions_and_failures():
     assert len(stored) <= KEPT and memory._size == sum(len(x.response) + len(x.items) for x in stored) <= KEPT_BYTES
     lengths = [len(conversation) for _, conversation in clients.known]
     assert max(lengths) > 8, "some conversations are long"
+
+
+def test_an_item_is_referenced_once():
+    """Each reference is a copy: thousands of them in a small body would be gigabytes."""
+    served = Served("tiny", 0)
+    memory_of(served).add(response("a", "x"), [])
+    reference = {"type": "item_reference", "id": "a.0"}
+    assert ResponsesExchange(ResponsesBody(input=[reference]), served)._conversation() == [{"id": "a.0", "text": "x"}]
+    exchange = ResponsesExchange(ResponsesBody(input=[reference, reference]), served)
+    refused(exchange.call, "got input.1.id 'a.0', expected one reference to each item")
+
+
+def test_a_long_conversation_does_not_hold_up_others(monkeypatch):
+    """Reading it takes seconds, beside the event loop."""
+    begun = threading.Event()
+
+    def call(self) -> None:
+        begun.set()
+        time.sleep(2)
+        raise ValueError("read")
+
+    monkeypatch.setattr(ResponsesExchange, "call", call)
+    with listening(make_app(stub_worker(), Metrics())) as port, ThreadPoolExecutor() as pool:
+        url = f"http://127.0.0.1:{port}"
+        reading = pool.submit(httpx.post, f"{url}/v1/responses", json={"input": "Hi"})
+        assert begun.wait(60)
+        httpx.get(f"{url}/health", timeout=1)
+        assert not reading.done() and "read" in reading.result().text

@@ -24,6 +24,7 @@ from treeflash_jax.formats.messages.message_format import Call, Content, Part, T
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
+from treeflash_jax.serve.protocols import response_items
 from treeflash_jax.serve.protocols.exchange import Event, Served
 from treeflash_jax.serve.protocols.fields import with_numbers
 from treeflash_jax.serve.protocols.response_items import encode_thoughts
@@ -481,6 +482,29 @@ def test_wrong_requests_are_errors_of_one_line(server, change, words):
     reason = response.json()["error"]
     assert response.status_code == 400 and words in reason["message"] and "\n" not in reason["message"], reason
     assert reason["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", [
+    '"tools": [{"type": "function", "name": "add", "parameters": {"minimum": NUMBER}}]',
+    '"text": {"format": {"type": "json_schema", "schema": {"description": NUMBER}}}',
+    '"tool_choice": {"type": "function", "name": "add", "x": NUMBER}',
+])  # fmt: skip
+def test_numbers_that_json_lacks_are_refused(field, number):
+    """The response repeats these fields, so that it could not be written."""
+    body = f'{{"input": "Hi", {field.replace("NUMBER", number)}}}'
+    exchange = ResponsesExchange(
+        with_numbers(ResponsesBody, tf.GenerateConfig).model_validate_json(body), Served("tiny", 0)
+    )
+    refused(exchange.call, "got NaN or an infinite number")
+
+
+def test_warnings_name_a_part_of_long_types(monkeypatch):
+    """`warn` keeps its texts, so that each is logged once."""
+    texts = []
+    monkeypatch.setattr(response_items, "warn", texts.append)
+    call_of(tools=[{"type": "x" * 100_000}])
+    assert len(texts) == 1 and len(texts[0]) < 200
 
 
 def test_an_answer_of_nothing_is_an_empty_message():

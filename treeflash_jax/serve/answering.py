@@ -158,7 +158,7 @@ class Answering:
         """Returns the exchange of a body and its call. Raises ValueError and HTTPException."""
         body = await self.parse(data, content_type, body_kind)
         exchange = kind(body, self.served)
-        call = exchange.call()
+        call = await self.reading.run(exchange.call)
         self.note_ignored(kind, body)
         call.tools.check()
         return exchange, call

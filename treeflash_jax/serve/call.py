@@ -1,5 +1,6 @@
 """The one call that every protocol's request becomes, and what a client hears of its answers."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,8 +44,10 @@ class Tools:
         return functions
 
     def check(self) -> None:
-        """Raises ValueError for callable functions that are not described, and for a forced call of none."""
+        """Raises ValueError for a name that ends inside a call, an unknown callable function, and a forced call of none."""
         names = {tool["function"]["name"] for tool in self.described}
+        for name in names:
+            expect(not re.search(r"[\s<>]", name), "name of a tool", name, "one without white space, '<' and '>'")
         unknown = sorted((self.callable or frozenset()) - names)
         expect(not unknown, "tool_choice", ", ".join(unknown), f"one of tools: {', '.join(sorted(names)) or 'none'}")
         if self.is_forced and not self.functions:

@@ -32,13 +32,13 @@ def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str])
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if schema.get("type", "object") != "object" or not isinstance(properties, dict) or not isinstance(required, list):
         raise Refused("arguments are no object")
-    wrong = [name for name in required if name not in properties]
+    wrong = [name for name in required if name not in [*properties]]  # of any type
     if wrong:
         raise Refused(f"required {wrong[0]!r} is none of the properties")
     plain_value = free_text((*MARKS, *excluded))
     elements = EMPTY
     for name in reversed(properties):
-        if not name or ">" in name or "\n" in name:
+        if not name or set(name) & set("<>\n"):
             raise Refused(f"no element has the name {name!r}")
         value = schema_texts(schema, depth - 1, "properties", name)
         text = unquoted(value)

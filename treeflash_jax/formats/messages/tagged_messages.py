@@ -27,7 +27,7 @@ from treeflash_jax.formats.messages.message_format import (
 THINK, CALL, BARE = ("<think>", "</think>"), ("<tool_call>", "</tool_call>"), ("<function=", "</function>")
 LINES = {"type": "regex", "pattern": "\n{0,2}"}  # between thoughts and answer
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?((?:(?!</?parameter\b).)*)</parameter>\s*", flags=re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:(?!</?parameter\b).)*)</parameter>\s*", flags=re.DOTALL)
 
 
 class TaggedMessages(MessageFormat):
@@ -147,7 +147,8 @@ class TagReader(MessageReader):
         if self._block in (CALL, BARE):
             call = self._call(before) if tag != THINK[1] else None
             if call is None and _is_inside_string(before):
-                self._searched = at + 1
+                quote = self._buffer.find('"', at)  # before which the string does not end
+                self._searched = quote if quote >= 0 else len(self._buffer)
                 return True
             start, self._block = self._block[0], self._around
             if call is not None:

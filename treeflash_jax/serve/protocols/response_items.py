@@ -4,7 +4,7 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-from treeflash_jax.core.checks import expect, warn
+from treeflash_jax.core.checks import expect, quoted, warn
 from treeflash_jax.serve.call import Tools
 
 TEXTS = ("input_text", "output_text", "text")  # parts of messages that are text
@@ -129,7 +129,7 @@ def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     functions = []
     for number, tool in enumerate(tools):
         if tool.get("type") != "function":
-            warn(f"/v1/responses: tools of type {tool.get('type')!r} are left out")
+            warn(f"/v1/responses: tools of type {quoted(tool.get('type'))} are left out")
             continue
         name, parameters = tool.get("name"), tool.get("parameters")
         expect(isinstance(name, str) and bool(name), f"tools.{number}.name", name, "the name of a function")

@@ -116,6 +116,7 @@ class ResponsesExchange(Exchange):
         expect(has_log_probs or not top, "top_logprobs", top, f"include with {LOG_PROBS!r} beside it")
         expect(0 <= top <= TOP_LOG_PROBS, "top_logprobs", top, f"0 to {TOP_LOG_PROBS}")
         settings = body.settings()
+        self._check_numbers()
         tools = offered_tools(self._functions, body.tool_choice, body.parallel_tool_calls is not False)
         self._items = self._conversation()
         return ServerCall(
@@ -176,11 +177,22 @@ class ResponsesExchange(Exchange):
         items = []
         if (previous := body.previous_response_id) is not None:
             items = expect_stored(self._memory.items(previous), "previous_response_id", previous)
+        referenced = set()
         for number, item in enumerate(sent):
             if item.get("type") == "item_reference":
-                item = expect_stored(self._memory.item(item["id"]), f"input.{number}.id", item["id"])
+                place, id = f"input.{number}.id", item["id"]
+                expect(id not in referenced, place, id, "one reference to each item")  # each is a copy
+                referenced.add(id)
+                item = expect_stored(self._memory.item(id), place, id)
             items.append(item)
         return items
+
+    def _check_numbers(self) -> None:
+        """Raises ValueError for a number that the response, which repeats fields of the request, cannot have in JSON."""
+        try:
+            json.dumps(self._response(), allow_nan=False)
+        except ValueError:
+            raise ValueError("got NaN or an infinite number, expected numbers that JSON has") from None
 
     def _add(self, delta: Delta) -> Iterable[tuple[str, dict[str, Any]]]:
         yield from self._output.add(delta)
