@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
             text = compiled[1].as_text()
             result["launches"] = count_launches(text)
             if device.clock:
-                read = needs.total if plan.drafts else needs.verifier + needs.verifier_cache
+                read = needs.total if plan.num_nodes > 1 else needs.verifier + needs.verifier_cache
                 result["estimate"] = estimate_times(text, device, read, arguments.operations)
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
