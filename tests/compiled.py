@@ -1,5 +1,6 @@
 """Checks of compiled programs."""
 
+import math
 import re
 
 import jax
@@ -58,3 +59,17 @@ def assert_one_program(weights, state, plan) -> str:
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(array.nbytes for array in caches)
     assert after.rounds_b.tolist() == [3] * after.rounds_b.size
     return text
+
+
+def reductions_of_weights(text: str, least: int) -> list[str]:
+    """Fusions of a program compiled for a TPU that read an array of at least this many numbers and multiply by summing.
+
+    So a TPU multiplies one vector by a weight: on the vector unit.
+    """
+    computations = dict(re.findall(r"^(%[\w.-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    sums = set()
+    for name, body in computations.items():
+        shapes = re.findall(r"= \w+\[([\d,]+)\]\S* multiply\(", body)
+        if any(math.prod(map(int, shape.split(","))) >= least for shape in shapes) and " reduce(" in body:
+            sums.add(name)
+    return [line.strip() for line in text.splitlines() for name in re.findall(r"calls=(%[\w.-]+)", line) if name in sums]

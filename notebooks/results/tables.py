@@ -241,6 +241,27 @@ def compiled(name: str) -> str:
     return table("model | topology | mesh | verifier | drafter and head | caches | temporary | total", rows)
 
 
+def tpu_estimates() -> str:
+    """Formats what the compiler for TPUs estimates for steps and rounds, beside the time of reading their bytes."""
+    rows, steps = [], {}
+    for result in read("tpu_estimates.json").values():
+        times = result["estimate"]
+        total, chip = sum(times["milliseconds"].values()), result["topology"].partition(":")[0]
+        place = result["shape"], chip
+        kind = "step" if result["nodes"] == 1 else f"round of {result['nodes']} nodes"
+        if result["nodes"] == 1:
+            steps[place] = total  # the last one: on the matrix unit
+        phases = [f"{times['milliseconds'].get(phase, 0):.2f}" for phase in ("draft", "tree", "verify", "accept", "commit")]
+        over_step = f"{total / steps[place]:.2f}" if result["nodes"] > 1 else ""
+        ratio = f"{total / times['reading']:.2f}"
+        what = *place, kind, result["products"]
+        rows.append(
+            [*what, *phases, f"{total:.2f}", f"{times['reading']:.2f}", ratio, f"{times['copying']:.2f}", over_step]
+        )
+    names = "draft | tree | verify | accept | commit | total | reading | total / reading | copies | round / step"
+    return table(f"model | chip | program | one vector on the | {names}", rows)
+
+
 def hybrid_rounds() -> str:
     """Formats weights, caches and rounds of verifiers with recurrent layers."""
     rows = []
@@ -514,6 +535,7 @@ TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): fun
     "peers-trained": lambda: beside_peers("trained"),
     "peers-zen5": lambda: beside_peers("zen5"),
     "tpu-rounds": lambda: compiled("tpu_rounds.json"),
+    "tpu-estimates": tpu_estimates,
     "experts-rounds": lambda: compiled("experts_rounds.json"),
 }
 

@@ -1,5 +1,6 @@
 """Functions with a form for some backends: the plain form and the CPU's give the same results, each as it should run."""
 
+import math
 import re
 from functools import partial
 
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import draw
-from conftest import needs_cpu
+from conftest import needs_8_devices, needs_cpu
 
+from treeflash_jax import make_mesh
+from treeflash_jax.core import sharding
 from treeflash_jax.models.backend import indexing, levels, products, selection
 
 SIZES = dict(b=1, d=16, h=4, e=8, k=2, f=24, j=32, v=40, x=2, z=32)
@@ -119,6 +122,33 @@ def test_on_accelerators_products_are_einsums(platform):
 
     got, expected = (text(partial(f, "btd,dhe->bthe")) for f in (products.product, jnp.einsum))
     assert got == expected and any("bf16" in line for line in got) and not any("f32" in line for line in got)
+
+
+@pytest.mark.parametrize("sizes, batch", [(None, 1), (None, 2), pytest.param((8, 1), 8, marks=needs_8_devices)])
+@pytest.mark.parametrize("dtype, wide", [("bfloat16", None), ("float16", None), ("float32", None), ("bfloat16", "float32")])
+def test_a_tpu_multiplies_two_vectors_at_least(sizes, batch, dtype, wide, monkeypatch):
+    """One vector is multiplied with a vector of zeros beside it; on a mesh, if every device has one."""
+    is_single = sizes is not None or batch == 1
+    for equation in (*EQUATIONS, "...d,vd->...v"):
+        x, weight = operands(equation.replace("...", "b"), 1, jnp.dtype(dtype))
+        x = jnp.tile(x, (batch,) + (1,) * (x.ndim - 1))
+        product = partial(products.product, equation, dtype=wide and jnp.dtype(wide))
+        with sharding.ambient(sizes and make_mesh(*sizes)), monkeypatch.context() as patch:
+            traced = jax.jit(product).trace(x, weight)
+            lowered = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("tpu", "cuda")}
+            on_tpu = lambda *args, tpu=None, default=None, **forms: (tpu or default)(*args)  # noqa: E731
+            patch.setattr(jax.lax, "platform_dependent", on_tpu)
+            got = product(x, weight)
+        counts = {name: count_factors(text) // (x.size // batch) for name, text in lowered.items()}
+        assert counts["tpu"] >= 2 * batch if is_single else counts["tpu"] == counts["cuda"], equation
+        assert counts["cuda"] == (max(batch, products.MIN_VECTORS) if wide else batch), equation
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact(equation, x, weight), rtol=2**-7, atol=1e-3)
+
+
+def count_factors(text: str) -> int:
+    """Returns the number of numbers on the left of the only product of a lowered program."""
+    (shape,) = re.findall(r"stablehlo.dot_general.*: \(tensor<([\dx]+)x\w+>", text)
+    return math.prod(map(int, shape.split("x")))
 
 
 def test_products_of_other_dtypes_are_plain_einsums():

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import random_weights
+from compiled import reductions_of_weights
 from conftest import RANDOM_MODEL, needs_8_devices, needs_cpu
 from jax.experimental import topologies
 
 from treeflash_jax import make_mesh
-from treeflash_jax.core import parameters, sharding
+from treeflash_jax.bench import memory
+from treeflash_jax.core import parameters, programs, sharding
 from treeflash_jax.models import experts, quantized
 from treeflash_jax.models.backend import expert_sums
 
@@ -23,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 @partial(jax.jit, static_argnames="join")
 def run_every_form(*operands, join):
-    forms = expert_sums.all_experts, expert_sums.gather_in_steps, expert_sums.gather_and_reduce, expert_sums.sum_experts
+    names = "all_experts", "gather_in_steps", "gather_and_reduce", "one_by_one", "sum_experts"
+    forms = [getattr(expert_sums, name) for name in names]
     return {form.__name__: form(*operands, join) for form in forms}
 
 
@@ -197,3 +200,19 @@ def test_a_loop_on_a_tpu_copies_no_experts():
     routed = (array(128, 4, dtype=dtype) for dtype in (jnp.float32, jnp.int32))
     compiled = jax.jit(run).lower([weights, weights], array(128, 2880), *routed).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "int8", "fp8"])
+@pytest.mark.parametrize("num_experts", [6, 64], ids=["all", "chosen"])
+def test_a_tpu_copies_no_matrix_of_an_expert_for_one_token(num_experts, scheme):
+    """Gathered matrices were copied in float32. The sizes of Qwen3-30B-A3B."""
+    pytest.importorskip("libtpu", reason='needs pip install "jax[tpu]"')
+    config = replace(CONFIG, hidden_size=2048, num_experts=num_experts, experts_per_token=4, expert_size=768)
+    mesh = make_mesh(1, 1, devices=memory.find_devices("v5e:2x2")[:1])
+    weights = parameters.abstract(quantized.specs(experts.specs(config), scheme, mesh), jnp.bfloat16, mesh)
+    x_btd = jax.ShapeDtypeStruct((1, 1, 2048), jnp.bfloat16, sharding=weights["router"].sharding)
+    run = jax.jit(lambda weights, x: experts.mixture(weights, config, x))
+    compiled = programs.compile_lowered(run.trace(weights, x_btd).lower(), mesh)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2048 * 768
+    assert reductions_of_weights(compiled.as_text(), 2048 * 768) == []

@@ -4,8 +4,9 @@
 
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) are the
 compiler's own report of the programs, which are compiled from shapes alone. On accelerators it also prints how many
-operations a round launches: on a GPU each takes over a microsecond, however little it does. The exit status is 1 if a
-device is too small. `python -m train.step_memory` does the same for a training step.
+operations a round launches: on a GPU each takes over a microsecond, however little it does. For TPUs it prints the time of
+a round that the compiler estimates, which is no measurement (`bench.cycles`). The exit status is 1 if a device is too
+small. `python -m train.step_memory` does the same for a training step.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.bench import shapes
+from treeflash_jax.bench import cycles, shapes
 from treeflash_jax.bench.bench_records import print_progress, read_kept
 from treeflash_jax.bench.phases import running
 from treeflash_jax.core import files, parameters, programs, sharding, terminal
@@ -76,6 +77,9 @@ class MemoryOptions(shapes.Shapes):
     constraint_states: int = setting(
         0, "room for schemas of this many states, as in `treeflash serve`; 0: no schemas", least=0, unit="states"
     )
+    operations: int = setting(
+        0, "operations of a TPU to show, those with the largest estimates", least=0, unit="operations"
+    )
     no_compile: bool = setting(False, "count weights and caches only, for a mesh of any size")
     out: str | None = setting(None, "JSON file; results of other requests in it are kept", unit="file")
 
@@ -113,7 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
         compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, sizes)
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}
         if not device.is_cpu:
-            result["launches"] = count_launches(compiled[1].as_text())
+            text = compiled[1].as_text()
+            result["launches"] = count_launches(text)
+            if device.clock:
+                read = needs.total if plan.num_nodes > 1 else needs.verifier + needs.verifier_cache
+                result["estimate"] = estimate_times(text, device, read, arguments.operations)
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
@@ -173,9 +181,27 @@ def count_launches(text: str) -> int:
     These are fusions, calls of kernels, sorts and copies: about one kernel each. Conditionals and inner loops count
     nothing; of several loops, the largest counts.
     """
-    computations = dict(re.findall(r"^(ENTRY|%?[\w.-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
-    bodies = re.findall(r" while\(.* body=(%?[\w.-]+)", computations["ENTRY"])
-    return max(len(re.findall(r"[\])}] (?:copy|custom-call|fusion|sort)\(", computations[body])) for body in bodies)
+    computations = cycles.parse(text)
+    bodies = [computations[name] for name in cycles.loop_bodies(computations)]
+    return max(len(re.findall(r"[\])}] (?:copy|custom-call|fusion|sort)\(", body)) for body in bodies)
+
+
+def estimate_times(text: str, device: Device, read: int, operations: int = 0) -> dict[str, Any]:
+    """Returns the milliseconds of a round on a TPU as its compiler estimates them, for a record.
+
+    Args:
+      text: of the compiled rounds.
+      read: bytes of the weights and caches.
+      operations: number of operations to list.
+    """
+    found, per_cycle = cycles.estimate(text), 1e3 / device.clock
+    phases = {phase: round(count * per_cycle, 3) for phase, count in found.by_phase().items()}
+    reading, copying = (round(size / device.peak_rates[1] * 1e3, 3) for size in (read, found.copied))
+    times = {"milliseconds": phases, "reading": reading, "copying": copying}
+    times["missing"] = {" ".join(place): count for place, count in sorted(found.missing.items())}
+    largest = found.operations.most_common(operations)
+    times["operations"] = [[*place, found.counts[place], round(count * per_cycle, 3)] for place, count in largest]
+    return times
 
 
 def describe(result: dict[str, Any]) -> list[str]:
@@ -188,7 +214,24 @@ def describe(result: dict[str, Any]) -> list[str]:
         lines.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
     if "launches" in result:
         lines.append(f"  {result['launches']:,} operations launched in a round")
+    if "estimate" in result:
+        lines += describe_estimate(result["estimate"], "round" if result["nodes"] > 1 else "step")
     return lines if "round" in memory else [*lines, "weights and caches only: nothing was compiled"]
+
+
+def describe_estimate(times: dict[str, Any], what: str) -> list[str]:
+    total = sum(times["milliseconds"].values())
+    lines = [f"the compiler's estimate, not a measurement: {total:.2f} ms for a {what}"]
+    lines += [f"  {phase:24}{milliseconds:>9.2f} ms" for phase, milliseconds in times["milliseconds"].items()]
+    lines.append(
+        f"  {total / times['reading']:.2f} times the {times['reading']:.2f} ms of reading all weights and caches once"
+    )
+    lines.append(f"  copies of {times['copying']:.2f} ms run beside the operations, and are not counted")
+    if times["missing"]:
+        lines.append(f"  left out: {', '.join(f'{count} x {name}' for name, count in times['missing'].items())}")
+    for phase, name, count, milliseconds in times["operations"]:
+        lines.append(f"  {milliseconds:>9.3f} ms  {count:>4} x {phase}: {name}")
+    return lines
 
 
 def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int]:

@@ -14,6 +14,9 @@ from typing import Any
 # Bytes of memory per chip, and JAX's names of TPU kinds. Source: Google Cloud's pages on TPUs; NVIDIA's data sheets.
 TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
 GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
+# Cycles per second. Source: Jouppi et al. (arXiv 2304.01433) for v4; jax-ml.github.io/scaling-book for v5e and v5p. That of
+# v6e is not published: its peak rate below is that of four units of 256 x 256 multipliers at this clock.
+TPU_CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 # Dense bfloat16 FLOP/s and bytes/s of memory per chip, by prefix of JAX's name of its kind. Source: as above.
 PEAK_RATES = {
@@ -78,6 +81,11 @@ class Device:
         """Peak FLOP/s and bytes/s of the chip's data sheet; None for an unknown chip."""
         names = [name for name in PEAK_RATES if re.match(rf"{name}\b", self.kind)]  # an L40 is no L4
         return PEAK_RATES[max(names, key=len)] if names else None
+
+    @property
+    def clock(self) -> float | None:
+        """Cycles per second of a TPU; None for other chips."""
+        return TPU_CLOCKS.get(TPU_KINDS.get(self.kind))
 
     @property
     def memory(self) -> int | None:

@@ -18,6 +18,7 @@ from jax import lax
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kernels
+from treeflash_jax.models.backend import products
 
 PARTS = 4  # at least; of a weight that are scaled one after the other
 
@@ -33,7 +34,9 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, dtype: Any) -> ja
     """
     x_ni, outputs = x.reshape(-1, x.shape[-1]), values.shape[:-1]
     values = values.reshape(*scale.shape[:-1], -1, values.shape[-1])  # [..., b, i]
-    plain = _single if x_ni.shape[0] == 1 else _scaled_inputs if x_ni.shape[0] < values.shape[-2] else _in_parts
+    plain = (
+        _single if products.is_one_vector(x_ni, 1) else _scaled_inputs if x_ni.shape[0] < values.shape[-2] else _in_parts
+    )
     form = kernels.find("product by blocks", x_ni, values, scale) or plain
     y = form(x_ni, values, scale).astype(dtype)  # [..., n, b]
     return jnp.moveaxis(y, -2, 0).reshape(*x.shape[:-1], *outputs)
@@ -79,12 +82,16 @@ def scaled(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _single(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Multiplies one vector. A TPU would write a float32 copy of some weights for it, but writes nothing for two."""
+    """Multiplies one vector per device. A TPU would write a float32 copy of some weights for it, but nothing for two."""
 
     def doubled(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-        return _scaled_inputs(jnp.pad(x_ni, ((0, 1), (0, 0))), values, scale)[..., :1, :]
+        pairs = jnp.pad(x_ni[:, None], ((0, 0), (0, 1), (0, 0)))  # beside each other, so on the device of the vector
+        return _scaled_inputs(pairs.reshape(-1, x_ni.shape[1]), values, scale)[..., ::2, :]
 
-    return lax.platform_dependent(x_ni, values, scale, cuda=_scaled_inputs, default=doubled)
+    arrays = x_ni, values, scale
+    if x_ni.shape[0] == 1:
+        return lax.platform_dependent(*arrays, cuda=_scaled_inputs, default=doubled)
+    return lax.platform_dependent(*arrays, tpu=doubled, default=_scaled_inputs)
 
 
 def _scaled_inputs(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:

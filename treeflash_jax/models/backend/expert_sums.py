@@ -43,7 +43,8 @@ def sum_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk:
     default = gather_and_reduce if reads_few else all_experts
     if any(_has_blocks(weight) for weight in weights.values()):
         on_cpu = default
-    forms = {"cpu": on_cpu, "tpu": partial(_where_they_lie, default), "default": default}
+    on_tpu = partial(_where_they_lie, one_by_one if reads_few else _two_at_least)
+    forms = {"cpu": on_cpu, "tpu": on_tpu, "default": default}
     by_blocks = {platform: partial(_by_blocks, form, join) for platform, form in forms.items()}
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
@@ -134,6 +135,30 @@ def gather_and_reduce(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, i
 
     h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(taken), join)
     return jnp.sum(product("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
+
+
+def one_by_one(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+    """Runs one chosen expert after the other: a TPU multiplies by a slice of the weights without copying it.
+
+    In `gather_and_reduce`, it would store the gathered matrices in float32.
+    """
+    experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
+
+    def run(assignment: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        x_1d, weight_11, id_11 = assignment
+        expert = jax.tree.map(lambda weight: lax.dynamic_slice_in_dim(weight, id_11[0, 0], 1), experts)
+        return _two_at_least(expert, x_1d, weight_11, jnp.zeros_like(id_11), join)[0]
+
+    x_ad = jnp.repeat(x_nd, ids_nk.shape[1], axis=0)
+    y_ad = lax.map(run, (x_ad[:, None], weight_nk.reshape(-1, 1, 1), ids_nk.reshape(-1, 1, 1)))
+    return jnp.sum(y_ad.reshape(*ids_nk.shape, -1), axis=1)
+
+
+def _two_at_least(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+    """Runs `all_experts` with a second token of zeros if there is one token, which TPUs multiply slowly (`products`)."""
+    count = x_nd.shape[0]
+    tokens = (jnp.pad(x, ((0, max(0, 2 - count)), (0, 0))) for x in (x_nd, weight_nk, ids_nk))
+    return all_experts(weights, *tokens, join)[:count]
 
 
 def _biases(weights: Weights, pick: Callable[[jax.Array], jax.Array] = lambda bias: bias) -> list[jax.Array]:

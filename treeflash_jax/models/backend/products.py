@@ -4,13 +4,15 @@ The plain form is an einsum in the operands' dtype. XLA's CPU backend runs a bfl
 a matrix product that accumulates in float32, is rounded afterwards and sums over the last axis of its left matrix; not
 from bfloat16 to bfloat16, with a single vector, or summed over the first axis (the gradient of a weight). In float32, it
 reads the left matrix in place and copies the right one into another layout, so that a few vectors are best multiplied with
-the weight on the left. All forms accumulate in float32, as accelerators do; results differ in the order of sums only.
+the weight on the left. XLA for TPUs multiplies one vector on the vector unit, but two on the matrix unit. All forms
+accumulate in float32, as accelerators do; results differ in the order of sums only.
 
 Shape suffixes: n activation vectors (all leading axes flattened), i input axes flattened, o output axes flattened; and of
 attention, b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,13 +40,18 @@ def product(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -
         backends use the form for CPUs.
     """
     if dtype not in (None, x.dtype):
-        return _on_cpu(equation, x, weight, dtype)
+        return _by_platform(equation, x, weight, default=partial(_on_cpu, dtype=dtype))
     if x.dtype == weight.dtype == jnp.bfloat16:
         return _narrow(equation, x, weight)
-    plain = partial(jnp.einsum, equation)
     if x.dtype == weight.dtype == jnp.float32 and sharding.current() is None:  # flattened, some sharded axes are gathered
-        return lax.platform_dependent(x, weight, cpu=partial(_wide_on_cpu, equation), default=plain)
-    return plain(x, weight)
+        return _by_platform(equation, x, weight, cpu=_wide_on_cpu, default=jnp.einsum)
+    return _by_platform(equation, x, weight, default=jnp.einsum)
+
+
+def is_one_vector(x: jax.Array, num_axes: int) -> bool:
+    """Returns whether each device has one vector; the first `num_axes` axes of `x` are those of vectors."""
+    first, *others = x.shape[:num_axes] or (1,)
+    return sharding.per_shard(first, sharding.current()) * math.prod(others) == 1
 
 
 def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
@@ -79,7 +86,7 @@ def largest(x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _narrow(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return lax.platform_dependent(x, weight, cpu=partial(_on_cpu, equation), default=partial(jnp.einsum, equation))
+    return _by_platform(equation, x, weight, cpu=_on_cpu, default=jnp.einsum)
 
 
 def _forward(equation: str, x: jax.Array, weight: jax.Array):
@@ -94,6 +101,26 @@ def _backward(equation: str, operands: tuple[jax.Array, jax.Array], grad: jax.Ar
 
 
 _narrow.defvjp(_forward, _backward)
+
+
+def _by_platform(equation: str, x: jax.Array, weight: jax.Array, **forms: Callable[..., jax.Array]) -> jax.Array:
+    """Runs the form for the platform; on TPUs, if each device has one vector, the default form with a second one."""
+    if is_one_vector(x, x.ndim - len(_summed_axes(equation))):
+        forms["tpu"] = partial(_with_second_vector, forms["default"])
+    if len(forms) == 1:
+        return forms["default"](equation, x, weight)
+    return lax.platform_dependent(x, weight, **{name: partial(form, equation) for name, form in forms.items()})
+
+
+def _with_second_vector(form: Callable[..., jax.Array], equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Appends a vector of zeros along a new axis, since a mesh may have sharded all others, and drops its result."""
+    inputs, weights, outputs = equation.replace("->", ",").split(",")
+    summed = _summed_axes(equation)
+    kept, axis = inputs.removesuffix(summed), x.ndim - len(summed)
+    padding = [(0, int(i == axis)) for i in range(x.ndim + 1)]
+    both = jnp.pad(jnp.expand_dims(x, axis), padding)
+    y = form(f"{kept}Z{summed},{weights}->{kept}Z{outputs.removeprefix(kept)}", both, weight)
+    return lax.index_in_dim(y, 0, axis, keepdims=False)
 
 
 def _on_cpu(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
@@ -120,13 +147,17 @@ def _backward_on_cpu(equation: str, x: jax.Array, weight: jax.Array, grad: jax.A
 
 def _as_matrices(equation: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, bool, tuple[int, ...]]:
     """Returns [n, i] and [i, o] or [o, i], whether the summed axes are the weight's first, and the shape of the product."""
-    x_axes, weight_axes = equation.replace("...", "").split("->")[0].split(",")
-    summed = "".join(axis for axis in x_axes if axis in weight_axes)
+    summed, weight_axes = _summed_axes(equation), equation.split("->")[0].split(",")[1]
     kept, size = x.ndim - len(summed), math.prod(x.shape[x.ndim - len(summed) :])
     inputs_first = weight_axes.startswith(summed)
     outputs = weight.shape[len(summed) :] if inputs_first else weight.shape[: weight.ndim - len(summed)]
     matrix = weight.reshape((size, -1) if inputs_first else (-1, size))
     return x.reshape(-1, size), matrix, inputs_first, (*x.shape[:kept], *outputs)
+
+
+def _summed_axes(equation: str) -> str:
+    x_axes, weight_axes = equation.replace("...", "").split("->")[0].split(",")
+    return "".join(axis for axis in x_axes if axis in weight_axes)
 
 
 def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:

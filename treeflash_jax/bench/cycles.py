@@ -1,0 +1,106 @@
+"""Cycles that the compiler for TPUs estimates for the operations of a program, read from its compiled text.
+
+The text of a program for another device has none. An estimate is no measurement: it is the sum over operations that run one
+after the other, without the copies that run beside them, such as those of the next weights into on-chip memory.
+"""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+PHASES = ("draft", "tree", "verify", "accept", "commit")  # named scopes of a round
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+_BITS = {"pred": 8, "f8e4m3fn": 8, "bf16": 16}  # of an element; other types name theirs
+_UNCOUNTED = re.compile(rf" (conditional|(?:{'|'.join(COLLECTIVES)})(?:-start)?)\(")
+
+
+@dataclass
+class Estimate:
+    """Estimated cycles of one iteration of a program's loop.
+
+    Attributes:
+      operations: by phase and name of the operation in JAX; equal ones of several layers are one.
+      counts: how often each of them runs.
+      copied: bytes of copies between the chip's memory and that on it, which run beside the operations.
+      missing: operations that are left out, by phase and kind: conditionals, loops of unknown length, collectives.
+    """
+
+    operations: Counter[tuple[str, str]]
+    counts: Counter[tuple[str, str]]
+    missing: Counter[tuple[str, str]]
+    copied: int = 0
+
+    def by_phase(self) -> dict[str, int]:
+        phases: Counter[str] = Counter()
+        for (phase, _), cycles in self.operations.items():
+            phases[phase] += cycles
+        return {phase: phases[phase] for phase in (*PHASES, "other") if phases[phase]}
+
+
+def parse(text: str) -> dict[str, str]:
+    """Returns the computations of a compiled program by name, each as its lines; the main one is "ENTRY"."""
+    return dict(re.findall(r"^(ENTRY|%?[\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+
+
+def loop_bodies(computations: dict[str, str]) -> list[str]:
+    """Returns the names of the bodies of the loops in the main computation."""
+    return re.findall(r" while\(.* body=(%?[\w.-]+)", computations["ENTRY"])
+
+
+def estimate(text: str) -> Estimate:
+    """Returns the estimate of one iteration of the largest loop of a program, from its compiled text.
+
+    A loop inside counts with its trip count, if its condition is a comparison with a constant.
+    """
+    computations, found = parse(text), Estimate(Counter(), Counter(), Counter())
+
+    def walk(name: str, times: int) -> None:
+        for line in computations[name].splitlines():
+            phase, operation = _place(line)
+            cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
+            loop = re.search(r" while\(.* condition=(%?[\w.-]+), body=(%?[\w.-]+)", line)
+            uncounted = _UNCOUNTED.search(line)
+            if loop:
+                trips = _trip_count(computations[loop[1]])
+                if trips is None:
+                    found.missing[phase, "while"] += times
+                else:
+                    walk(loop[2], times * trips)
+            elif cycles:
+                found.operations[phase, operation] += times * int(cycles[1])
+                found.counts[phase, operation] += times
+            elif re.search(r" (?:copy|slice)-start\(", line):
+                found.copied += times * _on_chip_bytes(line)
+            elif uncounted:
+                found.missing[phase, uncounted[1].removesuffix("-start")] += times
+
+    walk(max(loop_bodies(computations), key=lambda name: len(computations[name])), 1)
+    return found
+
+
+def _trip_count(condition: str) -> int | None:
+    """Returns the bound of a loop that counts up from 0, as those of JAX do; None if its end depends on data."""
+    root = re.search(r"ROOT .* compare\((%?[\w.-]+), (%?[\w.-]+)\), direction=LT", condition)
+    bound = root and re.search(rf"^ *{re.escape(root[2])} = \S+ constant\((\d+)\)", condition, re.MULTILINE)
+    return int(bound[1]) if bound else None
+
+
+def _on_chip_bytes(line: str) -> int:
+    """Returns the bytes of the array in on-chip memory, S(1), of an operation that copies."""
+    array = re.search(r"(\w+)\[([\d,]*)\]\{[^}]*S\(1\)\}", line)
+    if not array:
+        return 0
+    bits = _BITS.get(array[1]) or int(re.search(r"\d+", array[1])[0])
+    return math.prod(map(int, filter(None, array[2].split(",")))) * bits // 8
+
+
+def _place(line: str) -> tuple[str, str]:
+    """Returns the phase of an operation, and its name in JAX without numbers of layers and names of transformations."""
+    name = re.search(r'op_name="([^"]*)"', line)
+    if not name:
+        return "other", "without a name"
+    path = re.sub(r"_\d+\b", "", name[1].rpartition("while/body/")[2] if name[1].count("while/body/") == 1 else name[1])
+    parts = [part for part in path.split("/") if not re.match(r"jit\(|cond$|branch(_\d+)?_fun$|while$|body$", part)]
+    phase = next((part for part in parts if part in PHASES), "other")
+    return phase, "/".join(part for part in parts if part != phase)
