@@ -106,6 +106,8 @@ def test_answers_follow_a_schema_or_call(client):
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "got tools.0.function.parameters []"),
     ({"tools": [{"type": "function", "function": {"name": "a\nb"}}]}, "got name of a tool 'a\\nb', expected one"),
     ({"tools": [{"type": "function", "function": {"name": "</tool_call>"}}]}, "got name of a tool '</tool_call>'"),
+    ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/x"}}}]},
+     "got tools '{"),
     ({"functions": [{"name": "a"}]}, "got functions [{'name': 'a'}], expected none: it is not supported"),
     ({"tools": [make_tool("add")], "tool_choice": "required", "max_tokens": 2, "guided_regex": "a", "regex": "b"},
      "expected one of them"),

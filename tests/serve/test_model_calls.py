@@ -10,7 +10,7 @@ from servers import CHAT, with_tools
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.model_calls import model_prompts, model_settings
 from treeflash_jax.serve.protocols.chat import ChatBody, ChatExchange
-from treeflash_jax.serve.protocols.chat_messages import plain_messages
+from treeflash_jax.serve.protocols.chat_messages import template_messages
 from treeflash_jax.serve.protocols.exchange import Served
 
 ADD = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
@@ -86,9 +86,9 @@ CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": 
 ])  # fmt: skip
 def test_messages_are_mended(message, expected):
     before = copy.deepcopy(message)
-    assert plain_messages([message], "system", "key") == [expected] and message == before
+    assert template_messages([message], "system", "key") == [expected] and message == before
     if message["role"] == "developer":
-        assert plain_messages([message], "developer", "key") == [message]
+        assert template_messages([message], "developer", "key") == [message]
 
 
 @pytest.mark.parametrize("arguments, expected", [
@@ -100,7 +100,7 @@ def test_arguments_of_earlier_calls_are_objects(arguments, expected):
     if arguments == "missing":
         del call["function"]["arguments"]
         expected = {}
-    [message] = plain_messages([{"role": "assistant", "tool_calls": [call, 5, {"function": 1}]}], "", "key")
+    [message] = template_messages([{"role": "assistant", "tool_calls": [call, 5, {"function": 1}]}], "", "key")
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": expected}
     assert message["tool_calls"][1:] == [5, {"function": 1}]
 

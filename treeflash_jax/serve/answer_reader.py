@@ -1,4 +1,4 @@
-"""Pieces of answers become what clients hear: parts of messages, and places of tokens."""
+"""Reading of answers: their pieces become parts of messages, and places of tokens."""
 
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.formats.answer_text import AnswerText

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -138,8 +139,9 @@ class Answering:
             for constraint in worker.find_constraints(prompts, settings):
                 await self.compiler.compile(constraint)
             requests = await self.reading.run(lambda: worker.numbered_requests(prompts, **settings))
-        except WrongValue as error:
-            raise _as_sent(error, call.sent_names) from None
+        except ValueError as error:
+            made = {} if "structural_tag" in call.settings else {"structural_tag": "tools"}
+            raise _as_sent(error, call.sent_names | made) from None
         submission = Submission(requests, streams=call.streams)
         worker.submit(submission)
         return exchange, call, submission, sum(map(len, prompts))
@@ -255,7 +257,10 @@ def _failure(reason: Exception) -> Exception:
     return RuntimeError(f"the answer could not be written ({type(reason).__name__})")
 
 
-def _as_sent(error: WrongValue, sent_names: dict[str, str]) -> WrongValue:
+def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:
     """Returns an error about a setting with the name of the field that the client sent."""
-    name = sent_names.get(error.name, error.name)
-    return WrongValue(str(error).replace(f"got {error.name} ", f"got {name} ", 1), name)
+    match = re.match(r"got (\w+) ", str(error))
+    if match is None or match[1] not in sent_names:
+        return error
+    name = sent_names[match[1]]
+    return WrongValue(str(error).replace(match[1], name, 1), name)

@@ -1,4 +1,4 @@
-"""The one call that every protocol's request becomes, and what a client hears of its answers."""
+"""The call that a request of any protocol becomes, and the pieces of its answers."""
 
 import re
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """What a client hears at a time of the answer with an index: parts, and places of tokens if it asked for them.
+    """A piece of the answer with this index: parts, and places of tokens if the client wants them.
 
     Attributes:
       finished: "stop", "length", "calls" (it ends with calls); None while the answer grows.

@@ -1,4 +1,4 @@
-"""A call in the form of the served model: messages as its chat template expects them, and what constrains answers."""
+"""A call in the form of the served model: messages for its chat template, and the constraint of answers."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.call import ServerCall
-from treeflash_jax.serve.protocols.chat_messages import plain_messages
+from treeflash_jax.serve.protocols.chat_messages import template_messages
 
 
 def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]:
@@ -31,7 +31,7 @@ def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]
             raise ValueError(f"got tool_choice that demands a call, but {known}")
         warn(f"got tools, but {known}: calls stay text")
     return [
-        replace(chat, messages=plain_messages(chat.messages, form.template, form.thoughts_key), tools=tools.described)
+        replace(chat, messages=template_messages(chat.messages, form.template, form.thoughts_key), tools=tools.described)
         for chat in call.prompts
     ]
 

@@ -15,7 +15,7 @@ BLOCKS = {
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # as Claude Code writes it in a user's message
 
 
-def plain_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def chat_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages of a chat: results of tools as messages of their own, neighbours of the same role as one.
 
     What the system says later is the user's text in REMINDER: many chat templates refuse it anywhere but at the beginning.

@@ -10,11 +10,12 @@ from pydantic import BaseModel
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, Thought
-from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
+from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import chat_form
-from treeflash_jax.serve.protocols.chat_messages import plain_tools
+from treeflash_jax.serve.protocols.chat_messages import check_tools
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
-from treeflash_jax.serve.protocols.fields import Body, Objects, check_template, openai_error
+from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
+from treeflash_jax.serve.protocols.tool_choices import flat_choice, offered_tools
 from treeflash_jax.serve.worker import TOP_LOG_PROBS
 
 
@@ -46,38 +47,6 @@ class ChatBody(Body):
         given = {name: value for name, value in named.items() if value is not None}
         return given | check_template(self.chat_template_kwargs)
 
-    def offered_tools(self) -> Tools:
-        """Returns the tools of the call. Raises ValueError for a wrong `tool_choice`."""
-        tools, choice = plain_tools(self.tools or []), self.tool_choice
-        is_parallel = self.parallel_tool_calls is not False
-        if choice in (None, "auto"):
-            return Tools(tools, is_parallel=is_parallel)
-        if choice == "none":
-            return Tools()
-        if choice == "required":
-            return Tools(tools, is_forced=True, is_parallel=is_parallel)
-        kinds = "'none', 'auto', 'required', a function, or allowed_tools"
-        expect(
-            isinstance(choice, dict) and choice.get("type") in ("function", "allowed_tools"), "tool_choice", choice, kinds
-        )
-        if choice["type"] == "function":
-            return Tools(tools, frozenset([_name(choice)]), is_forced=True, is_parallel=False)
-        allowed = choice.get("allowed_tools")
-        is_list = isinstance(allowed, dict) and isinstance(allowed.get("tools"), list)
-        expect(
-            is_list and allowed.get("mode") in ("auto", "required"), "tool_choice.allowed_tools", allowed, "mode and tools"
-        )
-        names = frozenset(map(_name, allowed["tools"]))
-        return Tools(tools, names, is_forced=allowed["mode"] == "required", is_parallel=is_parallel)
-
-
-def _name(tool: Any) -> str:
-    """Returns the name of a function that a client chooses. Raises ValueError."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    expect(isinstance(name, str), "tool_choice", tool, "{'type': 'function', 'function': {'name': ...}}")
-    return name
-
 
 class ChatExchange(Exchange):
     path = "/v1/chat/completions"
@@ -96,10 +65,11 @@ class ChatExchange(Exchange):
         expect(body.logprobs or not top, "top_logprobs", top, "logprobs true with it")
         expect(0 <= top <= TOP_LOG_PROBS, "top_logprobs", top, f"0 to {TOP_LOG_PROBS}")
         chat = Chat(body.messages, continued=bool(body.continue_final_message), template=body.template_arguments())
+        functions, is_parallel = check_tools(body.tools or []), body.parallel_tool_calls is not False
         return ServerCall(
             prompts=[chat],
             settings=body.settings(),
-            tools=body.offered_tools(),
+            tools=offered_tools(functions, flat_choice(body.tool_choice), is_parallel),
             streams=bool(body.stream),
             num_top=top if body.logprobs else None,
             sent_names=body.sent_names(),
@@ -126,10 +96,6 @@ class ChatExchange(Exchange):
         if self._includes_usage:
             yield Event(self._object("chat.completion.chunk", []) | {"usage": usage_form(usage)})
         yield Event("[DONE]")
-
-    @classmethod
-    def error(cls, status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-        return openai_error(status, message, param, code)
 
     @property
     def _includes_usage(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 from treeflash_jax.core.checks import expect, parse_json
 
 
-def plain_tools(tools: Sequence[Mapping[str, Any]], place: str = "tools") -> list[dict[str, Any]]:
+def check_tools(tools: Sequence[Mapping[str, Any]], place: str = "tools") -> list[dict[str, Any]]:
     """Returns tools of OpenAI's chat API. Raises ValueError for one that is no function with a name."""
     for number, tool in enumerate(tools):
         function = tool.get("function")
@@ -24,7 +24,7 @@ def plain_tools(tools: Sequence[Mapping[str, Any]], place: str = "tools") -> lis
     return [dict(tool) for tool in tools]
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], template: str, thoughts_key: str) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Mapping[str, Any]], template: str, thoughts_key: str) -> list[dict[str, Any]]:
     """Returns messages for a chat template.
 
     Content that is missing becomes an empty text, arguments of calls become objects, earlier thoughts get the template's

@@ -13,7 +13,7 @@ from treeflash_jax.serve.log_probs import completion_form
 from treeflash_jax.serve.protocols.chat import StreamOptions, usage_form
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
-from treeflash_jax.serve.protocols.fields import Body, Ids, openai_error
+from treeflash_jax.serve.protocols.fields import Body, Ids
 from treeflash_jax.serve.worker import TOP_LOG_PROBS
 
 MOST_TOKENS = 16  # OpenAI's default
@@ -77,10 +77,6 @@ class CompletionExchange(Exchange):
         if self._includes_usage:
             yield Event(self._object([]) | {"usage": usage_form(usage)})
         yield Event("[DONE]")
-
-    @classmethod
-    def error(cls, status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-        return openai_error(status, message, param, code)
 
     @property
     def _includes_usage(self) -> bool:

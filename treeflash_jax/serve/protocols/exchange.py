@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 
+ERRORS = {401: "authentication_error", 429: "rate_limit_error"}  # OpenAI's types, by status
+
 
 class Event(NamedTuple):
     """A server-sent event; without a name it has data only."""
@@ -85,9 +87,14 @@ class Exchange(ABC):
         raise NotImplementedError
 
     @classmethod
-    @abstractmethod
     def error(cls, status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-        """Returns the body of an error."""
+        """Returns the body of an error, by default in OpenAI's form.
+
+        Args:
+          param: field that is wrong.
+        """
+        kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     @classmethod
     def add_routes(cls, router: APIRouter, served: Served) -> None:

@@ -100,10 +100,3 @@ def _renderer_arguments() -> set[str]:
     from transformers import PreTrainedTokenizerBase  # late: loading a tokenizer sets the log level first
 
     return {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
-
-
-def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Returns an error in the form of OpenAI's API."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

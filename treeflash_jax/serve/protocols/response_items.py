@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from treeflash_jax.core.checks import expect, quoted, warn
-from treeflash_jax.serve.call import Tools
 
 TEXTS = ("input_text", "output_text", "text")  # parts of messages that are text
 ITEMS = "message, reasoning, function_call, function_call_output or item_reference"
@@ -138,26 +137,3 @@ def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         keys = (key for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None)
         functions.append({"type": "function", "function": {key: tool[key] for key in keys}})
     return functions
-
-
-def offered_tools(functions: list[dict[str, Any]], choice: Any, is_parallel: bool) -> Tools:
-    """Returns the tools of a call. Raises ValueError for a wrong choice, and for one that demands another tool."""
-    if choice in (None, "auto"):
-        return Tools(functions, is_parallel=is_parallel)
-    if choice == "none":
-        return Tools()
-    if choice == "required":
-        return Tools(functions, is_forced=True, is_parallel=is_parallel)
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    expect(kind in ("function", "allowed_tools"), "tool_choice", choice,
-           "'none', 'auto', 'required', a function, or allowed_tools")  # fmt: skip
-    if kind == "function":
-        expect(isinstance(choice.get("name"), str), "tool_choice.name", choice.get("name"), "the name of a function")
-        return Tools(functions, frozenset([choice["name"]]), is_forced=True, is_parallel=False)
-    mode, allowed = choice.get("mode"), choice.get("tools")
-    expect(mode in ("auto", "required"), "tool_choice.mode", mode, "'auto' or 'required'")
-    are_tools = isinstance(allowed, list) and all(isinstance(tool, dict) for tool in allowed)
-    expect(are_tools, "tool_choice.tools", allowed, "a list of tools")
-    names = [tool.get("name") for tool in allowed if tool.get("type") == "function"]
-    expect(all(isinstance(name, str) for name in names), "tool_choice.tools", allowed, "functions with names")
-    return Tools(functions, frozenset(names), is_forced=mode == "required", is_parallel=is_parallel)

@@ -16,10 +16,11 @@ from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.protocols.constraint_fields import ANY_OBJECT, FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
-from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template, openai_error
-from treeflash_jax.serve.protocols.response_items import chat_messages, chat_tools, check_item, offered_tools
+from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template
+from treeflash_jax.serve.protocols.response_items import chat_messages, chat_tools, check_item
 from treeflash_jax.serve.protocols.response_memory import MOST_RESPONSES, ResponseMemory
 from treeflash_jax.serve.protocols.response_output import ResponseOutput
+from treeflash_jax.serve.protocols.tool_choices import offered_tools
 from treeflash_jax.serve.worker import TOP_LOG_PROBS
 
 T = TypeVar("T")
@@ -145,10 +146,6 @@ class ResponsesExchange(Exchange):
     def end(self, usage: Usage) -> Iterable[Event]:
         response = self._finish(usage)
         yield self._event(f"response.{self._status}", response=response)
-
-    @classmethod
-    def error(cls, status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-        return openai_error(status, message, param, code)
 
     def failure(self, message: str) -> Event:
         self._status = "failed"
