@@ -51,7 +51,9 @@ def test_settings_of_generate():
         assert not any(isinstance(value, float | bool | str | bytes) for value in taken[name]), (name, taken[name])
         assert 2**63 not in taken[name]
     assert [name for name in taken if "" in taken[name]] == []
-    assert [name for name in taken if any(x is True for x in taken[name])] == ["leaves", "log_probs", "expected_lengths"]
+    assert [name for name in taken if any(x is True for x in taken[name])] == [
+        "leaves", "log_probs", "prompt_log_probs", "expected_lengths",
+    ]  # fmt: skip
     for name in ("temperature", "top_p", "skeleton", "drafter_temperature"):
         assert not any(isinstance(x, float) and not math.isfinite(x) for x in taken[name])
     assert not [field.name for field in fields(GenerateConfig) if field.default is not None and None in taken[field.name]]

@@ -44,8 +44,8 @@ def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch,
     `taps` are 0-based layers, in the order in which the drafter reads them; `attention` is a name of `packed_attention`.
     """
     if batch.outputs_bto is not None:
-        features_btj, hidden_btd = jnp.split(batch.outputs_bto, [-config.hidden_size], axis=-1)
-        return Teacher(features_btj, hidden_btd, config.logit_cap)
+        outputs_bto, size = batch.outputs_bto, config.hidden_size
+        return Teacher(outputs_bto[..., :-size], outputs_bto[..., -size:], config.logit_cap)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
     return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd, config.logit_cap))

@@ -23,7 +23,7 @@ layers, `layer` names the weights of both kinds of layers, and `layouts` has the
 `load`, `convert`, training and the command line then read folders of that family.
 """
 
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.checks import LONGEST_PATH, clipped, quoted
 from treeflash_jax.formats.architectures.architecture import Architecture
 from treeflash_jax.formats.architectures.dense import LLAMA, QWEN2, QWEN3
 from treeflash_jax.formats.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
@@ -45,5 +45,6 @@ def recognise(keys: Keys) -> Architecture:
     model_type = keys.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(name for name in (*ARCHITECTURES, *IMAGE_AND_TEXT) if not name.endswith("_text"))
-        raise ValueError(f"{keys.where}: got model_type {quoted(model_type)}, expected one of {known}")
+        where = clipped(keys.where, LONGEST_PATH)
+        raise ValueError(f"{where}: got model_type {quoted(model_type)}, expected one of {known}")
     return ARCHITECTURES[model_type]
