@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 from servers import running, with_tools
 
+pytestmark = pytest.mark.slow
 SETTINGS = {"temperature": 0.7, "max_tokens": 150, "seed": 3}
 
 
