@@ -8,7 +8,7 @@ import pytest
 from treeflash_jax.constraints.compilation import compile_constraint
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.gemma import Gemma
-from treeflash_jax.formats.messages.message_format import Call, Content, Function, Thought
+from treeflash_jax.formats.messages.message_format import Call, Content, Demands, Function, Thought
 
 TOKENIZER = gemma_tokenizer.make()
 PROMPT = "<|turn>user\nHi<turn|>\n<|turn>model\n"
@@ -99,7 +99,7 @@ def accepts(table, ids: list[int]) -> bool:
 ])  # fmt: skip
 def test_tags_allow_answers_of_their_form_alone(prompt, how, allowed, others):
     functions = how.get("functions", [Function("add", SCHEMA, True)])
-    tag = find_format(TOKENIZER).answer_tag(TOKENIZER.encode(prompt), **how | {"functions": functions})
+    tag = find_format(TOKENIZER).answer_tag(TOKENIZER.encode(prompt), Demands(**how | {"functions": functions}))
     ends = TOKENIZER.encode("<turn|>")
     table = compile_constraint("structural_tag", json.dumps(tag), TOKENIZER, ends, len(TOKENIZER.inner), 8)
     for text in allowed:

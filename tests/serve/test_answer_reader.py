@@ -13,7 +13,7 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import Usage
 from treeflash_jax.serve.metrics import Metrics
-from treeflash_jax.serve.protocols.chat import ChatBody, ChatExchange
+from treeflash_jax.serve.protocols.chat_completions import ChatBody, ChatExchange
 from treeflash_jax.serve.protocols.completions import CompletionBody, CompletionExchange
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.fields import with_numbers

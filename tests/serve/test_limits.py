@@ -36,7 +36,7 @@ from treeflash_jax.serve.limits import parse_body
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.process import Server
-from treeflash_jax.serve.protocols.chat import ChatBody
+from treeflash_jax.serve.protocols.chat_completions import ChatBody
 from treeflash_jax.serve.protocols.completions import CompletionBody
 from treeflash_jax.serve.threads import Compiler
 from treeflash_jax.serve.worker import Constraint, Piece, QueueFull, Submission, Worker

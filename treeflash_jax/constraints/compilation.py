@@ -10,6 +10,7 @@ from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
 from treeflash_jax.core.checks import expect, parse_json, quoted
 from treeflash_jax.formats.messages import find_format
+from treeflash_jax.formats.messages.message_format import Demands
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 logger = logging.getLogger("treeflash_jax")
@@ -64,7 +65,7 @@ def answer_constraint(
     if tokenizer is None or kind == "structural_tag":
         return kind, value
     content = as_tag(kind, value)
-    tag = find_format(tokenizer).answer_tag(prompt_ids, content)
+    tag = find_format(tokenizer).answer_tag(prompt_ids, Demands(content=content))
     return (kind, value) if tag is content else ("structural_tag", json.dumps(tag))
 
 

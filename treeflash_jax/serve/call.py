@@ -86,7 +86,7 @@ class ServerCall:
 
     @property
     def has_structure(self) -> bool:
-        """Whether the client gave the content of answers a structure."""
+        """True if the client gave the content of answers a structure."""
         return any(name in self.settings for name in NAMES)
 
 

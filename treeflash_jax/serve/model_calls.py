@@ -9,6 +9,7 @@ from treeflash_jax.constraints.compilation import NAMES, as_tag
 from treeflash_jax.core.checks import warn
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.formats.messages import find_format
+from treeflash_jax.formats.messages.message_format import Demands
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.protocols.chat_messages import template_messages
@@ -46,8 +47,7 @@ def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Seque
     [content] = [as_tag(name, value) for name, value in given.items()] or [None]
     if content is not None:  # otherwise an answer could be neither content nor a call that parses
         functions = [replace(function, is_strict=True) for function in functions]
-    tag = find_format(tokenizer).answer_tag(
-        prompts[0], content, functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel
-    )
+    demands = Demands(content=content, functions=functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel)
+    tag = find_format(tokenizer).answer_tag(prompts[0], demands)
     others = {name: value for name, value in call.settings.items() if name not in given}
     return others | {"structural_tag": json.dumps(tag)}

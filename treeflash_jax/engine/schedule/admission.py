@@ -31,7 +31,7 @@ class Group:
 
     @property
     def scores(self) -> bool:
-        """Whether any request wants the log-probabilities of its prompt."""
+        """True if any request wants the log-probabilities of its prompt."""
         return any(request.settings.prompt_log_probs for request in self.requests.values())
 
     def row_requests(self) -> list[Request | None]:

@@ -14,6 +14,7 @@ from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages.message_format import (
     Call,
     Content,
+    Demands,
     Function,
     MessageFormat,
     MessageReader,
@@ -22,6 +23,7 @@ from treeflash_jax.formats.messages.message_format import (
     Thought,
     any_text,
     const,
+    content_or_calls,
     either,
     join_parts,
     make_call,
@@ -63,23 +65,8 @@ class Gemma(MessageFormat):
     ) -> MessageReader:
         return GemmaReader(self.tokenizer, prompt_ids, functions if self.writes_calls else (), stop)
 
-    def answer_tag(
-        self,
-        prompt_ids: Sequence[int],
-        content: Tag | None = None,
-        functions: Sequence[Function] = (),
-        *,
-        is_forced: bool = False,
-        is_parallel: bool = True,
-    ) -> Tag:
-        tags = [self._call_tag(function) for function in functions]
-        answer = content or any_text()
-        if tags and not is_forced and content is None:
-            answer = {"type": "triggered_tags", "triggers": [CALL[0]], "tags": tags, "stop_after_first": not is_parallel}
-        elif tags:
-            calls = {"type": "tags_with_separator", "tags": tags, "separator": ""}
-            calls |= {"at_least_one": True, "stop_after_first": not is_parallel}
-            answer = calls if is_forced else either(content, calls)
+    def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
+        answer = content_or_calls(demands, [*map(self._call_tag, demands.functions)], CALL[0], "")
         thoughts = any_text(CHANNEL[1]), const(CHANNEL[1])
         before = self.tokenizer.inner.decode(prompt_ids[-16:])
         if before.rfind(CHANNEL[0]) > before.rfind(CHANNEL[1]):  # the prompt has begun thoughts

@@ -11,6 +11,7 @@ from typing import Any
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages.message_format import (
     Content,
+    Demands,
     Function,
     MessageFormat,
     MessageReader,
@@ -51,22 +52,14 @@ class Harmony(MessageFormat):
     ) -> MessageReader:
         return ChannelReader(self.tokenizer, prompt_ids, stop)
 
-    def answer_tag(
-        self,
-        prompt_ids: Sequence[int],
-        content: Tag | None = None,
-        functions: Sequence[Function] = (),
-        *,
-        is_forced: bool = False,
-        is_parallel: bool = True,
-    ) -> Tag:
+    def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
         """A message has one call; the model ends it, with a token that ends the answer."""
         header = self._header(prompt_ids)
-        content = content or any_text()
+        content = demands.content or any_text()
         if header is None or CHANNEL in header:  # a text to continue
             return content
-        answers = [self._call_tag(function) for function in functions]
-        if not is_forced:
+        answers = [self._call_tag(function) for function in demands.functions]
+        if not demands.is_forced:
             preamble = sequence(const(f"{CHANNEL}commentary{MESSAGE}"), any_text(), const(NEXT))
             answers += [sequence(preamble, tag) for tag in answers]
             answers.append(sequence(const(f"{CHANNEL}final{MESSAGE}"), content))

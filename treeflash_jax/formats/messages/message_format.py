@@ -55,6 +55,23 @@ class Function:
     is_strict: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Demands:
+    """Demands on an answer.
+
+    Attributes:
+      content: structure of the content; None for any text.
+      functions: functions that the answer may call.
+      is_forced: whether it has to call a function instead of having content.
+      is_parallel: whether it may have several calls.
+    """
+
+    content: Tag | None = None
+    functions: Sequence[Function] = ()
+    is_forced: bool = False
+    is_parallel: bool = True
+
+
 class MessageReader(ABC):
     """Reads one growing answer as parts.
 
@@ -110,23 +127,8 @@ class MessageFormat(ABC):
         """
 
     @abstractmethod
-    def answer_tag(
-        self,
-        prompt_ids: Sequence[int],
-        content: Tag | None = None,
-        functions: Sequence[Function] = (),
-        *,
-        is_forced: bool = False,
-        is_parallel: bool = True,
-    ) -> Tag:
-        """Returns the structural tag of the answer to a prompt, with the thoughts that may come before its content.
-
-        Args:
-          content: structure of the content; None for any text.
-          functions: functions that the answer may call.
-          is_forced: whether it has to call a function instead of having content.
-          is_parallel: whether it may have several calls.
-        """
+    def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
+        """Returns the structural tag of the answer to a prompt, with the thoughts that may come before its content."""
 
 
 def sequence(*elements: Tag) -> Tag:
@@ -143,6 +145,23 @@ def any_text(*excludes: str) -> Tag:
 
 def either(*elements: Tag) -> Tag:
     return {"type": "or", "elements": [*elements]}
+
+
+def content_or_calls(demands: Demands, calls: Sequence[Tag], trigger: str, separator: str) -> Tag:
+    """Returns the structural tag of content and calls in a form where calls may stand inside text.
+
+    Args:
+      calls: a tag for each function.
+      trigger: the beginning of every call.
+      separator: the text between two calls.
+    """
+    if not calls:
+        return demands.content or any_text()
+    more = {"tags": [*calls], "stop_after_first": not demands.is_parallel}
+    if demands.content is None and not demands.is_forced:
+        return {"type": "triggered_tags", "triggers": [trigger], **more}
+    only_calls = {"type": "tags_with_separator", "separator": separator, "at_least_one": True, **more}
+    return only_calls if demands.is_forced else either(demands.content, only_calls)
 
 
 def join_parts(parts: list[Part]) -> list[Part]:

@@ -10,6 +10,7 @@ from treeflash_jax.core.checks import parse_json
 from treeflash_jax.formats.messages.message_format import (
     Call,
     Content,
+    Demands,
     Function,
     MessageFormat,
     MessageReader,
@@ -18,7 +19,7 @@ from treeflash_jax.formats.messages.message_format import (
     Thought,
     any_text,
     const,
-    either,
+    content_or_calls,
     make_call,
     parse_value,
     sequence,
@@ -51,23 +52,8 @@ class TaggedMessages(MessageFormat):
             reads_thoughts=has_thoughts and self._has_thoughts, functions=functions, begins_in_thought=begins_in_thought
         )
 
-    def answer_tag(
-        self,
-        prompt_ids: Sequence[int],
-        content: Tag | None = None,
-        functions: Sequence[Function] = (),
-        *,
-        is_forced: bool = False,
-        is_parallel: bool = True,
-    ) -> Tag:
-        tags = [self._call_tag(function) for function in functions]
-        answer = content or any_text()
-        if tags and not is_forced and content is None:
-            answer = {"type": "triggered_tags", "triggers": [CALL[0]], "tags": tags, "stop_after_first": not is_parallel}
-        elif tags:
-            calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
-            calls |= {"at_least_one": True, "stop_after_first": not is_parallel}
-            answer = calls if is_forced else either(content, calls)
+    def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
+        answer = content_or_calls(demands, [*map(self._call_tag, demands.functions)], CALL[0], "\n")
         if self._begins_in_thought(prompt_ids):
             answer = sequence(any_text(THINK[1]), const(THINK[1]), LINES, answer)
         return answer

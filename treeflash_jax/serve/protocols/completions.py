@@ -10,7 +10,7 @@ from treeflash_jax.engine.call.prompts import Prompt, Text
 from treeflash_jax.formats.messages.message_format import Content
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import completion_form
-from treeflash_jax.serve.protocols.chat import StreamOptions, usage_form
+from treeflash_jax.serve.protocols.chat_completions import StreamOptions, usage_form
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
 from treeflash_jax.serve.protocols.fields import Body, Ids

@@ -27,7 +27,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Served:
-    """What protocols may know of their server.
+    """Facts about the server that protocols use.
 
     Attributes:
       name: name of the model in answers.

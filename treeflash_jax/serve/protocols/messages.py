@@ -36,7 +36,7 @@ class OutputConfig(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether answers begin with thoughts; fields that are given besides are ignored."""
+    """Switch of the thoughts before answers; fields that are given besides are ignored."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None

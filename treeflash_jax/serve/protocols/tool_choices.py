@@ -1,4 +1,4 @@
-"""What answers may do with tools, by OpenAI's `tool_choice`."""
+"""OpenAI's `tool_choice`: the use of tools that it allows or demands."""
 
 from typing import Any
 
