@@ -102,13 +102,13 @@ def _locate(options: ModelOptions) -> _Pair:
     verifier = pairs.locate(options.verifier, "verifier", options.revision, options.local_files_only)
     drafter = pairs.default_drafter(options.verifier, verifier) if options.drafter is None else options.drafter
     names = (str(options.verifier), str(drafter))
-    if str(drafter) == pairs.MTP:
-        expected = "a verifier whose files hold mtp.* tensors, such as Qwen3.5 or Qwen3-Next"
-        expect(model_files.has_mtp(verifier), "drafter", drafter, expected)
     if str(drafter) in (pairs.NO_DRAFTER, pairs.MTP):
         revision = options.drafter_revision
         expect(revision is None, "drafter_revision", revision, "none without a drafter in other files")
-        return _Pair(names, verifier, None if str(drafter) == pairs.NO_DRAFTER else verifier)
+        inside = model_files.find_mtp(verifier) if str(drafter) == pairs.MTP else None
+        expected = "a verifier whose files hold mtp.* tensors (Qwen3.5, Qwen3-Next) or a folder assistant (Gemma 4)"
+        expect(inside is not None or str(drafter) == pairs.NO_DRAFTER, "drafter", drafter, expected)
+        return _Pair(names, verifier, inside)
     return _Pair(names, verifier, pairs.locate(drafter, "drafter", options.drafter_revision, options.local_files_only))
 
 
