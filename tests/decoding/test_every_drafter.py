@@ -14,6 +14,7 @@ from answers import (
     assert_same_positions,
     cut_by_stops,
     drafted_as_plain,
+    make_assistant,
     make_pair,
     planned_batch,
     prefilled,
@@ -72,6 +73,8 @@ ACCEPTED = {
     "shared": LanguageModelDrafter(layers=with_shared_layers(FEW_TOKENS)),
     "mtp": MtpDrafter(layers=layer_sizes(FEW_TOKENS), draft_vocab_size=10).fitted(FEW_TOKENS),
     "ngram": NgramDrafter(),
+    "assistant": make_assistant(with_shared_layers(FEW_TOKENS)),
+    "clusters": make_assistant(with_shared_layers(FEW_TOKENS), num_clusters=4, top_clusters=2),
 }  # fmt: skip
 TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 20]  # the last is longer than a chunk of the prefill
 DRAFTS = {
@@ -108,9 +111,8 @@ def accepted_pair(kind: str, verifier: str = "qwen3") -> TreeFlash:
 
 
 # Every drafter, every draft of each kind of expander, every kind of verifier; not every combination of the three.
-LOSSLESS = [
-    slow_unless(True, kind, "best-first", "qwen3") for kind in ACCEPTED if kind not in ("frequent", "windows", "shared")
-]
+OTHERS = ("frequent", "windows", "shared", "assistant", "clusters")
+LOSSLESS = [slow_unless(True, kind, "best-first", "qwen3") for kind in ACCEPTED if kind not in OTHERS]
 DRAFTED = {
     "frequent": ("all lanes", "one node", "many nodes", "chain"), "eagle3": ("few lanes", "two nodes", "walk", "one level"),
     "ngram": ("walk",), "gru": ("walk",), "selector": ("chain",), "lilicorr": ("walk",), "language_model": ("walk",),
@@ -119,6 +121,14 @@ DRAFTED = {
 LOSSLESS += [slow_unless(False, kind, name, "qwen3") for kind, names in DRAFTED.items() for name in names]
 LOSSLESS += [slow_unless(False, "language_model", "best-first", "qwen3_5"), slow_unless(False, "eagle3", "walk", "qwen3_5")]
 LOSSLESS += [slow_unless(False, "windows", "best-first", "gpt_oss"), slow_unless(False, "shared", "best-first", "gemma4")]
+OF_GEMMA = (
+    ("clusters", "few lanes"),
+    ("clusters", "all lanes"),
+    ("assistant", "walk"),
+    ("assistant", "chain"),
+    ("clusters", "one level"),
+)
+LOSSLESS += [slow_unless(draft == "few lanes", kind, draft, "gemma4") for kind, draft in OF_GEMMA]
 
 
 @pytest.mark.parametrize(("kind", "name", "verifier"), LOSSLESS)
@@ -275,7 +285,7 @@ def test_nothing_recompiles_when_only_values_change(kind, is_processed):
 
 LEFT = [slow_unless(True, kind, "qwen3") for kind in ("eagle3", "language_model")]
 LEFT += [slow_unless(False, kind, "qwen3") for kind in ("selector", "lilicorr", "windows", "mtp", "ngram")]
-LEFT += [slow_unless(False, "eagle3", "qwen3_5")]
+LEFT += [slow_unless(False, "eagle3", "qwen3_5"), slow_unless(False, "assistant", "gemma4")]
 
 
 @pytest.mark.parametrize(("kind", "verifier"), LEFT)

@@ -3,14 +3,18 @@
 The fixtures have the first token after three prompts, and the chain of four tokens that is drafted after it.
 """
 
+import json
+import shutil
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import planned_batch
+from answers import drafted_as_plain, planned_batch
 from conftest import DATA
+from model_files import assert_same, change_tensors
+from published_configs import parse
 from refusals import refused
 
 import treeflash_jax as tf
@@ -56,3 +60,62 @@ def test_chains_are_the_published_ones(name):
         wanted_ic = np.take_along_axis(np.asarray(log_probs_iv), tokens_bic[i], axis=-1)
         np.testing.assert_allclose(log_probs_bic[i], wanted_ic, atol=ATOL)
         np.testing.assert_allclose(wanted_ic, -np.sort(-np.asarray(log_probs_iv), axis=-1)[:, :16], atol=ATOL)
+
+
+def load(folder, **options) -> tf.TreeFlash:
+    return tf.load(folder, dtype="float32", **options)
+
+
+def test_a_folder_with_an_assistant_drafts_with_it_by_default(tmp_path):
+    pair = load(FOLDER / "gemma4_edge")
+    assert pair.names[1] == "mtp" and "drafter=mtp (assistant, " in repr(pair)
+    assert (pair.drafter.taps, pair.drafter.sources, pair.drafter.draft_vocab_size) == ((7,), (3, 2), 100)
+    assert_same(pair.weights, load(FOLDER / "gemma4_edge", drafter=FOLDER / "gemma4_edge" / "assistant").weights)
+    assert load(FOLDER / "gemma4_edge", drafter="none").drafter is None
+    refused(lambda: load(FOLDER / "gemma4_moe", drafter="mtp"), "got drafter 'mtp', expected a verifier whose files hold")
+    refused(lambda: load(FOLDER / "gemma4", drafter=FOLDER / "gemma4_edge" / "assistant"), "key/value heads", "sliding")
+    refused(lambda: load(FOLDER / "qwen3_5", drafter=FOLDER / "gemma4" / "assistant"), "sliding_attention layer")
+    refused(lambda: load(FOLDER / "gemma4" / "assistant"), "got a drafter's config (it has backbone_hidden_size)")
+    refused(lambda: pair.generate([[1]], children=101), "children 101", "1 to 100")
+    refused(lambda: model_files.convert_drafter(FOLDER / "gemma4" / "assistant", tmp_path / "x", "assistant"), "dialect")
+
+
+RAW = json.loads((FOLDER / "gemma4_edge" / "assistant" / "config.json").read_text())
+
+
+def test_configs_of_assistants():
+    drafter = parse("drafter", RAW)
+    assert drafter.layers.kinds == ("shared_sliding_attention", "shared_full_attention")
+    unified = RAW | {"model_type": "gemma4_unified_assistant"}
+    unified["text_config"] = RAW["text_config"] | {"model_type": "gemma4_unified_text", "num_kv_shared_layers": 0}
+    assert parse("drafter", unified).layers == replace(drafter.layers, model_type="gemma4_unified_text")
+    assert parse("drafter", RAW | {"use_ordered_embeddings": False}).draft_vocab_size == 0
+    assert parse("drafter", RAW | {"num_centroids": 64, "centroid_intermediate_top_k": 1}).children == 5
+    for change, words in (
+        ({"model_type": "gemma5_assistant"}, ("model_type 'gemma5_assistant'", "gemma4_assistant")),
+        ({"num_centroids": 33}, ("num_centroids 33", "a divisor of the vocabulary of 320")),
+        ({"centroid_intermediate_top_k": 17}, ("centroid_intermediate_top_k", "at most 16")),
+        ({"text_config": RAW["text_config"] | {"num_kv_shared_layers": 1}}, ("num_kv_shared_layers 1", "2, all layers")),
+        ({"text_config": RAW["text_config"] | {"use_double_wide_mlp": True}}, ("use_double_wide_mlp",)),
+    ):
+        refused(lambda change=change: parse("drafter", RAW | change), *words)
+
+
+def test_clusters_hold_every_token_once(tmp_path):
+    shutil.copytree(FOLDER / "gemma4_edge" / "assistant", tmp_path / "assistant")
+    name = "masked_embedding.token_ordering"
+    change_tensors(tmp_path / "assistant", lambda tensors: tensors | {name: tensors[name] // 2})
+    refused(lambda: model_files.load_drafter(tmp_path / "assistant"), f"repeated ids in tensor {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_answers_of_a_rounded_verifier_are_its_own(scheme):
+    """Trees of an assistant and of n-grams, and streams, over the verifier's rounded embedding."""
+    pair, prompts = load(FOLDER / "gemma4_edge", quantize=scheme), [[5, 9, 5, 9, 5, 9, 5], [*range(40)]]
+    settings = {"max_new_tokens": 24, "stop_ids": (), "temperature": 0.8, "seed": 1}
+    for ngrams in (0, 8):
+        results = drafted_as_plain(pair, prompts, {"nodes": 12, "ngrams": ngrams}, **settings)
+    *_, streamed = pair.stream(prompts[0], nodes=12, ngrams=0, **settings)
+    assert streamed.ids == results[0].ids
+    assert max(max(result.accept_lengths) for result in results) > 1

@@ -65,8 +65,8 @@ class AssistantDrafter(LaneDrafter):
     """An assistant of Gemma 4.
 
     Attributes:
-      layers: sizes of its layers, all of kinds that share; `window` is 1 + the number of committed positions that those with
-        a window see, and `vocab_size` the verifier's.
+      layers: sizes of its layers, all of kinds that share; `window` is 1 + the number of committed positions that layers
+        with a window see, and `vocab_size` the verifier's.
       target_hidden_size: hidden size of the verifier.
       num_clusters: number of clusters of equal size that all tokens are in; 0: all tokens get logits.
       top_clusters: number of clusters whose tokens get logits.
@@ -134,9 +134,7 @@ class AssistantDrafter(LaneDrafter):
     def init(self, batch: int, capacity: int, dtype: Any) -> LastHidden:
         return LastHidden(jnp.zeros((batch, self.target_hidden_size), dtype))
 
-    def extend(
-        self, params, tables, state: LastHidden, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> LastHidden:
+    def extend(self, params, tables, state: LastHidden, features_btj, tokens_bt, count_b, *, attention: str) -> LastHidden:
         """Keeps the hidden state of the last committed position."""
         hidden_bj = layers.norm(self.layers, at_last(features_btj, count_b)[:, 0], tables["norm"])
         is_new_b1 = (count_b > 0)[:, None]
