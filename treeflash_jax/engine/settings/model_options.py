@@ -30,8 +30,8 @@ class ModelOptions:
         None,
         "a name, folder, URL or Hub id of a block drafter (DFlash, TreeFlash, Domino, DSpark, DFlash2, JetSpec, LiLiCorr), "
         "an EAGLE-3 drafter, an assistant of Gemma 4, or a small language model of the same vocabulary; mtp, the layer of "
-        "multi-token prediction or the assistant in the verifier's files; ngram, which copies what followed the last tokens "
-        "earlier in the text; or none to decode one token at a time",
+        "multi-token prediction or the assistant in the verifier's files; ngram, which copies what followed the last "
+        "tokens earlier in the text; or none to decode one token at a time",
         unset="the drafter that ships for the named verifier, or mtp if its files have it, otherwise none",
         unit="model",
         basic=True,
