@@ -100,7 +100,10 @@ VERIFIERS = {
 @cache
 def accepted_pair(kind: str, verifier: str = "qwen3") -> TreeFlash:
     """A pair in float64; language models have the verifier's weights, if it has no recurrent layers, with noise on them."""
-    pair = make_pair(VERIFIERS[verifier], ACCEPTED[kind], dtype=jnp.float64, scale=0.5)
+    config, drafter = VERIFIERS[verifier], ACCEPTED[kind]
+    if verifier == "gemma4" and hasattr(drafter, "num_target_layers"):
+        drafter = replace(drafter, num_target_layers=None, logit_cap=config.logit_cap).fitted(config)
+    pair = make_pair(config, drafter, dtype=jnp.float64, scale=0.5)
     drafter = pair.weights.drafter
     if "offsets" in drafter:  # 4 and 8 cannot be drafted
         drafter["offsets"] += jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)
