@@ -55,6 +55,7 @@ def test_commands_have_its_option():
     assert parser.parse_args(["--even-penalty", "2"]).even_penalty == 2
 
 
+@pytest.mark.slow
 def test_servers_take_its_field(tiny):
     body = {"messages": CHAT, "max_tokens": 12, "temperature": 0}
     with running(tiny, Settings) as server, httpx.Client(base_url=server.url, timeout=120) as client:

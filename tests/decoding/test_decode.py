@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import SIZES, make_pair, planned_batch, read_texts, slow_unless
+from answers import SIZES, make_pair, planned_batch, read_texts
 from compiled import copies_in_loops
 from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from refusals import refused
@@ -95,7 +95,8 @@ def test_prefill_and_rounds_in_bfloat16_make_float32_logits_on_a_cpu(monkeypatch
     assert seen == ["float32"] * 2
 
 
-@pytest.mark.parametrize("sizes", [None, slow_unless(False, (2, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [None, (2, 2)])
 def test_a_stacked_cache_holds_what_one_array_per_layer_does(sizes):
     """After prefill, growth of the caches and rounds."""
     model, prompts = small_pair(sizes and make_mesh(*sizes)), [[3, 4, 5, 7, 9], [4, 5, 7, 9]]

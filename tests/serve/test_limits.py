@@ -30,8 +30,8 @@ from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import limits
-from treeflash_jax.serve.answering import COMPILING, READING
 from treeflash_jax.serve.app import make_app
+from treeflash_jax.serve.call_reader import COMPILING, READING
 from treeflash_jax.serve.limits import parse_body
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions

@@ -95,6 +95,7 @@ async def ask(
             return ids
 
 
+@pytest.mark.slow
 def test_the_shortest_context_has_room_for_the_warm_up(float64, pool):
     refused(lambda: ServeOptions(context=2), "got context 2, expected at least 3")
     options = ServeOptions(slots=3, context=3, schema_states=0)

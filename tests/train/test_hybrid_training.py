@@ -45,7 +45,11 @@ def hybrid(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     "model, attention",
-    [(HYBRID, "chunked"), (with_windows_and_sinks(MODEL), "splash"), (with_shared_layers(MODEL), "chunked")],
+    [
+        (HYBRID, "chunked"),
+        slow_unless(False, with_windows_and_sinks(MODEL), "splash"),
+        slow_unless(False, with_shared_layers(MODEL), "chunked"),
+    ],
 )
 def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, model, attention):
     """Kernels for packed sequences have no sinks, so that other forms take their place."""

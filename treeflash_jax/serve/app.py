@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from treeflash_jax.core.checks import WrongValue, clipped
 from treeflash_jax.serve.answering import Answering, Gone, ServerEnds
+from treeflash_jax.serve.call_reader import CallReader
 from treeflash_jax.serve.limits import Limits
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.page import add_page
@@ -51,7 +52,8 @@ def make_app(
     app.add_middleware(Limits, metrics=metrics, hosts=hosts)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    answering = app.state.answering = Answering(worker, int(metrics.started), names=tuple(names), keeps_latest=has_page)
+    reader = CallReader(worker, int(metrics.started), tuple(names))
+    answering = app.state.answering = Answering(reader, keeps_latest=has_page)
 
     async def check_key(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -66,19 +68,19 @@ def make_app(
     ]
     for protocol in protocols:
         add_protocol(app, answering, protocol, needs)
-    add_tokenizing(app, answering, needs)
+    add_tokenizing(app, reader, needs)
 
     @app.get("/v1/models", dependencies=needs)
     async def list_models() -> Any:
-        return {"object": "list", "data": [make_card(name) for name in answering.names]}
+        return {"object": "list", "data": [make_card(name) for name in reader.names]}
 
     @app.get("/v1/models/{name:path}", dependencies=needs)
     async def show_model(name: str) -> Any:
-        answering.check_model(name)
+        reader.check_model(name)
         return make_card(name)
 
     def make_card(name: str) -> dict[str, Any]:
-        card = {"id": name, "object": "model", "created": answering.served.created, "owned_by": "treeflash"}
+        card = {"id": name, "object": "model", "created": reader.served.created, "owned_by": "treeflash"}
         return card | {"max_model_len": worker.context}
 
     @app.get("/health")
@@ -111,7 +113,7 @@ def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], n
         return await answering.answer(request, protocol)
 
     router = APIRouter(dependencies=needs)
-    protocol.add_routes(router, answering.served)
+    protocol.add_routes(router, answering.reader.served)
     app.include_router(router)
 
     if protocol.counting_path is not None:

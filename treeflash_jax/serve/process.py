@@ -55,7 +55,8 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     host = f"[{host}]" if ":" in host else host
     for number in SIGNALS:
         signal.signal(number, server.handle_exit)
-    print(f"treeflash: serving {app.state.answering.served.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+    name = app.state.answering.reader.served.name
+    print(f"treeflash: serving {name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     return server.finish()
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.answering import Answering
 from treeflash_jax.serve.call import ServerCall, Tools
+from treeflash_jax.serve.call_reader import CallReader
 from treeflash_jax.serve.model_calls import model_prompts
 from treeflash_jax.serve.protocols.chat_messages import check_tools
 from treeflash_jax.serve.protocols.fields import Ids, Objects, check_template
@@ -26,7 +26,7 @@ class TokenizeBody(BaseModel):
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def ids(self, answering: Answering, tokenizer: Tokenizer) -> list[int]:
+    def ids(self, reader: CallReader, tokenizer: Tokenizer) -> list[int]:
         """Returns the token ids. Raises ValueError for no text or several, and as encoding does."""
         given = [value for value in (self.prompt, self.content, self.messages) if value is not None]
         expect(len(given) == 1, "fields with text", len(given), "one of prompt, content and messages")
@@ -35,7 +35,7 @@ class TokenizeBody(BaseModel):
             return tokenizer.encode_texts(given, add_special_tokens=special)[0] if given[0] else []
         chat = Chat(self.messages, template=check_template(self.chat_template_kwargs))
         call = ServerCall(prompts=[chat], settings={}, tools=Tools(check_tools(self.tools or [])))
-        return answering.worker.encode(model_prompts(call, tokenizer))[0]
+        return reader.worker.encode(model_prompts(call, tokenizer))[0]
 
 
 class DetokenizeBody(BaseModel):
@@ -45,24 +45,24 @@ class DetokenizeBody(BaseModel):
     tokens: Ids
 
 
-def add_tokenizing(app: FastAPI, answering: Answering, needs: list[Any]) -> None:
+def add_tokenizing(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
     """Adds both paths. A tokenizer's errors are ValueErrors of one line."""
 
     def tokenizer() -> Tokenizer:
-        expect(answering.worker.model.tokenizer is not None, "a text", "", "token ids: this model has no tokenizer")
-        return answering.worker.model.tokenizer
+        expect(reader.worker.model.tokenizer is not None, "a text", "", "token ids: this model has no tokenizer")
+        return reader.worker.model.tokenizer
 
     @app.post("/tokenize", dependencies=needs)
     async def tokenize(request: Request) -> Any:
-        body = await answering.parse(await request.body(), request.headers.get("content-type", ""), TokenizeBody)
-        ids = await answering.reading.run(lambda: body.ids(answering, tokenizer()))
-        return {"count": len(ids), "max_model_len": answering.worker.context, "tokens": ids}
+        body = await reader.parse(request, TokenizeBody)
+        ids = await reader.threads.run(lambda: body.ids(reader, tokenizer()))
+        return {"count": len(ids), "max_model_len": reader.worker.context, "tokens": ids}
 
     @app.post("/detokenize", dependencies=needs)
     async def detokenize(request: Request) -> Any:
-        body = await answering.parse(await request.body(), request.headers.get("content-type", ""), DetokenizeBody)
-        size = answering.worker.model.verifier.vocab_size
+        body = await reader.parse(request, DetokenizeBody)
+        size = reader.worker.model.verifier.vocab_size
         outside = [id for id in body.tokens if not 0 <= id < size]
         expect(not outside, "tokens", outside[:1], f"0 to {size - 1}")
-        text = await answering.reading.run(lambda: tokenizer().inner.decode(body.tokens))
+        text = await reader.threads.run(lambda: tokenizer().inner.decode(body.tokens))
         return {"prompt": text, "content": text}

@@ -1,0 +1,106 @@
+"""Calls of the model, read from HTTP requests: their bodies parsed, their prompts as ids, their constraints compiled."""
+
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from treeflash_jax.core.checks import WrongValue, clipped, warn
+from treeflash_jax.serve.call import ServerCall
+from treeflash_jax.serve.limits import MOST_BYTES, parse_body
+from treeflash_jax.serve.model_calls import model_prompts, model_settings
+from treeflash_jax.serve.protocols.exchange import Exchange, Served
+from treeflash_jax.serve.threads import Compiler, Threads
+from treeflash_jax.serve.worker import Submission, Worker
+
+READING, COMPILING = 8, 2  # threads for bodies, and for schemas, of up to 2 GiB each
+MOST_IGNORED = 100  # fields that the log names
+B = TypeVar("B", bound=BaseModel)
+
+
+class CallReader:
+    """Reads requests to one model.
+
+    Attributes:
+      names: names of the model, of which answers have the first: those given, or else what was given as verifier; of a
+        path, its last part.
+      threads: those in which bodies are read.
+    """
+
+    def __init__(self, worker: Worker, created: int, names: tuple[str, ...] = ()):
+        self.worker = worker
+        given = worker.model.names[0]
+        self.names = names or (Path(given).resolve().name if Path(given).exists() else given,)
+        self.served = Served(self.names[0], created)
+        self.threads = Threads(READING)
+        self.compiler = Compiler(worker.compile, COMPILING)
+        self._ignored: set[str] = set()
+
+    async def parse(self, request: Request, kind: type[B]) -> B:
+        """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
+        data, content_type = await request.body(), request.headers.get("content-type", "")
+        limit = self.worker.text_limit
+        most_text = MOST_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
+        body = await self.threads.run(lambda: parse_body(kind, content_type, data, most_text))
+        self.check_model(body.model)
+        return body
+
+    async def read(self, request: Request, kind: type[Exchange], body_kind: type[BaseModel]) -> tuple[Exchange, ServerCall]:
+        """Returns the exchange of a request in a form of body, and its call. Raises ValueError and HTTPException."""
+        body = await self.parse(request, body_kind)
+        exchange = kind(body, self.served)
+        call = await self.threads.run(exchange.call)
+        self._note_ignored(kind, body)
+        call.tools.check()
+        return exchange, call
+
+    async def encode(self, call: ServerCall) -> list[list[int]]:
+        """Returns the ids of a call's prompts. Raises ValueError."""
+        worker = self.worker
+        return await self.threads.run(lambda: worker.encode(model_prompts(call, worker.model.tokenizer)))
+
+    async def submission(self, call: ServerCall) -> tuple[Submission, int]:
+        """Returns what the worker decodes for a call, with its constraints compiled, and the number of prompt tokens.
+
+        Raises ValueError, HTTPException and QueueFull: by counts, then sizes, then tokens.
+        """
+        worker = self.worker
+        worker.check_room(call.num_answers)
+        try:
+            prompts = await self.encode(call)
+            settings = model_settings(call, worker.model.tokenizer, prompts)
+            if call.ends_with_context:
+                room = max(1, worker.context - max(map(len, prompts)))
+                settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
+            for constraint in worker.find_constraints(prompts, settings):
+                await self.compiler.compile(constraint)
+            requests = await self.threads.run(lambda: worker.numbered_requests(prompts, **settings))
+        except ValueError as error:
+            made = {} if "structural_tag" in call.settings else {"structural_tag": "tools"}
+            raise _as_sent(error, call.sent_names | made) from None
+        return Submission(requests, streams=call.streams), sum(map(len, prompts))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises HTTPException for a name of another model."""
+        if name not in (None, *self.names, self.worker.model.names[0]):
+            known = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
+            raise HTTPException(404, {"message": known, "param": "model", "code": "model_not_found"})
+
+    def _note_ignored(self, kind: type[Exchange], body: Any) -> None:
+        """Logs the fields of a body that are ignored, each once."""
+        for name in (body.model_extra or {}).keys() - self._ignored:
+            if len(self._ignored) < MOST_IGNORED:
+                self._ignored.add(name)
+                warn(f"{kind.path}: field {clipped(name, 60)!r} is ignored")
+
+
+def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:
+    """Returns an error about a setting with the name of the field that the client sent."""
+    match = re.match(r"got (\w+) ", str(error))
+    if match is None or match[1] not in sent_names:
+        return error
+    name = sent_names[match[1]]
+    return WrongValue(str(error).replace(match[1], name, 1), name)
