@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import drafted_as_plain, planned_batch
-from conftest import DATA
+from answers import drafted_as_plain, make_assistant, planned_batch, with_shared_layers
+from conftest import DATA, FEW_TOKENS
 from model_files import assert_same, change_tensors
 from published_configs import parse
 from refusals import refused
 
 import treeflash_jax as tf
+from treeflash_jax.bench import shapes
 from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.formats import model_files
@@ -119,3 +120,9 @@ def test_answers_of_a_rounded_verifier_are_its_own(scheme):
     *_, streamed = pair.stream(prompts[0], nodes=12, ngrams=0, **settings)
     assert streamed.ids == results[0].ids
     assert max(max(result.accept_lengths) for result in results) > 1
+
+
+def test_random_weights_of_benchmarks_hold_every_token_once():
+    model = with_shared_layers(FEW_TOKENS)
+    pair = shapes.random_pair(model, make_assistant(model, num_clusters=4, top_clusters=2), jnp.bfloat16)
+    assert np.array_equal(pair.weights.drafter["clusters"], np.arange(12).reshape(4, 3))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from treeflash_jax.core import sharding
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.core.settings import field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
@@ -241,8 +241,12 @@ def random_pair(
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None = None) -> jax.Array:
-        center, scale = {"normal": (0.0, 0.02), "ones": (1.0, 0.02), "zeros": (0.0, 1e-3)}[spec.init]
-        weight = center + scale * jax.random.normal(next(keys), spec.shape, dtype)
+        key = next(keys)
+        if spec.dtype is None:
+            center, scale = {"normal": (0.0, 0.02), "ones": (1.0, 0.02), "zeros": (0.0, 1e-3)}[spec.init]
+            weight = center + scale * jax.random.normal(key, spec.shape, dtype)
+        else:  # ids
+            weight = parameters.initialize(spec, key)
         if mesh is not None:
             weight = jax.device_put(weight, sharding.sharding(spec.axes, spec.shape, mesh))
         return quantized.compress(weight, spec, scheme=scheme, mesh=mesh)

@@ -128,7 +128,7 @@ class AssistantDrafter(LaneDrafter):
         if self.num_clusters:
             shape = self.num_clusters, vocab_size // self.num_clusters
             tree["centroids"] = Spec((self.num_clusters, d), (None, None), inputs=(1,))
-            tree["clusters"] = Spec(shape, (None, None), "zeros", dtype=jnp.int32)
+            tree["clusters"] = Spec(shape, (None, None), "range", dtype=jnp.int32)
         return tree
 
     def init(self, batch: int, capacity: int, dtype: Any) -> LastHidden:
