@@ -391,7 +391,8 @@ def test_sizes_of_gemma_and_its_assistants(shape, billions, drafter_millions):
     assert needs.verifier_cache == sum(2 * 2 * slots[kind] for kind in model.kinds if kind in slots)
 
 
-@pytest.mark.parametrize("ways", [1, pytest.param(2, marks=[needs_8_devices, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [1, pytest.param(2, marks=needs_8_devices)])
 def test_the_table_of_each_layers_inputs_is_never_copied(ways):
     """In bfloat16, of which XLA for CPUs converts what it multiplies or moves; a mesh splits its rows."""
     model = with_shared_layers(RANDOM_MODEL)
