@@ -267,13 +267,17 @@ def gemma_rounds() -> str:
     rows, steps = [], {}
     for result in read("gemma_rounds.json").values():
         size = {name: count / GIB for name, count in result["bytes_per_device"].items()}
-        times, chip = result["estimate"]["milliseconds"], result["topology"].partition(":")[0]
-        total, is_step = sum(times.values()), result["nodes"] == 1
-        if is_step:
-            steps[result["shape"]] = total
+        chip, is_step = result["topology"].partition(":")[0], result["nodes"] == 1
         what = [result["shape"], chip, "step" if is_step else f"round of {result['nodes']}"]
         parts = [size["verifier"], size["drafter"], size["verifier_cache"], max(size["round"], size["prefill"])]
         what += [f"{part:.2f}" for part in parts] + [f"{result['launches']:,}"]
+        if "estimate" not in result:  # for a GPU
+            rows.append([*what, *[""] * 6])
+            continue
+        times = result["estimate"]["milliseconds"]
+        total = sum(times.values())
+        if is_step:
+            steps[result["shape"]] = total
         what += [f"{times.get(phase, 0):.2f}" for phase in ("draft", "tree", "verify", "other")]
         rows.append([*what, f"{total:.2f}", "" if is_step else f"{total / steps[result['shape']]:.2f}"])
     sizes, names = "verifier | assistant | caches | temporary", "draft | tree | verify | other | total"
