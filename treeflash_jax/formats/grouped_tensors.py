@@ -10,20 +10,15 @@ input at each of these places.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from treeflash_jax.formats.storage import Tensor
 
 _HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E2M1 = np.array(_HALF + [-value for value in _HALF], np.float32)
-DTYPES = {
-    "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu, "U8": np.uint8, "I8": np.int8,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Part:
 
     Attributes:
       shape: [..., outputs, columns].
-      dtype: a key of DTYPES.
+      dtype: its name in safetensors files.
       read: function of the indices (slices or arrays) of all axes but the last; returns all columns.
     """
 
@@ -102,6 +97,16 @@ class GroupedTensor:
         if self.order is not None:
             values = values[..., np.argsort(self.order)]
         return values[(..., *columns)]
+
+
+def map_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Applies a function that selects outputs to a tensor, or to each part of a GroupedTensor."""
+    if not isinstance(tensor, GroupedTensor):
+        return function(tensor)
+    names = ("codes", "scales", "outer", "zeros", "minimums", "outer_minimums")
+    parts = {name: getattr(tensor, name) for name in names}
+    stored = {name: part for name, part in parts.items() if part is not None and not isinstance(part, int)}
+    return replace(tensor, **{name: function(part) for name, part in stored.items()})
 
 
 def split_index(index: Any, axes: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

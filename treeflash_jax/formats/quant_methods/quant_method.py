@@ -1,0 +1,104 @@
+"""The protocol of methods of quantisation, and what their tensors have in common."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
+
+
+@dataclass(frozen=True)
+class QuantMethod:
+    """A way in which files hold quantised weights, by `quant_method` in config.json.
+
+    Attributes:
+      join: function of the stated configuration and a folder's tensors by name; returns them with each quantised weight as
+        one tensor, by the name of the weight. May raise ValueError.
+      check: function of the stated configuration that raises ValueError for what is not implemented.
+    """
+
+    join: Callable[[Mapping[str, Any], dict[str, Tensor]], dict[str, Tensor]]
+    check: Callable[[Keys], None]
+
+
+def join_parts(
+    tensors: dict[str, Tensor], packed: str, parts: Collection[str], join: Callable[[str, dict[str, Tensor]], GroupedTensor]
+) -> dict[str, Tensor]:
+    """Returns the tensors with those of each module that has "MODULE.packed" as one, "MODULE.weight".
+
+    Args:
+      parts: last words of the names of the module's other tensors, which it may lack.
+      join: function of the module and its tensors by these words.
+
+    Raises ValueError for parts without `packed`.
+    """
+    kept, modules = {}, {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part == packed or part in parts:
+            modules.setdefault(module, {})[part] = tensor
+        else:
+            kept[name] = tensor
+    for module, held in modules.items():
+        if packed not in held:
+            raise ValueError(f"got no tensor {module}.{packed} beside {module}.{min(held)}, expected both")
+        kept[f"{module}.weight"] = join(module, held)
+    return kept
+
+
+def find(module: str, held: Mapping[str, Tensor], part: str, dtypes: Collection[str], shape: Any = None) -> Tensor:
+    """Returns a tensor of a module. Raises ValueError if it is missing, or has another type or shape (None: any size)."""
+    if part not in held:
+        raise ValueError(f"got no tensor {module}.{part} beside {module}.{min(held)}, expected both")
+    got, dtype = tuple(held[part].get_shape()), held[part].get_dtype()
+    fits = shape is None or (len(got) == len(shape) and all(b in (None, a) for a, b in zip(got, shape, strict=True)))
+    if dtype not in dtypes or not fits:
+        sizes = "" if shape is None else f"{['any' if size is None else size for size in shape]} of "
+        expected = f"{sizes}type {' or '.join(dtypes)}".replace("'", "")
+        raise ValueError(f"tensor {module}.{part} has shape {list(got)} of type {dtype}, expected {expected}")
+    return held[part]
+
+
+def group_size(name: str, scales: Tensor, inputs: int) -> int:
+    """Returns the number of inputs with a common scale. Raises ValueError if inputs are no whole groups."""
+    groups = scales.get_shape()[-1]
+    if groups < 1 or inputs % groups:
+        raise ValueError(f"tensor {name} has {groups} scales for {inputs} inputs, expected whole groups of equal size")
+    return inputs // groups
+
+
+def nibbles(packed: np.ndarray) -> np.ndarray:
+    """Returns the halves of bytes, or of little-endian words, low half first."""
+    halves = np.ascontiguousarray(packed).view(np.uint8)
+    return np.stack([halves & 15, halves >> 4], axis=-1).reshape(*halves.shape[:-1], -1)
+
+
+def signed(packed: np.ndarray) -> np.ndarray:
+    """Returns the bytes of little-endian words, less 128."""
+    return (np.ascontiguousarray(packed).view(np.uint8) ^ 0x80).view(np.int8)
+
+
+def transposed(tensor: Tensor) -> Part:
+    """Returns a tensor [groups, outputs] as [outputs, groups]."""
+    groups, outputs = tensor.get_shape()
+    return Part((outputs, groups), tensor.get_dtype(), lambda rows: tensor[(slice(None), *rows)].T)
+
+
+def input_order(name: str, groups: Any, group: int) -> np.ndarray | None:
+    """Returns the inputs in group order, given the group of each; None if it is their order in the file.
+
+    Raises ValueError for groups of other sizes than `group`.
+    """
+    groups, count = np.asarray(groups), math.ceil(groups.size / group)
+    sizes = np.bincount(groups, minlength=count) if groups.size and groups.min() >= 0 else np.zeros(0, int)
+    if not np.array_equal(sizes, np.full(count, group)):
+        raise ValueError(
+            f"tensor {name} has groups of other sizes than {group} inputs, expected {count} groups of that size"
+        )
+    order = groups.argsort(kind="stable").astype(np.int32)
+    return None if (np.diff(order) == 1).all() else order
