@@ -111,7 +111,8 @@ def map_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 def split_index(index: Any, axes: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns the indices of all axes but the last, and those of the last, which may be none."""
-    index = index if isinstance(index, tuple) else (index,)
+    if not isinstance(index, tuple):
+        index = () if index is ... else (index,)
     rows = index[: axes - 1]
     return (*rows, *(slice(None),) * (axes - 1 - len(rows))), index[axes - 1 :]
 

@@ -50,8 +50,11 @@ def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
 
 def _module(module: str, held: dict[str, Tensor]) -> GroupedTensor:
     if "weight_global_scale" in held:
+        if "weight_zero_point" in held:
+            raise ValueError(f"got {module}.weight_zero_point, expected none: zero points of NVFP4 are not implemented")
         return nvfp4.tensor(module, held, "weight_packed", "weight_global_scale", is_divisor=True)
-    *experts, outputs, inputs = (int(size) for size in find(module, held, "weight_shape", ("I64", "I32"))[...])
+    axes = len(held["weight_packed"].get_shape())
+    *experts, outputs, inputs = find(module, held, "weight_shape", ("I64", "I32"), (max(2, axes),))[...].tolist()
     words = find(module, held, "weight_packed", ("I32",), (*experts, outputs, None)).get_shape()[-1]
     bits = next((bits for bits in (4, 8) if words == -(-inputs * bits // 32)), None)
     if bits is None:
