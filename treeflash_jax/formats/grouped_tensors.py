@@ -88,14 +88,14 @@ class GroupedTensor:
     def __getitem__(self, index: Any) -> np.ndarray:
         rows, columns = split_index(index, len(self.get_shape()))
         codes = self.codes[rows]
-        values = E2M1[codes] if self.code_book == "e2m1" else codes.astype(np.float32)
+        values = E2M1.take(codes) if self.code_book == "e2m1" else codes.astype(np.float32)
         groups = values.reshape(*values.shape[:-1], -1, self.group)
         groups -= self.zeros if isinstance(self.zeros, int) else self.zeros[rows].astype(np.float32)[..., None]
         groups *= self.factors(rows)[..., None]
         if self.minimums is not None:
             groups -= _product(self.minimums, self.outer_minimums, False, rows)[..., None]
         if self.order is not None:
-            values = values[..., np.argsort(self.order)]
+            values = values.take(np.argsort(self.order), axis=-1)
         return values[(..., *columns)]
 
 

@@ -71,7 +71,7 @@ def _module(module: str, held: dict[str, Tensor]) -> GroupedTensor:
 
     def codes(rows: tuple[Any, ...]) -> Any:
         numbers = unpack(packed[rows])[..., :inputs]
-        return numbers if order is None else numbers[..., order]
+        return numbers if order is None else numbers.take(order, axis=-1)
 
     zeros: Any = 8 if bits == 4 else 0
     if "weight_zero_point" in held:

@@ -58,7 +58,7 @@ def _module(bits: int, is_first: bool, module: str, held: dict[str, Tensor]) -> 
 
     def codes(rows: tuple[Any, ...]) -> np.ndarray:
         numbers = unpack(packed[:, rows[0]].T)
-        return numbers if order is None else numbers[:, order]
+        return numbers if order is None else numbers.take(order, axis=-1)
 
     def zeros(rows: tuple[Any, ...]) -> np.ndarray:
         first, last, _ = rows[0].indices(outputs)
