@@ -47,12 +47,13 @@ class OnDisk:
         return self.values[index]
 
 
-def read_case(case: str) -> tuple[GroupedTensor, np.ndarray]:
-    """Returns the weight that a case's tensors are joined to, and the reference's."""
+def read_case(case: str, **extra: np.ndarray) -> tuple[GroupedTensor, np.ndarray]:
+    """Returns the weight that a case's tensors, and `extra` ones, are joined to, and the reference's."""
     parts = {name.partition("/")[2]: x for name, x in HELD.items() if name.startswith(f"{case}/")}
     expected, separator = parts.pop("expected"), "_" if case == "mxfp4" else "."
     if case in ("nvfp4", "modelopt"):
         parts["weight_scale"] = parts["weight_scale"].view(jnp.float8_e4m3fn)
+    parts |= extra
     stated = {"bits": 8 if "8 bits" in case else 4, "checkpoint_format": case.split()[0]}
     [tensor] = METHODS[CASES[case]].join(stated, {f"x{separator}{part}": OnDisk(x) for part, x in parts.items()}).values()
     return tensor, expected
@@ -141,6 +142,10 @@ def test_verifiers_are_the_dense_ones_expanded(form, tmp_path, monkeypatch):
     assert model_files.code_books(dense) == set()
 
 
+def test_a_language_model_that_drafts(tmp_path):
+    assert_same(*map(model_files.load_drafter, make_folders(tmp_path, SOURCE, "awq")))
+
+
 @pytest.mark.parametrize("source", ["qwen3_5", "qwen3_next", "apart"])
 @pytest.mark.parametrize("form", ["pack-quantized", "modelopt"])
 def test_hybrids_and_experts(source, form, tmp_path):
@@ -150,6 +155,11 @@ def test_hybrids_and_experts(source, form, tmp_path):
     assert_same(*map(model_files.load_verifier, places))
     if source == "qwen3_5":
         assert_same(*map(model_files.load_drafter, places))
+
+
+def test_groups_of_inputs_that_are_not_set_are_consecutive():
+    tensor, expected = read_case("pack", weight_g_idx=np.full(64, -1, np.int32))
+    np.testing.assert_array_equal(tensor[:], expected)
 
 
 def test_outputs_are_selected_part_by_part():

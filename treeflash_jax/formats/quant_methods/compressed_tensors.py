@@ -41,11 +41,9 @@ def check(stated: Keys) -> None:
 
 
 def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    apart = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
-    packed = {name.rpartition(".")[0] for name in tensors if name.endswith((".weight_packed", *apart[1:]))}
-    ours = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in packed}
-    others = {name: tensor for name, tensor in tensors.items() if name not in ours}
-    return fp8.join(stated, others) | join_parts(ours, "weight_packed", apart, _module)
+    marks = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+    joined = join_parts(tensors, "weight_packed", (*marks[1:], "weight_scale"), _module, marks)
+    return fp8.join(stated, joined)
 
 
 def _module(module: str, held: dict[str, Tensor]) -> GroupedTensor:

@@ -27,23 +27,31 @@ class QuantMethod:
 
 
 def join_parts(
-    tensors: dict[str, Tensor], packed: str, parts: Collection[str], join: Callable[[str, dict[str, Tensor]], GroupedTensor]
+    tensors: dict[str, Tensor],
+    packed: str,
+    parts: Collection[str],
+    join: Callable[[str, dict[str, Tensor]], GroupedTensor],
+    marks: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors with those of each module that has "MODULE.packed" as one, "MODULE.weight".
+    """Returns the tensors with those of each quantised module as one, "MODULE.weight".
 
     Args:
-      parts: last words of the names of the module's other tensors, which it may lack.
+      packed: last word of the name of the tensor that a quantised module must have, "MODULE.packed".
+      parts: last words of the names of its other tensors, which it may lack.
       join: function of the module and its tensors by these words.
+      marks: the words that no other module has; None: all.
 
     Raises ValueError for parts without `packed`.
     """
-    kept, modules = {}, {}
-    for name, tensor in tensors.items():
-        module, _, part = name.rpartition(".")
-        if part == packed or part in parts:
-            modules.setdefault(module, {})[part] = tensor
+    words = {name: name.rpartition(".") for name in tensors}
+    marks = (packed, *parts) if marks is None else marks
+    modules: dict[str, dict[str, Tensor]] = {module: {} for module, _, word in words.values() if word in marks}
+    kept = {}
+    for name, (module, _, word) in words.items():
+        if module in modules and (word == packed or word in parts):
+            modules[module][word] = tensors[name]
         else:
-            kept[name] = tensor
+            kept[name] = tensors[name]
     for module, held in modules.items():
         if packed not in held:
             raise ValueError(f"got no tensor {module}.{packed} beside {module}.{min(held)}, expected both")
