@@ -259,7 +259,8 @@ def ones(*shape, dtype=np.int32):
     ("nvfp4-pack-quantized", "weight_global_scale", None, ("no tensor", "weight_shape")),
     ("nvfp4-pack-quantized", "weight_global_scale", ones(2, dtype=np.float32), ("[2]", "one number")),
     ("nvfp4-pack-quantized", "weight_zero_point", ones(16, 4), ("weight_zero_point", "NVFP4")),
-    ("nvfp4-pack-quantized", "weight_packed", ones(128, 30, dtype=np.uint8), ("60 inputs", "whole groups of 16")),
+    ("nvfp4-pack-quantized", "weight_packed", ones(128, 30, dtype=np.uint8), ("[128, 30]", "whole groups")),
+    ("nvfp4-pack-quantized", "weight_packed", ones(32, dtype=np.uint8), ("[32]", "whole groups")),
     ("nvfp4-pack-quantized", "weight_scale", ones(128, 4, dtype=np.float16), ("type F16", "[128, 4] of type F8_E4M3")),
     ("nvfp4-pack-quantized", "weight_scale", ones(128, 2, dtype=jnp.float8_e4m3fn), ("[128, 2]", "expected [128, 4]")),
     ("modelopt", "weight_scale_2", None, ("no tensor", "weight_scale_2")),
@@ -275,6 +276,8 @@ def ones(*shape, dtype=np.int32):
     ("gptq", "qweight", None, ("no tensor", "qweight")),
     ("gptq", "g_idx", np.arange(64, dtype=np.int32), ("g_idx", "groups of other sizes")),
     ("gptq", "g_idx", -ones(64), ("g_idx", "groups of other sizes")),
+    ("gptq", "g_idx", np.full(64, 2**31 - 1, np.int32), ("g_idx", "groups of other sizes")),
+    ("gptq", "qweight", ones(0, 128), ("4 scales for 0 inputs",)),
     ("gptq", "scales", ones(3, 128, dtype=np.float16), ("3 scales for 64 inputs", "whole groups")),
 ])  # fmt: skip
 def test_damaged_files(form, part, value, words, damaged):

@@ -1,6 +1,5 @@
 """The protocol of methods of quantisation, and what their tensors have in common."""
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +74,7 @@ def find(module: str, held: Mapping[str, Tensor], part: str, dtypes: Collection[
 def group_size(name: str, scales: Tensor, inputs: int) -> int:
     """Returns the number of inputs with a common scale. Raises ValueError if inputs are no whole groups."""
     groups = scales.get_shape()[-1]
-    if groups < 1 or inputs % groups:
+    if min(groups, inputs) < 1 or inputs % groups:
         raise ValueError(f"tensor {name} has {groups} scales for {inputs} inputs, expected whole groups of equal size")
     return inputs // groups
 
@@ -102,11 +101,9 @@ def input_order(name: str, groups: Any, group: int) -> np.ndarray | None:
 
     Raises ValueError for groups of other sizes than `group`.
     """
-    groups, count = np.asarray(groups), math.ceil(groups.size / group)
-    sizes = np.bincount(groups, minlength=count) if groups.size and groups.min() >= 0 else np.zeros(0, int)
-    if not np.array_equal(sizes, np.full(count, group)):
-        raise ValueError(
-            f"tensor {name} has groups of other sizes than {group} inputs, expected {count} groups of that size"
-        )
+    groups, count = np.asarray(groups), len(groups) // group
+    is_listed = ((groups >= 0) & (groups < count)).all()
+    if not is_listed or not np.array_equal(np.bincount(groups, minlength=count), np.full(count, group)):
+        raise ValueError(f"tensor {name} has groups of other sizes than {group} inputs, expected {count} of that size")
     order = groups.argsort(kind="stable").astype(np.int32)
     return None if (np.diff(order) == 1).all() else order
