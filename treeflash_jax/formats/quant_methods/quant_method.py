@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -88,6 +88,35 @@ def nibbles(packed: np.ndarray) -> np.ndarray:
 def signed(packed: np.ndarray) -> np.ndarray:
     """Returns the bytes of little-endian words, less 128."""
     return (np.ascontiguousarray(packed).view(np.uint8) ^ 0x80).view(np.int8)
+
+
+class WholeNumbers(NamedTuple):
+    """Numbers without a sign in words of 32 bits, the first one lowest; of 8 bits, 128 is subtracted from all."""
+
+    code_book: Literal["int4", "int8"]
+    dtype: str
+    each: int
+    unpack: Callable[[np.ndarray], np.ndarray]
+
+
+WORDS = {4: WholeNumbers("int4", "U8", 8, nibbles), 8: WholeNumbers("int8", "I8", 4, signed)}
+
+
+def packed_outputs(shape: tuple[int, ...], words: WholeNumbers, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Part:
+    """Returns numbers that are packed along the outputs.
+
+    Args:
+      shape: [..., outputs, columns].
+      read: function of slices of the first axes and of the words; returns [..., columns, words].
+    """
+
+    def unpacked(rows: tuple[slice, ...]) -> np.ndarray:
+        first, last, _ = rows[-1].indices(shape[-2])
+        begin = first // words.each
+        numbers = words.unpack(read((*rows[:-1], slice(begin, -(-last // words.each)))))
+        return numbers[..., first - begin * words.each : last - begin * words.each].swapaxes(-1, -2)
+
+    return Part(shape, words.dtype, unpacked)
 
 
 def transposed(tensor: Tensor) -> Part:
