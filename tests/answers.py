@@ -13,6 +13,7 @@ from treeflash_jax import Result, TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.drafters import AssistantDrafter
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import DeltaSizes, KindSizes, ModelConfig, Rope
@@ -68,6 +69,15 @@ def with_shared_layers(config: ModelConfig) -> ModelConfig:
     )  # fmt: skip
 
 
+def make_assistant(verifier: ModelConfig, **fields: Any) -> AssistantDrafter:
+    """An assistant of two layers for a verifier of `with_shared_layers`."""
+    layers = replace(
+        verifier, num_layers=2, layer_types=("shared_sliding_attention", "shared_full_attention"), hidden_size=8,
+        window=verifier.window + 1, layer_input_size=0, num_experts=0, dense_beside_experts=False,
+    )  # fmt: skip
+    return AssistantDrafter(layers=layers, target_hidden_size=verifier.hidden_size, **fields).fitted(verifier)
+
+
 def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(dtype)
 
@@ -82,6 +92,11 @@ def make_pair(
         specs = jax.tree.map(lambda spec: replace(spec, init=change[spec.init]), specs, is_leaf=parameters.is_spec)
     specs += [] if drafter is None else [drafter_specs or drafter.specs()]
     trees = [parameters.initialize(spec, jax.random.key(i), dtype, scale) for i, spec in enumerate(specs)]
+    if "clusters" in trees[-1]:
+        ids_cz = trees[-1]["clusters"]
+        trees[-1]["clusters"] = jnp.asarray(np.random.default_rng(0).permutation(ids_cz.size), jnp.int32).reshape(
+            ids_cz.shape
+        )
     if mesh is not None:
         places = jax.tree.map(lambda x: x.sharding, [parameters.abstract(spec, dtype, mesh) for spec in specs])
         trees = jax.device_put(trees, places)

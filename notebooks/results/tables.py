@@ -262,6 +262,24 @@ def tpu_estimates() -> str:
     return table(f"model | chip | program | one vector on the | {names}", rows)
 
 
+def gemma_rounds() -> str:
+    """Formats memory, launches and the compiler's estimates of steps and rounds of Gemma 4 with its assistants."""
+    rows, steps = [], {}
+    for result in read("gemma_rounds.json").values():
+        size = {name: count / GIB for name, count in result["bytes_per_device"].items()}
+        times, chip = result["estimate"]["milliseconds"], result["topology"].partition(":")[0]
+        total, is_step = sum(times.values()), result["nodes"] == 1
+        if is_step:
+            steps[result["shape"]] = total
+        what = [result["shape"], chip, "step" if is_step else f"round of {result['nodes']}"]
+        parts = [size["verifier"], size["drafter"], size["verifier_cache"], max(size["round"], size["prefill"])]
+        what += [f"{part:.2f}" for part in parts] + [f"{result['launches']:,}"]
+        what += [f"{times.get(phase, 0):.2f}" for phase in ("draft", "tree", "verify", "other")]
+        rows.append([*what, f"{total:.2f}", "" if is_step else f"{total / steps[result['shape']]:.2f}"])
+    sizes, names = "verifier | assistant | caches | temporary", "draft | tree | verify | other | total"
+    return table(f"model | chip | program | {sizes} | launches | {names} | round / step", rows)
+
+
 def hybrid_rounds() -> str:
     """Formats weights, caches and rounds of verifiers with recurrent layers."""
     rows = []
@@ -526,7 +544,7 @@ def near_ties() -> str:
 SHOWN = (speeds, tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees)
 SHOWN += (round_times, small_runs, accept_costs, fits, drafters_smollm2, taus_smollm2, drafter_rounds)
 SHOWN += (train_steps, train_batches, batches_smollm2, small_runs_cpu, equal_seconds, beside_published_gpu)
-SHOWN += (shipped_nodes, pod_minutes, heads, hybrid_rounds, served, schemas, long_prompts)
+SHOWN += (shipped_nodes, pod_minutes, heads, hybrid_rounds, gemma_rounds, served, schemas, long_prompts)
 TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
     "latency": lambda: latency("tiny", "candidates, children", "candidates"),
     "latency-smollm2": lambda: latency("smollm2", "jax | dtype", "jax", "dtype"),

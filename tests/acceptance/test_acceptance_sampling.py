@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_pair, read_texts, slow_unless, with_recurrent_layers
+from answers import make_assistant, make_pair, read_texts, slow_unless, with_recurrent_layers, with_shared_layers
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy import special, stats
 
@@ -32,11 +32,14 @@ BATCH = 20_000
 EACH = 3_000  # answers of a rule that shares its program with others
 MODEL = replace(RANDOM_MODEL, vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
 RECURRENT = replace(with_recurrent_layers(MODEL), layer_types=("linear_attention",))
+SHARED = with_shared_layers(MODEL)
 DRAFTER = replace(RANDOM_DRAFTER, layers=MODEL, mask_token_id=3, taps=(0,), num_target_layers=1, block_size=4)
 DRAFTERS = {  # with the settings under which a node has the most entries without a child
     "block": (DRAFTER, {"candidates": 3, "children": 4, "shortlist": 2}),
     "mtp": (MtpDrafter(layers=MODEL, num_depths=3, taps=(0,)), {"children": 3}),
     "ngram": (NgramDrafter(shortest=1, num_depths=3), {"children": 6}),
+    "assistant": (make_assistant(SHARED, num_depths=3), {"children": 3}),
+    "clusters": (make_assistant(SHARED, num_depths=3, num_clusters=2, top_clusters=1), {"children": 2}),
     "lowrank": (replace(DRAFTER, head="lowrank"), {"candidates": 2, "children": 3}),
 }
 TREES = {
@@ -130,6 +133,7 @@ PAIRS = [("block", tree) for tree in ("one path", "paths", "delayed")] + [("mtp"
 PAIRS += [("lowrank", "without-replacement")]
 PAIRS = [slow_unless(pair == ("ngram", "skeleton"), MODEL, *pair) for pair in PAIRS]
 PAIRS += [slow_unless(False, RECURRENT, "block", "skeleton")]
+PAIRS += [slow_unless(False, SHARED, kind, tree) for kind, tree in (("assistant", "paths"), ("clusters", "skeleton"))]
 
 
 @pytest.mark.parametrize(("model", "kind", "tree"), PAIRS, ids=lambda x: getattr(x, "model_type", x))

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from answers import planned_batch
+from answers import make_assistant, planned_batch, with_shared_layers
 from compiled import moved_shapes
 from conftest import PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.experimental import topologies as jax_topologies
@@ -23,12 +23,14 @@ from refusals import mistake, refused
 import treeflash_jax as tf
 from treeflash_jax.bench import memory, shapes
 from treeflash_jax.cli.commands import main
-from treeflash_jax.core import programs
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.engine.device_memory import Footprint, footprint
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import vocab
 
 SHAPES = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]
@@ -373,3 +375,30 @@ def test_committed_sizes_are_those_of_today(name):
         sizes["drafter"] += sizes.get("head", 0)  # records of the first edition count the head apart
         assert {part: sizes[part] for part in needs} == needs
         assert (sizes["total"] <= result["bytes_limit"]) == result["fits"] and (result["fits"] or name == "fits")
+
+
+@pytest.mark.parametrize("shape, billions, drafter_millions", [
+    ("gemma4-e4b", 7.5, 79), ("gemma4-12b", 11.9, 423), ("gemma4-26b-a4b", 25.2, 420), ("gemma4-31b", 30.7, 470),
+])  # fmt: skip
+def test_sizes_of_gemma_and_its_assistants(shape, billions, drafter_millions):
+    """Layers that share have no caches, those with windows hold their window, and an assistant has none."""
+    model, drafter = shapes.find_pair(shape, "mtp")
+    needs = footprint(model, drafter, dtype=jnp.bfloat16, batch=1, capacity=4096)
+    assert round(needs.verifier / 2e9, 1) == billions and round(needs.drafter / 2e6) == drafter_millions
+    assert needs.drafter_cache == 2 * model.hidden_size
+    sizes, held = dict(model.sizes), {"full_attention": 4096, "sliding_attention": model.window}
+    slots = {kind: held[kind] * sizes[kind].num_kv_heads * sizes[kind].head_dim for kind in held}
+    assert needs.verifier_cache == sum(2 * 2 * slots[kind] for kind in model.kinds if kind in slots)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [1, pytest.param(2, marks=needs_8_devices)])
+def test_the_table_of_each_layers_inputs_is_never_copied(ways):
+    """In bfloat16, of which XLA for CPUs converts what it multiplies or moves; a mesh splits its rows."""
+    model = with_shared_layers(RANDOM_MODEL)
+    model = replace(model, vocab_size=2**14, layer_input_size=64, num_experts=0, dense_beside_experts=False)
+    plan = resolve(GenerateConfig(nodes=4), model, make_assistant(model), dtype=jnp.bfloat16, device=sharding.device())
+    mesh = sharding.make_mesh(1, ways, devices=jax.devices()[:ways])
+    table = 2 * model.vocab_size * model.num_layers * model.layer_input_size // ways
+    for program in memory.compile_programs(plan, mesh, 1, 256, jnp.bfloat16):
+        assert program.memory_analysis().temp_size_in_bytes < table / 2

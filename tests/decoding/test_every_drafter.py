@@ -14,6 +14,7 @@ from answers import (
     assert_same_positions,
     cut_by_stops,
     drafted_as_plain,
+    make_assistant,
     make_pair,
     planned_batch,
     prefilled,
@@ -72,6 +73,8 @@ ACCEPTED = {
     "shared": LanguageModelDrafter(layers=with_shared_layers(FEW_TOKENS)),
     "mtp": MtpDrafter(layers=layer_sizes(FEW_TOKENS), draft_vocab_size=10).fitted(FEW_TOKENS),
     "ngram": NgramDrafter(),
+    "assistant": make_assistant(with_shared_layers(FEW_TOKENS)),
+    "clusters": make_assistant(with_shared_layers(FEW_TOKENS), num_clusters=4, top_clusters=2),
 }  # fmt: skip
 TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 20]  # the last is longer than a chunk of the prefill
 DRAFTS = {
@@ -97,7 +100,10 @@ VERIFIERS = {
 @cache
 def accepted_pair(kind: str, verifier: str = "qwen3") -> TreeFlash:
     """A pair in float64; language models have the verifier's weights, if it has no recurrent layers, with noise on them."""
-    pair = make_pair(VERIFIERS[verifier], ACCEPTED[kind], dtype=jnp.float64, scale=0.5)
+    config, drafter = VERIFIERS[verifier], ACCEPTED[kind]
+    if verifier == "gemma4" and hasattr(drafter, "num_target_layers"):
+        drafter = replace(drafter, num_target_layers=None, logit_cap=config.logit_cap).fitted(config)
+    pair = make_pair(config, drafter, dtype=jnp.float64, scale=0.5)
     drafter = pair.weights.drafter
     if "offsets" in drafter:  # 4 and 8 cannot be drafted
         drafter["offsets"] += jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)
@@ -108,10 +114,11 @@ def accepted_pair(kind: str, verifier: str = "qwen3") -> TreeFlash:
 
 
 # Every drafter, every draft of each kind of expander, every kind of verifier; not every combination of the three.
+OTHERS = ("frequent", "windows", "shared", "assistant", "clusters")
 LOSSLESS = [
     slow_unless(kind not in ("gru", "selector", "lilicorr"), kind, "best-first", "qwen3")
     for kind in ACCEPTED
-    if kind not in ("frequent", "windows", "shared")
+    if kind not in OTHERS
 ]
 DRAFTED = {
     "frequent": ("all lanes", "one node", "many nodes", "chain"), "eagle3": ("few lanes", "two nodes", "walk", "one level"),
@@ -121,6 +128,14 @@ DRAFTED = {
 LOSSLESS += [slow_unless(False, kind, name, "qwen3") for kind, names in DRAFTED.items() for name in names]
 LOSSLESS += [slow_unless(False, "language_model", "best-first", "qwen3_5"), slow_unless(False, "eagle3", "walk", "qwen3_5")]
 LOSSLESS += [slow_unless(False, "windows", "best-first", "gpt_oss"), slow_unless(False, "shared", "best-first", "gemma4")]
+OF_GEMMA = (
+    ("clusters", "few lanes"),
+    ("clusters", "all lanes"),
+    ("assistant", "walk"),
+    ("assistant", "chain"),
+    ("clusters", "one level"),
+)
+LOSSLESS += [slow_unless(draft == "few lanes", kind, draft, "gemma4") for kind, draft in OF_GEMMA]
 
 
 @pytest.mark.parametrize(("kind", "name", "verifier"), LOSSLESS)
@@ -277,7 +292,7 @@ def test_nothing_recompiles_when_only_values_change(kind, is_processed):
 
 LEFT = [slow_unless(True, kind, "qwen3") for kind in ("eagle3", "language_model")]
 LEFT += [slow_unless(False, kind, "qwen3") for kind in ("selector", "lilicorr", "windows", "mtp", "ngram")]
-LEFT += [slow_unless(False, "eagle3", "qwen3_5")]
+LEFT += [slow_unless(False, "eagle3", "qwen3_5"), slow_unless(False, "assistant", "gemma4")]
 
 
 @pytest.mark.parametrize(("kind", "verifier"), LEFT)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from answers import (
     drafted_as_plain,
+    make_assistant,
     make_pair,
     planned_batch,
     read_texts,
@@ -21,6 +22,7 @@ from answers import (
     with_shared_layers,
     with_windows_and_sinks,
 )
+from compiled import gathered_shapes
 from conftest import DATA, FEW_TOKENS, RANDOM_DRAFTER, needs_8_devices
 
 import treeflash_jax as tf
@@ -44,6 +46,7 @@ DRAFTERS = {
     ),
     "mtp": MtpDrafter(layers=layer_sizes(HYBRID)).fitted(HYBRID),
     "ngram": NgramDrafter(),
+    "assistant": make_assistant(SHARED),
 }  # fmt: skip
 DRAFTS = {
     "tree": {"nodes": 8, "children": 6},
@@ -69,6 +72,7 @@ def assert_drafts_are_lossless(pair: tf.TreeFlash, texts: list, draft: dict, **s
 
 DRAFTED = [(HYBRID, "block", "tree"), (HYBRID, "block", "paths"), (HYBRID, "mtp", "tree"), (HYBRID, "ngram", "chain")]
 DRAFTED += [(SHARED, "block", "tree"), (SHARED, "block", "paths"), (SHARED, "ngram", "chain")]
+DRAFTED += [(SHARED, "assistant", "tree"), (SHARED, "assistant", "paths")]
 
 
 def test_kernels_of_a_call_are_in_its_passes(caplog):
@@ -212,20 +216,23 @@ def test_settings_of_each_prompt_log_probs_streams_and_larger_caches(float64, mo
 @needs_8_devices
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config, sizes",
+    "config, kind, sizes",
     [
-        (HYBRID, {"data": 2, "model": 4}),
-        (WINDOWS, {"data": 2, "model": 2, "experts": 2}),
-        (SHARED, {"data": 2, "model": 2, "experts": 2}),
-        (SHARED, {"data": 2, "model": 4}),
+        (HYBRID, "block", {"data": 2, "model": 4}),
+        (WINDOWS, "block", {"data": 2, "model": 2, "experts": 2}),
+        (SHARED, "block", {"data": 2, "model": 2, "experts": 2}),
+        (SHARED, "block", {"data": 2, "model": 4}),
+        (SHARED, "assistant", {"data": 4, "model": 2}),
     ],
 )
-def test_eight_devices_answer_as_one(float64, config, sizes):
-    """Sequences and heads of the states are split."""
-    settings, draft = SETTINGS | {"batch_size": 4}, DRAFTS["tree"] | {"candidates": 6}
+def test_eight_devices_answer_as_one(float64, config, kind, sizes):
+    """Sequences and heads of the states are split; no round gathers the positions of a cache."""
+    settings, draft = SETTINGS | {"batch_size": 4}, DRAFTS["tree"] | ({"candidates": 6} if kind == "block" else {})
     plain = hybrid_pair(config=config).generate(TEXTS, builder="none", **settings)
-    pair = hybrid_pair(mesh=tf.make_mesh(**sizes), config=config)
+    programs.clear()
+    pair = hybrid_pair(kind, mesh=tf.make_mesh(**sizes), config=config)
     drafted_as_plain(pair, TEXTS, draft, plain=plain, **settings)
+    assert kind == "block" or 256 not in {size for shape in gathered_shapes() for size in shape}
     drafted_as_plain(pair, TEXTS, {"builder": "none"}, plain=plain, **settings)
 
 

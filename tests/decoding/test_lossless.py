@@ -10,8 +10,17 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from answers import SIZES, cut_by_stops, drafted_as_plain, random_weights, with_recurrent_layers, with_windows_and_sinks
+from answers import (
+    SIZES,
+    cut_by_stops,
+    drafted_as_plain,
+    random_weights,
+    with_recurrent_layers,
+    with_shared_layers,
+    with_windows_and_sinks,
+)
 from conftest import FOLDERS
+from test_every_drafter import accepted_pair
 
 from treeflash_jax import TreeFlash, load
 from treeflash_jax.core import parameters
@@ -88,6 +97,7 @@ VERIFIERS = {
         num_experts=5, experts_per_token=2, expert_size=16, shared_expert_size=8, normalize_experts=True,
     ),
     "gpt_oss": replace(with_windows_and_sinks(ModelConfig(**SMALL)), rope=replace(YARN, truncate=False)),
+    "gemma4": with_shared_layers(ModelConfig(**SMALL)),
 }  # fmt: skip
 KINDS = (  # of drafted programs
     {}, {"shortlist": 7}, {"lanes": 2, "nodes": 9}, {"block_size": 4, "nodes": 6}, {"builder": "walk"},
@@ -104,16 +114,16 @@ NETWORKS = (  # of backbones
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "programs"), [(0, 3)])  # per verifier: 3 meet all kinds, heads and networks
 def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
-    """Three of the verifiers, with layers and experts of several kinds and without, are in int8."""
-    draw, results, met, rounded = random.Random(seed), [], set(), ("qwen3", "qwen3_5_moe", "gpt_oss")
+    """Four of the verifiers, with layers and experts of several kinds and without, are in int8."""
+    draw, results, met, rounded = random.Random(seed), [], set(), ("qwen3", "qwen3_5_moe", "gpt_oss", "gemma4")
     kinds, heads = draw.sample(KINDS, len(KINDS)), draw.sample([*HEADS], len(HEADS))
     turns = zip(itertools.cycle(kinds), itertools.cycle(heads), itertools.cycle(NETWORKS), strict=True)
     for name, config in VERIFIERS.items():
         for kind, head, network in itertools.islice(turns, programs):
             drafter = BlockDrafter(
                 layers=fresh_layers(config, 1), block_size=6, mask_token_id=VOCABULARY - 1, taps=(0, 1),
-                num_target_layers=2, head=head, **network,
-            )  # fmt: skip
+                num_target_layers=None, head=head, logit_cap=config.logit_cap, **network,
+            ).fitted(config)  # fmt: skip
             number, specs, scheme = draw.randrange(10**6), verifier.specs(config), "int8" if name in rounded else None
             weights = fresh(specs, number, 0.35, noisy=True)
             weights = jax.tree.map(lambda x, spec, scheme=scheme: quantized.compress(x, spec, scheme), weights, specs)
@@ -128,3 +138,16 @@ def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
             met |= {str(kind), head, scheme}
     assert len(results) >= 60 and {"int8", *HEADS, *map(str, KINDS)} <= met
     assert sum(len(result.ids) for result in results) >= 1.1 * sum(len(result.accept_lengths) for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gru", "lilicorr", "eagle3", "language_model", "ngram", "assistant", "clusters"])
+def test_random_settings_of_gemmas_drafters_lose_nothing(kind):
+    pair, draw, results = accepted_pair(kind, "gemma4"), random.Random(kind), []
+    draft = {"nodes": 9, "children": 6} | ({"candidates": 6} if hasattr(pair.drafter, "block_size") else {})
+    for _ in range(4):
+        prompts, settings = draw_call(draw, 50, range(12), (3, 9))
+        results += drafted_as_plain(
+            pair, prompts, draft, stop_ids=draw.sample(range(12), draw.choice((0, 1, 3))), **settings
+        )
+    assert max(max(result.accept_lengths, default=1) for result in results) > 1

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_pair, slow_unless, with_shared_layers, with_windows_and_sinks
+from answers import make_assistant, make_pair, slow_unless, with_shared_layers, with_windows_and_sinks
 from test_every_drafter import KINDS, ONE_LAYER
 
 import treeflash_jax as tf
@@ -24,6 +24,7 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
 WINDOWS = with_windows_and_sinks(ONE_LAYER)
 SHARED = with_shared_layers(ONE_LAYER)
 KEPT = [(ONE_LAYER, None), (WINDOWS, "block"), (ONE_LAYER, "language_model"), (SHARED, "ngram")]
+KEPT += [(SHARED, "assistant")]
 
 
 @pytest.mark.parametrize(("verifier", "kind"), [slow_unless(kind is None, verifier, kind) for verifier, kind in KEPT])
@@ -35,7 +36,8 @@ def test_answers_with_kept_caches_are_those_without(verifier, kind):
     settings = {"max_new_tokens": 20, "repetition_penalty": 1.3, "presence_penalty": 0.5}
     settings |= {"nodes": 8, "children": 4} if kind else {}
     with jax.enable_x64(True):
-        model = make_pair(verifier, KINDS.get(kind), dtype=jnp.float64)
+        drafter = make_assistant(SHARED) if kind == "assistant" else KINDS.get(kind)
+        model = make_pair(verifier, drafter, dtype=jnp.float64)
         for temperature in (0.0, 0.8):
             rng, session, counts = np.random.default_rng(0), tf.Session(), []
             prompt, lengths = rng.integers(0, 64, 75).tolist(), []

@@ -1,12 +1,13 @@
 """Block drafters of verifiers with a factor of embeddings and a cap on logits."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import draw, random_weights
+from answers import draw, random_weights, slow_unless
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy.special import log_softmax
 
@@ -26,6 +27,39 @@ def test_a_block_is_embedded_with_the_verifiers_factor():
     plain, scaled = hidden_states(weights, state, table_vd)
     np.testing.assert_allclose(scaled, hidden_states(weights, state, 3 * table_vd)[0], atol=1e-5)
     assert np.max(np.abs(scaled - plain)) > 0.1
+
+
+@partial(jax.jit, static_argnums=0)
+def second_level(drafter, weights, state, tables):
+    """Log-probabilities of the children of the anchor's first child."""
+    anchor_b = jnp.array([5, 40])
+    expander = drafter.draft(Inputs(weights, tables, state, anchor_b, jnp.ones(2), drafter.num_depths, None, None))
+    state_bw = expander.follow(jnp.int32(0), expander.start(1), jnp.zeros((2, 1), jnp.int32))
+    return expander.children(jnp.int32(1), state_bw)[1]
+
+
+def made(head: str, **fields) -> tuple:
+    """A drafter with random weights, its empty state, and a verifier's two tables."""
+    drafter = replace(RANDOM_DRAFTER, head=head, candidates=4, children=4, **fields)
+    tables_2vd = 0.3 * draw(2, RANDOM_MODEL.vocab_size, RANDOM_MODEL.hidden_size)
+    tables = dict(zip(("embed", "unembed"), tables_2vd, strict=True))
+    return drafter, random_weights(drafter.specs()), drafter.init(2, 16, jnp.float32), tables
+
+
+@pytest.mark.parametrize("head", [slow_unless(head == "gru", head) for head in ("mlp", "linear", "gru", "lilicorr")])
+def test_heads_embed_earlier_tokens_with_the_verifiers_factor(head):
+    """The factor is that of a table with larger vectors."""
+    drafter, *arrays, tables = made(head)
+    scaled = second_level(replace(drafter, embedding_factor=3.0), *arrays, tables)
+    larger = second_level(drafter, *arrays, tables | {"embed": 3 * tables["embed"]})
+    np.testing.assert_allclose(scaled, larger, atol=1e-4)
+    assert np.max(np.abs(scaled - second_level(drafter, *arrays, tables))) > 1e-3
+
+
+def test_a_shortlist_of_all_tokens_changes_nothing_under_a_cap():
+    drafter, *arrays = made("mlp", logit_cap=0.5)
+    listed = second_level(replace(drafter, shortlist=RANDOM_MODEL.vocab_size), *arrays)
+    np.testing.assert_allclose(listed, second_level(drafter, *arrays), atol=1e-4)
 
 
 @pytest.mark.parametrize("cap", [0.0, 2.0])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import DATA, needs_8_devices
+from conftest import DATA, RANDOM_DRAFTER, needs_8_devices
 from gguf_files import write_small
 from model_files import assert_same, change_tensors
 from published_configs import parse, without
@@ -16,7 +16,7 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax.formats import dialects, model_files
 from treeflash_jax.models import quantized
-from treeflash_jax.models.config import KindSizes, Rope
+from treeflash_jax.models.config import KindSizes, ModelConfig, Rope
 
 FOLDER = DATA / "hybrid"
 RAW = {name: json.loads((FOLDER / name / "config.json").read_text()) for name in ("gemma4", "gemma4_moe", "gemma4_edge")}
@@ -170,8 +170,8 @@ def test_the_table_of_each_layers_inputs_keeps_its_dtype(scheme):
     assert wide == {name for name in layer if "norm" in name} | {"scalar"}
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "gemma3"])
-def test_gguf_files_are_refused_by_name(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["gemma3", "gemma3n"])
+def test_gguf_files_of_other_gemmas_are_refused_by_name(tmp_path, kind):
     path = write_small(tmp_path / "small.gguf", {"general.architecture": kind})
     refused(lambda: model_files.load_verifier(path), "general.architecture", kind)
 
@@ -179,3 +179,35 @@ def test_gguf_files_are_refused_by_name(tmp_path, kind):
 def test_the_family_is_only_read(tmp_path):
     config, params = model_files.load_verifier(FOLDER / "gemma4")
     refused(lambda: model_files.save_verifier(tmp_path / "x", config, params), "gemma4_text", "only read")
+
+
+def gemma_for(drafter) -> ModelConfig:
+    """The verifier with the sizes that a drafter expects."""
+    width = getattr(drafter, "target_hidden_size", drafter.layers.hidden_size)
+    sizes = {"hidden_size": width, "vocab_size": drafter.layers.vocab_size, "num_layers": 6}
+    return replace(parse("verifier", RAW["gemma4"]), **sizes, embedding_factor=width**0.5)
+
+
+def test_block_drafters_of_the_speculators_library_embed_without_a_factor():
+    """As it trains them. A drafter with the factor cannot be written in this form."""
+    drafter = parse("drafter", json.loads((DATA / "published" / "dspark_speculators" / "config.json").read_text()))
+    fitted = replace(drafter, taps=(0,), num_target_layers=None).fitted(gemma_for(drafter))
+    assert fitted.embedding_factor == 1
+    trained = replace(RANDOM_DRAFTER, head="lowrank", shifted=True, embedding_factor=3.0)
+    refused(lambda: dialects.DIALECTS["speculators-dspark"].to_hf(trained), "reads embeddings times 3", "another dialect")
+
+
+@pytest.mark.parametrize("form", ["speculators", "eagle"])
+def test_eagle3_drafters_of_llamas_layers_are_read_for_gemma(form):
+    drafter = model_files.read_drafter_config(DATA / "eagle3" / form)
+    assert replace(drafter, taps=(0, 1, 2)).fitted(gemma_for(drafter)).taps == (0, 1, 2)
+
+
+def test_drafters_of_gemmas_layers_are_refused():
+    """DeepSpec's for Gemma 4: EAGLE-3 and DSpark."""
+    layer = (
+        without(TEXT, "layer_types", "per_layer_config") | SIZES | {"num_hidden_layers": 1, "target_layer_ids": [1, 2, 4]}
+    )
+    refused(lambda: parse("drafter", layer | {"ttt_length": 7}), "model_type 'gemma4_text'", "'llama' or 'qwen3'")
+    block = {"block_size": 7, "mask_token_id": 1, "markov_rank": 8, "markov_head_type": "vanilla", "num_target_layers": 6}
+    refused(lambda: parse("drafter", layer | block), "gemma4_text")

@@ -85,7 +85,7 @@ REFUSED = {
     "a key that changes numbers": (lambda p: write_small(p, changes={"logit_scale": 2.0}), "llama: got key 'logit_scale'"),
     "vocab_size": (lambda p: write_small(p, changes={"vocab_size": 7}), "vocab_size 7"),
     "other tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": ["a"]}), "tokens 1"),
-    "tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.model": "llama"}), "model = 'llama', expected 'gpt2'"),
+    "tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.model": "llama"}), "model = 'llama', expected one of 'gpt2'"),
     "pre-tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.pre": "tekken"}), "tokenizer.ggml.pre = 'tekken'"),
     "no tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": None}), "tokenizer.ggml.tokens = None"),
     "types of tokens": (lambda p: write_small(p, {"tokenizer.ggml.token_type": [1]}), "damaged vocabulary"),

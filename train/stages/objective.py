@@ -197,7 +197,7 @@ def score_sums(
     hidden_btd = hidden_bnid.reshape(*previous_bt.shape, -1)
 
     unembed = Unembed(embed_vd=tables["embed"], unembed_vd=sampled_vectors(unembed_vd, sample), norm=norm, eps=eps)
-    unembed = unembed.replace(logit_cap=drafter.logit_cap)
+    unembed = unembed.replace(logit_cap=drafter.logit_cap, embedding_factor=drafter.embedding_factor)
 
     def drafter_logits(name: str, weights: Any) -> jax.Array:
         weights = weights | {table: sampled_vectors(weights[table], sample) for table in HEADS[name].scored}

@@ -4,18 +4,18 @@ Sources: the models' config.json files, or transformers' defaults for Qwen3.5-9B
 2602.06036) for the drafters.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from treeflash_jax.core import sharding
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.core.settings import field_names, setting
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import Drafter, MtpDrafter
+from treeflash_jax.drafters import AssistantDrafter, Drafter, MtpDrafter
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers, fresh_layers
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
@@ -24,10 +24,14 @@ from treeflash_jax.engine.settings.defaults import merges_weights
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.pairs import DRAFTERS, MTP, locate
 from treeflash_jax.formats import draft_vocabulary, model_files
+from treeflash_jax.formats.architectures.architecture import Architecture
+from treeflash_jax.formats.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from treeflash_jax.formats.architectures.gpt_oss import GPT_OSS
 from treeflash_jax.formats.architectures.rope import attention_growth
+from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import DeltaSizes, ModelConfig, Rope
+from treeflash_jax.models.layer_kinds import KINDS
 from treeflash_jax.trees import BUILDERS
 
 _QWEN3 = dict(
@@ -70,6 +74,21 @@ def _gpt_oss(num_layers: int) -> dict[str, Any]:
     return _GPT_OSS | dict(layer_types=("sliding_attention", "full_attention") * (num_layers // 2))
 
 
+def _gemma4(family: Architecture, **keys: Any) -> ModelConfig:
+    """Returns the sizes of a config.json, in which every sixth layer has full attention."""
+    common = {"vocab_size": 262_144, "head_dim": 256, "global_head_dim": 512, "final_logit_softcapping": 30.0}
+    return family.read(Keys(common | {"eos_token_id": [1, 106]} | keys, "shape"))
+
+
+def _dense_gemma4(width: int, ffn: int, num_layers: int, heads: tuple[int, int, int]) -> dict[str, Any]:
+    """Returns keys of the models without inputs of each layer; heads: of queries, of keys in a window, and of others."""
+    return {
+        "hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": num_layers, "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1], "num_global_key_value_heads": heads[2], "attention_k_eq_v": True,
+        "sliding_window": 1024, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144,
+    }  # fmt: skip
+
+
 VERIFIERS: dict[str, ModelConfig] = {
     "qwen3-0.6b": _config(1024, 3072, 28, 16, tie_embeddings=True, **_QWEN3),
     "qwen3-4b": _config(2560, 9728, 36, 32, tie_embeddings=True, **_QWEN3),
@@ -81,6 +100,16 @@ VERIFIERS: dict[str, ModelConfig] = {
     "qwen3.6-35b-a3b": _config(2048, 6144, 40, 16, num_kv_heads=2, **_qwen3_5(40, value_heads=32) | _QWEN3_5_MOE),
     "gpt-oss-20b": _config(2880, 2880, 24, 64, num_experts=32, **_gpt_oss(24)),
     "gpt-oss-120b": _config(2880, 2880, 36, 64, num_experts=128, **_gpt_oss(36)),
+    "gemma4-e4b": _gemma4(
+        GEMMA4, hidden_size=2560, intermediate_size=10_240, num_hidden_layers=42, num_attention_heads=8,
+        num_key_value_heads=2, num_kv_shared_layers=18,
+    ),
+    "gemma4-12b": _gemma4(GEMMA4_UNIFIED, **_dense_gemma4(3840, 15_360, 48, (16, 8, 1))),
+    "gemma4-26b-a4b": _gemma4(
+        GEMMA4, enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        **_dense_gemma4(2816, 2112, 30, (16, 8, 2)),
+    ),
+    "gemma4-31b": _gemma4(GEMMA4, **_dense_gemma4(5376, 21_504, 60, (32, 16, 4))),
     "smollm2": _config(
         576, 1536, 30, 9, vocab_size=49_152, num_kv_heads=3, head_dim=64, max_positions=8192, rope=Rope(theta=1e5),
         tie_embeddings=True, eos_token_ids=(0, 2), rms_norm_eps=1e-5, qk_norm=False, model_type="llama",
@@ -139,7 +168,7 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
     if drafter_shape in VERIFIERS:
         return model, LanguageModelDrafter(layers=VERIFIERS[drafter_shape]).fitted(model)
     if drafter_shape == MTP:
-        return model, MtpDrafter(layers=layer_sizes(model)).fitted(model)
+        return model, find_mtp(model).fitted(model)
     path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
     return model, draft_vocabulary.limit(model_files.read_drafter_config(path).fitted(model), path, model.vocab_size)
 
@@ -151,6 +180,26 @@ def find_verifier(name: str) -> ModelConfig:
         known = ", ".join(VERIFIERS)
         raise ValueError(f"got shape {name!r}, expected one of {known}, or a config.json, its folder or a GGUF file")
     return model_files.read_verifier_config(name)
+
+
+def find_mtp(verifier: ModelConfig) -> Drafter:
+    """Returns a layer of multi-token prediction for a verifier, or an assistant for a Gemma.
+
+    Assistants have the sizes of those of E4B and 31B, with the verifier's heads.
+    """
+    if not verifier.model_type.startswith("gemma4"):
+        return MtpDrafter(layers=layer_sizes(verifier))
+    is_edge = verifier.layer_input_size > 0
+    width, ffn, num_heads = (256, 2048, 4) if is_edge else (1024, 8192, verifier.num_heads)
+    own = {kind: replace(sizes, intermediate_size=ffn) for kind, sizes in verifier.sizes}
+    kinds = ("shared_sliding_attention",) * 3 + ("shared_full_attention",)
+    layers = replace(
+        verifier, hidden_size=width, intermediate_size=ffn, num_layers=4, num_heads=num_heads, layer_types=kinds,
+        sizes=tuple((kind, own[KINDS[kind].shares]) for kind in dict.fromkeys(kinds)), window=verifier.window + 1,
+        layer_input_size=0, num_experts=0, dense_beside_experts=False,
+    )  # fmt: skip
+    clusters = {"num_clusters": 2048, "top_clusters": 32} if is_edge else {}
+    return AssistantDrafter(layers=layers, target_hidden_size=verifier.hidden_size, **clusters)
 
 
 def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> BlockDrafter:
@@ -192,8 +241,12 @@ def random_pair(
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None = None) -> jax.Array:
-        center, scale = {"normal": (0.0, 0.02), "ones": (1.0, 0.02), "zeros": (0.0, 1e-3)}[spec.init]
-        weight = center + scale * jax.random.normal(next(keys), spec.shape, dtype)
+        key = next(keys)
+        if spec.dtype is None:
+            center, scale = {"normal": (0.0, 0.02), "ones": (1.0, 0.02), "zeros": (0.0, 1e-3)}[spec.init]
+            weight = center + scale * jax.random.normal(key, spec.shape, dtype)
+        else:  # ids
+            weight = parameters.initialize(spec, key)
         if mesh is not None:
             weight = jax.device_put(weight, sharding.sharding(spec.axes, spec.shape, mesh))
         return quantized.compress(weight, spec, scheme=scheme, mesh=mesh)

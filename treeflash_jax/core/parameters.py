@@ -28,7 +28,7 @@ class Spec:
 
     shape: tuple[int, ...]
     axes: sharding.Axes
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Literal["normal", "ones", "zeros", "range"] = "normal"
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     can_quantize: bool = True
@@ -117,12 +117,14 @@ def abstract(specs: Any, dtype: Any, mesh=None) -> Any:
 
 
 def initialize(specs: Any, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Any:
-    """Draws weights: normal with standard deviation `scale`, ones, or zeros; leaf i uses the key fold_in(key, i)."""
+    """Draws weights: normal with standard deviation `scale`, ones, zeros, or 0, 1, 2, ...; leaf i uses fold_in(key, i)."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
 
     def leaf(index: int, spec: Spec) -> jax.Array:
         if spec.init == "normal":
             return (scale * jax.random.normal(jax.random.fold_in(key, index), spec.shape)).astype(dtype)
+        if spec.init == "range":
+            return jnp.arange(math.prod(spec.shape), dtype=spec.dtype_in(dtype)).reshape(spec.shape)
         return jnp.full(spec.shape, spec.init == "ones", spec.dtype_in(dtype))
 
     return jax.tree.unflatten(treedef, [leaf(i, spec) for i, spec in enumerate(leaves)])

@@ -108,6 +108,7 @@ def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> tr
         tokens_bs=state.tokens_bs,
         length_b=state.cache.length_b + 1,
         attention=plan.attention,
+        cache=state.cache,
     )
     with jax.named_scope("draft"):
         expander = plan.drafter.draft(inputs)

@@ -4,6 +4,7 @@ A `Drafter` has its sizes, its weights' shapes, its state and its draft. Decodin
 through these methods only. A new kind is one file; a file dialect reads it.
 """
 
+from treeflash_jax.drafters.assistant_drafter import AssistantDrafter
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
@@ -12,5 +13,6 @@ from treeflash_jax.drafters.ngram import NgramDrafter
 from treeflash_jax.drafters.protocol import Drafter, Inputs, State
 
 __all__ = [
-    "BlockDrafter", "Drafter", "Eagle3Drafter", "Inputs", "LanguageModelDrafter", "MtpDrafter", "NgramDrafter", "State",
+    "AssistantDrafter", "BlockDrafter", "Drafter", "Eagle3Drafter", "Inputs", "LanguageModelDrafter", "MtpDrafter",
+    "NgramDrafter", "State",
 ]  # fmt: skip

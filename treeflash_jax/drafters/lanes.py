@@ -17,7 +17,7 @@ values:
     k_bxke = level.join(level.earlier["keys"], k_bwke)     # `earlier` has the structure of LaneState.kv
     mixed_bwhe = tree_attention(q_bwhe, k_bxke, v_bxke, level.seen_bwx, prefix, length_b)
 
-Networks without attention keep nothing: `scratch` and LaneState.kv are then ().
+Networks that keep no keys and values of lanes have `scratch` and LaneState.kv ().
 
 Shape suffixes: b batch, w lanes, c children kept, i scratch slots of a lane (one per level that is run), x = w i + w keys
 that tokens may see, n layers of an array, k key/value heads, s cache slots, e head dim.
@@ -184,7 +184,7 @@ def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, c
 
 @dataclass(frozen=True, kw_only=True)
 class LaneDrafter(Drafter):
-    """A drafter whose network runs once per level; its state is a `ContextState` with a hidden state.
+    """A drafter whose network runs once per level; its state is a `ContextState` with a hidden state, or has no cache.
 
     A subclass also has `draft_vocab_size`, the number of tokens that it drafts; 0: all of the vocabulary.
 

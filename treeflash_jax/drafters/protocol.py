@@ -71,6 +71,7 @@ class Inputs:
       tokens_bs: the text so far, the anchor last; slots past its end hold garbage.
       length_b: number of tokens of the text.
       attention: attention implementation, a name in `attention.IMPLEMENTATIONS`; static.
+      cache: the verifier's cache of the text without the anchor, to be read only.
     """
 
     params: Any
@@ -82,6 +83,7 @@ class Inputs:
     tokens_bs: jax.Array
     length_b: jax.Array
     attention: str = "xla"
+    cache: Cache | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

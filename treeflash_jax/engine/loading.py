@@ -42,14 +42,15 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
     Args:
       verifier: language model to serve: a name (tiny, smollm2), or the folder,
         GGUF file, URL (gs://bucket/model) or Hub id of a Qwen (2 to 3.8, dense
-        or a mixture of experts), gpt-oss or Llama model.
+        or a mixture of experts), Gemma 4, gpt-oss or Llama model.
       drafter: a name, folder, URL or Hub id of a block drafter (DFlash,
         TreeFlash, Domino, DSpark, DFlash2, JetSpec, LiLiCorr), an EAGLE-3
-        drafter, or a small language model of the same vocabulary; mtp, the
-        layer of multi-token prediction in the verifier's files; ngram, which
-        copies what followed the last tokens earlier in the text; or none to
-        decode one token at a time (default: the drafter that ships for the
-        named verifier, or mtp if its files have it, otherwise none).
+        drafter, an assistant of Gemma 4, or a small language model of the same
+        vocabulary; mtp, the layer of multi-token prediction or the assistant in
+        the verifier's files; ngram, which copies what followed the last tokens
+        earlier in the text; or none to decode one token at a time (default: the
+        drafter that ships for the named verifier, or mtp if its files have it,
+        otherwise none).
       revision: Hub revision of the verifier.
       drafter_revision: Hub revision of the drafter.
       local_files_only: read Hub ids from the local cache only.
@@ -102,13 +103,13 @@ def _locate(options: ModelOptions) -> _Pair:
     verifier = pairs.locate(options.verifier, "verifier", options.revision, options.local_files_only)
     drafter = pairs.default_drafter(options.verifier, verifier) if options.drafter is None else options.drafter
     names = (str(options.verifier), str(drafter))
-    if str(drafter) == pairs.MTP:
-        expected = "a verifier whose files hold mtp.* tensors, such as Qwen3.5 or Qwen3-Next"
-        expect(model_files.has_mtp(verifier), "drafter", drafter, expected)
     if str(drafter) in (pairs.NO_DRAFTER, pairs.MTP):
         revision = options.drafter_revision
         expect(revision is None, "drafter_revision", revision, "none without a drafter in other files")
-        return _Pair(names, verifier, None if str(drafter) == pairs.NO_DRAFTER else verifier)
+        inside = model_files.find_mtp(verifier) if str(drafter) == pairs.MTP else None
+        expected = "a verifier whose files hold mtp.* tensors (Qwen3.5, Qwen3-Next) or a folder assistant (Gemma 4)"
+        expect(inside is not None or str(drafter) == pairs.NO_DRAFTER, "drafter", drafter, expected)
+        return _Pair(names, verifier, inside)
     return _Pair(names, verifier, pairs.locate(drafter, "drafter", options.drafter_revision, options.local_files_only))
 
 

@@ -60,11 +60,12 @@ def tokenizer_files(file: File) -> dict[str, str]:
 
 def _tokenizer(file: File) -> Any:
     """Returns the `tokenizers.Tokenizer` of a file."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-    keys = file.keys
-    keys.value(str, "tokenizer.ggml.model", None, "'gpt2' (byte-level BPE)", choices=lambda: ("gpt2",))
-    kind = _PRE[keys.value(str, "tokenizer.ggml.pre", None, f"one of {list(_PRE)}", choices=lambda: tuple(_PRE))]
+    keys, says = file.keys, "'gpt2' (byte-level BPE) or 'gemma4'"
+    kind = keys.value(str, "tokenizer.ggml.model", None, says, choices=lambda: ("gpt2", "gemma4"))
+    if kind == "gpt2":
+        kind = _PRE[keys.value(str, "tokenizer.ggml.pre", None, f"one of {list(_PRE)}", choices=lambda: tuple(_PRE))]
     tokens = keys.value(list[str], "tokenizer.ggml.tokens", None, "the texts of the vocabulary")
     if "tokenizer.ggml.token_type" not in keys:
         warn(f"{keys.where}: got no tokenizer.ggml.token_type, by which control tokens such as <|im_end|> differ from text")
@@ -75,9 +76,16 @@ def _tokenizer(file: File) -> Any:
     if len(vocab) != len(tokens) or len(kinds) != len(tokens) or not known:
         raise ValueError(f"{keys.where}: got a damaged vocabulary (repeated tokens, or lists that do not match)")
     keys.check_only({"tokenizer.ggml.add_eos_token": (False,)})
-    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama3"))
-    made.pre_tokenizer, made.normalizer = _pre_tokenizer(kind)
-    made.decoder = decoders.ByteLevel()
+    if kind == "gemma4":
+        unknown = special_ids(file).get("unknown")
+        unknown = None if unknown is None else tokens[unknown]
+        made = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        made.normalizer = normalizers.Replace(" ", "▁")  # there is no pre-tokenizer
+    else:
+        made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama3"))
+        made.decoder = decoders.ByteLevel()
+        made.pre_tokenizer, made.normalizer = _pre_tokenizer(kind)
     ends = end_ids(file)
     made.add_tokens([
         AddedToken(token, special=number == _CONTROL or i in ends, normalized=False)
@@ -85,7 +93,7 @@ def _tokenizer(file: File) -> Any:
         if number in (_CONTROL, _USER_DEFINED) or i in ends
     ])  # fmt: skip
     bos = special_ids(file).get("bos")
-    if keys.truth("tokenizer.ggml.add_bos_token", kind == "llama3") and bos is not None:
+    if keys.truth("tokenizer.ggml.add_bos_token", kind in ("llama3", "gemma4")) and bos is not None:
         template = processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
         made.post_processor = template
     return made

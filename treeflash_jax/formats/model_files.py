@@ -26,6 +26,8 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig
 
+ASSISTANT = "assistant"  # folder of a drafter inside a verifier's
+
 
 def read_verifier_config(path: str | Path) -> ModelConfig:
     """Returns the sizes of the verifier in a folder, a GGUF file or a config.json. Raises ValueError as `load_verifier`."""
@@ -62,9 +64,15 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
     return config, _load(path, dialect, config, config.specs(), dtype, mesh)
 
 
-def has_mtp(path: str | Path) -> bool:
-    """Returns whether the files of a verifier hold a layer of multi-token prediction, which `load_drafter` reads."""
-    return any(name.startswith("mtp.") for name in tensor_files.names(Path(path)))
+def find_mtp(path: str | Path) -> Path | None:
+    """Returns the folder of the drafter that a verifier's files hold, which `load_drafter` reads; None: they hold none.
+
+    It is the verifier's if that has a layer of multi-token prediction, or its folder "assistant".
+    """
+    path = Path(path)
+    if any(name.startswith("mtp.") for name in tensor_files.names(path)):
+        return path
+    return path / ASSISTANT if (path / ASSISTANT / "config.json").exists() else None
 
 
 def code_books(path: str | Path) -> frozenset[str]:

@@ -65,6 +65,11 @@ class LayerKV:
         slots, last_b1 = jnp.arange(self.num_slots), length_b[:, None] - 1
         return last_b1 - (last_b1 - slots) % self.num_slots if self.is_ring else slots[None]
 
+    def last(self, length_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values [b, 1, k, e] at the last of `length_b` positions, garbage if there is none."""
+        slot = self.copy(jnp.maximum(length_b - 1, 0) % self.num_slots, 1)
+        return jnp.swapaxes(slot.keys_bnkse[:, 0], 1, 2), jnp.swapaxes(slot.values_bnkse[:, 0], 1, 2)
+
     def copy(self, start_b: jax.Array, size: int) -> Self:
         """Returns a copy of `size` slots of each sequence from `start_b` on, as a layer of its own."""
         layer = self.layer if self.keys_bnkse.shape[1] > 1 else jnp.int32(0)

@@ -15,11 +15,14 @@ KINDS: dict[str, LayerKind] = {
 
 
 def find_sources(config: ModelConfig) -> tuple[int, ...]:
-    """Returns, for each layer, the layer whose state it reads: itself, or the last one before it of the kind it shares."""
+    """Returns, for each layer, the layer whose state it reads: itself, or the last one before it of the kind it shares.
+
+    A layer without one before it reads what its caller gives as its own: another model's.
+    """
     last: dict[str, int] = {}
     sources = []
     for layer, name in enumerate(config.kinds):
         if KINDS[name].shares is None:
             last[name] = layer
-        sources.append(last[KINDS[name].shares or name])
+        sources.append(last.get(KINDS[name].shares or name, layer))
     return tuple(sources)

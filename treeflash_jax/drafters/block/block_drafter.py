@@ -13,7 +13,7 @@ Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (an
 Source: DFlash (arXiv 2602.06036) section 4, TreeFlash (arXiv 2606.03819).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -50,6 +50,7 @@ class BlockDrafter(Drafter):
       window: a slot at position p sees context positions above p - window; 0 without sliding layers.
       shared_window: whether all slots see the window of `window` positions before the anchor instead.
       embedding_factor: factor of token embeddings, the verifier's (`fitted`).
+      scales_embeddings: whether it was trained with that factor; else it has none.
       logit_cap: bound of logits, as in `ModelConfig`; 0: none.
       conv_group: channels per group of the layers' convolutions (DFlash2); 0: none.
       head: name in `heads.HEADS`; it determines how a drafted token depends on those before it.
@@ -83,6 +84,7 @@ class BlockDrafter(Drafter):
     window: int = 0
     shared_window: bool = False
     embedding_factor: float = 1.0
+    scales_embeddings: bool = field(default=True, compare=False)  # seen in `embedding_factor`
     logit_cap: float = 0.0
     conv_group: int = 0
     head: str = MARGINAL
@@ -141,7 +143,7 @@ class BlockDrafter(Drafter):
         )
         problem = f"mask id {self.mask_token_id} lies outside the verifier's vocabulary of {verifier.vocab_size}"
         protocol.require_fit(0 <= self.mask_token_id < verifier.vocab_size, problem)
-        return replace(self, embedding_factor=verifier.embedding_factor)
+        return replace(self, embedding_factor=verifier.embedding_factor) if self.scales_embeddings else self
 
     def limited(self, draft_vocab_size: int) -> Self:
         if self.owns_vocabulary:
@@ -199,7 +201,7 @@ class BlockDrafter(Drafter):
         hidden_bid = self.draft_block(inputs)[:, self.first_slot :]
         embed_vd, norm = inputs.tables["embed"], inputs.params["backbone"]["norm"]
         unembed = Unembed(embed_vd, inputs.tables.get("unembed", embed_vd), norm, self.layers.rms_norm_eps)
-        unembed = unembed.replace(logit_cap=self.logit_cap)
+        unembed = unembed.replace(logit_cap=self.logit_cap, embedding_factor=self.embedding_factor)
         if self.draft_vocab_size:
             unembed = unembed.replace(unembed_vd=inputs.params["unembed"], ids_v=draft_ids(inputs.params))
         with jax.named_scope("expand"):

@@ -20,7 +20,8 @@ class ModelOptions:
     verifier: str | Path | None = setting(
         None,
         f"language model to serve: a name ({', '.join(pairs.VERIFIERS)}), or the folder, GGUF file, URL "
-        "(gs://bucket/model) or Hub id of a Qwen (2 to 3.8, dense or a mixture of experts), gpt-oss or Llama model",
+        "(gs://bucket/model) or Hub id of a Qwen (2 to 3.8, dense or a mixture of experts), Gemma 4, gpt-oss or "
+        "Llama model",
         unset="smollm2 if its weights are on this machine, otherwise tiny",
         unit="model",
         basic=True,
@@ -28,9 +29,9 @@ class ModelOptions:
     drafter: str | Path | None = setting(
         None,
         "a name, folder, URL or Hub id of a block drafter (DFlash, TreeFlash, Domino, DSpark, DFlash2, JetSpec, LiLiCorr), "
-        "an EAGLE-3 drafter, or a small language model of the same vocabulary; mtp, the layer of multi-token prediction in "
-        "the verifier's files; ngram, which copies what followed the last tokens earlier in the text; or none to decode "
-        "one token at a time",
+        "an EAGLE-3 drafter, an assistant of Gemma 4, or a small language model of the same vocabulary; mtp, the layer of "
+        "multi-token prediction or the assistant in the verifier's files; ngram, which copies what followed the last "
+        "tokens earlier in the text; or none to decode one token at a time",
         unset="the drafter that ships for the named verifier, or mtp if its files have it, otherwise none",
         unit="model",
         basic=True,

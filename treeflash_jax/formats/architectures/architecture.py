@@ -72,6 +72,10 @@ class Architecture:
       layouts: alternatives to `layer`; the names of a file's tensors determine which one it has.
       gguf: `general.architecture` of the family's GGUF files; None: not readable.
       gguf_sizes: keys of config.json with the metadata keys of their values, for sizes that only this family has.
+      gguf_keys: function of the metadata of the family's GGUF files, without its name, and of the tensors; returns metadata
+        of a model whose layers are the same, and keys of config.json for the others. May raise ValueError.
+      gguf_names: names in layers of GGUF files that the package gguf does not have, by those of `layer`.
+      gguf_reads: function of a tensor's name and a config that returns whether it is read.
       gguf_rotates_pairs: GGUF files order query and key matrices for a rotation of neighbouring elements.
     """
 
@@ -96,6 +100,9 @@ class Architecture:
     is_written: bool = True
     gguf: str | None = None
     gguf_sizes: Mapping[str, str] = field(default_factory=dict)
+    gguf_keys: Callable[[Keys, Mapping[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None = None
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_reads: Callable[[str, ModelConfig], bool] = lambda name, config: True
     gguf_rotates_pairs: bool = False
 
     def read(self, keys: Keys, also_known: Collection[str] = ()) -> ModelConfig:

@@ -14,15 +14,15 @@ from functools import partial
 from typing import Any
 
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.formats.architectures import rope
+from treeflash_jax.formats.architectures import gemma4_gguf, rope
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
 from treeflash_jax.formats.architectures.dense import AS_ON_DISK, INERT, LAYER, LINEAR, OUTSIDE, size_keys
+from treeflash_jax.formats.architectures.gemma4_gguf import FULL, SLIDING
 from treeflash_jax.formats.architectures.image_and_text import text_tensors
 from treeflash_jax.formats.architectures.qwen3_moe import FUSED, MAX_EXPERTS
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import KindSizes, ModelConfig, Rope
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _OTHERS = tuple(f"model.{name}." for name in "vision_tower audio_tower embed_vision embed_audio vision_embedder".split())
 _ROPE = {  # of files that state none
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -195,6 +195,10 @@ GEMMA4 = Architecture(
     outside=_OUTSIDE,
     adapt_tensors=_adapt_tensors,
     is_written=False,
+    gguf="gemma4",
+    gguf_keys=gemma4_gguf.split_keys,
+    gguf_names=gemma4_gguf.NAMES,
+    gguf_reads=gemma4_gguf.is_read,
 )  # fmt: skip
 GEMMA4_UNIFIED = replace(
     GEMMA4,
@@ -202,4 +206,5 @@ GEMMA4_UNIFIED = replace(
     class_name="Gemma4UnifiedForCausalLM",
     keys=_keys(262_144),
     derive=partial(_derive, input_size=0, window=1024),
+    gguf=None,  # files of both types have the same name
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures import ARCHITECTURES, text_keys
+from treeflash_jax.formats.dialects.assistant_folder import Assistant
 from treeflash_jax.formats.dialects.block_folder import DFlash, TreeFlash
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.dialects.eagle3_folder import DeepSpec, Eagle3, Speculators
@@ -24,6 +25,7 @@ from treeflash_jax.formats.keys import Keys
 KNOWN = (
     HuggingFace(), Gguf(), DFlash(), TreeFlash(), Domino(), DSpark(), DFlash2(), LiLiCorr(), Eagle3(), SpeculatorsDFlash(),
     SpeculatorsDSpark(), SpeculatorsDFlash2(), Speculators(), DeepSpec(), Ngram(), LanguageModel(HuggingFace()), Mtp(),
+    Assistant(),
 )  # fmt: skip
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 

@@ -1,4 +1,4 @@
-"""GGUF files of Llama, Qwen2, Qwen3 and Qwen3-MoE models: metadata as config.json, and the location of each weight.
+"""GGUF files of Llama, Qwen2, Qwen3, Qwen3-MoE and Gemma 4: metadata as config.json, and the location of each weight.
 
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 """
@@ -70,7 +70,9 @@ class Gguf(Dialect):
         """
         tensors = dict(gguf_reader.read(path).tensors)
         tensors.pop(_ROPE_DIVISORS, None)  # part of the config
-        if ARCHITECTURES[config.model_type].gguf_rotates_pairs:
+        architecture = ARCHITECTURES[config.model_type]
+        tensors = {name: tensor for name, tensor in tensors.items() if architecture.gguf_reads(name, config)}
+        if architecture.gguf_rotates_pairs:
             heads = {"attn_q.weight": config.num_heads, "attn_k.weight": config.num_kv_heads}
             for name, tensor in tensors.items():
                 if count := heads.get(name.rpartition("blk.")[2].partition(".")[2]):
@@ -85,7 +87,12 @@ class Gguf(Dialect):
 
         def renamed(entry: Entry) -> Entry:
             name = entry.name.replace(".{}", "")  # one tensor for all experts of a layer
-            return replace(entry, name=theirs.get_name(name, (".weight", ".bias")), is_stacked=entry.is_apart)
+            _, _, number, inside = [*name.split(".", 3), "", "", ""][:4]
+            if inside in architecture.gguf_names:
+                name = f"blk.{number}.{architecture.gguf_names[inside]}"
+            else:
+                name = theirs.get_name(name, (".weight", ".bias"))
+            return replace(entry, name=name, is_stacked=entry.is_apart or entry.is_stacked)
 
         return jax.tree.map(renamed, architecture.entries(specs))
 
@@ -100,13 +107,18 @@ def _as_config_json(file: File) -> dict[str, Any]:
     architecture = known[kind]
     sizes = _SIZES | architecture.gguf_sizes
     values = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
-    keys = Keys(values, f"{file.path}: {kind}")
+    keys, more = Keys(values, f"{file.path}: {kind}"), {}
+    if architecture.gguf_keys:
+        raw, more = architecture.gguf_keys(keys, file.tensors)
+        keys = replace(keys, raw=raw)
     keys.check_known({*sizes.values(), *_OTHERS, *_NEUTRAL})
     keys.check_only({key: (value,) for key, value in _NEUTRAL.items() if key not in sizes.values()})
     raw: dict[str, Any] = {key: keys.whole(name) for key, name in sizes.items()}
     head_dim = keys.whole("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])
     for key in ("attention.value_length", "rope.dimension_count"):
-        keys.expect(keys.whole(key, head_dim) == head_dim, key, values.get(key), f"{head_dim}, the length of a key")
+        keys.expect(keys.whole(key, head_dim) == head_dim, key, keys.raw.get(key), f"{head_dim}, the length of a key")
+    if "rope_parameters" not in more:
+        more = more | {"rope_parameters": _rope(file, keys, head_dim, raw["max_position_embeddings"])}
     if architecture.gguf_sizes:
         raw["norm_topk_prob"] = True  # not in files; llama.cpp normalises for every implemented mixture of experts
     return raw | {
@@ -115,9 +127,9 @@ def _as_config_json(file: File) -> dict[str, Any]:
         "num_key_value_heads": keys.whole("attention.head_count_kv", raw["num_attention_heads"]),
         "head_dim": head_dim,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(file, keys, head_dim, raw["max_position_embeddings"]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": end_ids(file),
+        **more,
     }
 
 

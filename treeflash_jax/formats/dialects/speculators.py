@@ -116,6 +116,7 @@ class SpeculatorsBlock(BlockFolder):
             shared_window=bool(config.sliding_layers),
             draft_vocab_size=0 if size == vocab_size else size,
             owns_vocabulary=size != vocab_size,
+            scales_embeddings=False,  # the library trains with the rows of the table as they are
         )
 
     def copies(self, config: BlockDrafter) -> dict[str, str]:
@@ -126,6 +127,9 @@ class SpeculatorsBlock(BlockFolder):
 
     def write(self, raw: dict[str, Any], config: BlockDrafter, **head: Any) -> dict[str, Any]:
         """Returns config.json, made from the config of a folder with `dflash_config`."""
+        if config.scales_embeddings and config.embedding_factor != 1:
+            got = f"a drafter that reads embeddings times {config.embedding_factor:g}"
+            raise ValueError(f"got {got}, expected no factor in {self.name} files: use another dialect")
         outside = {name: raw[name] for name in ("architectures", *OUTSIDE) if name in raw}
         layers = {name: value for name, value in raw.items() if name not in ("dflash_config", "verifier", *outside)}
         return {

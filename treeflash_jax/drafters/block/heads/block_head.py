@@ -27,6 +27,7 @@ class Unembed:
       unembed_vd: vocabulary table of the verifier or of a draft vocabulary.
       ids_v: the verifier's ids of a draft vocabulary; None: the table is the verifier's.
       logit_cap: bound of logits, as in `ModelConfig`.
+      embedding_factor: factor of token embeddings, as in `BlockDrafter`.
     """
 
     embed_vd: jax.Array
@@ -35,6 +36,11 @@ class Unembed:
     eps: float = struct.field(pytree_node=False)
     ids_v: jax.Array | None = None
     logit_cap: float = struct.field(pytree_node=False, default=0.0)
+    embedding_factor: float = struct.field(pytree_node=False, default=1.0)
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """Returns embeddings of the verifier's ids, [..., d]."""
+        return vocab.embed(self.embed_vd, ids, self.embedding_factor)
 
     def tokens(self, ids: jax.Array) -> jax.Array:
         """Returns the verifier's ids for ids of the vocabulary table."""

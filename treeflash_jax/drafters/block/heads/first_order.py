@@ -45,7 +45,7 @@ class FirstOrderHead(Head):
         """
 
     def logits(self, params, unembed: Unembed, previous_bx, hidden_bxd, drafter) -> jax.Array:
-        embedding_bxd, normed_bxd = vocab.embed(unembed.embed_vd, previous_bx), unembed.normed(hidden_bxd)
+        embedding_bxd, normed_bxd = unembed.embed(previous_bx), unembed.normed(hidden_bxd)
         corrected_bxd = self.correct(params, embedding_bxd, lambda slots: slots, hidden_bxd, normed_bxd)
         return unembed.logits(unembed.normed(corrected_bxd))
 
@@ -69,7 +69,7 @@ class FirstOrderHead(Head):
         candidates_bim = unembed.tokens(likely_biy[:, : depths - 1, :m])
         previous_bx = jnp.concatenate([block.anchor_b[:, None], candidates_bim.reshape(batch, -1)], axis=1)
         by_context = indexing.slot_repeater(depths, m)
-        corrected_bxd = self.correct(params, vocab.embed(unembed.embed_vd, previous_bx), by_context, hidden_bqd, normed_bqd)
+        corrected_bxd = self.correct(params, unembed.embed(previous_bx), by_context, hidden_bqd, normed_bqd)
         if drafter.shortlist:
             listed_biy = likely_biy[..., : drafter.shortlist]
             tokens_bxc, log_probs_bxc = _shortlisted(
@@ -108,9 +108,8 @@ def _shortlisted(
         return jnp.where(again_bz[:, None], -jnp.inf, logits.astype(dtype) / temperature_b11)
 
     vectors_bzd = vocab.embed(unembed.unembed_vd, tokens_bz)
-    scores_bxz = scaled(
-        jnp.einsum("bxd,bzd->bxz", unembed.normed(corrected_bxd), vectors_bzd, preferred_element_type=dtype)
-    )
+    logits_bxz = jnp.einsum("bxd,bzd->bxz", unembed.normed(corrected_bxd), vectors_bzd, preferred_element_type=dtype)
+    scores_bxz = scaled(vocab.cap(logits_bxz, unembed.logit_cap))
     tokens_biz = jnp.broadcast_to(tokens_bz[:, None], (*marginal_biv.shape[:2], tokens_bz.shape[1]))
     listed_biz = scaled(vocab.take(marginal_biv, tokens_biz))
     elsewhere_bi = mass_elsewhere(marginal_biv, listed_biz, temperature_b)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.heads.block_head import head_rank, scored_size
 from treeflash_jax.drafters.block.heads.path_head import PathHead
-from treeflash_jax.models import vocab
 from treeflash_jax.models.quantized import product
 
 
@@ -60,7 +59,7 @@ class GruHead(PathHead):
         return self.sizes(drafter).width
 
     def step(self, params, unembed, state, token, normed) -> tuple[jax.Array, jax.Array]:
-        new = product("...d,dys->...ys", vocab.embed(unembed.embed_vd, token), params["gru_in"])
+        new = product("...d,dys->...ys", unembed.embed(token), params["gru_in"])
         old = product("...t,tys->...ys", state, params["gru_state"])
         reset, update = (jax.nn.sigmoid(new[..., gate, :] + old[..., gate, :]) for gate in range(2))
         state = (1 - update) * jnp.tanh(new[..., 2, :] + reset * old[..., 2, :]) + update * state

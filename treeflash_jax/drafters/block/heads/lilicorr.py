@@ -130,7 +130,7 @@ class LiLiCorrHead(Head):
             x = x.astype(at_least_float32(x.dtype))
             return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), sizes.vector_eps)
 
-        embedding_bikd = vocab.embed(unembed.embed_vd, tokens_bik)
+        embedding_bikd = unembed.embed(tokens_bik)
         x_bikh = through("token", embedding_bikd) if "token" in params else embedding_bikd
         x_bikh += through("hidden", normed_bid)[:, :, None] + self.features(params, through, log_probs_bik)
         x_bikh += params["slot"][:slots, None] + params["rank"]

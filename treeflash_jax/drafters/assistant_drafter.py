@@ -1,0 +1,232 @@
+"""Gemma 4's assistants: a few layers that read the verifier's keys and values, and keep none.
+
+    x      = pre_projection [embed(token), hidden]     embedding of the verifier, with its factor
+    out    = norm(layers(x))                           queries only, over committed positions of the verifier
+    hidden = post_projection(out)                      for the next token
+    logits = out . table^T                             the assistant's own table
+
+The first token is the anchor, at position L, and the first `hidden` is the verifier's output after its final norm at L - 1.
+The tokens of all levels are at position L too, and see the same committed positions: so a node depends on its parent's
+`hidden` and its own token alone, and the nodes of a level are independent. A layer reads the verifier's last layer of its
+kind that has keys and values.
+
+With clusters, which edge models have, only the tokens of the clusters whose centroids score highest get logits; all others
+have the smallest of these minus 1, and are not drafted.
+
+Shape suffixes: b batch, t positions, w lanes (tokens of a level), k key/value heads, e head dim, d assistant's width, j
+verifier's width, c clusters, z tokens of a cluster, n tokens with logits.
+
+Source: transformers, models gemma4_assistant and gemma4_unified_assistant.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.drafters import ngram
+from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
+from treeflash_jax.drafters.protocol import Inputs, State, at_last, require_fit, require_sizes
+from treeflash_jax.models import layers, quantized, verifier, vocab
+from treeflash_jax.models.backend import selection
+from treeflash_jax.models.caches import Cache
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.kv_cache import LayerKV
+from treeflash_jax.models.layer_kinds import KINDS
+from treeflash_jax.models.layer_protocol import PassInputs
+from treeflash_jax.trees import Expander
+
+
+@struct.dataclass
+class LastHidden(State):
+    """The verifier's hidden state at the last committed position, after its final norm."""
+
+    hidden_bj: jax.Array
+
+    def axes(self) -> Self:
+        return LastHidden(("batch", None))
+
+    def grow(self, capacity: int) -> Self:
+        return self
+
+    def cut(self, length_b: jax.Array) -> Self:
+        return self  # until `extend` replaces it
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantDrafter(LaneDrafter):
+    """An assistant of Gemma 4.
+
+    Attributes:
+      layers: sizes of its layers, all of kinds that share; `window` is 1 + the number of committed positions that layers
+        with a window see, and `vocab_size` the verifier's.
+      target_hidden_size: hidden size of the verifier.
+      num_clusters: number of clusters of equal size that all tokens are in; 0: all tokens get logits.
+      top_clusters: number of clusters whose tokens get logits.
+      sources: layer of the verifier whose keys and values each layer reads; () before `fitted`.
+      taps: the verifier's last layer; () before `fitted`.
+      embedding_factor: factor of token embeddings, the verifier's (`fitted`).
+    """
+
+    kind: ClassVar[str] = "assistant"
+    dialect: ClassVar[str] = "assistant"
+    reads_tokens: ClassVar[bool] = False
+
+    target_hidden_size: int
+    num_clusters: int = 0
+    top_clusters: int = 0
+    sources: tuple[int, ...] = ()
+    taps: tuple[int, ...] = ()
+    embedding_factor: float = 1.0
+    # A level reads a few hundredths of the verifier's weights. How deep published assistants are accepted was not measured.
+    num_depths: int = 7
+    lanes: int | None = 4
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens that get logits in one step; 0: all."""
+        return self.top_clusters * (self.layers.vocab_size // self.num_clusters) if self.num_clusters else 0
+
+    def fitted(self, verifier: ModelConfig) -> Self:
+        """Returns this drafter with the layers that it reads. Raises ValueError if it was made for another verifier."""
+        require_sizes(
+            verifier,
+            (),
+            hidden_size=(self.target_hidden_size, verifier.hidden_size),
+            vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
+        )
+        last, heads = {kind: layer for layer, kind in enumerate(verifier.kinds)}, {}
+        for kind in dict.fromkeys(self.layers.kinds):
+            source = KINDS[kind].shares
+            require_fit(source in last, f"it reads keys and values of a {source} layer, and the verifier has none")
+            heads[source] = tuple(
+                (sizes.num_kv_heads, sizes.head_dim) for sizes in (self.layers.of_kind(kind), verifier.of_kind(source))
+            )
+        named = {f"key/value heads of {source} and their size": pair for source, pair in heads.items()}
+        require_sizes(verifier, (), **named)
+        return replace(
+            self,
+            sources=tuple(last[KINDS[kind].shares] for kind in self.layers.kinds),
+            taps=(verifier.num_layers - 1,),
+            embedding_factor=verifier.embedding_factor,
+        )
+
+    def specs(self) -> dict[str, Any]:
+        """Returns the specs of a model of these layers with its table, and of the projections and clusters."""
+        d, j, vocab_size = self.layers.hidden_size, self.target_hidden_size, self.layers.vocab_size
+        tree = verifier.specs(self.layers) | {
+            "pre_projection": Spec((d, 2 * j), ("embed", None), inputs=(1,), outputs=(0,)),
+            "post_projection": Spec((j, d), (None, "embed"), inputs=(1,), outputs=(0,)),
+        }
+        if self.num_clusters:
+            shape = self.num_clusters, vocab_size // self.num_clusters
+            tree["centroids"] = Spec((self.num_clusters, d), (None, None), inputs=(1,))
+            tree["clusters"] = Spec(shape, (None, None), "range", dtype=jnp.int32)
+        return tree
+
+    def init(self, batch: int, capacity: int, dtype: Any) -> LastHidden:
+        return LastHidden(jnp.zeros((batch, self.target_hidden_size), dtype))
+
+    def extend(self, params, tables, state: LastHidden, features_btj, tokens_bt, count_b, *, attention: str) -> LastHidden:
+        """Keeps the hidden state of the last committed position."""
+        hidden_bj = layers.norm(self.layers, at_last(features_btj, count_b)[:, 0], tables["norm"])
+        is_new_b1 = (count_b > 0)[:, None]
+        return LastHidden(jnp.where(is_new_b1, hidden_bj.astype(state.hidden_bj.dtype), state.hidden_bj))
+
+    def draft(self, inputs: Inputs) -> Expander:
+        """Returns the children of the anchor, and the layers that continue below them."""
+        step, committed = AssistantStep(self, inputs.attention), committed_layers(inputs.cache, self.sources)
+        shared = inputs.params, {"embed": inputs.tables["embed"]}, committed, inputs.temperature_b
+        first = step.run(shared, inputs.anchor_b[:, None], inputs.state.hidden_bj[:, None])
+        position_b = committed.length_b + 1
+        lanes = LaneExpander(shared, position_b, first, step=step, scratch=(), num_depths=inputs.depths)
+        return ngram.join(lanes, inputs, self.ngrams)
+
+
+@struct.dataclass
+class Committed:
+    """Committed positions of the verifier, as the assistant's layers read them.
+
+    Attention takes new positions with keys and values of their own, which the assistant's have not: the last committed
+    position takes their place.
+
+    Attributes:
+      before: keys and values of each layer; those at and after the last committed position are not read.
+      last: keys and values [b, 1, k, e] of each layer at that position.
+      length_b: number of committed positions, at least 1.
+    """
+
+    before: tuple[LayerKV, ...]
+    last: tuple[tuple[jax.Array, jax.Array], ...]
+    length_b: jax.Array
+
+
+def committed_layers(cache: Cache, sources: Sequence[int]) -> Committed:
+    """Returns the committed positions of these layers of the verifier."""
+    last = {source: cache.layers[source].last(cache.length_b) for source in {*sources}}
+    return Committed(
+        tuple(cache.layers[source] for source in sources), tuple(last[source] for source in sources), cache.length_b
+    )
+
+
+@dataclass(frozen=True)
+class AssistantStep:
+    """The `Step` of an assistant: a token per lane, each carrying the hidden state of its parent."""
+
+    config: AssistantDrafter
+    attention: str
+
+    def __call__(self, shared: Any, level: Level) -> LaneState:
+        return self.run(shared, level.token_bw, level.carry)
+
+    def run(self, shared: Any, token_bw: jax.Array, hidden_bwj: jax.Array) -> LaneState:
+        """Returns the children below tokens, given the hidden states before them, and the hidden states after them."""
+        params, tables, committed, temperature_b = shared
+        embedded_bwj = vocab.embed(tables["embed"], token_bw, self.config.embedding_factor).astype(hidden_bwj.dtype)
+        joined_bwj = jnp.concatenate([embedded_bwj, hidden_bwj], axis=-1)
+        x_bwd = quantized.product("bwj,dj->bwd", joined_bwj, params["pre_projection"])
+        out_bwd = self.through_layers(params, sharding.constrain(x_bwd, ("batch", None, None)), committed)
+        offered = self.likeliest(params, out_bwd, temperature_b)
+        return LaneState(quantized.product("bwd,jd->bwj", out_bwd, params["post_projection"]), (), *offered)
+
+    def through_layers(self, params: Any, x_bwd: jax.Array, committed: Committed) -> jax.Array:
+        """Returns the outputs of the layers after the final norm, [b, w, d]."""
+        config, position_b1 = self.config.layers, committed.length_b[:, None]
+        mask_bw1 = jnp.ones((*x_bwd.shape[:2], 1), bool)
+        inputs = {}
+        for kind in dict.fromkeys(config.kinds):
+            precomputed = KINDS[kind].precompute(config.of_kind(kind), position_b1, mask_bw1)
+            inputs[kind] = PassInputs(position_b1, mask_bw1, committed.length_b - 1, precomputed, self.attention)
+        weights, no_inputs = list(chain(*params["groups"])), [None] * config.num_layers
+        operands = weights, config, params["norm"], x_bwd, inputs, committed.before, committed.last, no_inputs
+        return verifier.run_layers(*operands)[0]
+
+    def likeliest(self, params: Any, out_bwd: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the likeliest tokens and their log-probabilities, as `vocab.likeliest`."""
+        count, config = self.config.children, self.config
+        if not config.num_clusters:
+            return vocab.likeliest(params["embed"], out_bwd, count, temperature_b)
+
+        def in_clusters(out_bwd: jax.Array) -> tuple[jax.Array, jax.Array]:
+            scores_bwc = quantized.product("bwd,cd->bwc", out_bwd, params["centroids"])
+            _, chosen_bwc = selection.top_k(scores_bwc, config.top_clusters)
+            ids_bwn = params["clusters"][chosen_bwc].reshape(*out_bwd.shape[:2], -1)
+            logits_bwn = jnp.einsum("bwd,bwnd->bwn", out_bwd, vocab.embed(params["embed"], ids_bwn))
+            wide_bwn = logits_bwn.astype(at_least_float32(logits_bwn.dtype))
+            num_others = config.layers.vocab_size - config.draft_vocab_size
+            values_bwk, at_bwk = selection.top_k(wide_bwn, count)
+            peak_bw1, temperature_b11 = values_bwk[..., :1], temperature_b[:, None, None]
+            others_bw1 = jnp.min(wide_bwn, axis=-1, keepdims=True) - 1 - peak_bw1
+            total_bw1 = jnp.sum(jnp.exp((wide_bwn - peak_bw1) / temperature_b11), axis=-1, keepdims=True)
+            total_bw1 += num_others * jnp.exp(others_bw1 / temperature_b11)
+            log_probs_bwk = (values_bwk - peak_bw1) / temperature_b11 - jnp.log(total_bw1)
+            return jnp.take_along_axis(ids_bwn, at_bwk, axis=-1), log_probs_bwk
+
+        return vocab.by_chunks(in_clusters, config.draft_vocab_size * config.layers.hidden_size, out_bwd)
