@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from safetensors.numpy import load_file
 
 import treeflash_jax as tf
 from treeflash_jax.formats import model_files
-from treeflash_jax.formats.architectures.gpt_oss import EverySecond, Mxfp4
+from treeflash_jax.formats.architectures.gpt_oss import EverySecond
+from treeflash_jax.formats.grouped_tensors import map_parts
+from treeflash_jax.formats.quant_methods import mxfp4
 
 FOLDER = DATA / "hybrid" / "gpt_oss"
 RAW = json.loads((FOLDER / "config.json").read_text())
@@ -27,6 +30,9 @@ class OnDisk(np.ndarray):
 
     def get_shape(self):
         return self.shape
+
+    def get_dtype(self):
+        return "U8"
 
 
 def expanded(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -51,12 +57,13 @@ def test_every_value_of_the_format():
     blocks = rng.permutation(np.tile(np.arange(256, dtype=np.uint8), 2)).reshape(2, 4, 4, 16)
     scales = rng.integers(100, 150, (2, 4, 4)).astype(np.uint8)
     scales[0, 0] = 0, 1, 127, 250
-    expected, tensor = expanded(blocks, scales), Mxfp4(blocks.view(OnDisk), scales.view(OnDisk))
+    expected = expanded(blocks, scales)
+    tensor = mxfp4.join({}, {"x_blocks": blocks.view(OnDisk), "x_scales": scales.view(OnDisk)})["x_blocks"]
     assert tensor.get_shape() == (2, 4, 128)
     index = slice(0, 2), slice(0, 4), slice(0, 128)
     np.testing.assert_array_equal(tensor[index], expected)
     np.testing.assert_array_equal(tensor[index].astype(jnp.bfloat16), expected)
-    odd = Mxfp4(EverySecond(blocks.view(OnDisk), 1, 1), EverySecond(scales.view(OnDisk), 1, 1))
+    odd = map_parts(partial(EverySecond, start=1, axis=1), tensor)
     assert odd.get_shape() == (2, 2, 128)
     np.testing.assert_array_equal(odd[1:2, 1:2, 3:70], expected[1:2, 3:4, 3:70])
 
@@ -132,7 +139,7 @@ def test_missing_and_cut_tensors_and_exponents_of_no_number(tmp_path):
     change_tensors(folder, lambda tensors: tensors | {name: np.full((6, 64, 2), 255, np.uint8)})
     refused(lambda: model_files.load_verifier(folder), f"{EXPERTS}.down_proj_blocks holds NaN or infinity")
     change_tensors(folder, lambda tensors: without(tensors, f"{EXPERTS}.gate_up_proj_blocks", name))
-    refused(lambda: model_files.load_verifier(folder), f"{EXPERTS}.gate_proj_scales", "gate_proj_blocks")
+    refused(lambda: model_files.load_verifier(folder), f"{EXPERTS}.gate_up_proj_scales", "gate_up_proj_blocks")
 
 
 @pytest.mark.parametrize("part", ["blocks", "scales"])

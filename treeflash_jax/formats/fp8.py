@@ -3,8 +3,7 @@
 "X.weight" has its scales in "X.weight_scale_inv" or "X.weight_scale"; a weight is its values times its scales. If it
 is expanded, the product is rounded once from float32; if it stays quantised, its scales are rounded to the model's dtype.
 In both cases, a weight changes by at most half a unit in the last place of that dtype. Tensors without scales are read
-as they are. Activations and caches are not quantised even if a file asks for it, and scales for them are not read: the
-result is closer to the model before quantisation.
+as they are.
 
 Source: transformers, quantization method "fp8", as published for DeepSeek-V3 and Qwen3; compressed-tensors,
 "float-quantized".
@@ -19,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core.checks import quoted, read_json, warn
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
 from treeflash_jax.formats import storage
 from treeflash_jax.formats.keys import Keys
@@ -27,33 +25,18 @@ from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models import quantized
 from treeflash_jax.models.quantized import Quantized
 
-KEY = "quantization_config"
-METHODS = ("fp8", "compressed-tensors")
-ENDINGS = ("_scale_inv", ".weight_scale")
-_UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".activation_scale")
+_ENDINGS = ("_scale_inv", ".weight_scale")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)  # by byte: faster than a conversion
-_ONLY = {
-    "fp8": {"fmt": ("e4m3", None), "activation_scheme": ("dynamic", "static", None)},
-    "compressed-tensors": {"transform_config": ({}, None)},
-}
 
 
-def check_config(keys: Keys) -> None:
-    """Raises ValueError for a config.json whose weights are quantised in a way that is not implemented."""
-    if KEY not in keys:
-        return
-    stated = keys.table(KEY)
-    method, form = stated.raw.get("quant_method"), stated.raw.get("format", "float-quantized")
-    if method not in METHODS or (method == "compressed-tensors" and form != "float-quantized"):
-        got = quoted(method) if method not in METHODS else f"{method} {quoted(form)}"
-        expected = "'fp8' or compressed-tensors 'float-quantized'"
-        raise ValueError(
-            f"{stated.where}: got weights quantised by {got}, expected {expected}: load the model's FP8 files, or its "
-            'bfloat16 files with quantize="int8"'
-        )
-    stated.check_only(_ONLY[method])
-    sparsity = stated.raw.get("sparsity_config") or {}
-    stated.expect(sparsity.get("format", "dense") == "dense", "sparsity_config", sparsity, "the format 'dense'")
+def check(stated: Keys) -> None:
+    """Raises ValueError for a configuration of the method "fp8" that is not implemented."""
+    stated.check_only({"fmt": ("e4m3", None), "activation_scheme": ("dynamic", "static", None)})
+    check_block(stated)
+
+
+def check_block(stated: Keys) -> None:
+    """Raises ValueError for sizes of blocks that are none."""
     block = _block(stated.raw)
     is_pair = isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     stated.expect(is_pair, "weight_block_size", block, "two whole numbers of at least 1")
@@ -85,6 +68,7 @@ class ScaledTensor:
     counts: tuple[int, ...]
     block: tuple[int, ...]
     is_quantized = True
+    code_book = "fp8"
 
     def get_shape(self) -> tuple[int, ...]:
         return tuple(self.values.get_shape())
@@ -122,22 +106,14 @@ class BlockScales:
         return scales
 
 
-def join(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns a folder's tensors with each FP8 weight and its scales as one ScaledTensor, by the name of the weight.
 
     Raises ValueError for scales without a weight, or of another shape.
     """
-    raw = read_json(folder / "config.json")
-    text = raw.get("text_config")
-    stated = raw.get(KEY) or (text.get(KEY) if isinstance(text, dict) else None)
-    if not isinstance(stated, dict) or stated.get("quant_method") not in METHODS:
-        return tensors
-    unused = [name for name in tensors if name.endswith(_UNUSED)]
-    if unused:
-        warn(f"{folder}: scales of activations and caches, such as {unused[0]}, are not read: neither is quantised here")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith((*ENDINGS, *_UNUSED))}
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(_ENDINGS)}
     for name in tensors:
-        if name.endswith(ENDINGS):
+        if name.endswith(_ENDINGS):
             weight = name[: name.rindex("_scale")]
             if weight not in kept or kept[weight].get_dtype() != "F8_E4M3":
                 got = "no tensor" if weight not in kept else f"type {kept[weight].get_dtype()}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.formats import fp8
+from treeflash_jax.formats import quant_methods
 from treeflash_jax.formats.architectures import rope
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
@@ -110,11 +110,11 @@ class Architecture:
 
         Raises ValueError for a key or value that is not implemented, or a missing size.
         """
-        known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types", fp8.KEY}
+        known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types", quant_methods.KEY}
         keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known))
         keys.check_only(self.only)
-        if fp8.KEY not in self.derived:
-            fp8.check_config(keys)
+        if quant_methods.KEY not in self.derived:
+            quant_methods.check_config(keys)
         fields: dict[str, Any] = {}
         for key in self.keys:
             fields[key.field] = key.read(keys, fields)

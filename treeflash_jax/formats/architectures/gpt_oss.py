@@ -1,15 +1,13 @@
 """gpt-oss: windows in every second layer, attention sinks, biases, and clamped experts in dense or MXFP4 tensors.
 
-Gate and up alternate along an axis of one tensor. An MXFP4 tensor is two: `_blocks` has the indices of two values in a byte
-[x, rows, columns / 32, 16], `_scales` the exponent of each 32 values. They are expanded when a weight is read, one expert
-after the other, so that memory holds one whole weight of one layer at a time. Weights kept in four bits on devices are not
-implemented.
+Gate and up alternate along an axis of one tensor. MXFP4 tensors (`quant_methods.mxfp4`) have the name of their blocks.
 
-Source: transformers, model gpt_oss; OCP Microscaling Formats (MX) specification v1.0.
+Source: transformers, model gpt_oss.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,11 @@ from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures import qwen3_moe
 from treeflash_jax.formats.architectures.architecture import Key
 from treeflash_jax.formats.architectures.dense import AS_ON_DISK, INERT, LINEAR, ONLY, QWEN2, size_keys
+from treeflash_jax.formats.grouped_tensors import map_parts
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models.config import ModelConfig
 
-_HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-FP4 = np.array(_HALF + [-value for value in _HALF], np.float32)
-_PAIRS = np.stack([np.tile(FP4, 16), np.repeat(FP4, 16)], axis=-1)  # the two values of a byte, low half first
-_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))  # by scale
 _STACKED: dict[str, Any] = {"is_stacked": True}
 _DENSE = {  # [x, inputs, outputs]
     "expert_gate": Entry("mlp.experts.gate_proj", **AS_ON_DISK, **_STACKED),
@@ -72,27 +67,6 @@ class EverySecond:
         return self.tensor[tuple(at)][(*(slice(None),) * self.axis, slice(self.start, None, 2))]
 
 
-@dataclass(frozen=True)
-class Mxfp4:
-    """Weights of experts [x, rows, columns], expanded when they are read: FP4 of an index times a power of two."""
-
-    blocks: Any
-    scales: Any
-    is_quantized = True
-
-    def get_shape(self) -> tuple[int, ...]:
-        experts, rows, groups, size = self.blocks.get_shape()
-        return experts, rows, groups * size * 2
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        values = _PAIRS[self.blocks[index[:2]]]
-        values *= _POWERS[self.scales[index[:2]]][..., None, None]
-        return values.reshape(*values.shape[:2], -1)[..., index[2]]
-
-
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of experts, the kind of each layer and the window."""
     keys.table("quantization_config").check_only({"quant_method": ("mxfp4",)})
@@ -104,25 +78,16 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Splits gate and up, and joins blocks with their scales. Raises ValueError for other shapes or types."""
+    """Splits gate and up."""
     kept: dict[str, Any] = {}
     for name, tensor in tensors.items():
         stem, joined, part = name.partition("gate_up_proj")
         if not joined:
             kept[name] = tensor
             continue
-        axis = 1 if part else 2  # blocks, scales and biases; a dense tensor has inputs first
+        axis = 1 if part else 2  # MXFP4 and biases; a dense tensor has inputs first
         for start, half in enumerate(("gate", "up")):
-            kept[f"{stem}{half}_proj{part}"] = EverySecond(tensor, start, axis)
-    for name in [name for name in kept if name.endswith("_scales")]:
-        scales, blocks = kept.pop(name), name.replace("_scales", "_blocks")
-        shape = list(scales.get_shape())
-        if blocks not in kept or list(kept[blocks].get_shape()[:-1]) != shape:
-            raise ValueError(f"tensor {name} has shape {shape}, expected that of {blocks} without its last axis")
-        for part, tensor in ((name, scales), (blocks, kept[blocks])):
-            if tensor.get_dtype() != "U8":
-                raise ValueError(f"tensor {part} has type {tensor.get_dtype()}, expected U8: MXFP4 in bytes")
-        kept[blocks] = Mxfp4(kept[blocks], scales)
+            kept[f"{stem}{half}_proj{part}"] = map_parts(partial(EverySecond, start=start, axis=axis), tensor)
     return kept
 
 

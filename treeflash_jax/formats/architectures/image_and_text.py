@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from treeflash_jax.core.checks import warn
-from treeflash_jax.formats import fp8
+from treeflash_jax.formats import quant_methods
 from treeflash_jax.formats.architectures.dense import INERT
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
@@ -34,11 +34,11 @@ def text_keys(keys: Keys) -> Keys:
     if not isinstance(model_type, str) or model_type not in IMAGE_AND_TEXT:
         return keys
     text = keys.table("text_config", required=True)
-    keys.check_known(_OUTSIDE_TEXT | INERT | {"eos_token_id", fp8.KEY})
+    keys.check_known(_OUTSIDE_TEXT | INERT | {"eos_token_id", quant_methods.KEY})
     text.check_only({"model_type": (IMAGE_AND_TEXT[model_type],)})
     raw = {**text.raw, "model_type": IMAGE_AND_TEXT[model_type]}
     raw["tie_word_embeddings"] = keys.truth("tie_word_embeddings", model_type in _TIED)
-    outside = {key: keys.raw[key] for key in ("eos_token_id", fp8.KEY) if key in keys}
+    outside = {key: keys.raw[key] for key in ("eos_token_id", quant_methods.KEY) if key in keys}
     return Keys({**outside, **raw}, text.where)
 
 

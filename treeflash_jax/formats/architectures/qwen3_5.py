@@ -18,6 +18,7 @@ from treeflash_jax.formats.architectures import qwen3_moe
 from treeflash_jax.formats.architectures.architecture import Key
 from treeflash_jax.formats.architectures.dense import AS_ON_DISK, LINEAR, ONLY, QWEN3, size_keys
 from treeflash_jax.formats.architectures.image_and_text import text_tensors
+from treeflash_jax.formats.grouped_tensors import map_parts
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import DeltaSizes, ModelConfig
 
@@ -126,7 +127,7 @@ def _adapt_by_key_head(config: ModelConfig, tensors: dict[str, Any]) -> dict[str
                 shape = [ids_gx.size, config.hidden_size]
                 raise ValueError(f"tensor {name} has shape {list(tensor.get_shape())}, expected {shape}")
             for part, ids in zip(names, rows, strict=True):
-                kept[name.replace(f"in_proj_{joined}", f"in_proj_{part}")] = Rows(tensor, ids)
+                kept[name.replace(f"in_proj_{joined}", f"in_proj_{part}")] = map_parts(partial(Rows, rows=ids), tensor)
     return kept
 
 

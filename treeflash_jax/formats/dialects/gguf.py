@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.formats import gguf_reader
+from treeflash_jax.formats import gguf_blocks, gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf_reader import File, Tensor
@@ -78,7 +78,7 @@ class Gguf(Dialect):
                 if count := heads.get(name.rpartition("blk.")[2].partition(".")[2]):
                     pairs = np.arange(count * config.head_dim).reshape(count, config.head_dim // 2, 2)
                     tensors[name] = replace(tensor, order=pairs.swapaxes(1, 2).ravel())
-        yield tensors
+        yield {name: gguf_blocks.grouped(tensor) for name, tensor in tensors.items()}
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         gguf, architecture = gguf_reader.package(), ARCHITECTURES[config.model_type]

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.formats import architectures, fp8, storage
+from treeflash_jax.formats import architectures, quant_methods, storage
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
@@ -23,14 +23,14 @@ class HuggingFace(Dialect):
         return architectures.recognise(keys).read(keys)
 
     def select(self, path: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Joins FP8 weights with their scales, and leaves out the copy of a tied table.
+        """Joins quantised weights with their scales, and leaves out the copy of a tied table.
 
-        Raises ValueError if the copy has other weights, or as `fp8.join` and `adapt_tensors`.
+        Raises ValueError if the copy has other weights, or as `quant_methods.join` and `adapt_tensors`.
         """
         architecture = ARCHITECTURES[config.model_type]
         outside = architecture.outside
         try:
-            tensors = architecture.adapt_tensors(config, fp8.join(path, tensors))
+            tensors = architecture.adapt_tensors(config, quant_methods.join(path, tensors))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         embed, unembed = (outside[part].name for part in ("embed", "unembed"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.drafters.mtp_drafter import MtpDrafter, layer_sizes
-from treeflash_jax.formats import architectures, fp8
+from treeflash_jax.formats import architectures, quant_methods
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dialect import OUR_FIELDS, OUR_KEY, Dialect, read_our_fields, write_our_fields
 from treeflash_jax.formats.keys import Keys
@@ -37,7 +37,7 @@ class Mtp(Dialect):
         selected = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         if not selected:
             raise ValueError(f"{path}: got no tensors {PREFIX}*, expected those of a layer of multi-token prediction")
-        return fp8.join(path, selected)
+        return quant_methods.join(path, selected)
 
     def entries(self, config: MtpDrafter, specs: Any, names: Collection[str]) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
