@@ -122,6 +122,7 @@ def test_answers_of_a_rounded_verifier_are_its_own(scheme):
     assert max(max(result.accept_lengths) for result in results) > 1
 
 
+@pytest.mark.slow
 def test_random_weights_of_benchmarks_hold_every_token_once():
     model = with_shared_layers(FEW_TOKENS)
     pair = shapes.random_pair(model, make_assistant(model, num_clusters=4, top_clusters=2), jnp.bfloat16)
