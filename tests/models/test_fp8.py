@@ -79,7 +79,7 @@ def test_products_are_those_with_the_dense_weight(name, vectors):
 
 def in_kernel(x, values, scale):
     with kernels.use("mosaic-gpu"):
-        return block_products.product(x, values, scale, jnp.float32)
+        return block_products.product(x, Quantized(values, scale), jnp.float32)
 
 
 @needs_mosaic
@@ -133,7 +133,7 @@ def test_no_program_scales_a_whole_weight(name, vectors, converts):
         run = partial(quantized.product, "btd,fd->btf")
     else:
         small, x = make_zeros((8, 640, 128), (8, 5, 1)), jnp.ones((8, vectors, 640), jnp.bfloat16)
-        run = lambda x, small: block_products.expert_product(x, small.values, small.scale)  # noqa: E731
+        run = block_products.expert_product
     text = jax.jit(run).lower(x, small).as_text()
     made = re.findall(r"stablehlo\.(\w+) .*-> tensor<([\dx]+)x(?:bf16|f32)>", text)
     made += re.findall(r"stablehlo\.(\w+) .* : tensor<([\dx]+)x(?:bf16|f32)>$", text, re.MULTILINE)
@@ -143,8 +143,8 @@ def test_no_program_scales_a_whole_weight(name, vectors, converts):
 
 def test_tpus_multiply_experts_in_one_piece():
     """Compiled for a TPU v5e, parts of 128 experts of 768 x 2,048 write a copy of all of them, 403 MB."""
-    shapes = ((8, 300, 640), jnp.bfloat16), ((8, 640, 128), jnp.float8_e4m3fn), ((8, 5, 1), jnp.bfloat16)
-    traced = jax.jit(block_products.expert_product).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    x = jax.ShapeDtypeStruct((8, 300, 640), jnp.bfloat16)
+    traced = jax.jit(block_products.expert_product).trace(x, make_zeros((8, 640, 128), (8, 5, 1)))
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
     assert [name for name, text in texts.items() if "stablehlo.while" in text] == ["cpu", "cuda"]
 

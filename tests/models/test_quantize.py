@@ -174,13 +174,13 @@ def test_programs_compile_from_int8_shapes():
 
 def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
     for call in (
-        lambda: tf.load(verifier="nobody/nothing", quantize="int4"),
-        lambda: model_files.load_verifier("nowhere", quantize="int4"),
-        lambda: verifier.specs(RANDOM_MODEL, "int4"),
+        lambda: tf.load(verifier="nobody/nothing", quantize="int2"),
+        lambda: model_files.load_verifier("nowhere", quantize="int2"),
+        lambda: verifier.specs(RANDOM_MODEL, "int2"),
     ):
-        refused(call, "got quantize 'int4', expected ", "'int8'")
+        refused(call, "got quantize 'int2', expected ", "'int8'")
     for command in ("generate", "chat", "check", "bench run --out x", "bench latency", "bench memory --shape tiny"):
-        mistake(capsys, commands.main, [*command.split(), "--quantize", "int4"], "'int4'", "int8")
+        mistake(capsys, commands.main, [*command.split(), "--quantize", "int2"], "'int2'", "int8")
 
 
 def test_check_compares_with_the_int8_verifier_and_says_so(capsys, monkeypatch, int8):
