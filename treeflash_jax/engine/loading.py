@@ -139,7 +139,7 @@ def _choose_scheme(pair: _Pair, requested: str | None, drafter: Drafter | None, 
         return None if requested == NONE else requested
     device = sharding.device(mesh)
     tokens = 1 if drafter is None else choose_nodes(drafter, of_device(device, dtype))
-    return "fp8" if keeps_fp8(device, dtype, tokens) and model_files.has_fp8(pair.verifier) else None
+    return "fp8" if keeps_fp8(device, dtype, tokens) and "fp8" in model_files.code_books(pair.verifier) else None
 
 
 def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:

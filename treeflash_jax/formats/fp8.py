@@ -25,7 +25,7 @@ from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models import quantized
 from treeflash_jax.models.quantized import Quantized
 
-ENDINGS = ("_scale_inv", ".weight_scale")
+_ENDINGS = ("_scale_inv", ".weight_scale")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)  # by byte: faster than a conversion
 
 
@@ -68,6 +68,7 @@ class ScaledTensor:
     counts: tuple[int, ...]
     block: tuple[int, ...]
     is_quantized = True
+    code_book = "fp8"
 
     def get_shape(self) -> tuple[int, ...]:
         return tuple(self.values.get_shape())
@@ -110,9 +111,9 @@ def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
 
     Raises ValueError for scales without a weight, or of another shape.
     """
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(ENDINGS)}
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(_ENDINGS)}
     for name in tensors:
-        if name.endswith(ENDINGS):
+        if name.endswith(_ENDINGS):
             weight = name[: name.rindex("_scale")]
             if weight not in kept or kept[weight].get_dtype() != "F8_E4M3":
                 got = "no tensor" if weight not in kept else f"type {kept[weight].get_dtype()}"

@@ -88,14 +88,14 @@ class GroupedTensor:
     def __getitem__(self, index: Any) -> np.ndarray:
         rows, columns = split_index(index, len(self.get_shape()))
         codes = self.codes[rows]
-        values = E2M1[codes] if self.code_book == "e2m1" else codes.astype(np.float32)
+        values = E2M1.take(codes) if self.code_book == "e2m1" else codes.astype(np.float32)
         groups = values.reshape(*values.shape[:-1], -1, self.group)
         groups -= self.zeros if isinstance(self.zeros, int) else self.zeros[rows].astype(np.float32)[..., None]
         groups *= self.factors(rows)[..., None]
         if self.minimums is not None:
             groups -= _product(self.minimums, self.outer_minimums, False, rows)[..., None]
         if self.order is not None:
-            values = values[..., np.argsort(self.order)]
+            values = values.take(np.argsort(self.order), axis=-1)
         return values[(..., *columns)]
 
 
@@ -111,7 +111,8 @@ def map_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 def split_index(index: Any, axes: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns the indices of all axes but the last, and those of the last, which may be none."""
-    index = index if isinstance(index, tuple) else (index,)
+    if not isinstance(index, tuple):
+        index = () if index is ... else (index,)
     rows = index[: axes - 1]
     return (*rows, *(slice(None),) * (axes - 1 - len(rows))), index[axes - 1 :]
 

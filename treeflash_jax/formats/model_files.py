@@ -67,9 +67,15 @@ def has_mtp(path: str | Path) -> bool:
     return any(name.startswith("mtp.") for name in tensor_files.names(Path(path)))
 
 
-def has_fp8(path: str | Path) -> bool:
-    """Returns whether the files of a verifier hold FP8 weights with scales."""
-    return any(name.endswith(fp8.ENDINGS) for name in tensor_files.names(Path(path)))
+def code_books(path: str | Path) -> frozenset[str]:
+    """Returns the kinds of a verifier's quantised weights: "fp8", or the code books of `GroupedTensor`; none: wide files.
+
+    Raises ValueError as `load_verifier`.
+    """
+    dialect, config = _find(path, "verifier")
+    with dialect.opened(Path(path), config) as tensors:
+        books = {getattr(tensor, "code_book", None) for tensor in tensors.values()}
+    return frozenset(books - {None})
 
 
 def check_copies(drafter: str | Path, source: str | Path) -> None:

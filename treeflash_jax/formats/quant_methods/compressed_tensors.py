@@ -50,8 +50,11 @@ def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
 
 def _module(module: str, held: dict[str, Tensor]) -> GroupedTensor:
     if "weight_global_scale" in held:
+        if "weight_zero_point" in held:
+            raise ValueError(f"got {module}.weight_zero_point, expected none: zero points of NVFP4 are not implemented")
         return nvfp4.tensor(module, held, "weight_packed", "weight_global_scale", is_divisor=True)
-    *experts, outputs, inputs = (int(size) for size in find(module, held, "weight_shape", ("I64", "I32"))[...])
+    axes = len(held["weight_packed"].get_shape())
+    *experts, outputs, inputs = find(module, held, "weight_shape", ("I64", "I32"), (max(2, axes),))[...].tolist()
     words = find(module, held, "weight_packed", ("I32",), (*experts, outputs, None)).get_shape()[-1]
     bits = next((bits for bits in (4, 8) if words == -(-inputs * bits // 32)), None)
     if bits is None:
@@ -68,7 +71,7 @@ def _module(module: str, held: dict[str, Tensor]) -> GroupedTensor:
 
     def codes(rows: tuple[Any, ...]) -> Any:
         numbers = unpack(packed[rows])[..., :inputs]
-        return numbers if order is None else numbers[..., order]
+        return numbers if order is None else numbers.take(order, axis=-1)
 
     zeros: Any = 8 if bits == 4 else 0
     if "weight_zero_point" in held:

@@ -32,7 +32,7 @@ ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 def check(stated: Keys) -> None:
     stated.check_only({"pack_dtype": ("int32", None)})
     bits, form = stated.raw.get("bits"), _format(stated.raw)
-    stated.expect(bits in ONES, "bits", bits, "4 or 8: load the model's bfloat16 files")
+    stated.expect(type(bits) is int and bits in ONES, "bits", bits, "4 or 8: load the model's bfloat16 files")
     stated.expect(form in FORMATS, "checkpoint_format", form, " or ".join(map(repr, FORMATS)))
 
 
@@ -58,7 +58,7 @@ def _module(bits: int, is_first: bool, module: str, held: dict[str, Tensor]) -> 
 
     def codes(rows: tuple[Any, ...]) -> np.ndarray:
         numbers = unpack(packed[:, rows[0]].T)
-        return numbers if order is None else numbers[:, order]
+        return numbers if order is None else numbers.take(order, axis=-1)
 
     def zeros(rows: tuple[Any, ...]) -> np.ndarray:
         first, last, _ = rows[0].indices(outputs)
