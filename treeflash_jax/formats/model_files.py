@@ -14,9 +14,9 @@ from treeflash_jax.core.checks import expect, quoted, read_json, warn
 from treeflash_jax.formats import (
     dialects,
     draft_vocabulary,
-    fp8,
     gguf_reader,
     gguf_tokenizer,
+    kept_weights,
     storage,
     tensor_files,
     tokenizer,
@@ -221,8 +221,8 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
 def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | None = None) -> Any:
     with dialect.opened(Path(path), config) as tensors:
         entries = dialect.entries(config, specs, tensors.keys())
-        if quantize == "fp8" and any(isinstance(tensor, fp8.ScaledTensor) for tensor in tensors.values()):
-            return fp8.load(Path(path), tensors, specs, entries, dtype, mesh)
+        if quantize and quantize == kept_weights.find_scheme(tensors):
+            return kept_weights.load(Path(path), tensors, specs, entries, dtype, mesh)
         if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
             warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again")
         finish = partial(quantized.compress, scheme=quantize, mesh=mesh)

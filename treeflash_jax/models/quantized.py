@@ -235,7 +235,7 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     vectors = jax.tree.map(pick, table)
     if table.block is not None:
         return block_products.widened(vectors, table.dtype)
-    return vectors.values.astype(table.dtype) * vectors.scale[..., None]
+    return (vectors.values.astype(table.dtype) * vectors.scale[..., None]).astype(table.dtype)
 
 
 def _is_quantized(x: Any) -> bool:
