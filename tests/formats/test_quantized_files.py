@@ -186,6 +186,17 @@ def test_modelopt_states_its_method_in_a_file_of_its_own(tmp_path, caplog):
     refused(lambda: model_files.load_verifier(folder), "hf_quant_config.json", "quant_algo", "'FP8'", "NVFP4")
 
 
+def test_biases_of_zeros_that_a_family_does_not_have(damaged, caplog):
+    """Old GPTQ files have one for each matrix."""
+    folder = damaged("gptq")
+    expected = model_files.load_verifier(folder)
+    change(folder, {f"{UP}.bias": np.zeros(128, np.float16)})
+    assert_same(model_files.load_verifier(folder), expected)
+    change(folder, {f"{UP}.bias": np.eye(1, 128, dtype=np.float16)[0]})
+    refused(lambda: model_files.load_verifier(folder), "unknown tensors", f"{UP}.bias")
+    change(folder, {f"{UP}.bias": None})
+
+
 def test_formats_may_be_mixed(tmp_path):
     """Files of compressed-tensors: one module in NVFP4, one in FP8, the others in whole numbers."""
     folder, dense = make_folders(tmp_path, SOURCE, "pack-quantized")
@@ -303,6 +314,7 @@ def test_lists_of_wide_modules_that_the_tensors_contradict(damaged):
     (MODELOPT | {"group_size": 32}, ("group_size = 32", "16")),
     (AWQ | {"bits": 3}, ("bits", "3", "4")),
     (AWQ | {"version": "gemv"}, ("version", "'gemv'", "'gemm'")),
+    (AWQ | {"version": None, "format": "gemv_fast"}, ("version", "'gemv_fast'", "'gemm'")),
     (GPTQ | {"bits": 3}, ("bits", "3", "4 or 8")),
     (GPTQ | {"bits": True}, ("bits", "4 or 8")),
     (GPTQ | {"bits": [4]}, ("bits", "4 or 8")),

@@ -19,7 +19,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of each of 8 outputs
 def check(stated: Keys) -> None:
     bits = stated.raw.get("bits", stated.raw.get("w_bit", 4))
     stated.expect(bits == 4, "bits", bits, "4: load the model's bfloat16 files")
-    version = stated.raw.get("version", "gemm")
+    version = stated.raw.get("version") or stated.raw.get("checkpoint_format") or stated.raw.get("format") or "gemm"
     stated.expect(str(version).lower() == "gemm", "version", version, "'gemm'")
 
 
