@@ -64,9 +64,12 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
     meant = {name: gguf.dequantize(x, kind) if x.ndim == 2 else x for name, x in raw.items()}
     assert all(np.isfinite(x).all() and np.std(x) > 0 for x in meant.values())
     save_file(meant, tmp_path / "model.safetensors")
-    assert_same(
-        model_files.load_verifier(write(tmp_path / "x.gguf", config, tensors))[1], model_files.load_verifier(tmp_path)[1]
-    )
+    path, expected = write(tmp_path / "x.gguf", config, tensors), model_files.load_verifier(tmp_path)[1]
+    assert_same(model_files.load_verifier(path)[1], expected)
+    if kind.name in gguf_blocks.TYPES:
+        kept = model_files.load_verifier(path, quantize="int4")[1]
+        assert kept["embed"].dtype == jnp.float32 and kept["embed"].values.dtype in (jnp.int4, jnp.int8)
+        assert_same(expand_kept(kept, jnp.float32), expected)
 
 
 @needs_8_devices

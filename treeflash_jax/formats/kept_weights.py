@@ -1,7 +1,7 @@
 """Weights of quantised files, kept as they are stored: each becomes a `quantized.Quantized` of its parts.
 
-Scales of groups or blocks are repeated if a shard of a mesh would otherwise have a part of a group. Codes of four bits become
-int4, with numbers around zero, so that their products with scales are rounded as finely as the weight.
+Scales of groups or blocks are repeated if a shard of a mesh would otherwise have a part of a group. Codes of four bits
+become int4, numbers around zero, so that their products with scales are rounded as finely as the weight.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,18 @@ import ml_dtypes
 import numpy as np
 
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
-from treeflash_jax.formats import grouped_tensors, storage
+from treeflash_jax.formats import storage
 from treeflash_jax.formats.fp8 import BlockScales, ScaledTensor
 from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models import quantized
 from treeflash_jax.models.quantized import Quantized
 
-_DTYPES = grouped_tensors.DTYPES | {"F4": ml_dtypes.float4_e2m1fn, "I4": ml_dtypes.int4, "I32": np.int32}
+_DTYPES = {
+    "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu, "F4": ml_dtypes.float4_e2m1fn, "I4": ml_dtypes.int4, "I8": np.int8,
+    "U8": np.uint8, "I16": np.int16, "I32": np.int32,
+}  # fmt: skip
 _FACTORS = {"scale": "scales", "outer": "outer", "minimum": "minimums", "outer_minimum": "outer_minimums"}
 _CENTER = 8  # of codes of four bits
 
@@ -99,19 +103,21 @@ def _numbers(tensor: GroupedTensor) -> dict[str, Tensor]:
     codes, zeros = tensor.codes, tensor.zeros
     if tensor.code_book == "e2m1":
         return {"values": Part(codes.get_shape(), "F4", lambda rows: codes[rows].view(ml_dtypes.float4_e2m1fn))}
-    kind, center = ("I4", _CENTER) if tensor.code_book == "int4" else ("I8", zeros if isinstance(zeros, int) else 0)
-
-    def centred(part: Tensor, kind: str) -> Part:
-        return Part(part.get_shape(), kind, lambda rows: (part[rows].astype(np.int8) - center).astype(_DTYPES[kind]))
-
-    values = {"values": centred(codes, kind)}
+    if tensor.code_book == "int8":
+        values, center = codes, 0
+    else:
+        values, center = _less(codes, _CENTER, "I4"), _CENTER
     if not isinstance(zeros, int):
-        return values | {"zero": centred(zeros, "I8")}
+        return {"values": values, "zero": _less(zeros, center, "I8") if center else zeros}
     if zeros == center:
-        return values
-    outputs = codes.get_shape()[:-1]
-    zero = np.broadcast_to(np.int8(zeros - center), (*outputs, 1))
-    return values | {"zero": Part(zero.shape, "I8", lambda rows: zero[rows])}
+        return {"values": values}
+    zero = np.broadcast_to(np.int8(zeros - center), (*codes.get_shape()[:-1], 1))
+    return {"values": values, "zero": Part(zero.shape, "I8", lambda rows: zero[rows])}
+
+
+def _less(part: Tensor, center: int, dtype: str) -> Part:
+    """Returns whole numbers less `center`."""
+    return Part(part.get_shape(), dtype, lambda rows: (part[rows].astype(np.int16) - center).astype(_DTYPES[dtype]))
 
 
 def _fitted(part: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -27,7 +27,7 @@ READ_AT_ONCE = 2**20  # numbers, before they are converted: fresh memory costs m
 FLOAT8 = "F8_E4M3"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
-WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
+WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8", "I4")
 
 
 class Tensor(Protocol):

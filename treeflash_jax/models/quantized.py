@@ -95,7 +95,7 @@ def check_scheme(scheme: str | None) -> None:
 
 def quantization_scheme(weights: Any) -> str | None:
     """Returns the scheme of a tree of weights, that of the fewest bits; None if nothing in it is quantised."""
-    leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=_is_quantized) if _is_quantized(leaf)]
+    leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=is_quantized) if is_quantized(leaf)]
     schemes = {_find_scheme(leaf) for leaf in leaves}
     return next((scheme for scheme in reversed(SCHEMES) if scheme in schemes), None)
 
@@ -121,7 +121,7 @@ def specs_like(tree: Any, weights: Any) -> Any:
     """Returns the specs of partly quantised weights, given the specs of all of them as arrays."""
 
     def like(spec: Spec, weight: Any) -> Any:
-        if not _is_quantized(weight):
+        if not is_quantized(weight):
             return spec
         outputs = tuple(spec.axes[axis] for axis in _outputs(spec))
         axes = {len(spec.shape): spec.axes, len(outputs): outputs}
@@ -197,14 +197,14 @@ def _compress(weight: jax.Array, spec: Spec, scheme: str) -> Quantized:
 
 
 def can_join(*weights: Any) -> bool:
-    """Returns True if weights can be concatenated: none is quantised, or all alike, and none has inputs in another order."""
+    """Returns True if weights can be concatenated: none is quantised, or all alike with inputs in order."""
 
     def layout(weight: Any) -> Any:
-        if not _is_quantized(weight):
+        if not is_quantized(weight):
             return None
         return weight.block, jax.tree.structure(weight), tuple(part.dtype for part in jax.tree.leaves(weight))
 
-    has_order = any(_is_quantized(weight) and weight.order is not None for weight in weights)
+    has_order = any(is_quantized(weight) and weight.order is not None for weight in weights)
     return not has_order and len({layout(weight) for weight in weights}) == 1
 
 
@@ -238,7 +238,8 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     return (vectors.values.astype(table.dtype) * vectors.scale[..., None]).astype(table.dtype)
 
 
-def _is_quantized(x: Any) -> bool:
+def is_quantized(x: Any) -> bool:
+    """Returns True for a Quantized, to take it as a leaf of a tree."""
     return isinstance(x, Quantized)
 
 
