@@ -11,6 +11,7 @@ import pytest
 from conftest import DATA, needs_8_devices
 from gguf_files import F32, LLAMA, MODELS, add, as_gguf, as_stored, digests, gguf, save_hf, vocabulary, write, write_small
 from model_files import assert_same
+from quantized_files import expand_kept
 from safetensors.numpy import save_file
 
 import treeflash_jax as tf
@@ -18,7 +19,7 @@ from treeflash_jax.bench.check import describe_ends
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks
 from treeflash_jax.engine.settings.pairs import locate
-from treeflash_jax.formats import gguf_reader, model_files
+from treeflash_jax.formats import gguf_blocks, gguf_reader, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import layers, quantized
 from treeflash_jax.models.config import Rope

@@ -1,4 +1,4 @@
-"""Weights in FP8 with a scale per block: rounding by hand, products of few and many vectors, experts, meshes, programs."""
+"""Weights with a scale per block or group: rounding by hand, products of few and many vectors, experts, meshes."""
 
 import math
 import re
@@ -67,10 +67,10 @@ def test_values_and_scales_by_hand(dtype):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("vectors", [1, 7, 200])
-@pytest.mark.parametrize("name", EQUATIONS)
-def test_products_are_those_with_the_dense_weight(name, vectors):
+@pytest.mark.parametrize("name, scheme", [*((name, "fp8") for name in EQUATIONS), ("q", "int4"), ("down", "int4")])
+def test_products_are_those_with_the_dense_weight(name, scheme, vectors):
     spec = LAYER[name]
-    small = quantized.compress(jnp.asarray(draw(*spec.shape, dtype=np.float64)), spec, "fp8")
+    small = quantized.compress(jnp.asarray(draw(*spec.shape, dtype=np.float64)), spec, scheme)
     x = draw(1, vectors, spec.shape[-1], dtype=np.float64)
     got = jax.jit(partial(quantized.product, EQUATIONS[name]))(x, small)
     assert got.dtype == np.float64
@@ -111,11 +111,12 @@ def test_the_kernel_leaves_other_products_to_xla():
         assert not has_kernel()
 
 
-def test_the_output_of_attention_folds_heads_of_blocks():
+@pytest.mark.parametrize("scheme, block", [("fp8", (64, 1, 32)), ("int4", (1, 1, 32))])
+def test_the_output_of_attention_folds_heads_of_blocks(scheme, block):
     spec = LAYER["o"]
-    small = quantized.compress(jnp.asarray(draw(*spec.shape)), spec, "fp8")
+    small = quantized.compress(jnp.asarray(draw(*spec.shape)), spec, scheme)
     mixed = draw(1, 3, *spec.shape[1:])
-    assert small.block == (64, 1, 32)
+    assert small.block == block
     expected = np.einsum("bthe,dhe->btd", mixed, widened(small, spec))
     np.testing.assert_allclose(jax.jit(layers.merge_heads)({"o": small}, mixed), expected, rtol=1e-4, atol=1e-3)
 
@@ -150,12 +151,13 @@ def test_tpus_multiply_experts_in_one_piece():
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("scheme, block", [("fp8", (1, 128, 128)), ("int4", (1, 128, 1)), ("mxfp4", (1, 32, 1))])
 @pytest.mark.parametrize("tokens", [1, 9, 130])
-def test_experts_are_those_of_the_dense_weights(tokens):
+def test_experts_are_those_of_the_dense_weights(tokens, scheme, block):
     specs = experts.specs(EXPERTS)
-    small = compress_all(specs, random_weights(specs, dtype=jnp.float64))
+    small = compress_all(specs, random_weights(specs, dtype=jnp.float64), scheme)
     dense = widen_all(specs, small)
-    assert small["expert_up"].block == (1, 128, 128)
+    assert small["expert_up"].block == block
     x_nd = draw(tokens, 256, dtype=np.float64)
     weight_nk, ids_nk = jax.jit(experts.route, static_argnums=1)(dense, EXPERTS, x_nd)
     forms = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
@@ -169,15 +171,19 @@ def test_experts_are_those_of_the_dense_weights(tokens):
 
 @needs_8_devices
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("sizes", [{"data": 1, "model": 4, "experts": 2}, {"data": 2, "model": 4}])
-def test_experts_on_a_mesh_have_whole_blocks(sizes):
+@pytest.mark.parametrize("sizes, scheme", [
+    ({"data": 1, "model": 4, "experts": 2}, "fp8"), ({"data": 2, "model": 4}, "fp8"),
+    ({"data": 1, "model": 4, "experts": 2}, "int4"),
+])  # fmt: skip
+def test_experts_on_a_mesh_have_whole_blocks(sizes, scheme):
     """384 outputs of an expert are three blocks, which four devices do not divide: each has blocks of 32."""
     mesh, specs = make_mesh(**sizes), experts.specs(EXPERTS)
     dense = random_weights(specs, dtype=jnp.float64)
     placed = jax.device_put(dense, jax.tree.map(lambda x: x.sharding, parameters.abstract(specs, float, mesh)))
-    small = {name: quantized.compress(x, specs[name], "fp8", mesh) for name, x in placed.items()}
+    small = {name: quantized.compress(x, specs[name], scheme, mesh) for name, x in placed.items()}
     if "experts" in sizes:
-        assert small["expert_up"].block == (1, 128, 32) and small["expert_down"].block == (1, 32, 128)
+        outputs = (32, 128) if scheme == "fp8" else (1, 1)
+        assert small["expert_up"].block == (1, 128, outputs[0]) and small["expert_down"].block == (1, 32, outputs[1])
     x_btd = jnp.asarray(draw(2, 5, 256, dtype=np.float64))
     run = jax.jit(lambda weights, x: experts.mixture(weights, EXPERTS, x))
     expected = run(widen_all(specs, jax.device_get(small)), x_btd)
@@ -186,13 +192,14 @@ def test_experts_on_a_mesh_have_whole_blocks(sizes):
 
 
 @needs_8_devices
+@pytest.mark.parametrize("scheme, block", [("fp8", (128, 64)), ("int4", (1, 64))])
 @pytest.mark.parametrize("vectors", [3, 200])
-def test_a_mesh_multiplies_its_shards(vectors):
+def test_a_mesh_multiplies_its_shards(vectors, scheme, block):
     """No values travel, for few vectors and for many."""
     mesh, spec = make_mesh(2, 4), LAYER["up"]
     weight = jax.device_put(jnp.asarray(draw(*spec.shape)), sharding.sharding(spec.axes, spec.shape, mesh))
-    small = quantized.compress(weight, spec, "fp8", mesh)
-    assert small.scale.sharding.spec[0] == small.values.sharding.spec[0] == "model" and small.block == (128, 64)
+    small = quantized.compress(weight, spec, scheme, mesh)
+    assert small.scale.sharding.spec[0] == small.values.sharding.spec[0] == "model" and small.block == block
     x = draw(2, vectors, spec.shape[1])
     with sharding.ambient(mesh):
         compiled = jax.jit(partial(quantized.product, "btd,fd->btf")).lower(x, small).compile()
@@ -202,11 +209,12 @@ def test_a_mesh_multiplies_its_shards(vectors):
 
 
 @pytest.mark.usefixtures("float64")
-def test_drafted_answers_are_the_likeliest_tokens_of_the_dense_weights():
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+def test_drafted_answers_are_the_likeliest_tokens_of_the_dense_weights(scheme):
     config = replace(FEW_TOKENS, num_layers=1)
     pair, specs = make_pair(config, NgramDrafter(), NgramDrafter().specs(), dtype=jnp.float64), verifier.specs(config)
-    pair.weights = pair.weights.replace(verifier=compress_all(specs, pair.weights.verifier))
-    assert pair.quantize == "fp8" and pair.dtype == jnp.float64
+    pair.weights = pair.weights.replace(verifier=compress_all(specs, pair.weights.verifier, scheme))
+    assert pair.quantize == scheme and pair.dtype == jnp.float64
     results = pair.generate(PROMPTS, nodes=8, builder="best-first", max_new_tokens=20)
     assert any(max(result.accept_lengths) > 1 for result in results)
     got = assert_greedy(pair, PROMPTS, results)
@@ -243,6 +251,13 @@ def test_programs_compile_from_shapes():
 def test_parts_divide_an_axis_and_what_a_shard_has_of_it():
     sizes = [(76, 1), (76, 4), (19, 1), (8, 4), (3, 1), (1, 8), (32, 8)]
     assert [block_products._count_parts(size, ways) for size, ways in sizes] == [4, 19, 19, 2, 3, 1, 4]
+
+
+def test_groups_are_kept_where_that_moves_fewer_bytes_or_nothing_else_fits():
+    keeps, gpu = partial(defaults.keeps_groups, fits=True), Device("gpu", "NVIDIA H200")
+    assert [keeps(gpu, jnp.bfloat16, tokens) for tokens in (1, 16, 23, 24, 64)] == [True, True, True, False, False]
+    assert keeps(Device("tpu"), jnp.bfloat16, 64) and not keeps(Device("cpu"), jnp.bfloat16, 1)
+    assert defaults.keeps_groups(gpu, jnp.bfloat16, 64, False) and defaults.keeps_groups(Device("cpu"), float, 1, False)
 
 
 def test_fp8_files_are_kept_where_that_moves_fewer_bytes():

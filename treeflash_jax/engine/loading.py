@@ -19,7 +19,14 @@ from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
-from treeflash_jax.engine.settings.defaults import choose_dtype, choose_nodes, keeps_fp8, merges_weights, of_device
+from treeflash_jax.engine.settings.defaults import (
+    choose_dtype,
+    choose_nodes,
+    keeps_fp8,
+    keeps_groups,
+    merges_weights,
+    of_device,
+)
 from treeflash_jax.engine.settings.keywords import LoadOptions
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, model_files
@@ -118,7 +125,7 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
     if drafter_config is not None and drafter_config.has_tokenizer:
         check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
-    quantize = _choose_scheme(pair, chosen.quantize, drafter_config, dtype, mesh)
+    quantize = _choose_scheme(pair, chosen.quantize, config, drafter_config, dtype=dtype, mesh=mesh)
     needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize)
     check_memory(needs, usable_memory(mesh), mesh)
     return TreeFlash(
@@ -133,13 +140,22 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     )
 
 
-def _choose_scheme(pair: _Pair, requested: str | None, drafter: Drafter | None, dtype: Any, mesh: Any) -> str | None:
-    """Returns the scheme of the verifier's matrices: the requested one, or that of FP8 files if `keeps_fp8`."""
+def _choose_scheme(
+    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, **place: Any
+) -> str | None:
+    """Returns the scheme of the verifier's matrices: the requested one, or that of quantised files that pays on a device."""
     if requested is not None:
         return None if requested == NONE else requested
-    device = sharding.device(mesh)
+    stored = model_files.stored_scheme(pair.verifier)
+    if stored is None:
+        return None
+    device, dtype = sharding.device(place["mesh"]), place["dtype"]
     tokens = 1 if drafter is None else choose_nodes(drafter, of_device(device, dtype))
-    return "fp8" if keeps_fp8(device, dtype, tokens) and "fp8" in model_files.code_books(pair.verifier) else None
+    if stored == "fp8":
+        return stored if keeps_fp8(device, dtype, tokens) else None
+    limit = usable_memory(place["mesh"])
+    fits = limit is None or footprint(config, drafter, **place).total <= limit
+    return stored if keeps_groups(device, dtype, tokens, fits) else None
 
 
 def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:

@@ -32,9 +32,18 @@ _CENTER = 8  # of codes of four bits
 
 
 def find_scheme(tensors: Mapping[str, Tensor]) -> str | None:
-    """Returns the scheme (`quantized.SCHEMES`) that keeps quantised tensors as they are; None: there are none."""
-    kinds = {type(tensor) for tensor in tensors.values()}
-    return "int4" if GroupedTensor in kinds else "fp8" if ScaledTensor in kinds else None
+    """Returns the scheme (`quantized.SCHEMES`) with which quantised tensors are kept as they are; None: there are none."""
+    grouped = [tensor for tensor in tensors.values() if isinstance(tensor, GroupedTensor)]
+    if grouped:
+        is_mxfp4 = all(tensor.scales.get_dtype() == "F8_E8M0" for tensor in grouped)
+        return "mxfp4" if is_mxfp4 else "int4"
+    return "fp8" if any(isinstance(tensor, ScaledTensor) for tensor in tensors.values()) else None
+
+
+def can_keep(scheme: str | None, tensors: Mapping[str, Tensor]) -> bool:
+    """Returns whether a requested scheme keeps quantised tensors; "int4" keeps all but FP8."""
+    stored = find_scheme(tensors)
+    return scheme is not None and (scheme == stored or (scheme == "int4" and stored == "mxfp4"))
 
 
 def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Any) -> Any:

@@ -2,10 +2,11 @@
 
 w ~ values * scale. Scheme "int8" has a scale per output channel, max |w| / 127 over the axes that a product sums over
 (`Spec.inputs`); "fp8" has float8_e4m3fn values and a scale per block of 128 outputs and 128 inputs, max |w| / 448; "int4"
-has a scale per output and group of 128 inputs, max |w| / 7. The last two leave the vocabulary tables as they are, as most
-published files do. Quantised files have scales of their own, and groups of other sizes (`formats.kept_weights`). No
-dequantised weight is stored: products scale what goes in or comes out, or a part of the weight at a time. Norms stay as
-they are.
+has a scale per output and group of 128 inputs, max |w| / 7. These two leave the vocabulary tables as they are, as most
+published files do. "mxfp4" is for experts alone, as in gpt-oss: E2M1 values and a power of two per output and group of 32
+inputs, which makes the largest 4 to 8, rounded to 6 at most. Quantised files have scales of their own, and groups of other
+sizes (`formats.kept_weights`). No dequantised weight is stored: products scale what goes in or comes out, or a part of the
+weight at a time. Norms stay as they are.
 
 The quantised verifier is a model of its own: drafted output equals ITS one-token output, not that of the wider weights.
 """
@@ -26,12 +27,17 @@ from treeflash_jax.core.dtypes import at_least_float32, bits
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models.backend import block_products, indexing, products
 
-DTYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn), "int4": jnp.dtype(jnp.int4)}
+DTYPES = {
+    "int8": jnp.dtype(jnp.int8),
+    "fp8": jnp.dtype(jnp.float8_e4m3fn),
+    "int4": jnp.dtype(jnp.int4),
+    "mxfp4": jnp.dtype(jnp.float4_e2m1fn),
+}
 SCHEMES = tuple(DTYPES)
 NONE = "none"  # in settings: no scheme, also for quantised files
-LARGEST = {"int8": 127, "fp8": 448, "int4": 7}
+LARGEST = {"int8": 127, "fp8": 448, "int4": 7, "mxfp4": 6}
 SCALE_BLOCK = 128
-BLOCKS = {"fp8": (SCALE_BLOCK, SCALE_BLOCK), "int4": (1, SCALE_BLOCK)}  # outputs and inputs with a common scale
+BLOCKS = {"fp8": (SCALE_BLOCK, SCALE_BLOCK), "int4": (1, SCALE_BLOCK), "mxfp4": (1, 32)}  # outputs and inputs
 
 
 @struct.dataclass
@@ -102,7 +108,9 @@ def quantization_scheme(weights: Any) -> str | None:
 
 def _find_scheme(weight: Quantized) -> str:
     dtype = weight.values.dtype
-    return "int4" if bits(dtype) == 4 else next(scheme for scheme in SCHEMES if DTYPES[scheme] == dtype)
+    if bits(dtype) == 4 and weight.scale.dtype != jnp.float8_e8m0fnu:
+        return "int4"
+    return next(scheme for scheme in SCHEMES if DTYPES[scheme] == dtype)
 
 
 def specs(tree: Any, scheme: str | None, mesh: Any = None) -> Any:
@@ -133,6 +141,7 @@ def specs_like(tree: Any, weights: Any) -> Any:
 def applies(scheme: str | None, spec: Spec) -> bool:
     """Returns True if a scheme quantises the weight."""
     is_kept = scheme is None or (scheme in BLOCKS and "vocab" in spec.axes)
+    is_kept |= scheme == "mxfp4" and "experts" not in spec.axes
     return bool(spec.inputs) and spec.can_quantize and not is_kept
 
 
@@ -166,16 +175,27 @@ def quantize(
     split = [part for size, count in zip(weight.shape, parts, strict=True) for part in (count, size // count)]
     wide = weight.astype(at_least_float32(weight.dtype)).reshape(split)
     kept = jnp.finfo(weight.dtype)
+    within = tuple(range(1, len(split), 2))
+    largest = jnp.max(jnp.abs(wide), axis=within, keepdims=True)
+    if scheme == "mxfp4":
+        return _round_to_mxfp4(weight, wide, largest, parts)
     # A factor, since XLA compiles a quotient by a constant in another way than it runs one. No pair of casts: XLA may drop
     # it, and values would be those of another scale than the stored one.
-    within = tuple(range(1, len(split), 2))
-    scale = jnp.max(jnp.abs(wide), axis=within, keepdims=True) * (1 / LARGEST[scheme])
+    scale = largest * (1 / LARGEST[scheme])
     scale = lax.reduce_precision(scale, kept.nexp, kept.nmant)
     steps = wide / jnp.where(scale > 0, scale, 1)
     steps = steps if scheme == "fp8" else jnp.round(steps)
     values = jnp.clip(steps, -LARGEST[scheme], LARGEST[scheme]).astype(DTYPES[scheme]).reshape(weight.shape)
     scale = scale.reshape(parts).astype(weight.dtype)
     return Quantized(values, jnp.squeeze(scale, inputs) if counts is None else scale)
+
+
+def _round_to_mxfp4(weight: jax.Array, wide: jax.Array, largest: jax.Array, counts: tuple[int, ...]) -> Quantized:
+    """Rounds as the OCP Microscaling Formats (MX) specification v1.0, section 6.3."""
+    exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 127)  # 1 is 0.5 * 2^1, and the largest power in E2M1 is 2^2
+    steps = jnp.clip(jnp.ldexp(wide, -exponent), -LARGEST["mxfp4"], LARGEST["mxfp4"])
+    scale = jnp.ldexp(jnp.ones((), wide.dtype), exponent).astype(jnp.float8_e8m0fnu).reshape(counts)
+    return Quantized(steps.astype(DTYPES["mxfp4"]).reshape(weight.shape), scale, compute_dtype=weight.dtype)
 
 
 def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> Any:
@@ -193,7 +213,8 @@ def _compress(weight: jax.Array, spec: Spec, scheme: str) -> Quantized:
     mesh = sharding.current()
     counts = count_blocks(spec, mesh, BLOCKS[scheme]) if scheme in BLOCKS else None
     made = quantize(weight, spec.inputs, counts, scheme)
-    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), made, _quantized_spec(spec, scheme, mesh))
+    parts = _quantized_spec(spec, scheme, mesh).replace(compute_dtype=made.compute_dtype)
+    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), made, parts)
 
 
 def can_join(*weights: Any) -> bool:
@@ -250,6 +271,7 @@ def _outputs(spec: Spec) -> list[int]:
 def _quantized_spec(spec: Spec, scheme: str, mesh: Any) -> Quantized:
     values = replace(spec, inputs=(), dtype=DTYPES[scheme])
     if scheme in BLOCKS:
-        return Quantized(values, Spec(count_blocks(spec, mesh, BLOCKS[scheme]), spec.axes, "ones"))
+        dtype = jnp.dtype(jnp.float8_e8m0fnu) if scheme == "mxfp4" else None
+        return Quantized(values, Spec(count_blocks(spec, mesh, BLOCKS[scheme]), spec.axes, "ones", dtype=dtype))
     shape, axes = (tuple(values[axis] for axis in _outputs(spec)) for values in (spec.shape, spec.axes))
     return Quantized(values, Spec(shape, axes, "ones"))
