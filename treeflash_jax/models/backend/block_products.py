@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -220,8 +221,17 @@ def _scaled_experts(x_xni: jax.Array, weight: Any) -> jax.Array:
 def _experts_in_parts(x_xni: jax.Array, weight: Any) -> jax.Array:
     experts, count, _ = x_xni.shape
     split = jax.tree.map(lambda a: a.reshape(_count_parts(experts, 1), -1, *a.shape[1:]), (x_xni, weight))
-    y = lax.map(lambda part: _einsum("xni,xif->xnf", part[0], widened(part[1], x_xni.dtype)), split)
-    return y.reshape(experts, count, -1)
+
+    def multiply(part: tuple[jax.Array, Any]) -> jax.Array:
+        x_xni, weight = part[0], in_order(part[1])
+        return _einsum("xni,xif->xnf", x_xni, widened(weight, x_xni.dtype))
+
+    return lax.map(multiply, (split[0], in_order(split[1]))).reshape(experts, count, -1)
+
+
+def in_order(weight: Any) -> Any:
+    """Returns weights in the layout that they have. XLA would copy whole ones into another, those of all layers at once."""
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weight)
 
 
 def _single(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend import block_products
@@ -57,8 +56,7 @@ def _where_they_lie(
     XLA for TPUs would copy those whose sizes are no multiples of 128 into another one, of all layers ahead of a loop.
     """
     x_nd, weights = lax.optimization_barrier((x_nd, weights))
-    weights = jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weights)
-    return form(weights, x_nd, weight_nk, ids_nk, join)
+    return form(block_products.in_order(weights), x_nd, weight_nk, ids_nk, join)
 
 
 def _by_blocks(
