@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -48,21 +49,22 @@ def test_float_files_load_as_the_folder_they_were_made_of(tmp_path, name, kind, 
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"]
+    "kinds",
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "Q4_K Q6_K Q5_0"],
 )
 @pytest.mark.parametrize("config", [WIDE, replace(WIDE, model_type="qwen3", qk_norm=True)], ids=["llama", "qwen3"])
-def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
+def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
     """Random blocks, since the package cannot write K-quants: bytes below 0x3c make finite scales wherever they lie."""
-    kind = gguf.GGMLQuantizationType[kind]
     shapes = {name: x.shape for name, x in save_hf(tmp_path, config).items()}
-    random, block, size = np.random.default_rng(0), *gguf.GGML_QUANT_SIZES[kind]
-    raw = {
-        name: random.integers(0, 0x3C, (s[0], s[1] // block * size), np.uint8) if len(s) == 2
-        else random.normal(size=s).astype(np.float32)
-        for name, s in shapes.items()
-    }  # fmt: skip
-    tensors = {name: (x, kind if x.ndim == 2 else F32) for name, x in as_stored(raw, config).items()}
-    meant = {name: gguf.dequantize(x, kind) if x.ndim == 2 else x for name, x in raw.items()}
+    random, turns = np.random.default_rng(0), cycle(gguf.GGMLQuantizationType[kind] for kind in kinds.split())
+    kinds_by_name = {name: next(turns) if len(shape) == 2 else F32 for name, shape in shapes.items()}
+    raw = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, (outputs, inputs) in ((name, shape) for name, shape in shapes.items() if len(shape) == 2):
+        block, size = gguf.GGML_QUANT_SIZES[kinds_by_name[name]]
+        raw[name] = random.integers(0, 0x3C, (outputs, inputs // block * size), np.uint8)
+    stored = as_stored(raw, config)
+    tensors = {name: (x, kind) for (name, x), kind in zip(stored.items(), kinds_by_name.values(), strict=True)}
+    meant = {name: gguf.dequantize(x, kinds_by_name[name]) if x.ndim == 2 else x for name, x in raw.items()}
     assert all(np.isfinite(x).all() and np.std(x) > 0 for x in meant.values())
     save_file(meant, tmp_path / "model.safetensors")
     path, expected = write(tmp_path / "x.gguf", config, tensors), model_files.load_verifier(tmp_path)[1]
@@ -77,7 +79,7 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mesh_reads_slices_and_gets_the_same(tmp_path, name, monkeypatch):
     config, read = MODELS[name], []
-    tensors = as_gguf(save_hf(tmp_path, config), config, gguf.GGMLQuantizationType.Q4_0)
+    tensors = as_gguf(save_hf(tmp_path, config), config, gguf.GGMLQuantizationType.Q5_0)
     path = write(tmp_path / "x.gguf", config, tensors)
     whole = model_files.load_verifier(path)[1]
     dequantize = gguf.dequantize

@@ -47,12 +47,13 @@ class OnDisk:
         return self.values[index]
 
 
-def read_case(case: str) -> tuple[GroupedTensor, np.ndarray]:
-    """Returns the weight that a case's tensors are joined to, and the reference's."""
+def read_case(case: str, **extra: np.ndarray) -> tuple[GroupedTensor, np.ndarray]:
+    """Returns the weight that a case's tensors, and `extra` ones, are joined to, and the reference's."""
     parts = {name.partition("/")[2]: x for name, x in HELD.items() if name.startswith(f"{case}/")}
     expected, separator = parts.pop("expected"), "_" if case == "mxfp4" else "."
     if case in ("nvfp4", "modelopt"):
         parts["weight_scale"] = parts["weight_scale"].view(jnp.float8_e4m3fn)
+    parts |= extra
     stated = {"bits": 8 if "8 bits" in case else 4, "checkpoint_format": case.split()[0]}
     [tensor] = METHODS[CASES[case]].join(stated, {f"x{separator}{part}": OnDisk(x) for part, x in parts.items()}).values()
     return tensor, expected
@@ -140,6 +141,10 @@ def test_verifiers_are_the_dense_ones_expanded(form, tmp_path, monkeypatch):
     assert [model_files.stored_scheme(place) for place in (folder, dense)] == ["int4", None]
 
 
+def test_a_language_model_that_drafts(tmp_path):
+    assert_same(*map(model_files.load_drafter, make_folders(tmp_path, SOURCE, "awq")))
+
+
 @pytest.mark.parametrize("source", ["qwen3_5", "qwen3_next", "apart"])
 @pytest.mark.parametrize("form", ["pack-quantized", "modelopt"])
 def test_hybrids_and_experts(source, form, tmp_path):
@@ -149,6 +154,11 @@ def test_hybrids_and_experts(source, form, tmp_path):
     assert_same(*map(model_files.load_verifier, places))
     if source == "qwen3_5":
         assert_same(*map(model_files.load_drafter, places))
+
+
+def test_groups_of_inputs_that_are_not_set_are_consecutive():
+    tensor, expected = read_case("pack", weight_g_idx=np.full(64, -1, np.int32))
+    np.testing.assert_array_equal(tensor[:], expected)
 
 
 def test_outputs_are_selected_part_by_part():
@@ -248,7 +258,8 @@ def ones(*shape, dtype=np.int32):
     ("nvfp4-pack-quantized", "weight_global_scale", None, ("no tensor", "weight_shape")),
     ("nvfp4-pack-quantized", "weight_global_scale", ones(2, dtype=np.float32), ("[2]", "one number")),
     ("nvfp4-pack-quantized", "weight_zero_point", ones(16, 4), ("weight_zero_point", "NVFP4")),
-    ("nvfp4-pack-quantized", "weight_packed", ones(128, 30, dtype=np.uint8), ("60 inputs", "whole groups of 16")),
+    ("nvfp4-pack-quantized", "weight_packed", ones(128, 30, dtype=np.uint8), ("[128, 30]", "whole groups")),
+    ("nvfp4-pack-quantized", "weight_packed", ones(32, dtype=np.uint8), ("[32]", "whole groups")),
     ("nvfp4-pack-quantized", "weight_scale", ones(128, 4, dtype=np.float16), ("type F16", "[128, 4] of type F8_E4M3")),
     ("nvfp4-pack-quantized", "weight_scale", ones(128, 2, dtype=jnp.float8_e4m3fn), ("[128, 2]", "expected [128, 4]")),
     ("modelopt", "weight_scale_2", None, ("no tensor", "weight_scale_2")),
@@ -264,6 +275,8 @@ def ones(*shape, dtype=np.int32):
     ("gptq", "qweight", None, ("no tensor", "qweight")),
     ("gptq", "g_idx", np.arange(64, dtype=np.int32), ("g_idx", "groups of other sizes")),
     ("gptq", "g_idx", -ones(64), ("g_idx", "groups of other sizes")),
+    ("gptq", "g_idx", np.full(64, 2**31 - 1, np.int32), ("g_idx", "groups of other sizes")),
+    ("gptq", "qweight", ones(0, 128), ("4 scales for 0 inputs",)),
     ("gptq", "scales", ones(3, 128, dtype=np.float16), ("3 scales for 64 inputs", "whole groups")),
 ])  # fmt: skip
 def test_damaged_files(form, part, value, words, damaged):

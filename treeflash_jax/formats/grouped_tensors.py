@@ -28,7 +28,7 @@ class Part:
     Attributes:
       shape: [..., outputs, columns].
       dtype: its name in safetensors files.
-      read: function of the indices (slices or arrays) of all axes but the last; returns all columns.
+      read: function of slices of all axes but the last; returns all columns.
     """
 
     shape: tuple[int, ...]

@@ -62,7 +62,8 @@ def join(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         warn(f"{folder}: scales of activations and caches, such as {unused[0]}, are not read: neither is quantised here")
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
     joined = METHODS[stated["quant_method"]].join(stated, kept)
-    listed = [entry for key in _LISTS for entry in stated.get(key) or () if isinstance(entry, str)]
+    lists = [stated[key] for key in _LISTS if isinstance(stated.get(key), list)]
+    listed = [entry for entries in lists for entry in entries if isinstance(entry, str)]
     for name, tensor in joined.items():
         if isinstance(tensor, GroupedTensor) and any(_matches(name.removesuffix(".weight"), entry) for entry in listed):
             raise ValueError(f"got quantised weights {name}, expected others: {KEY} lists them as not quantised")

@@ -8,9 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.grouped_tensors import GroupedTensor
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.formats.quant_methods.quant_method import find, group_size, join_parts, nibbles, transposed
+from treeflash_jax.formats.quant_methods.quant_method import (
+    WORDS,
+    find,
+    group_size,
+    join_parts,
+    nibbles,
+    packed_outputs,
+    transposed,
+)
 from treeflash_jax.formats.storage import Tensor
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of each of 8 outputs
@@ -35,20 +43,14 @@ def _module(module: str, held: dict[str, Tensor]) -> GroupedTensor:
     return GroupedTensor(
         code_book="int4",
         group=group_size(f"{module}.scales", scales, inputs),
-        codes=_unpacked(held["qweight"]),
+        codes=packed_outputs((8 * words, inputs), _WORDS, lambda at: held["qweight"][:, at[0]]),
         scales=scales,
-        zeros=_unpacked(zeros),
+        zeros=packed_outputs((8 * words, groups), _WORDS, lambda at: zeros[:, at[0]]),
     )
 
 
-def _unpacked(packed: Tensor) -> Part:
-    """Returns the numbers of a tensor [columns, outputs / 8] as [outputs, columns]."""
-    columns, words = packed.get_shape()
+def _unpacked(packed: np.ndarray) -> np.ndarray:
+    return nibbles(packed).reshape(*packed.shape, 8)[..., PLACES].reshape(len(packed), -1)
 
-    def read(rows: tuple[Any, ...]) -> np.ndarray:
-        first, last, _ = rows[0].indices(8 * words)
-        at = slice(first // 8, -(-last // 8))
-        numbers = nibbles(packed[:, at]).reshape(columns, -1, 8)[..., PLACES].reshape(columns, -1)
-        return numbers[:, first - 8 * at.start : last - 8 * at.start].T
 
-    return Part((8 * words, columns), "U8", read)
+_WORDS = WORDS[4]._replace(unpack=_unpacked)

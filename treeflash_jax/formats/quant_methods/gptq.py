@@ -15,12 +15,12 @@ import numpy as np
 from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.quant_methods.quant_method import (
+    WORDS,
     find,
     group_size,
     input_order,
     join_parts,
-    nibbles,
-    signed,
+    packed_outputs,
     transposed,
 )
 from treeflash_jax.formats.storage import Tensor
@@ -46,32 +46,29 @@ def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
 
 
 def _module(bits: int, is_first: bool, module: str, held: dict[str, Tensor]) -> GroupedTensor:
-    each, unpack = 32 // bits, nibbles if bits == 4 else signed
-    words, outputs = find(module, held, "qweight", ("I32",), (None, None)).get_shape()
-    packed, inputs, dtype = held["qweight"], words * each, "U8" if bits == 4 else "I8"
+    words = WORDS[bits]
+    height, outputs = find(module, held, "qweight", ("I32",), (None, None)).get_shape()
+    packed, inputs = held["qweight"], height * words.each
     scales = transposed(find(module, held, "scales", ("F16", "BF16", "F32"), (None, outputs)))
     group, groups = group_size(f"{module}.scales", scales, inputs), scales.get_shape()[-1]
-    stored = find(module, held, "qzeros", ("I32",), (groups, -(-outputs // each)))
+    stored = find(module, held, "qzeros", ("I32",), (groups, -(-outputs // words.each)))
     order = None
     if "g_idx" in held:
         order = input_order(f"{module}.g_idx", find(module, held, "g_idx", ("I32",), (inputs,))[...], group)
 
-    def codes(rows: tuple[Any, ...]) -> np.ndarray:
-        numbers = unpack(packed[:, rows[0]].T)
+    def codes(rows: tuple[slice, ...]) -> np.ndarray:
+        numbers = words.unpack(packed[:, rows[0]].T)
         return numbers if order is None else numbers.take(order, axis=-1)
 
-    def zeros(rows: tuple[Any, ...]) -> np.ndarray:
-        first, last, _ = rows[0].indices(outputs)
-        at = slice(first // each, -(-last // each))
-        numbers = stored[:, at].view(np.uint32)
-        numbers = unpack(numbers + ONES[bits] if is_first else numbers)  # carries as it borrowed
-        return numbers[:, first - each * at.start : last - each * at.start].T
+    def zeros(rows: tuple[slice, ...]) -> np.ndarray:
+        numbers = stored[:, rows[0]].view(np.uint32)
+        return numbers + ONES[bits] if is_first else numbers  # carries as it borrowed
 
     return GroupedTensor(
-        code_book="int4" if bits == 4 else "int8",
+        code_book=words.code_book,
         group=group,
-        codes=Part((outputs, inputs), dtype, codes),
+        codes=Part((outputs, inputs), words.dtype, codes),
         scales=scales,
-        zeros=Part((outputs, groups), dtype, zeros),
+        zeros=packed_outputs((outputs, groups), words, zeros),
         order=order,
     )

@@ -6,6 +6,7 @@ Source: nvidia-modelopt, quantization "NVFP4".
 from collections.abc import Mapping
 from typing import Any
 
+from treeflash_jax.formats.grouped_tensors import GroupedTensor
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.quant_methods import nvfp4
 from treeflash_jax.formats.quant_methods.quant_method import join_parts
@@ -19,12 +20,8 @@ def check(stated: Keys) -> None:
 
 
 def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    parts = ("weight_scale", "weight_scale_2")
-    quantised = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in parts}
-    ours = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in quantised}
-    others = {name: tensor for name, tensor in tensors.items() if name not in ours}
-
-    def module(name: str, held: dict[str, Tensor]) -> Tensor:
+    def module(name: str, held: dict[str, Tensor]) -> GroupedTensor:
         return nvfp4.tensor(name, held, "weight", "weight_scale_2", is_divisor=False)
 
-    return others | join_parts(ours, "weight", parts, module)
+    scales = ("weight_scale", "weight_scale_2")
+    return join_parts(tensors, "weight", scales, module, marks=scales)

@@ -29,7 +29,7 @@ def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
     for name in [name for name in tensors if name.endswith("_scales")]:
         scales, blocks = kept.pop(name), name.replace("_scales", "_blocks")
         shape = tuple(scales.get_shape())
-        if blocks not in kept or tuple(kept[blocks].get_shape()) != (*shape, 16):
+        if len(shape) < 2 or blocks not in kept or tuple(kept[blocks].get_shape()) != (*shape, 16):
             raise ValueError(
                 f"tensor {name} has shape {list(shape)}, expected that of {blocks} without its last axis of 16"
             )

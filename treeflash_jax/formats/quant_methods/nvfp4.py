@@ -19,10 +19,13 @@ def tensor(module: str, held: Mapping[str, Tensor], packed: str, outer: str, is_
       packed: name of that with two values in a byte, low half first, [..., outputs, inputs / 2].
       outer: name of that of the second-level scale.
     """
-    *experts, outputs, width = find(module, held, packed, ("U8",)).get_shape()
+    stored = tuple(find(module, held, packed, ("U8",)).get_shape())
+    if len(stored) < 2 or stored[-1] % (GROUP // 2):
+        raise ValueError(
+            f"tensor {module}.{packed} has shape {list(stored)}, expected rows of whole groups, of {GROUP // 2}"
+        )
+    *experts, outputs, width = stored
     codes, inputs = held[packed], 2 * width
-    if inputs % GROUP:
-        raise ValueError(f"tensor {module}.{packed} has {inputs} inputs, expected whole groups of {GROUP}")
     scales = find(module, held, "weight_scale", (FLOAT8,), (*experts, outputs, inputs // GROUP))
     factor = find(module, held, outer, ("F32",))
     if np.prod(factor.get_shape()) != 1:

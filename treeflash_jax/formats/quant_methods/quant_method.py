@@ -1,9 +1,8 @@
 """The protocol of methods of quantisation, and what their tensors have in common."""
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,23 +26,31 @@ class QuantMethod:
 
 
 def join_parts(
-    tensors: dict[str, Tensor], packed: str, parts: Collection[str], join: Callable[[str, dict[str, Tensor]], GroupedTensor]
+    tensors: dict[str, Tensor],
+    packed: str,
+    parts: Collection[str],
+    join: Callable[[str, dict[str, Tensor]], GroupedTensor],
+    marks: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors with those of each module that has "MODULE.packed" as one, "MODULE.weight".
+    """Returns the tensors with those of each quantised module as one, "MODULE.weight".
 
     Args:
-      parts: last words of the names of the module's other tensors, which it may lack.
+      packed: last word of the name of the tensor that a quantised module must have, "MODULE.packed".
+      parts: last words of the names of its other tensors, which it may lack.
       join: function of the module and its tensors by these words.
+      marks: the words that no other module has; None: all.
 
     Raises ValueError for parts without `packed`.
     """
-    kept, modules = {}, {}
-    for name, tensor in tensors.items():
-        module, _, part = name.rpartition(".")
-        if part == packed or part in parts:
-            modules.setdefault(module, {})[part] = tensor
+    words = {name: name.rpartition(".") for name in tensors}
+    marks = (packed, *parts) if marks is None else marks
+    modules: dict[str, dict[str, Tensor]] = {module: {} for module, _, word in words.values() if word in marks}
+    kept = {}
+    for name, (module, _, word) in words.items():
+        if module in modules and (word == packed or word in parts):
+            modules[module][word] = tensors[name]
         else:
-            kept[name] = tensor
+            kept[name] = tensors[name]
     for module, held in modules.items():
         if packed not in held:
             raise ValueError(f"got no tensor {module}.{packed} beside {module}.{min(held)}, expected both")
@@ -67,7 +74,7 @@ def find(module: str, held: Mapping[str, Tensor], part: str, dtypes: Collection[
 def group_size(name: str, scales: Tensor, inputs: int) -> int:
     """Returns the number of inputs with a common scale. Raises ValueError if inputs are no whole groups."""
     groups = scales.get_shape()[-1]
-    if groups < 1 or inputs % groups:
+    if min(groups, inputs) < 1 or inputs % groups:
         raise ValueError(f"tensor {name} has {groups} scales for {inputs} inputs, expected whole groups of equal size")
     return inputs // groups
 
@@ -83,6 +90,35 @@ def signed(packed: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(packed).view(np.uint8) ^ 0x80).view(np.int8)
 
 
+class WholeNumbers(NamedTuple):
+    """Numbers without a sign in words of 32 bits, the first one lowest; of 8 bits, 128 is subtracted from all."""
+
+    code_book: Literal["int4", "int8"]
+    dtype: str
+    each: int
+    unpack: Callable[[np.ndarray], np.ndarray]
+
+
+WORDS = {4: WholeNumbers("int4", "U8", 8, nibbles), 8: WholeNumbers("int8", "I8", 4, signed)}
+
+
+def packed_outputs(shape: tuple[int, ...], words: WholeNumbers, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Part:
+    """Returns numbers that are packed along the outputs.
+
+    Args:
+      shape: [..., outputs, columns].
+      read: function of slices of the first axes and of the words; returns [..., columns, words].
+    """
+
+    def unpacked(rows: tuple[slice, ...]) -> np.ndarray:
+        first, last, _ = rows[-1].indices(shape[-2])
+        begin = first // words.each
+        numbers = words.unpack(read((*rows[:-1], slice(begin, -(-last // words.each)))))
+        return numbers[..., first - begin * words.each : last - begin * words.each].swapaxes(-1, -2)
+
+    return Part(shape, words.dtype, unpacked)
+
+
 def transposed(tensor: Tensor) -> Part:
     """Returns a tensor [groups, outputs] as [outputs, groups]."""
     groups, outputs = tensor.get_shape()
@@ -94,11 +130,9 @@ def input_order(name: str, groups: Any, group: int) -> np.ndarray | None:
 
     Raises ValueError for groups of other sizes than `group`.
     """
-    groups, count = np.asarray(groups), math.ceil(groups.size / group)
-    sizes = np.bincount(groups, minlength=count) if groups.size and groups.min() >= 0 else np.zeros(0, int)
-    if not np.array_equal(sizes, np.full(count, group)):
-        raise ValueError(
-            f"tensor {name} has groups of other sizes than {group} inputs, expected {count} groups of that size"
-        )
+    groups, count = np.asarray(groups), len(groups) // group
+    is_listed = ((groups >= 0) & (groups < count)).all()
+    if not is_listed or not np.array_equal(np.bincount(groups, minlength=count), np.full(count, group)):
+        raise ValueError(f"tensor {name} has groups of other sizes than {group} inputs, expected {count} of that size")
     order = groups.argsort(kind="stable").astype(np.int32)
     return None if (np.diff(order) == 1).all() else order
