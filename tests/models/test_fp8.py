@@ -13,6 +13,7 @@ from answers import PROMPTS, assert_greedy, draw, make_pair, random_weights, wit
 from compiled import ONE_H100
 from conftest import FEW_TOKENS, RANDOM_MODEL, needs_8_devices, needs_mosaic
 from fp8_files import widened
+from jax import lax
 from jax.sharding import AbstractMesh
 from model_files import assert_same
 
@@ -121,19 +122,57 @@ def test_the_output_of_attention_folds_heads_of_blocks(scheme, block):
     np.testing.assert_allclose(jax.jit(layers.merge_heads)({"o": small}, mixed), expected, rtol=1e-4, atol=1e-3)
 
 
-def make_zeros(shape, blocks):
-    return Quantized(jnp.zeros(shape, jnp.float8_e4m3fn), jnp.ones(blocks, jnp.bfloat16))
+def make_zeros(shape, blocks, dtype=jnp.float8_e4m3fn):
+    return Quantized(jnp.zeros(shape, dtype), jnp.ones(blocks, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("vectors, converts", [(1, True), (63, True), (129, False), (300, False)])
-@pytest.mark.parametrize("name", ["dense", "experts"])
-def test_no_program_scales_a_whole_weight(name, vectors, converts):
+def on_platform(monkeypatch, platform):
+    """Runs forms for another backend on the CPU."""
+    monkeypatch.setattr(
+        lax, "platform_dependent", lambda *operands, default, **forms: forms.get(platform, default)(*operands)
+    )
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("vectors", [1, 4, 60])
+def test_every_form_multiplies_all_parts_of_a_group(platform, vectors, monkeypatch):
+    """Eight groups of 32 inputs, two factors of four scales each, zero points and minimums."""
+    on_platform(monkeypatch, platform)
+    rng = np.random.default_rng(0)
+    small = Quantized(
+        jnp.asarray(rng.integers(-8, 8, (2, 12, 256)), jnp.int4), jnp.asarray(rng.integers(1, 64, (2, 12, 8)), jnp.uint8),
+        jnp.asarray(rng.uniform(0.5, 1, (2, 12, 2)), jnp.float16), jnp.asarray(rng.integers(-3, 3, (2, 12, 8)), jnp.int8),
+        jnp.asarray(rng.integers(0, 64, (2, 12, 8)), jnp.uint8), jnp.asarray(rng.uniform(0, 0.1, (2, 12, 2)), jnp.float16),
+        compute_dtype=jnp.dtype(jnp.float64),
+    )  # fmt: skip
+    scale, outer, zero, minimum, outer_minimum = (
+        np.asarray(part).astype(float).repeat(256 // part.shape[-1], -1) for part in jax.tree.leaves(small)[1:]
+    )
+    dense = (np.asarray(small.values).astype(float) - zero) * scale * outer - minimum * outer_minimum
+    x = draw(1, vectors, 256, dtype=np.float64)
+    got = jax.jit(lambda x, small: quantized.product("bti,xoi->btxo", x, small))(x, small)
+    np.testing.assert_allclose(got, np.einsum("bti,xoi->btxo", x, dense), atol=1e-10)
+    by_expert = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), small)
+    x_xni = np.repeat(x, 2, 0)
+    got = jax.jit(lambda x, small: block_products.expert_product(x, small))(x_xni, by_expert)
+    np.testing.assert_allclose(got, np.einsum("xni,xoi->xno", x_xni, dense), atol=1e-10)
+
+
+@pytest.mark.parametrize("name, dtype, vectors, converts", [
+    *((name, "float8_e4m3fn", vectors, vectors < 128) for name in ("dense", "experts") for vectors in (1, 63, 129, 300)),
+    ("dense", "int4", 1, False), ("dense", "int4", 300, False), ("experts", "int4", 63, True), ("experts", "int4", 64, False),
+])  # fmt: skip
+def test_no_program_scales_a_whole_weight(name, dtype, vectors, converts):
     """Nothing in bfloat16 or float32 has a weight's size but the values that few vectors are multiplied with."""
+    outputs = dtype == "int4"  # with scales of their own
     if name == "dense":
-        small, x = make_zeros((1280, 512), (10, 4)), jnp.ones((1, vectors, 512), jnp.bfloat16)
+        small = make_zeros((1280, 512), (1280 if outputs else 10, 4), dtype)
+        x = jnp.ones((1, vectors, 512), jnp.bfloat16)
         run = partial(quantized.product, "btd,fd->btf")
     else:
-        small, x = make_zeros((8, 640, 128), (8, 5, 1)), jnp.ones((8, vectors, 640), jnp.bfloat16)
+        small = make_zeros((8, 640, 128), (8, 5, 128 if outputs else 1), dtype)
+        x = jnp.ones((8, vectors, 640), jnp.bfloat16)
         run = block_products.expert_product
     text = jax.jit(run).lower(x, small).as_text()
     made = re.findall(r"stablehlo\.(\w+) .*-> tensor<([\dx]+)x(?:bf16|f32)>", text)

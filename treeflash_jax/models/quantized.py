@@ -148,13 +148,18 @@ def applies(scheme: str | None, spec: Spec) -> bool:
 def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = BLOCKS["fp8"]) -> tuple[int, ...]:
     """Returns the number of blocks along each axis of a weight; a shard of a mesh has a whole number of them.
 
-    Blocks of `sizes` outputs and inputs, as files have, divide the last output and the last input axis. If they do not
-    divide a shard of it, they are the largest parts of such blocks that do. Every index of other axes has blocks.
+    Blocks of `sizes` outputs and inputs, as files have, divide the last output axis and the input axes, taken as one. If
+    they do not divide a shard, they are the largest parts of such blocks that do. Every index of other axes has blocks.
     """
     counts = list(spec.shape)
     shard = spec.shape if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh).shard_shape(spec.shape)
-    for axis, size in zip((_outputs(spec)[-1], spec.inputs[-1]), sizes, strict=True):
-        counts[axis] //= math.gcd(shard[axis], size)
+    last = _outputs(spec)[-1]
+    counts[last] //= math.gcd(shard[last], sizes[0])
+    size = math.gcd(math.prod(shard[axis] for axis in spec.inputs), sizes[1])
+    for axis in reversed(spec.inputs):  # a block has a part of the last one, or all of it and a part of the one before
+        part = math.gcd(shard[axis], size)
+        counts[axis] //= part
+        size = size // part if part == shard[axis] else 1
     return tuple(counts)
 
 
