@@ -69,9 +69,9 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
     save_file(meant, tmp_path / "model.safetensors")
     path, expected = write(tmp_path / "x.gguf", config, tensors), model_files.load_verifier(tmp_path)[1]
     assert_same(model_files.load_verifier(path)[1], expected)
-    if kind.name in gguf_blocks.TYPES:
+    if gguf_blocks.TYPES.keys() & kinds.split():
         kept = model_files.load_verifier(path, quantize="int4")[1]
-        assert kept["embed"].dtype == jnp.float32 and kept["embed"].values.dtype in (jnp.int4, jnp.int8)
+        assert quantized.quantization_scheme(kept) in ("int8", "int4")
         assert_same(expand_kept(kept, jnp.float32), expected)
 
 

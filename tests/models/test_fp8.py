@@ -161,7 +161,8 @@ def test_every_form_multiplies_all_parts_of_a_group(platform, vectors, monkeypat
 
 @pytest.mark.parametrize("name, dtype, vectors, converts", [
     *((name, "float8_e4m3fn", vectors, vectors < 128) for name in ("dense", "experts") for vectors in (1, 63, 129, 300)),
-    ("dense", "int4", 1, False), ("dense", "int4", 300, False), ("experts", "int4", 63, True), ("experts", "int4", 64, False),
+    ("dense", "int4", 1, False), ("dense", "int4", 300, False), ("experts", "int4", 63, True),
+    ("experts", "int4", 64, False),
 ])  # fmt: skip
 def test_no_program_scales_a_whole_weight(name, dtype, vectors, converts):
     """Nothing in bfloat16 or float32 has a weight's size but the values that few vectors are multiplied with."""

@@ -143,7 +143,7 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
 def _choose_scheme(
     pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, **place: Any
 ) -> str | None:
-    """Returns the scheme of the verifier's matrices: the requested one, or that of quantised files that pays on a device."""
+    """Returns the scheme of the verifier's matrices: the requested one, or that of quantised files if it pays."""
     if requested is not None:
         return None if requested == NONE else requested
     stored = model_files.stored_scheme(pair.verifier)
