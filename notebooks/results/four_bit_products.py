@@ -27,7 +27,7 @@ from treeflash_jax.models.quantized import Quantized
 WIDTH, INNER, LAYERS = 2560, 9728, 4
 CHIPS = ("v5e:2x2", "v6e:2x2")
 VECTORS = (1, 16, 64, 256)
-FORMS = {"sums of groups": float("inf"), "scales spread by a product": 0.0}  # with block_products.VECTORS_PER_GROUP
+FORMS = {"sums of groups": "_scaled_sums", "scales spread by a product": "_scaled_weight"}  # of block_products
 
 
 def estimate(chip: str, group: int | None, count: int) -> float:
@@ -63,10 +63,11 @@ def estimate(chip: str, group: int | None, count: int) -> float:
 
 def compile_all(out: Path) -> None:
     results = json.loads(out.read_text()) if out.exists() else []
+    chosen = {name: getattr(block_products, name) for name in FORMS.values()}
     for chip in CHIPS:
-        for form, limit in {"bfloat16": None, **FORMS}.items():
-            for group in (None,) if limit is None else (128, 32):
-                block_products.VECTORS_PER_GROUP = limit
+        for form, name in {"bfloat16": None, **FORMS}.items():
+            block_products._scaled_sums = block_products._scaled_weight = chosen.get(name)
+            for group in (None,) if name is None else (128, 32):
                 for count in VECTORS:
                     place = {"chip": chip, "form": form, "group": group, "vectors": count}
                     if not any(place.items() <= result.items() for result in results):

@@ -28,7 +28,7 @@ from treeflash_jax.models import kernels
 from treeflash_jax.models.backend import products
 
 PARTS = 4  # at least; of a weight that are scaled one after the other
-VECTORS_PER_GROUP = 1 / 4  # and input of it, up to which a TPU scales sums
+MOST_SUMMED = 32  # vectors for which a TPU scales sums of groups; at most half as many as a group has inputs
 DEPTH = 128  # rows of a TPU's matrix unit
 NARROW = ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "int8", "uint8")  # whose numbers bfloat16 holds
 
@@ -68,7 +68,7 @@ def _product_by_blocks(x_ni: jax.Array, weight: Any) -> jax.Array:
 def _product_by_groups(x_ni: jax.Array, weight: Any) -> jax.Array:
     """Returns [n, outputs...]."""
     count, group = x_ni.shape[0], weight.block[-1]
-    on_tpu = _scaled_sums if count <= group * VECTORS_PER_GROUP else _scaled_weight
+    on_tpu = _scaled_sums if count <= min(group // 2, MOST_SUMMED) else _scaled_weight
     if products.is_one_vector(x_ni, 1):
         on_tpu = partial(_doubled, on_tpu)
     on_gpu = _scaled_sums if 2 * count <= group else _weight_in_parts
@@ -90,7 +90,8 @@ def expert_product(x_xni: jax.Array, weight: Any) -> jax.Array:
     sums_are_smaller = count * wide.itemsize < group * x_xni.dtype.itemsize
     default = _scaled_expert_sums if sums_are_smaller else _experts_in_parts
     is_grouped = weight.scale.shape[2] == weight.shape[2]
-    on_tpu = _scaled_experts if is_grouped and count > group * VECTORS_PER_GROUP else _scaled_expert_sums
+    is_many = count > min(group // 2, MOST_SUMMED)
+    on_tpu = _scaled_experts if is_grouped and is_many else _scaled_expert_sums
     return lax.platform_dependent(x_xni, weight, tpu=on_tpu, default=default)
 
 
