@@ -63,12 +63,14 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
       dtype: dtype of weights, caches and activations (one of bfloat16, float16,
         float32, float64; default: bfloat16, but float32 on a CPU without
         bfloat16 instructions).
-      quantize: store the verifier's matrices in 8 bits: int8, with a scale per
-        output channel, or fp8, with a scale per block of 128 x 128 or those of
-        FP8 files; drafted output then equals the one-token output of the
-        quantized verifier. none expands FP8 files to the dtype (one of int8,
-        fp8, none; default: none, but fp8 for FP8 files on GPUs and TPUs if that
-        reads fewer bytes).
+      quantize: store the verifier's matrices in fewer bits: int8, with a scale
+        per output channel; fp8, with a scale per block of 128 x 128 or those of
+        FP8 files; int4, with a scale per output and 128 inputs, or as files
+        quantised to groups have them; mxfp4, the experts as in gpt-oss. Drafted
+        output then equals the one-token output of the quantized verifier. none
+        expands quantised files to the dtype (one of int8, fp8, int4, mxfp4,
+        none; default: none, but quantised files as they are, on GPUs and TPUs
+        if that reads fewer bytes, or if expanded ones do not fit).
       mesh: devices to use: DxM splits the batch D ways, weights and vocabulary
         M ways; with DxMxE, experts E ways. In Python also a mesh of `make_mesh`
         (default: one device).
