@@ -39,4 +39,4 @@ def dtype_setting(default: str | None, help: str, *names: str, **keywords: Any) 
 
 def bits(dtype: Any) -> int:
     """Returns the bits that an element takes on a device; NumPy keeps each element of four bits in a byte."""
-    return 4 if jnp.dtype(dtype).name in ("int4", "uint4", "float4_e2m1fn") else 8 * jnp.dtype(dtype).itemsize
+    return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
