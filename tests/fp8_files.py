@@ -73,6 +73,7 @@ def widened(weight: Any, spec: Any) -> np.ndarray:
     scale = np.asarray(weight.scale, np.promote_types(np.float32, np.asarray(weight.scale).dtype))
     if weight.block is None:
         return np.asarray(weight.values).astype(scale.dtype) * np.expand_dims(scale, spec.inputs)
+    scale = scale.astype(np.promote_types(np.float32, scale.dtype))  # of powers of two
     for axis, part in enumerate(weight.block):
         scale = scale.repeat(part, axis)
     return np.asarray(weight.values).astype(scale.dtype) * scale

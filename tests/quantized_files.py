@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from treeflash_jax.formats import tensor_files
+from treeflash_jax.models.backend import block_products
+from treeflash_jax.models.quantized import is_quantized
 
 GROUP = 16
 PACK = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*router.*"]}
@@ -124,3 +127,17 @@ def change(folder: Path, tensors: dict[str, np.ndarray | None]) -> None:
     with tensor_files.open_folder(folder) as stored:
         held = {name: np.array(tensor[...]) for name, tensor in stored.items()} | tensors
     save_file({name: x for name, x in held.items() if x is not None}, folder / "model.safetensors")
+
+
+def expand_kept(weights: Any, dtype: Any) -> Any:
+    """Returns a tree of weights with the arrays that its kept ones stand for, inputs in the order of the files."""
+
+    def expand(weight: Any) -> Any:
+        if not is_quantized(weight):
+            return weight
+        wide = np.asarray(block_products.widened(weight.replace(order=None), dtype))
+        if weight.order is None:
+            return wide
+        return wide.reshape(-1, weight.order.size)[:, np.argsort(weight.order)].reshape(wide.shape)
+
+    return jax.tree.map(expand, weights, is_leaf=is_quantized)

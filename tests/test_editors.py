@@ -67,7 +67,7 @@ def test_editors_offer_the_names_of_kinds_and_type_checkers_accept_those_of_user
         assert get_args(offered) == known and others == [str, NoneType]
     settings = get_type_hints(tf.GenerateSettings)
     assert all(get_origin(get_args(settings[name])[0]) is Literal for name in ("attention", "sampling", "draft_vocabulary"))
-    assert get_args(get_args(get_type_hints(LoadOptions)["quantize"])[0]) == ("int8", "fp8", "none")
+    assert get_args(get_args(get_type_hints(LoadOptions)["quantize"])[0]) == ("int8", "fp8", "int4", "mxfp4", "none")
 
 
 def test_settings_are_shown_by_what_differs_from_the_defaults():

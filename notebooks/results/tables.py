@@ -284,6 +284,17 @@ def gemma_rounds() -> str:
     return table(f"model | chip | program | {sizes} | launches | {names} | round / step", rows)
 
 
+def four_bit_products() -> str:
+    """Formats estimated times of products with weights of four bits, over that of reading the weights in bfloat16."""
+    times: dict[tuple[str, ...], dict[int, float]] = {}
+    for result in read("four_bit_products.json"):
+        place = result["chip"].partition(":")[0], result["form"], str(result["group"] or "")
+        times.setdefault(place, {})[result["vectors"]] = result["over_reading_bfloat16"]
+    counts = sorted({count for row in times.values() for count in row})
+    rows = ([*place, *(f"{row[count]:.2f}" for count in counts)] for place, row in times.items())
+    return table("chip | form | inputs of a group | " + " | ".join(f"{count}" for count in counts), rows)
+
+
 def hybrid_rounds() -> str:
     """Formats weights, caches and rounds of verifiers with recurrent layers."""
     rows = []
@@ -558,6 +569,7 @@ TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): fun
     "peers-zen5": lambda: beside_peers("zen5"),
     "tpu-rounds": lambda: compiled("tpu_rounds.json"),
     "tpu-estimates": tpu_estimates,
+    "four-bit-products": four_bit_products,
     "experts-rounds": lambda: compiled("experts_rounds.json"),
 }
 

@@ -40,9 +40,11 @@ IS_NEW = jax.__version_info__ >= (0, 12)
 LAUNCHES = {
     ("h200", ""): {1: 640, 64: 1040 if IS_NEW else 960},
     ("h200", "--quantize int8"): {1: 640, 64: 1040 if IS_NEW else 960},
+    ("h200", "--quantize int4"): {1: 745},
     ("h200", "--quantize fp8"): {1: 640} if IS_NEW else {1: 640, 16: 1070, 64: 1110},
     ("v5e:2x2", ""): {1: 1060, 64: 1750},
     ("v5e:2x2", "--quantize int8"): {1: 1180, 64: 2010},
+    ("v5e:2x2", "--quantize int4"): {1: 1590, 64: 2020},
     ("v5e:2x2", "--quantize fp8"): {1: 1260, 16: 2310, 64: 2320},
     ("v6e:2x2", "--quantize fp8"): {1: 1180, 16: 2270, 64: 2280},
 }
@@ -200,7 +202,19 @@ def test_a_device_that_is_not_here_compiles_step_and_round_in_few_launches(topol
         # By default less than gate and up of a layer, or the vocabulary, in bfloat16.
         largest = TEMPORARIES.get((topology, options), {}).get(nodes, 2**26 if nodes == 1 else 2**29)
         assert 0 < result["bytes_per_device"]["round"] < largest, "copies a weight"
-        assert "fp8" not in options or written_weights(text, nodes) == []
+        assert "fp8" not in options and "int4" not in options or written_weights(text, nodes) == []
+
+
+@pytest.mark.slow
+def test_gpt_oss_120b_and_a_round_of_it_fit_one_gpu(tmp_path):
+    """Its largest temporaries are parts of the experts in bfloat16."""
+    result, _ = compiled_ahead(tmp_path, "h200", 64, "--context", "1280", "--quantize", "mxfp4", shape="gpt-oss-120b")
+    assert 60 * 2**30 < result["bytes_per_device"]["total"] < 75 * 2**30
+
+
+def test_weights_of_gpt_oss_120b_in_four_bits():
+    needs = footprint(shapes.VERIFIERS["gpt-oss-120b"], dtype=jnp.bfloat16, quantize="mxfp4")
+    assert 60.5 * 2**30 < needs.verifier < 61 * 2**30
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from conftest import DATA, needs_8_devices
 from gguf_files import F32, LLAMA, MODELS, add, as_gguf, as_stored, digests, gguf, save_hf, vocabulary, write, write_small
 from model_files import assert_same
+from quantized_files import expand_kept
 from safetensors.numpy import save_file
 
 import treeflash_jax as tf
@@ -19,7 +20,7 @@ from treeflash_jax.bench.check import describe_ends
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks
 from treeflash_jax.engine.settings.pairs import locate
-from treeflash_jax.formats import gguf_reader, model_files
+from treeflash_jax.formats import gguf_blocks, gguf_reader, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import layers, quantized
 from treeflash_jax.models.config import Rope
@@ -66,9 +67,12 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
     meant = {name: gguf.dequantize(x, kinds_by_name[name]) if x.ndim == 2 else x for name, x in raw.items()}
     assert all(np.isfinite(x).all() and np.std(x) > 0 for x in meant.values())
     save_file(meant, tmp_path / "model.safetensors")
-    assert_same(
-        model_files.load_verifier(write(tmp_path / "x.gguf", config, tensors))[1], model_files.load_verifier(tmp_path)[1]
-    )
+    path, expected = write(tmp_path / "x.gguf", config, tensors), model_files.load_verifier(tmp_path)[1]
+    assert_same(model_files.load_verifier(path)[1], expected)
+    if gguf_blocks.TYPES.keys() & kinds.split():
+        kept = model_files.load_verifier(path, quantize="int4")[1]
+        assert quantized.quantization_scheme(kept) in ("int8", "int4")
+        assert_same(expand_kept(kept, jnp.float32), expected)
 
 
 @needs_8_devices

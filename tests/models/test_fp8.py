@@ -1,4 +1,4 @@
-"""Weights in FP8 with a scale per block: rounding by hand, products of few and many vectors, experts, meshes, programs."""
+"""Weights with a scale per block or group: rounding by hand, products of few and many vectors, experts, meshes."""
 
 import math
 import re
@@ -13,6 +13,7 @@ from answers import PROMPTS, assert_greedy, draw, make_pair, random_weights, wit
 from compiled import ONE_H100
 from conftest import FEW_TOKENS, RANDOM_MODEL, needs_8_devices, needs_mosaic
 from fp8_files import widened
+from jax import lax
 from jax.sharding import AbstractMesh
 from model_files import assert_same
 
@@ -67,10 +68,10 @@ def test_values_and_scales_by_hand(dtype):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("vectors", [1, 7, 200])
-@pytest.mark.parametrize("name", EQUATIONS)
-def test_products_are_those_with_the_dense_weight(name, vectors):
+@pytest.mark.parametrize("name, scheme", [*((name, "fp8") for name in EQUATIONS), ("q", "int4"), ("down", "int4")])
+def test_products_are_those_with_the_dense_weight(name, scheme, vectors):
     spec = LAYER[name]
-    small = quantized.compress(jnp.asarray(draw(*spec.shape, dtype=np.float64)), spec, "fp8")
+    small = quantized.compress(jnp.asarray(draw(*spec.shape, dtype=np.float64)), spec, scheme)
     x = draw(1, vectors, spec.shape[-1], dtype=np.float64)
     got = jax.jit(partial(quantized.product, EQUATIONS[name]))(x, small)
     assert got.dtype == np.float64
@@ -79,7 +80,7 @@ def test_products_are_those_with_the_dense_weight(name, vectors):
 
 def in_kernel(x, values, scale):
     with kernels.use("mosaic-gpu"):
-        return block_products.product(x, values, scale, jnp.float32)
+        return block_products.product(x, Quantized(values, scale), jnp.float32)
 
 
 @needs_mosaic
@@ -111,29 +112,69 @@ def test_the_kernel_leaves_other_products_to_xla():
         assert not has_kernel()
 
 
-def test_the_output_of_attention_folds_heads_of_blocks():
+@pytest.mark.parametrize("scheme, block", [("fp8", (64, 1, 32)), ("int4", (1, 1, 32))])
+def test_the_output_of_attention_folds_heads_of_blocks(scheme, block):
     spec = LAYER["o"]
-    small = quantized.compress(jnp.asarray(draw(*spec.shape)), spec, "fp8")
+    small = quantized.compress(jnp.asarray(draw(*spec.shape)), spec, scheme)
     mixed = draw(1, 3, *spec.shape[1:])
-    assert small.block == (64, 1, 32)
+    assert small.block == block
     expected = np.einsum("bthe,dhe->btd", mixed, widened(small, spec))
     np.testing.assert_allclose(jax.jit(layers.merge_heads)({"o": small}, mixed), expected, rtol=1e-4, atol=1e-3)
 
 
-def make_zeros(shape, blocks):
-    return Quantized(jnp.zeros(shape, jnp.float8_e4m3fn), jnp.ones(blocks, jnp.bfloat16))
+def make_zeros(shape, blocks, dtype=jnp.float8_e4m3fn):
+    return Quantized(jnp.zeros(shape, dtype), jnp.ones(blocks, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("vectors, converts", [(1, True), (63, True), (129, False), (300, False)])
-@pytest.mark.parametrize("name", ["dense", "experts"])
-def test_no_program_scales_a_whole_weight(name, vectors, converts):
+def on_platform(monkeypatch, platform):
+    """Runs forms for another backend on the CPU."""
+    monkeypatch.setattr(
+        lax, "platform_dependent", lambda *operands, default, **forms: forms.get(platform, default)(*operands)
+    )
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("vectors", [1, 4, 60])
+def test_every_form_multiplies_all_parts_of_a_group(platform, vectors, monkeypatch):
+    """Eight groups of 32 inputs, two factors of four scales each, zero points and minimums."""
+    on_platform(monkeypatch, platform)
+    rng = np.random.default_rng(0)
+    small = Quantized(
+        jnp.asarray(rng.integers(-8, 8, (2, 12, 256)), jnp.int4), jnp.asarray(rng.integers(1, 64, (2, 12, 8)), jnp.uint8),
+        jnp.asarray(rng.uniform(0.5, 1, (2, 12, 2)), jnp.float16), jnp.asarray(rng.integers(-3, 3, (2, 12, 8)), jnp.int8),
+        jnp.asarray(rng.integers(0, 64, (2, 12, 8)), jnp.uint8), jnp.asarray(rng.uniform(0, 0.1, (2, 12, 2)), jnp.float16),
+        compute_dtype=jnp.dtype(jnp.float64),
+    )  # fmt: skip
+    scale, outer, zero, minimum, outer_minimum = (
+        np.asarray(part).astype(float).repeat(256 // part.shape[-1], -1) for part in jax.tree.leaves(small)[1:]
+    )
+    dense = (np.asarray(small.values).astype(float) - zero) * scale * outer - minimum * outer_minimum
+    x = draw(1, vectors, 256, dtype=np.float64)
+    got = jax.jit(lambda x, small: quantized.product("bti,xoi->btxo", x, small))(x, small)
+    np.testing.assert_allclose(got, np.einsum("bti,xoi->btxo", x, dense), atol=1e-10)
+    by_expert = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), small)
+    x_xni = np.repeat(x, 2, 0)
+    got = jax.jit(lambda x, small: block_products.expert_product(x, small))(x_xni, by_expert)
+    np.testing.assert_allclose(got, np.einsum("xni,xoi->xno", x_xni, dense), atol=1e-10)
+
+
+@pytest.mark.parametrize("name, dtype, vectors, converts", [
+    *((name, "float8_e4m3fn", vectors, vectors < 128) for name in ("dense", "experts") for vectors in (1, 63, 129, 300)),
+    ("dense", "int4", 1, False), ("dense", "int4", 300, False), ("experts", "int4", 63, True),
+    ("experts", "int4", 64, False),
+])  # fmt: skip
+def test_no_program_scales_a_whole_weight(name, dtype, vectors, converts):
     """Nothing in bfloat16 or float32 has a weight's size but the values that few vectors are multiplied with."""
+    outputs = dtype == "int4"  # with scales of their own
     if name == "dense":
-        small, x = make_zeros((1280, 512), (10, 4)), jnp.ones((1, vectors, 512), jnp.bfloat16)
+        small = make_zeros((1280, 512), (1280 if outputs else 10, 4), dtype)
+        x = jnp.ones((1, vectors, 512), jnp.bfloat16)
         run = partial(quantized.product, "btd,fd->btf")
     else:
-        small, x = make_zeros((8, 640, 128), (8, 5, 1)), jnp.ones((8, vectors, 640), jnp.bfloat16)
-        run = lambda x, small: block_products.expert_product(x, small.values, small.scale)  # noqa: E731
+        small = make_zeros((8, 640, 128), (8, 5, 128 if outputs else 1), dtype)
+        x = jnp.ones((8, vectors, 640), jnp.bfloat16)
+        run = block_products.expert_product
     text = jax.jit(run).lower(x, small).as_text()
     made = re.findall(r"stablehlo\.(\w+) .*-> tensor<([\dx]+)x(?:bf16|f32)>", text)
     made += re.findall(r"stablehlo\.(\w+) .* : tensor<([\dx]+)x(?:bf16|f32)>$", text, re.MULTILINE)
@@ -143,19 +184,20 @@ def test_no_program_scales_a_whole_weight(name, vectors, converts):
 
 def test_tpus_multiply_experts_in_one_piece():
     """Compiled for a TPU v5e, parts of 128 experts of 768 x 2,048 write a copy of all of them, 403 MB."""
-    shapes = ((8, 300, 640), jnp.bfloat16), ((8, 640, 128), jnp.float8_e4m3fn), ((8, 5, 1), jnp.bfloat16)
-    traced = jax.jit(block_products.expert_product).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    x = jax.ShapeDtypeStruct((8, 300, 640), jnp.bfloat16)
+    traced = jax.jit(block_products.expert_product).trace(x, make_zeros((8, 640, 128), (8, 5, 1)))
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
     assert [name for name, text in texts.items() if "stablehlo.while" in text] == ["cpu", "cuda"]
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("scheme, block", [("fp8", (1, 128, 128)), ("int4", (1, 128, 1)), ("mxfp4", (1, 32, 1))])
 @pytest.mark.parametrize("tokens", [1, 9, 130])
-def test_experts_are_those_of_the_dense_weights(tokens):
+def test_experts_are_those_of_the_dense_weights(tokens, scheme, block):
     specs = experts.specs(EXPERTS)
-    small = compress_all(specs, random_weights(specs, dtype=jnp.float64))
+    small = compress_all(specs, random_weights(specs, dtype=jnp.float64), scheme)
     dense = widen_all(specs, small)
-    assert small["expert_up"].block == (1, 128, 128)
+    assert small["expert_up"].block == block
     x_nd = draw(tokens, 256, dtype=np.float64)
     weight_nk, ids_nk = jax.jit(experts.route, static_argnums=1)(dense, EXPERTS, x_nd)
     forms = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
@@ -164,20 +206,24 @@ def test_experts_are_those_of_the_dense_weights(tokens):
             jax.jit(partial(form, join=expert_sums.silu_join))(weights, x_nd, weight_nk, ids_nk)
             for weights in (small, dense)
         )
-        np.testing.assert_allclose(got, expected, rtol=1e-10, err_msg=form.__name__)
+        np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12, err_msg=form.__name__)
 
 
 @needs_8_devices
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("sizes", [{"data": 1, "model": 4, "experts": 2}, {"data": 2, "model": 4}])
-def test_experts_on_a_mesh_have_whole_blocks(sizes):
+@pytest.mark.parametrize("sizes, scheme", [
+    ({"data": 1, "model": 4, "experts": 2}, "fp8"), ({"data": 2, "model": 4}, "fp8"),
+    ({"data": 1, "model": 4, "experts": 2}, "int4"),
+])  # fmt: skip
+def test_experts_on_a_mesh_have_whole_blocks(sizes, scheme):
     """384 outputs of an expert are three blocks, which four devices do not divide: each has blocks of 32."""
     mesh, specs = make_mesh(**sizes), experts.specs(EXPERTS)
     dense = random_weights(specs, dtype=jnp.float64)
     placed = jax.device_put(dense, jax.tree.map(lambda x: x.sharding, parameters.abstract(specs, float, mesh)))
-    small = {name: quantized.compress(x, specs[name], "fp8", mesh) for name, x in placed.items()}
+    small = {name: quantized.compress(x, specs[name], scheme, mesh) for name, x in placed.items()}
     if "experts" in sizes:
-        assert small["expert_up"].block == (1, 128, 32) and small["expert_down"].block == (1, 32, 128)
+        outputs = (32, 128) if scheme == "fp8" else (1, 1)
+        assert small["expert_up"].block == (1, 128, outputs[0]) and small["expert_down"].block == (1, 32, outputs[1])
     x_btd = jnp.asarray(draw(2, 5, 256, dtype=np.float64))
     run = jax.jit(lambda weights, x: experts.mixture(weights, EXPERTS, x))
     expected = run(widen_all(specs, jax.device_get(small)), x_btd)
@@ -186,27 +232,30 @@ def test_experts_on_a_mesh_have_whole_blocks(sizes):
 
 
 @needs_8_devices
+@pytest.mark.parametrize("scheme, block", [("fp8", (128, 64)), ("int4", (1, 64))])
 @pytest.mark.parametrize("vectors", [3, 200])
-def test_a_mesh_multiplies_its_shards(vectors):
+def test_a_mesh_multiplies_its_shards(vectors, scheme, block):
     """No values travel, for few vectors and for many."""
     mesh, spec = make_mesh(2, 4), LAYER["up"]
     weight = jax.device_put(jnp.asarray(draw(*spec.shape)), sharding.sharding(spec.axes, spec.shape, mesh))
-    small = quantized.compress(weight, spec, "fp8", mesh)
-    assert small.scale.sharding.spec[0] == small.values.sharding.spec[0] == "model" and small.block == (128, 64)
+    small = quantized.compress(weight, spec, scheme, mesh)
+    assert small.scale.sharding.spec[0] == small.values.sharding.spec[0] == "model" and small.block == block
     x = draw(2, vectors, spec.shape[1])
     with sharding.ambient(mesh):
-        compiled = jax.jit(partial(quantized.product, "btd,fd->btf")).lower(x, small).compile()
-    np.testing.assert_allclose(compiled(x, small), np.einsum("btd,fd->btf", x, widened(small, spec)), rtol=1e-3, atol=1e-2)
+        run = jax.jit(partial(quantized.product, "btd,fd->btf"))
+        compiled = run.lower(x, small).compile()
+        np.testing.assert_allclose(run(x, small), np.einsum("btd,fd->btf", x, widened(small, spec)), rtol=1e-3, atol=1e-2)
     moved = re.findall(r"= (\w+)\[([\d,]+)\][^=]* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
     assert all(math.prod(map(int, shape.split(","))) < math.prod(spec.shape) / 8 for _, shape in moved)
 
 
 @pytest.mark.usefixtures("float64")
-def test_drafted_answers_are_the_likeliest_tokens_of_the_dense_weights():
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+def test_drafted_answers_are_the_likeliest_tokens_of_the_dense_weights(scheme):
     config = replace(FEW_TOKENS, num_layers=1)
     pair, specs = make_pair(config, NgramDrafter(), NgramDrafter().specs(), dtype=jnp.float64), verifier.specs(config)
-    pair.weights = pair.weights.replace(verifier=compress_all(specs, pair.weights.verifier))
-    assert pair.quantize == "fp8" and pair.dtype == jnp.float64
+    pair.weights = pair.weights.replace(verifier=compress_all(specs, pair.weights.verifier, scheme))
+    assert pair.quantize == scheme and pair.dtype == jnp.float64
     results = pair.generate(PROMPTS, nodes=8, builder="best-first", max_new_tokens=20)
     assert any(max(result.accept_lengths) > 1 for result in results)
     got = assert_greedy(pair, PROMPTS, results)
@@ -243,6 +292,13 @@ def test_programs_compile_from_shapes():
 def test_parts_divide_an_axis_and_what_a_shard_has_of_it():
     sizes = [(76, 1), (76, 4), (19, 1), (8, 4), (3, 1), (1, 8), (32, 8)]
     assert [block_products._count_parts(size, ways) for size, ways in sizes] == [4, 19, 19, 2, 3, 1, 4]
+
+
+def test_groups_are_kept_where_that_moves_fewer_bytes_or_nothing_else_fits():
+    keeps, gpu = partial(defaults.keeps_groups, fits=True), Device("gpu", "NVIDIA H200")
+    assert [keeps(gpu, jnp.bfloat16, tokens) for tokens in (1, 16, 23, 24, 64)] == [True, True, True, False, False]
+    assert keeps(Device("tpu"), jnp.bfloat16, 64) and not keeps(Device("cpu"), jnp.bfloat16, 1)
+    assert defaults.keeps_groups(gpu, jnp.bfloat16, 64, False) and defaults.keeps_groups(Device("cpu"), float, 1, False)
 
 
 def test_fp8_files_are_kept_where_that_moves_fewer_bytes():

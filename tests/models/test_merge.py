@@ -19,6 +19,7 @@ from treeflash_jax.models import quantized, verifier
 EXPERTS = replace(RANDOM_MODEL, model_type="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 KINDS = {
     "qwen3": (RANDOM_MODEL, None), "int8": (RANDOM_MODEL, "int8"), "fp8": (RANDOM_MODEL, "fp8"), "experts": (EXPERTS, None),
+    "int4": (RANDOM_MODEL, "int4"),
     "qwen2": (replace(RANDOM_MODEL, model_type="qwen2", qk_norm=False, qkv_bias=True), None),
 }  # fmt: skip
 

@@ -130,7 +130,8 @@ def test_loading_quantises_what_the_files_hold(dtype, sizes):
     assert [quantized.quantization_scheme(weights) for weights in (small, wide)] == ["int8", None]
 
 
-def test_loading_holds_one_wide_matrix_at_a_time(monkeypatch):
+@pytest.mark.parametrize("scheme, tables", [("int8", 1), ("int4", 0)])
+def test_loading_holds_one_wide_matrix_at_a_time(scheme, tables, monkeypatch):
     config = model_files.read_verifier_config(FOLDERS["verifier"])
     matrices = {spec.shape for spec in jax.tree.leaves(verifier.specs(config), is_leaf=parameters.is_spec) if spec.inputs}
     call, held = programs.call, []
@@ -140,8 +141,9 @@ def test_loading_holds_one_wide_matrix_at_a_time(monkeypatch):
 
     monkeypatch.setattr(programs, "call", lambda *args, **named: held.append(wide()) or call(*args, **named))
     before = wide()
-    model_files.load_verifier(FOLDERS["verifier"], dtype=jnp.bfloat16, quantize="int8")
-    assert held == [before + 1] * (config.num_layers * 7 + 1) and wide() == before
+    model_files.load_verifier(FOLDERS["verifier"], dtype=jnp.bfloat16, quantize=scheme)
+    left_wide = 1 - tables
+    assert held == [before + left_wide + 1] * (config.num_layers * 7 + tables) and wide() == before
 
 
 @needs_8_devices
@@ -165,22 +167,23 @@ def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
     refused(lambda: tf.load(**FOLDERS), "on a device of")
 
 
-def test_programs_compile_from_int8_shapes():
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_programs_compile_from_shapes(scheme):
     plan = DecodePlan(shared=SharedPlan(verifier=SMALL, prefill_chunk=32))
-    _, decode = compile_programs(plan, tf.make_mesh(1, 1), 1, 256, jnp.float32, "int8")
-    needs = footprint(SMALL, dtype=jnp.float32, batch=1, capacity=256, quantize="int8")
+    _, decode = compile_programs(plan, tf.make_mesh(1, 1), 1, 256, jnp.float32, scheme)
+    needs = footprint(SMALL, dtype=jnp.float32, batch=1, capacity=256, quantize=scheme)
     assert 0 <= decode.memory_analysis().argument_size_in_bytes - needs.total < 4096  # token buffers
 
 
 def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
     for call in (
-        lambda: tf.load(verifier="nobody/nothing", quantize="int4"),
-        lambda: model_files.load_verifier("nowhere", quantize="int4"),
-        lambda: verifier.specs(RANDOM_MODEL, "int4"),
+        lambda: tf.load(verifier="nobody/nothing", quantize="int2"),
+        lambda: model_files.load_verifier("nowhere", quantize="int2"),
+        lambda: verifier.specs(RANDOM_MODEL, "int2"),
     ):
-        refused(call, "got quantize 'int4', expected ", "'int8'")
+        refused(call, "got quantize 'int2', expected ", "'int8'")
     for command in ("generate", "chat", "check", "bench run --out x", "bench latency", "bench memory --shape tiny"):
-        mistake(capsys, commands.main, [*command.split(), "--quantize", "int4"], "'int4'", "int8")
+        mistake(capsys, commands.main, [*command.split(), "--quantize", "int2"], "'int2'", "int8")
 
 
 def test_check_compares_with_the_int8_verifier_and_says_so(capsys, monkeypatch, int8):

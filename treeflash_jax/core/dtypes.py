@@ -35,3 +35,8 @@ def at_least_float32(dtype: Any) -> Any:
 def dtype_setting(default: str | None, help: str, *names: str, **keywords: Any) -> Any:
     """Returns a dataclass field (`settings.setting`) that accepts the dtypes of these names, also abbreviated."""
     return setting(default, help, choices=lambda: names, spelled=dtype_name, **keywords)
+
+
+def bits(dtype: Any) -> int:
+    """Returns the bits that an element takes on a device; NumPy keeps each element of four bits in a byte."""
+    return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize

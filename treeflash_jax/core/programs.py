@@ -23,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from treeflash_jax.core import compile_times, files, sharding
 from treeflash_jax.core.clock import Clock
+from treeflash_jax.core.dtypes import bits
 
 MOST_PROGRAMS = 256
 # Linux gives a process 65,530 memory maps; programs for the CPU use some 850 each, and XLA crashes without any left.
@@ -126,12 +127,26 @@ def start_compiling(function: Any, *args: Any, mesh: Any = None, clock: Clock | 
         with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
             lowered = function.lower(*args, **static)
         thread = futures.ThreadPoolExecutor(1)
-        executable = thread.submit(compile_lowered, lowered, mesh, function.__name__)
+        if _takes_no_four_bits(mesh, leaves):
+            executable = thread.submit(lambda: functools.partial(_call_jitted, function, mesh, of_products, static))
+        else:
+            executable = thread.submit(compile_lowered, lowered, mesh, function.__name__)
         thread.shutdown(wait=False)
     model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument are a model's weights
     labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
     _programs[key] = program = Program(function, executable, labels, last_use=next(_uses))
     return program
+
+
+def _takes_no_four_bits(mesh: Any, leaves: Sequence[Any]) -> bool:
+    """Returns whether a program compiled ahead would refuse its arguments: JAX 0.10 misstates their layout on meshes."""
+    return mesh is not None and jax.__version_info__ < (0, 11) and any(bits(x.dtype) < 8 for x in leaves)
+
+
+def _call_jitted(function: Any, mesh: Any, precision: str | None, static: dict[str, Any], *args: Any) -> Any:
+    """Calls a function, which JAX compiles at its first call."""
+    with sharding.ambient(mesh), jax.default_matmul_precision(precision):
+        return function(*args, **static)
 
 
 def _digest(*parts: Any) -> str:

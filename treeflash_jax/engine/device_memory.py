@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core.dtypes import bits
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.models import caches
 from treeflash_jax.models import verifier as verifiers
@@ -75,7 +76,7 @@ def device_bytes(tree: Any) -> int:
 
     def size(x: Any) -> int:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-        return math.prod(shape) * x.dtype.itemsize
+        return math.prod(shape) * bits(x.dtype) // 8
 
     return sum(map(size, jax.tree.leaves(tree)))
 

@@ -19,7 +19,14 @@ from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
-from treeflash_jax.engine.settings.defaults import choose_dtype, choose_nodes, keeps_fp8, merges_weights, of_device
+from treeflash_jax.engine.settings.defaults import (
+    choose_dtype,
+    choose_nodes,
+    keeps_fp8,
+    keeps_groups,
+    merges_weights,
+    of_device,
+)
 from treeflash_jax.engine.settings.keywords import LoadOptions
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, model_files
@@ -57,12 +64,14 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
       dtype: dtype of weights, caches and activations (one of bfloat16, float16,
         float32, float64; default: bfloat16, but float32 on a CPU without
         bfloat16 instructions).
-      quantize: store the verifier's matrices in 8 bits: int8, with a scale per
-        output channel, or fp8, with a scale per block of 128 x 128 or those of
-        FP8 files; drafted output then equals the one-token output of the
-        quantized verifier. none expands FP8 files to the dtype (one of int8,
-        fp8, none; default: none, but fp8 for FP8 files on GPUs and TPUs if that
-        reads fewer bytes).
+      quantize: store the verifier's matrices in fewer bits: int8, with a scale
+        per output channel; fp8, with a scale per block of 128 x 128 or those of
+        FP8 files; int4, with a scale per output and 128 inputs, or as files
+        quantised to groups have them; mxfp4, the experts as in gpt-oss. Drafted
+        output then equals the one-token output of the quantized verifier. none
+        expands quantised files to the dtype (one of int8, fp8, int4, mxfp4,
+        none; default: none, but quantised files as they are, on GPUs and TPUs
+        if that reads fewer bytes, or if expanded ones do not fit).
       mesh: devices to use: DxM splits the batch D ways, weights and vocabulary
         M ways; with DxMxE, experts E ways. In Python also a mesh of `make_mesh`
         (default: one device).
@@ -119,7 +128,7 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
     if drafter_config is not None and drafter_config.has_tokenizer:
         check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
-    quantize = _choose_scheme(pair, chosen.quantize, drafter_config, dtype, mesh)
+    quantize = _choose_scheme(pair, chosen.quantize, config, drafter_config, dtype=dtype, mesh=mesh)
     needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize)
     check_memory(needs, usable_memory(mesh), mesh)
     return TreeFlash(
@@ -134,13 +143,22 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     )
 
 
-def _choose_scheme(pair: _Pair, requested: str | None, drafter: Drafter | None, dtype: Any, mesh: Any) -> str | None:
-    """Returns the scheme of the verifier's matrices: the requested one, or that of FP8 files if `keeps_fp8`."""
+def _choose_scheme(
+    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, **place: Any
+) -> str | None:
+    """Returns the scheme of the verifier's matrices: the requested one, or that of quantised files if it pays."""
     if requested is not None:
         return None if requested == NONE else requested
-    device = sharding.device(mesh)
+    stored = model_files.stored_scheme(pair.verifier)
+    if stored is None:
+        return None
+    device, dtype = sharding.device(place["mesh"]), place["dtype"]
     tokens = 1 if drafter is None else choose_nodes(drafter, of_device(device, dtype))
-    return "fp8" if keeps_fp8(device, dtype, tokens) and "fp8" in model_files.code_books(pair.verifier) else None
+    if stored == "fp8":
+        return stored if keeps_fp8(device, dtype, tokens) else None
+    limit = usable_memory(place["mesh"])
+    fits = limit is None or footprint(config, drafter, **place).total <= limit
+    return stored if keeps_groups(device, dtype, tokens, fits) else None
 
 
 def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:

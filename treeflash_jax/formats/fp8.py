@@ -10,20 +10,15 @@ Source: transformers, quantization method "fp8", as published for DeepSeek-V3 an
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core.parameters import Entry, Spec, is_spec
-from treeflash_jax.formats import storage
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models import quantized
-from treeflash_jax.models.quantized import Quantized
 
 _ENDINGS = ("_scale_inv", ".weight_scale")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)  # by byte: faster than a conversion
@@ -137,39 +132,3 @@ def _scaled(name: str, values: Tensor, scales: Tensor, block: tuple[int, int]) -
         )
     sizes = block if form == stated else (1 if form[-2] == outputs else outputs, inputs)
     return ScaledTensor(values, scales, form, (*(1,) * len(experts), *sizes))
-
-
-def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Any) -> Any:
-    """Reads a tree of weights as `storage.load`, and keeps FP8 weights as they are stored, each as a Quantized.
-
-    Weights that scheme "fp8" does not quantise, or whose outputs are stored in another order, become arrays.
-    """
-    given = dict(tensors)
-
-    def parts(spec: Spec, entry: Entry) -> tuple[Any, Any]:
-        stored = [tensors.get(name) for name in entry.names(spec)]
-        blocks = {tensor.block if isinstance(tensor, ScaledTensor) else None for tensor in stored}
-        if not quantized.applies("fp8", spec) or None in blocks or len(blocks) > 1:
-            return spec, entry
-        *_, outputs, inputs = blocks.pop()
-        if inputs < stored[0].get_shape()[-1]:
-            counts = quantized.count_blocks(spec, mesh, (outputs, inputs))
-        else:  # a scale per channel, whose input axes `_drop_inputs` removes
-            counts = tuple(1 if axis in spec.inputs else size for axis, size in enumerate(spec.shape))
-        scale, located = Spec(counts, spec.axes, "ones"), replace(entry, name=f"{entry.name}.scale")
-        for name, tensor in zip(entry.names(spec), stored, strict=True):
-            shape = zip(tensor.get_shape(), located.disk_shape(scale), strict=True)
-            given[name] = tensor.values
-            given[f"{name}.scale"] = BlockScales(tensor, tuple(size // count for size, count in shape))
-        values = replace(spec, inputs=(), dtype=quantized.DTYPES["fp8"])
-        return Quantized(values, scale), Quantized(entry, located)
-
-    pairs = jax.tree.map(parts, specs, entries, is_leaf=is_spec)
-    stored = [jax.tree.map(lambda pair, at=at: pair[at], pairs, is_leaf=lambda x: isinstance(x, tuple)) for at in (0, 1)]
-    weights = storage.load(where, given, *stored, dtype, mesh)
-    return jax.tree.map(_drop_inputs, specs, weights, is_leaf=is_spec)
-
-
-def _drop_inputs(spec: Spec, weight: Any) -> Any:
-    is_per_channel = isinstance(weight, Quantized) and all(weight.scale.shape[axis] == 1 for axis in spec.inputs)
-    return weight.replace(scale=jnp.squeeze(weight.scale, spec.inputs)) if is_per_channel else weight

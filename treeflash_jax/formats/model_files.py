@@ -14,9 +14,9 @@ from treeflash_jax.core.checks import expect, quoted, read_json, warn
 from treeflash_jax.formats import (
     dialects,
     draft_vocabulary,
-    fp8,
     gguf_reader,
     gguf_tokenizer,
+    kept_weights,
     storage,
     tensor_files,
     tokenizer,
@@ -48,8 +48,9 @@ def load_verifier(
       path: a folder with config.json and model.safetensors, whole or in parts; or a GGUF file.
       dtype: dtype of the weights; bfloat16 files load bit for bit into bfloat16.
       mesh: mesh to shard the weights over; each host reads only the slices of its devices. None: the default device.
-      quantize: "int8" or "fp8" rounds every matrix when it is read, so that devices store one matrix in `dtype` at a time.
-        "fp8" keeps the weights of FP8 files as they are; None expands them to `dtype`.
+      quantize: a scheme (`quantized.SCHEMES`) rounds every matrix when it is read, so that devices store one matrix in
+        `dtype` at a time. "fp8" keeps the weights of FP8 files as they are, and "int4" those of other quantised files; None
+        expands them to `dtype`.
 
     Raises ValueError for anything missing, unknown, damaged, mis-shaped or not implemented.
     """
@@ -75,15 +76,14 @@ def find_mtp(path: str | Path) -> Path | None:
     return path / ASSISTANT if (path / ASSISTANT / "config.json").exists() else None
 
 
-def code_books(path: str | Path) -> frozenset[str]:
-    """Returns the kinds of a verifier's quantised weights: "fp8", or the code books of `GroupedTensor`; none: wide files.
+def stored_scheme(path: str | Path) -> str | None:
+    """Returns the scheme (`quantized.SCHEMES`) with which a verifier's files keep their weights; None: they are wide.
 
     Raises ValueError as `load_verifier`.
     """
     dialect, config = _find(path, "verifier")
     with dialect.opened(Path(path), config) as tensors:
-        books = {getattr(tensor, "code_book", None) for tensor in tensors.values()}
-    return frozenset(books - {None})
+        return kept_weights.find_scheme(tensors)
 
 
 def check_copies(drafter: str | Path, source: str | Path) -> None:
@@ -229,8 +229,8 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
 def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | None = None) -> Any:
     with dialect.opened(Path(path), config) as tensors:
         entries = dialect.entries(config, specs, tensors.keys())
-        if quantize == "fp8" and any(isinstance(tensor, fp8.ScaledTensor) for tensor in tensors.values()):
-            return fp8.load(Path(path), tensors, specs, entries, dtype, mesh)
+        if kept_weights.can_keep(quantize, tensors):
+            return kept_weights.load(Path(path), tensors, specs, entries, dtype, mesh)
         if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
             warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again")
         finish = partial(quantized.compress, scheme=quantize, mesh=mesh)

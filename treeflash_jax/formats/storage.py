@@ -16,6 +16,7 @@ import numpy as np
 
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import QUOTED, clipped
+from treeflash_jax.core.dtypes import bits
 from treeflash_jax.core.parameters import Entry, Spec, inside, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
@@ -26,7 +27,7 @@ READ_AT_ONCE = 2**20  # numbers, before they are converted: fresh memory costs m
 FLOAT8 = "F8_E4M3"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
-WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
+WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8", "I4")
 
 
 class Tensor(Protocol):
@@ -94,7 +95,8 @@ def _read(
 
 
 def _check_finite(where: Path, name: str, part: np.ndarray) -> None:
-    if not jnp.issubdtype(part.dtype, jnp.integer) and not all_finite(part):
+    has_others = not jnp.issubdtype(part.dtype, jnp.integer) and bits(part.dtype) > 4  # than finite numbers
+    if has_others and not all_finite(part):
         raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {part.dtype}, expected numbers")
 
 
@@ -116,7 +118,7 @@ def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any,
         tensor = tensors[name]
         if tuple(tensor.get_shape()) != shape:
             raise ValueError(f"{where}: tensor {name} has shape {list(tensor.get_shape())}, expected {list(shape)}")
-        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else (FLOAT8,) if kind.itemsize == 1 else _FLOATS
+        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else (FLOAT8, "F8_E8M0", "F4") if kind.itemsize == 1 else _FLOATS
         if tensor.get_dtype() not in kinds:
             raise ValueError(f"{where}: tensor {name} has type {tensor.get_dtype()}, expected one of {kinds}")
 

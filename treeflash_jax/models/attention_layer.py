@@ -30,7 +30,7 @@ class AttentionLayer(LayerKind):
       shares: as in `LayerKind`; such a layer has queries only.
     """
 
-    merged: ClassVar[tuple[str, ...]] = ("q", "k", "v", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
+    merged: ClassVar[tuple[str, ...]] = ("q", "k", "v", "o", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
 
     is_windowed: bool = False
     shares: str | None = None
@@ -49,6 +49,7 @@ class AttentionLayer(LayerKind):
         d, k, e, g = config.hidden_size, config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads
         specs = {name: spec for name, spec in specs.items() if name not in self.merged}
         rows = 2 * g + 2 if config.gates_attention else g + 2
+        specs["o"] = Spec((d, config.num_heads * e), ("embed", "heads"), inputs=(1,), outputs=(0,))
         specs["qkv"] = Spec((k, rows, e, d), ("kv_heads", None, None, "embed"), inputs=(3,), outputs=(0, 1, 2))
         if config.qk_norm:
             specs["qkv_norm"] = layers.norm_spec(config, g + 2, e)
@@ -102,7 +103,7 @@ class AttentionLayer(LayerKind):
 
 @programs.jit
 def merge(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns one array each for maps, norms and biases of queries, keys and values.
+    """Returns one array each for maps, norms and biases of queries, keys and values, and the output's map as a matrix.
 
     In "qkv" every key/value head has its query heads, its key, its value and its gates if there are any, so that a mesh
     shards all alike.
@@ -114,6 +115,7 @@ def merge(params: dict[str, Any]) -> dict[str, Any]:
         return jnp.concatenate([q_kgxe[:, :, 0], k_ke[:, None], v_ke[:, None], *gates], axis=1)
 
     merged = {"qkv": jax.tree.map(by_kv_head, params["q"], params["k"], params["v"])}
+    merged["o"] = params["o"].reshape(params["o"].shape[0], -1)
     if "q_norm" in params:
         q_norms = [params["q_norm"]] * (params["q"].shape[0] // params["k"].shape[0])
         merged["qkv_norm"] = jnp.stack([*q_norms, params["k_norm"], jnp.ones_like(params["k_norm"])])

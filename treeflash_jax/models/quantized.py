@@ -1,9 +1,12 @@
-"""Weight-only quantisation: a verifier's matrices in 8 bits, with scales.
+"""Weight-only quantisation: a verifier's matrices in 8 or 4 bits, with scales.
 
 w ~ values * scale. Scheme "int8" has a scale per output channel, max |w| / 127 over the axes that a product sums over
-(`Spec.inputs`); "fp8" has float8_e4m3fn values and a scale per block of 128 outputs and 128 inputs, max |w| / 448 or that
-of a file (`formats.fp8`), and leaves the vocabulary tables as they are, as published FP8 files do. No dequantised weight is
-stored: products scale what goes in or comes out. Norms stay as they are.
+(`Spec.inputs`); "fp8" has float8_e4m3fn values and a scale per block of 128 outputs and 128 inputs, max |w| / 448; "int4"
+has a scale per output and group of 128 inputs, max |w| / 7. These two leave the vocabulary tables as they are, as most
+published files do. "mxfp4" is for experts alone, as in gpt-oss: E2M1 values and a power of two per output and group of 32
+inputs, which makes the largest 4 to 8, rounded to 6 at most. Quantised files have scales of their own, and groups of other
+sizes (`formats.kept_weights`). No dequantised weight is stored: products scale what goes in or comes out, or a part of the
+weight at a time. Norms stay as they are.
 
 The quantised verifier is a model of its own: drafted output equals ITS one-token output, not that of the wider weights.
 """
@@ -20,31 +23,54 @@ from jax import lax
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
-from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.dtypes import at_least_float32, bits
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models.backend import block_products, indexing, products
 
-DTYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
+DTYPES = {
+    "int8": jnp.dtype(jnp.int8),
+    "fp8": jnp.dtype(jnp.float8_e4m3fn),
+    "int4": jnp.dtype(jnp.int4),
+    "mxfp4": jnp.dtype(jnp.float4_e2m1fn),
+}
 SCHEMES = tuple(DTYPES)
-NONE = "none"  # in settings: no scheme, also for FP8 files
-LARGEST = {"int8": 127, "fp8": 448}
-SCALE_BLOCK = 128  # outputs and inputs of a block
+NONE = "none"  # in settings: no scheme, also for quantised files
+LARGEST = {"int8": 127, "fp8": 448, "int4": 7, "mxfp4": 6}
+SCALE_BLOCK = 128
+BLOCKS = {"fp8": (SCALE_BLOCK, SCALE_BLOCK), "int4": (1, SCALE_BLOCK), "mxfp4": (1, 32)}  # outputs and inputs
 
 
 @struct.dataclass
 class Quantized:
-    """A weight in 8 bits that stands in for an array: `shape` is the weight's, `dtype` the one it computes in.
+    """A weight in 8 or 4 bits that stands in for an array: `shape` is the weight's, `dtype` the one it computes in.
+
+    An element is (value - zero) * scale * outer - minimum * outer_minimum. All parts but `order` have as many axes as the
+    weight, each divided into equal blocks; a block of inputs is a group.
 
     Attributes:
-      values: int8 or float8_e4m3fn, of the weight's shape.
-      scale: of the output axes; or of blocks, with as many axes as the weight, each divided into equal parts. It has the
-        compute dtype, so that the weights still determine the dtype of caches and activations. Values made here are rounded
-        against the scale as it is stored, so a narrow one costs no accuracy; the scales of files are rounded to it, which
-        changes a weight by no more than rounding the weight to that dtype would.
+      values: int8, float8_e4m3fn, int4, uint4 or float4_e2m1fn, of the weight's shape. Devices store two values of four
+        bits in a byte.
+      scale: of blocks; or of the output axes alone. Values made here are rounded against the scale as it is stored, in the
+        compute dtype, so a narrow one costs no accuracy; the scales of FP8 files are rounded to it, which changes a weight
+        by no more than rounding the weight to that dtype would. Other files' scales stay in their type.
+      outer: factor of scales, of larger blocks; None: 1.
+      zero: zero points; None: 0.
+      minimum: numbers to subtract; None: 0.
+      outer_minimum: factor of minimums; None: 1.
+      order: int32, [inputs]: the input that each place along the last axis holds; None: the same.
+      is_divisor: true if scales are divided by `outer`.
+      compute_dtype: None: that of the scale.
     """
 
     values: Any
     scale: Any
+    outer: Any = None
+    zero: Any = None
+    minimum: Any = None
+    outer_minimum: Any = None
+    order: Any = None
+    is_divisor: bool = struct.field(pytree_node=False, default=False)
+    compute_dtype: Any = struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,7 +78,7 @@ class Quantized:
 
     @property
     def dtype(self) -> Any:
-        return self.scale.dtype
+        return self.scale.dtype if self.compute_dtype is None else self.compute_dtype
 
     @property
     def block(self) -> tuple[int, ...] | None:
@@ -63,8 +89,8 @@ class Quantized:
 
     def reshape(self, *shape: int) -> Self:
         """Folds or splits input axes, and folds those of blocks; output axes stay."""
-        scale = self.scale if self.block is None else self.scale.reshape(self.scale.shape[0], -1)
-        return self.replace(values=self.values.reshape(*shape), scale=scale)
+        folded = self if self.block is None else jax.tree.map(lambda part: part.reshape(part.shape[0], -1), self)
+        return folded.replace(values=self.values.reshape(*shape), order=self.order)
 
 
 def check_scheme(scheme: str | None) -> None:
@@ -74,11 +100,17 @@ def check_scheme(scheme: str | None) -> None:
 
 
 def quantization_scheme(weights: Any) -> str | None:
-    """Returns the scheme of a tree of weights; None if nothing in it is quantised."""
-    for leaf in jax.tree.leaves(weights, is_leaf=_is_quantized):
-        if _is_quantized(leaf):
-            return next(scheme for scheme, dtype in DTYPES.items() if leaf.values.dtype == dtype)
-    return None
+    """Returns the scheme of a tree of weights, that of the fewest bits; None if nothing in it is quantised."""
+    leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=is_quantized) if is_quantized(leaf)]
+    schemes = {_find_scheme(leaf) for leaf in leaves}
+    return next((scheme for scheme in reversed(SCHEMES) if scheme in schemes), None)
+
+
+def _find_scheme(weight: Quantized) -> str:
+    dtype = weight.values.dtype
+    if bits(dtype) == 4 and weight.scale.dtype != jnp.float8_e8m0fnu:
+        return "int4"
+    return next(scheme for scheme in SCHEMES if DTYPES[scheme] == dtype)
 
 
 def specs(tree: Any, scheme: str | None, mesh: Any = None) -> Any:
@@ -97,58 +129,78 @@ def specs_like(tree: Any, weights: Any) -> Any:
     """Returns the specs of partly quantised weights, given the specs of all of them as arrays."""
 
     def like(spec: Spec, weight: Any) -> Any:
-        if not _is_quantized(weight):
+        if not is_quantized(weight):
             return spec
-        made = _quantized_spec(spec, "int8" if weight.block is None else "fp8", None)
-        return made.replace(scale=replace(made.scale, shape=weight.scale.shape))
+        outputs = tuple(spec.axes[axis] for axis in _outputs(spec))
+        axes = {len(spec.shape): spec.axes, len(outputs): outputs}
+        return jax.tree.map(lambda part: Spec(part.shape, axes[len(part.shape)], "ones"), weight)
 
     return jax.tree.map(like, tree, weights, is_leaf=is_spec)
 
 
 def applies(scheme: str | None, spec: Spec) -> bool:
     """Returns True if a scheme quantises the weight."""
-    is_kept = scheme is None or (scheme == "fp8" and "vocab" in spec.axes)
+    is_kept = scheme is None or (scheme in BLOCKS and "vocab" in spec.axes)
+    is_kept |= scheme == "mxfp4" and "experts" not in spec.axes
     return bool(spec.inputs) and spec.can_quantize and not is_kept
 
 
-def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)) -> tuple[int, ...]:
+def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = BLOCKS["fp8"]) -> tuple[int, ...]:
     """Returns the number of blocks along each axis of a weight; a shard of a mesh has a whole number of them.
 
-    Blocks of `sizes` outputs and inputs, as files have, divide the last output and the last input axis. If they do not
-    divide a shard of it, they are the largest parts of such blocks that do. Every index of other axes has blocks.
+    Blocks of `sizes` outputs and inputs, as files have, divide the last output axis and the input axes, taken as one. If
+    they do not divide a shard, they are the largest parts of such blocks that do. Every index of other axes has blocks.
     """
     counts = list(spec.shape)
     shard = spec.shape if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh).shard_shape(spec.shape)
-    for axis, size in zip((_outputs(spec)[-1], spec.inputs[-1]), sizes, strict=True):
-        counts[axis] //= math.gcd(shard[axis], size)
+    last = _outputs(spec)[-1]
+    counts[last] //= math.gcd(shard[last], sizes[0])
+    size = math.gcd(math.prod(shard[axis] for axis in spec.inputs), sizes[1])
+    for axis in reversed(spec.inputs):  # a block has a part of the last one, or all of it and a part of the one before
+        part = math.gcd(shard[axis], size)
+        counts[axis] //= part
+        size = size // part if part == shard[axis] else 1
     return tuple(counts)
 
 
-def quantize(weight: jax.Array, inputs: tuple[int, ...], counts: tuple[int, ...] | None = None) -> Quantized:
+def quantize(
+    weight: jax.Array, inputs: tuple[int, ...], counts: tuple[int, ...] | None = None, scheme: str = "fp8"
+) -> Quantized:
     """Rounds a weight to int8 with a scale per channel: |w - values * scale| <= scale / 2. Channels of zeros get scale 0.
 
     The scale has the weight's dtype and its axes except `inputs`, the axes that a product sums over.
 
     Args:
-      counts: number of blocks along each axis; rounds to float8_e4m3fn instead, with a scale per block, [*counts].
+      counts: number of blocks along each axis; rounds to the values of `scheme` instead, with a scale per block, [*counts].
 
-    Both round half to even.
+    All round half to even.
     """
-    scheme = "int8" if counts is None else "fp8"
+    scheme = "int8" if counts is None else scheme
     parts = counts or tuple(1 if axis in inputs else size for axis, size in enumerate(weight.shape))
     split = [part for size, count in zip(weight.shape, parts, strict=True) for part in (count, size // count)]
     wide = weight.astype(at_least_float32(weight.dtype)).reshape(split)
     kept = jnp.finfo(weight.dtype)
+    within = tuple(range(1, len(split), 2))
+    largest = jnp.max(jnp.abs(wide), axis=within, keepdims=True)
+    if scheme == "mxfp4":
+        return _round_to_mxfp4(weight, wide, largest, parts)
     # A factor, since XLA compiles a quotient by a constant in another way than it runs one. No pair of casts: XLA may drop
     # it, and values would be those of another scale than the stored one.
-    within = tuple(range(1, len(split), 2))
-    scale = jnp.max(jnp.abs(wide), axis=within, keepdims=True) * (1 / LARGEST[scheme])
+    scale = largest * (1 / LARGEST[scheme])
     scale = lax.reduce_precision(scale, kept.nexp, kept.nmant)
     steps = wide / jnp.where(scale > 0, scale, 1)
-    steps = jnp.round(steps) if scheme == "int8" else steps
+    steps = steps if scheme == "fp8" else jnp.round(steps)
     values = jnp.clip(steps, -LARGEST[scheme], LARGEST[scheme]).astype(DTYPES[scheme]).reshape(weight.shape)
     scale = scale.reshape(parts).astype(weight.dtype)
     return Quantized(values, jnp.squeeze(scale, inputs) if counts is None else scale)
+
+
+def _round_to_mxfp4(weight: jax.Array, wide: jax.Array, largest: jax.Array, counts: tuple[int, ...]) -> Quantized:
+    """Rounds as the OCP Microscaling Formats (MX) specification v1.0, section 6.3."""
+    exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 127)  # 1 is 0.5 * 2^1, and the largest power in E2M1 is 2^2
+    steps = jnp.clip(jnp.ldexp(wide, -exponent), -LARGEST["mxfp4"], LARGEST["mxfp4"])
+    scale = jnp.ldexp(jnp.ones((), wide.dtype), exponent).astype(jnp.float8_e8m0fnu).reshape(counts)
+    return Quantized(steps.astype(DTYPES["mxfp4"]).reshape(weight.shape), scale, compute_dtype=weight.dtype)
 
 
 def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> Any:
@@ -164,14 +216,22 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
 @partial(jax.jit, static_argnames=("spec", "scheme"))
 def _compress(weight: jax.Array, spec: Spec, scheme: str) -> Quantized:
     mesh = sharding.current()
-    counts = count_blocks(spec, mesh) if scheme == "fp8" else None
-    made = quantize(weight, spec.inputs, counts)
-    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), made, _quantized_spec(spec, scheme, mesh))
+    counts = count_blocks(spec, mesh, BLOCKS[scheme]) if scheme in BLOCKS else None
+    made = quantize(weight, spec.inputs, counts, scheme)
+    parts = _quantized_spec(spec, scheme, mesh).replace(compute_dtype=made.compute_dtype)
+    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), made, parts)
 
 
 def can_join(*weights: Any) -> bool:
-    """Returns True if weights can be concatenated: none is quantised, or all with a scale per channel or equal blocks."""
-    return len({(_is_quantized(weight), weight.block if _is_quantized(weight) else None) for weight in weights}) == 1
+    """Returns True if weights can be concatenated: none is quantised, or all alike with inputs in order."""
+
+    def layout(weight: Any) -> Any:
+        if not is_quantized(weight):
+            return None
+        return weight.block, jax.tree.structure(weight), tuple(part.dtype for part in jax.tree.leaves(weight))
+
+    has_order = any(is_quantized(weight) and weight.order is not None for weight in weights)
+    return not has_order and len({layout(weight) for weight in weights}) == 1
 
 
 def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: Any = None) -> jax.Array:
@@ -182,12 +242,14 @@ def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: A
     if not isinstance(weight, Quantized):
         return products.product(equation, x, weight, dtype)
     # Tied to x: XLA would convert the values of all layers ahead of a decoding loop and hold them, wide, to its end.
-    x, values = lax.optimization_barrier((x, weight.values))
+    x, weight = lax.optimization_barrier((x, weight))
     dtype = dtype or x.dtype
     if weight.block is not None:
-        return block_products.product(x, values, weight.scale, dtype)
+        if weight.order is not None:
+            x, weight = jnp.take(x, weight.order, axis=-1), weight.replace(order=None)
+        return block_products.product(x, weight, dtype)
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # sums of x with values up to 127 or 448 overflow float16
-    return (products.product(equation, x, values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(dtype)
+    return (products.product(equation, x, weight.values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(dtype)
 
 
 def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
@@ -195,11 +257,15 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     if not isinstance(table, Quantized):
         return indexing.lookup(table, ids)
     # XLA reads one vector by a slice, for which a TPU would copy the whole int8 table; it gathers two in place.
-    values = table.values[jnp.stack([ids, ids])][0] if ids.size == 1 else table.values[ids]
-    return values.astype(table.dtype) * table.scale[ids][..., None]
+    pick = (lambda part: part[jnp.stack([ids, ids])][0]) if ids.size == 1 else (lambda part: part[ids])
+    vectors = jax.tree.map(pick, table)
+    if table.block is not None:
+        return block_products.widened(vectors, table.dtype)
+    return (vectors.values.astype(table.dtype) * vectors.scale[..., None]).astype(table.dtype)
 
 
-def _is_quantized(x: Any) -> bool:
+def is_quantized(x: Any) -> bool:
+    """Returns True for a Quantized, to take it as a leaf of a tree."""
     return isinstance(x, Quantized)
 
 
@@ -209,7 +275,8 @@ def _outputs(spec: Spec) -> list[int]:
 
 def _quantized_spec(spec: Spec, scheme: str, mesh: Any) -> Quantized:
     values = replace(spec, inputs=(), dtype=DTYPES[scheme])
-    if scheme == "fp8":
-        return Quantized(values, Spec(count_blocks(spec, mesh), spec.axes, "ones"))
+    if scheme in BLOCKS:
+        dtype = jnp.dtype(jnp.float8_e8m0fnu) if scheme == "mxfp4" else None
+        return Quantized(values, Spec(count_blocks(spec, mesh, BLOCKS[scheme]), spec.axes, "ones", dtype=dtype))
     shape, axes = (tuple(values[axis] for axis in _outputs(spec)) for values in (spec.shape, spec.axes))
     return Quantized(values, Spec(shape, axes, "ones"))

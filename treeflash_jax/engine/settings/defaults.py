@@ -229,6 +229,21 @@ def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
     return not device.is_cpu and 1 + 2 * tokens * size / SCALE_BLOCK < size
 
 
+def keeps_groups(device: Device, dtype: Any, tokens: int, fits: bool) -> bool:
+    """Returns True if weights of a file with a scale per group of inputs are kept as they are instead of expanded.
+
+    Expanded weights are read faster on CPUs (`notebooks/results/four_bits.md`), and so are they on GPUs if a pass writes
+    more bytes of sums over groups of 128 inputs than it saves (`backend.block_products`).
+
+    Args:
+      tokens: number of tokens of a pass over one sequence: the nodes of a tree.
+      fits: whether devices have room for the expanded weights.
+    """
+    if not fits or device.is_cpu:
+        return not fits
+    return device.backend == "tpu" or 1 / 2 + 2 * 4 * tokens / SCALE_BLOCK < jnp.dtype(dtype).itemsize
+
+
 def choose_training_attention(device: Device, requested: str = "auto") -> str:
     """Returns the requested attention implementation for packed sequences; for "auto", the device's kernel.
 

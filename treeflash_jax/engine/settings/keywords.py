@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 Quantize = Literal[
     "int8",
     "fp8",
+    "int4",
+    "mxfp4",
     "none",
 ]
 Sampling = Literal["model"]

@@ -48,10 +48,12 @@ class ModelOptions:
     )
     quantize: str | None = setting(
         None,
-        "store the verifier's matrices in 8 bits: int8, with a scale per output channel, or fp8, with a scale per block of "
-        "128 x 128 or those of FP8 files; drafted output then equals the one-token output of the quantized verifier. none "
-        "expands FP8 files to the dtype",
-        unset="none, but fp8 for FP8 files on GPUs and TPUs if that reads fewer bytes",
+        "store the verifier's matrices in fewer bits: int8, with a scale per output channel; fp8, with a scale per block "
+        "of 128 x 128 or those of FP8 files; int4, with a scale per output and 128 inputs, or as files quantised to groups "
+        "have them; mxfp4, the experts as in gpt-oss. Drafted output then equals the one-token output of the quantized "
+        "verifier. none expands quantised files to the dtype",
+        unset="none, but quantised files as they are, on GPUs and TPUs if that reads fewer bytes, or if expanded ones do "
+        "not fit",
         choices=lambda: (*SCHEMES, NONE),
     )
     mesh: Mesh | str | None = setting(

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend import block_products
@@ -57,8 +56,7 @@ def _where_they_lie(
     XLA for TPUs would copy those whose sizes are no multiples of 128 into another one, of all layers ahead of a loop.
     """
     x_nd, weights = lax.optimization_barrier((x_nd, weights))
-    weights = jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weights)
-    return form(weights, x_nd, weight_nk, ids_nk, join)
+    return form(block_products.in_order(weights), x_nd, weight_nk, ids_nk, join)
 
 
 def _by_blocks(
@@ -129,7 +127,7 @@ def gather_and_reduce(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, i
     def product(name: str, x_nkm: jax.Array, narrow: bool = True) -> jax.Array:
         values, scale = _parts(taken[name])
         if scale is not None and scale.ndim == values.ndim:
-            values, scale = block_products.scaled(values, scale, wide), None
+            values, scale = block_products.widened(taken[name], wide), None
         y_nkm = jnp.sum(x_nkm.astype(wide)[..., None] * values.astype(wide), axis=2)
         return _scaled(y_nkm, scale, x_nd.dtype if narrow else wide)
 
@@ -188,7 +186,7 @@ def clamped_join(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow: bool = True) -> jax.Array:
     """An einsum summed in float32 at least; `narrow` rounds it to the dtype of x. A scale has the weight's outer axes."""
     if _has_blocks(weight):
-        y = block_products.expert_product(x, weight.values, weight.scale)
+        y = block_products.expert_product(x, weight)
         return y.astype(x.dtype) if narrow else y
     values, scale = _parts(weight)
     wide = at_least_float32(x.dtype)

@@ -1,0 +1,92 @@
+"""Weights of quantised files, kept as they are stored: their numbers, answers, meshes, and what is expanded in loading."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from answers import PROMPTS, TREE, assert_greedy, drafted_as_plain, read_texts
+from conftest import DATA, FOLDERS, needs_8_devices
+from model_files import assert_same
+from quantized_files import FORMATS, expand_kept, make_folders
+from refusals import refused
+
+import treeflash_jax as tf
+from treeflash_jax.core import programs, sharding
+from treeflash_jax.engine import loading
+from treeflash_jax.engine.device_memory import device_bytes
+from treeflash_jax.formats import model_files
+from treeflash_jax.formats.grouped_tensors import GroupedTensor
+from treeflash_jax.models.quantized import is_quantized
+
+SOURCE = FOLDERS["verifier"]
+
+
+def find_kept(weights) -> list:
+    return [weight for weight in jax.tree.leaves(weights, is_leaf=is_quantized) if is_quantized(weight)]
+
+
+def place(form: str, tmp_path):
+    return DATA / "hybrid" / "gpt_oss" if form == "gpt_oss" else make_folders(tmp_path, SOURCE, form)[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("form", [*FORMATS, "gpt_oss"])
+def test_kept_weights_are_the_expanded_ones_to_the_last_bit(form, dtype, tmp_path, monkeypatch):
+    folder = place(form, tmp_path)
+    expanded = model_files.load_verifier(folder, dtype=dtype)[1]
+    monkeypatch.setattr(GroupedTensor, "__getitem__", None)  # nothing is expanded
+    config, kept = model_files.load_verifier(folder, dtype=dtype, quantize="int4")
+    held = find_kept(kept)
+    assert len(held) == (3 if form == "gpt_oss" else 7) * config.num_layers
+    assert {weight.dtype for weight in held} == {jnp.dtype(dtype)}
+    assert {weight.values.dtype.name for weight in held} <= {"int4", "float4_e2m1fn"}
+    assert_same(expand_kept(kept, dtype), expanded)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("form", ["gptq", "nvfp4-pack-quantized"])
+def test_drafted_answers_are_those_of_one_token_steps(form, tmp_path):
+    """With zero points and inputs in another order; and with factors of scales."""
+    model = tf.load(verifier=place(form, tmp_path), drafter=FOLDERS["drafter"], dtype="float64", quantize="int4")
+    assert model.quantize == "int4" and model.dtype == jnp.float64
+    results = drafted_as_plain(model, PROMPTS, TREE, max_new_tokens=12)
+    assert any(max(result.accept_lengths) > 1 for result in results)
+    logits_btv = assert_greedy(model, PROMPTS, results)
+    model.weights = model.weights.replace(verifier=expand_kept(model.weights.verifier, jnp.float64))
+    np.testing.assert_allclose(logits_btv, assert_greedy(model, PROMPTS, results), atol=1e-11)
+
+
+@needs_8_devices
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("form", ["awq", "gptq", "modelopt", "gpt_oss"])
+def test_a_mesh_has_whole_groups(form, tmp_path):
+    """Shards have 16 inputs, and of the experts' 32, half a group."""
+    folder, mesh = place(form, tmp_path), tf.make_mesh(2, 4)
+    config, whole = model_files.load_verifier(folder, dtype=jnp.float64, quantize="int4")
+    _, parts = model_files.load_verifier(folder, dtype=jnp.float64, quantize="int4", mesh=mesh)
+    assert_same(expand_kept(jax.device_get(parts), jnp.float64), expand_kept(whole, jnp.float64))
+    for weight in find_kept(parts):
+        values, scale = (part.addressable_shards[0].data.shape for part in (weight.values, weight.scale))
+        assert tuple(size // count for size, count in zip(values, scale, strict=True)) == weight.block
+    tokens_bt = jnp.arange(10).reshape(2, 5)
+    run = jax.jit(lambda weights, tokens_bt: read_texts(weights, config, tokens_bt)[1])
+    logits_btv = programs.call(run, parts, sharding.place(tokens_bt, mesh), mesh=mesh)
+    np.testing.assert_allclose(logits_btv, run(whole, tokens_bt), atol=1e-11)
+
+
+def test_automatic_loading_keeps_groups_if_the_device_gains(tmp_path, monkeypatch):
+    folder = place("awq", tmp_path)
+    load = partial(tf.load, verifier=folder, drafter="none")
+    assert [load(quantize=scheme).quantize for scheme in (None, "none", "int4")] == [None, None, "int4"]
+    monkeypatch.setattr(loading, "keeps_groups", lambda *_: True)
+    assert [load(quantize=scheme).quantize for scheme in (None, "none")] == ["int4", None]
+    kept = load(quantize="int4")
+    refused(lambda: model_files.save_verifier(tmp_path / "x", kept.verifier, kept.weights.verifier), "int4", "'none'")
+
+
+def test_footprints_count_four_bits(tmp_path):
+    config, kept = model_files.load_verifier(place("modelopt", tmp_path), dtype=jnp.bfloat16, quantize="int4")
+    for weight in find_kept(kept):
+        assert device_bytes(weight) == weight.values.size // 2 + weight.scale.size + 4 * weight.outer.size
