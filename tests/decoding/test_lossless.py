@@ -114,8 +114,9 @@ NETWORKS = (  # of backbones
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "programs"), [(0, 3)])  # per verifier: 3 meet all kinds, heads and networks
 def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
-    """Four of the verifiers, with layers and experts of several kinds and without, are in int8."""
-    draw, results, met, rounded = random.Random(seed), [], set(), ("qwen3", "qwen3_5_moe", "gpt_oss", "gemma4")
+    """Four of the verifiers, with layers and experts of several kinds and without, are in 8 or 4 bits."""
+    draw, results, met = random.Random(seed), [], set()
+    schemes = {"qwen3": "int8", "qwen3_5_moe": "int4", "gpt_oss": "mxfp4", "gemma4": "int8"}
     kinds, heads = draw.sample(KINDS, len(KINDS)), draw.sample([*HEADS], len(HEADS))
     turns = zip(itertools.cycle(kinds), itertools.cycle(heads), itertools.cycle(NETWORKS), strict=True)
     for name, config in VERIFIERS.items():
@@ -124,7 +125,7 @@ def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
                 layers=fresh_layers(config, 1), block_size=6, mask_token_id=VOCABULARY - 1, taps=(0, 1),
                 num_target_layers=None, head=head, logit_cap=config.logit_cap, **network,
             ).fitted(config)  # fmt: skip
-            number, specs, scheme = draw.randrange(10**6), verifier.specs(config), "int8" if name in rounded else None
+            number, specs, scheme = draw.randrange(10**6), verifier.specs(config), schemes.get(name)
             weights = fresh(specs, number, 0.35, noisy=True)
             weights = jax.tree.map(lambda x, spec, scheme=scheme: quantized.compress(x, spec, scheme), weights, specs)
             weights = Weights(weights, fresh(drafter.specs(), number + 1, 0.35, noisy=True))
@@ -136,7 +137,7 @@ def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
                 stops = draw.sample(range(VOCABULARY), draw.choice((0, 1, 3)))
                 results += drafted_as_plain(model, prompts, draft, stop_ids=stops, **settings)
             met |= {str(kind), head, scheme}
-    assert len(results) >= 60 and {"int8", *HEADS, *map(str, KINDS)} <= met
+    assert len(results) >= 60 and {*schemes.values(), *HEADS, *map(str, KINDS)} <= met
     assert sum(len(result.ids) for result in results) >= 1.1 * sum(len(result.accept_lengths) for result in results)
 
 

@@ -46,7 +46,7 @@ def test_kept_weights_are_the_expanded_ones_to_the_last_bit(form, dtype, tmp_pat
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("form", ["gptq", "nvfp4-pack-quantized"])
+@pytest.mark.parametrize("form", ["gptq", pytest.param("nvfp4-pack-quantized", marks=pytest.mark.slow)])
 def test_drafted_answers_are_those_of_one_token_steps(form, tmp_path):
     """With zero points and inputs in another order; and with factors of scales."""
     model = tf.load(verifier=place(form, tmp_path), drafter=FOLDERS["drafter"], dtype="float64", quantize="int4")
@@ -60,7 +60,9 @@ def test_drafted_answers_are_those_of_one_token_steps(form, tmp_path):
 
 @needs_8_devices
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("form", ["awq", "gptq", "modelopt", "gpt_oss"])
+@pytest.mark.parametrize(
+    "form", ["gptq", "gpt_oss", *(pytest.param(form, marks=pytest.mark.slow) for form in ("awq", "modelopt"))]
+)
 def test_a_mesh_has_whole_groups(form, tmp_path):
     """Shards have 16 inputs, and of the experts' 32, half a group."""
     folder, mesh = place(form, tmp_path), tf.make_mesh(2, 4)

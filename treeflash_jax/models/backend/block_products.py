@@ -43,6 +43,8 @@ def product(x: jax.Array, weight: Any, dtype: Any) -> jax.Array:
     """
     x_ni, outputs = x.reshape(-1, x.shape[-1]), weight.shape[:-1]
     if has_groups(weight):
+        if _model_ways() == 1:  # a TPU would copy weights of several output axes into another layout
+            weight = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)
         y = _product_by_groups(x_ni, weight)
     else:
         y = jnp.moveaxis(_product_by_blocks(x_ni, weight), -2, 0)
