@@ -51,8 +51,8 @@ def recognise(path: Path, keys: Keys, part: str) -> Dialect:
         )
     known = dict.fromkeys(other.marks[0] for other in DIALECTS.values() if other.part == part and other.marks)
     raise ValueError(
-        f"{keys.where}: got model_type {quoted(model_type)}, expected a drafter's config with {' or '.join(known)}, or "
-        "that of a language model that is implemented as a verifier"
+        f"{keys.where}: got model_type {quoted(model_type)}, expected a drafter's ({', '.join(known)}) or that of a "
+        "language model that can be a verifier"
     )
 
 
