@@ -27,12 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kernels, kv_cache
 from treeflash_jax.models.backend import products
 from treeflash_jax.models.kv_cache import LayerKV
 
 QUARTERS = 4  # blocks of "streamed"
 SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which programs have no loops, and compile faster
+FEWEST_QUERIES = 256  # per key/value head, if a pass reads the keys more than once
 BLOCK = 8192  # slots that "blocked" reads at a time, at most
 
 
@@ -89,6 +91,18 @@ def tree_attention(
 
 def attend_plainly(operands: Operands) -> jax.Array:
     """Returns attention as "xla" computes it."""
+    q_bthe, slots = operands.q_bthe, 0 if operands.prefix is None else operands.prefix.num_slots
+    size = q_bthe[..., 0].size * slots * at_least_float32(q_bthe.dtype).itemsize
+    queries = q_bthe.shape[1] * q_bthe.shape[2] // operands.k_buke.shape[2]
+
+    def attend(positions: dict[str, jax.Array | None]) -> jax.Array:
+        return _attend(operands._replace(**positions))
+
+    positions = {name: getattr(operands, name) for name in ("q_bthe", "mask_btu", "first_bt")}
+    return products.in_parts(attend, positions, size, most=queries // FEWEST_QUERIES)
+
+
+def _attend(operands: Operands) -> jax.Array:
     q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b = operands
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
