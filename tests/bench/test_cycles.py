@@ -25,7 +25,7 @@ TEXT = "\n".join([
     '  %c = f32[8]{0} conditional(%p, %p), metadata={op_name="jit(decode)/while/body/accept/cond"}',
     '  %r = f32[8]{0} all-reduce(%p), metadata={op_name="jit(decode)/while/body/verify/layer_0/add"}',
     '  %s = f32[8]{0} sort(%p), metadata={op_name="jit(decode)/while/body/tree/sort"}',
-    '  %t = (f32[8]{0}, s32[8]{0}) custom-call(%p), custom_call_target="TopK", metadata={op_name="jit(d)/while/body/draft/top_k"}',
+    '  %t = (f32[8]{0}, s32[8]{0}) custom-call(%p), custom_call_target="TopK", metadata={op_name="while/body/draft/k"}',
     '  %gather_fusion.1 = f32[8]{0} fusion(%p), kind=kCustom, metadata={op_name="jit(decode)/while/body/commit/gather"}',
     operation("f.5", "", 3).replace(' metadata={op_name=""},', ""),
     "}",
