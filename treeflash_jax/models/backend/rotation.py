@@ -30,12 +30,12 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
         return x_bthe * cos + swapped_bthe * sin
 
     def by_product(x_bthe: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """Swaps by a product with a matrix of zeros and ones: a TPU cannot move halves of 128 numbers as fast."""
+        """Swaps by a product with a matrix of zeros and ones: for several positions, a TPU is slower at moving halves."""
         swap_ee = jnp.roll(jnp.eye(size, dtype=narrow), size // 2, axis=1)
         swapped_bthe = jnp.einsum("bthe,ez->bthz", x_bthe.astype(narrow), swap_ee, preferred_element_type=wide)
         return x_bthe * cos + swapped_bthe * sin
 
-    forms = {"tpu": by_product} if narrow.itemsize == 2 else {}
+    forms = {"tpu": by_product} if narrow.itemsize == 2 and x_bthe.shape[1] > 1 else {}
     arrays = (x.astype(wide) for x in (x_bthe, *table))
     return lax.platform_dependent(*arrays, cpu=by_halves, default=by_swap, **forms).astype(narrow)
 
