@@ -164,7 +164,7 @@ def test_on_a_tpu_many_weights_of_attention_are_added_by_a_product(dtype, querie
     assert ("reduce_sum" in text) == (queries == 8 or dtype == "float32")
 
 
-@pytest.mark.parametrize("dtype, length, is_product", [("bfloat16", 3, True), ("bfloat16", 1, False), ("float32", 3, False)])
+@pytest.mark.parametrize("dtype, length, is_product", [("float16", 3, True), ("bfloat16", 1, False), ("float32", 3, False)])
 def test_on_a_tpu_16_bit_heads_of_several_positions_rotate_by_a_product(dtype, length, is_product, on_tpu, monkeypatch):
     x, table = draw(2, length, 4, 16, dtype=jnp.dtype(dtype)), (draw(2, length, 1, 16), draw(2, length, 1, 16, seed=1))
     rotated = rotation.rotate(x, table)
