@@ -250,7 +250,7 @@ def tpu_estimates() -> str:
         place = result["shape"], chip
         kind = "step" if result["nodes"] == 1 else f"round of {result['nodes']} nodes"
         if result["nodes"] == 1:
-            steps[place] = total  # the last one: on the matrix unit
+            steps[place] = total  # rounds follow the step of the same forms
         phases = [f"{times['milliseconds'].get(phase, 0):.2f}" for phase in ("draft", "tree", "verify", "accept", "commit")]
         over_step = f"{total / steps[place]:.2f}" if result["nodes"] > 1 else ""
         ratio = f"{total / times['reading']:.2f}"
@@ -259,7 +259,7 @@ def tpu_estimates() -> str:
             [*what, *phases, f"{total:.2f}", f"{times['reading']:.2f}", ratio, f"{times['copying']:.2f}", over_step]
         )
     names = "draft | tree | verify | accept | commit | total | reading | total / reading | copies | round / step"
-    return table(f"model | chip | program | one vector on the | {names}", rows)
+    return table(f"model | chip | program | on the matrix unit | {names}", rows)
 
 
 def gemma_rounds() -> str:

@@ -24,6 +24,9 @@ TEXT = "\n".join([
     '  %w.2 = f32[8]{0} while(%p), condition=%unbounded, body=%inner, metadata={op_name="jit(x)/while/body/accept/while"}',
     '  %c = f32[8]{0} conditional(%p, %p), metadata={op_name="jit(decode)/while/body/accept/cond"}',
     '  %r = f32[8]{0} all-reduce(%p), metadata={op_name="jit(decode)/while/body/verify/layer_0/add"}',
+    '  %s = f32[8]{0} sort(%p), metadata={op_name="jit(decode)/while/body/tree/sort"}',
+    '  %t = (f32[8]{0}, s32[8]{0}) custom-call(%p), custom_call_target="TopK", metadata={op_name="while/body/draft/k"}',
+    '  %gather_fusion.1 = f32[8]{0} fusion(%p), kind=kCustom, metadata={op_name="jit(decode)/while/body/commit/gather"}',
     operation("f.5", "", 3).replace(' metadata={op_name=""},', ""),
     "}",
     "ENTRY %main (p: f32[8]) -> f32[8] {", operation("f.6", "jit(decode)/before", 10**6),
@@ -36,7 +39,8 @@ def test_an_estimate_adds_up_one_iteration_by_phase():
     assert estimate.by_phase() == {"draft": 7, "tree": 8 * 10, "verify": 2000, "other": 3}
     assert estimate.counts["verify", "layer/a,b->c/dot_general"] == 2 and estimate.counts["tree", "add"] == 8
     assert estimate.copied == 2 * 8 * 64
-    assert estimate.missing == {("accept", "while"): 1, ("accept", "conditional"): 1, ("verify", "all-reduce"): 1}
+    kinds = "accept while", "accept conditional", "verify all-reduce", "tree sort", "draft TopK", "commit gather"
+    assert estimate.missing == {tuple(kind.split()): 1 for kind in kinds}
 
 
 def test_a_record_has_milliseconds_and_the_largest_operations():
@@ -45,7 +49,14 @@ def test_a_record_has_milliseconds_and_the_largest_operations():
         "milliseconds": {"draft": 0.0, "tree": 0.0, "verify": 0.001, "other": 0.0},
         "reading": 0.001,
         "copying": 0.0,
-        "missing": {"accept conditional": 1, "accept while": 1, "verify all-reduce": 1},
+        "missing": {
+            "accept conditional": 1,
+            "accept while": 1,
+            "commit gather": 1,
+            "draft TopK": 1,
+            "tree sort": 1,
+            "verify all-reduce": 1,
+        },
         "operations": [["verify", "layer/a,b->c/dot_general", 2, 0.001]],
     }
     shown = "\n".join(memory.describe_estimate(times, "step"))

@@ -58,9 +58,12 @@ def test_no_weight_is_multiplied_on_the_vector_unit(model, options):
     assert reductions_of_weights(compile_rounds(model, "v5e:2x2", **options), SMALLEST_WEIGHT) == []
 
 
-@pytest.mark.parametrize("topology, step_over_reading, round_over_step", [("v5e:2x2", 1.4, 2.1), ("v6e:2x2", 1.4, 1.9)])
+@pytest.mark.parametrize("topology, step_over_reading, round_over_step", [("v5e:2x2", 1.4, 1.65), ("v6e:2x2", 1.4, 1.6)])
 def test_ratios_of_estimates(topology, step_over_reading, round_over_step):
-    """Qwen3-4B: a step would take four times as long as reading its bytes if the vector unit multiplied the weights."""
+    """Qwen3-4B: a step would take four times as long as reading its bytes if the vector unit multiplied the weights.
+
+    A round would take 1.9 and 1.7 steps if the vector unit added the weights of attention.
+    """
     model, (_, device, _) = shapes.VERIFIERS["qwen3-4b"], memory.describe_topology(topology)
     needs = footprint(model, dtype=jnp.bfloat16, batch=1, capacity=4096)
     step, tree = (

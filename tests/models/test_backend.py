@@ -13,7 +13,7 @@ from conftest import needs_8_devices, needs_cpu
 
 from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
-from treeflash_jax.models.backend import indexing, levels, products, selection
+from treeflash_jax.models.backend import indexing, levels, products, rotation, selection
 
 SIZES = dict(b=1, d=16, h=4, e=8, k=2, f=24, j=32, v=40, x=2, z=32)
 # Every equation that a product of the models has.
@@ -136,13 +136,54 @@ def test_a_tpu_multiplies_two_vectors_at_least(sizes, batch, dtype, wide, monkey
         with sharding.ambient(sizes and make_mesh(*sizes)), monkeypatch.context() as patch:
             traced = jax.jit(product).trace(x, weight)
             lowered = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("tpu", "cuda")}
-            on_tpu = lambda *args, tpu=None, default=None, **forms: (tpu or default)(*args)  # noqa: E731
-            patch.setattr(jax.lax, "platform_dependent", on_tpu)
+            form = lambda *args, tpu=None, default=None, **forms: (tpu or default)(*args)  # noqa: E731
+            patch.setattr(jax.lax, "platform_dependent", form)
             got = product(x, weight)
         counts = {name: count_factors(text) // (x.size // batch) for name, text in lowered.items()}
         assert counts["tpu"] >= 2 * batch if is_single else counts["tpu"] == counts["cuda"], equation
         assert counts["cuda"] == (max(batch, products.MIN_VECTORS) if wide else batch), equation
         np.testing.assert_allclose(np.asarray(got, np.float64), exact(equation, x, weight), rtol=2**-7, atol=1e-3)
+
+
+@pytest.fixture
+def on_tpu(monkeypatch) -> None:
+    """Runs functions of `models.backend` in the form for TPUs."""
+    run = lambda *args, tpu=None, default=None, **forms: (tpu or default)(*args)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", run)
+
+
+@pytest.mark.parametrize("dtype, queries", [("bfloat16", 9), ("bfloat16", 8), ("float16", 9), ("float32", 9)])
+def test_on_a_tpu_many_weights_of_attention_are_added_by_a_product(dtype, queries, on_tpu):
+    weights = jnp.asarray(np.random.default_rng(0).random((2, 3, queries, 40), np.float32))
+    values = jnp.asarray(draw(2, 3, 40, 8, dtype=jnp.dtype(dtype)))
+    mixed, totals = products.attention_sums(weights, values)
+    rounded = np.asarray(weights.astype(values.dtype), np.float64)
+    np.testing.assert_allclose(mixed, rounded @ np.asarray(values, np.float64), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(totals, rounded.sum(-1), rtol=1e-5 if queries > 8 else 2**-8)
+    text = str(jax.make_jaxpr(products.attention_sums)(weights, values))
+    assert ("reduce_sum" in text) == (queries == 8 or dtype == "float32")
+
+
+@pytest.mark.parametrize("dtype, length, is_product", [("float16", 3, True), ("bfloat16", 1, False), ("float32", 3, False)])
+def test_on_a_tpu_16_bit_heads_of_several_positions_rotate_by_a_product(dtype, length, is_product, on_tpu, monkeypatch):
+    x, table = draw(2, length, 4, 16, dtype=jnp.dtype(dtype)), (draw(2, length, 1, 16), draw(2, length, 1, 16, seed=1))
+    rotated = rotation.rotate(x, table)
+    assert ("dot_general" in str(jax.make_jaxpr(rotation.rotate)(x, table))) == is_product
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **forms: default(*args))
+    np.testing.assert_array_equal(np.asarray(rotated, np.float32), np.asarray(rotation.rotate(x, table), np.float32))
+
+
+@pytest.mark.parametrize("size, parts", [(200, 2), (100, 1), (1000, 3)])
+def test_on_a_tpu_what_is_large_is_computed_in_parts(size, parts, on_tpu, monkeypatch):
+    monkeypatch.setattr(products, "ON_CHIP_BYTES", 100)
+    lengths, x = [], {"x": jnp.arange(14.0).reshape(2, 7), "none": None}
+
+    def double(x_bt):
+        lengths.append(x_bt["x"].shape[1])
+        return x_bt["x"] * 2
+
+    np.testing.assert_array_equal(products.in_parts(double, x, size, most=3), x["x"] * 2)
+    assert len(lengths) == parts and sum(lengths) == 7
 
 
 def count_factors(text: str) -> int:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 PHASES = ("draft", "tree", "verify", "accept", "commit")  # named scopes of a round
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 _BITS = {"pred": 8, "f8e4m3fn": 8, "bf16": 16}  # of an element; other types name theirs
-_UNCOUNTED = re.compile(rf" (conditional|(?:{'|'.join(COLLECTIVES)})(?:-start)?)\(")
+_UNCOUNTED = re.compile(
+    rf" (conditional|sort|(?:{'|'.join(COLLECTIVES)})(?:-start)?)\("
+    r'|custom_call_target="(TopK)"|%(gather)\S* = .* fusion\('
+)
 
 
 @dataclass
@@ -23,7 +26,8 @@ class Estimate:
       operations: by phase and name of the operation in JAX; equal ones of several layers are one.
       counts: how often each of them runs.
       copied: bytes of copies between the chip's memory and that on it, which run beside the operations.
-      missing: operations that are left out, by phase and kind: conditionals, loops of unknown length, collectives.
+      missing: operations that have no estimate, by phase and kind: conditionals, loops of unknown length, collectives,
+        sorts, top-k, gathers.
     """
 
     operations: Counter[tuple[str, str]]
@@ -73,7 +77,7 @@ def estimate(text: str) -> Estimate:
             elif re.search(r" (?:copy|slice)-start\(", line):
                 found.copied += times * _on_chip_bytes(line)
             elif uncounted:
-                found.missing[phase, uncounted[1].removesuffix("-start")] += times
+                found.missing[phase, next(filter(None, uncounted.groups())).removesuffix("-start")] += times
 
     walk(max(loop_bodies(computations), key=lambda name: len(computations[name])), 1)
     return found

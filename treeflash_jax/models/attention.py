@@ -27,12 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kernels, kv_cache
 from treeflash_jax.models.backend import products
 from treeflash_jax.models.kv_cache import LayerKV
 
 QUARTERS = 4  # blocks of "streamed"
 SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which programs have no loops, and compile faster
+FEWEST_QUERIES = 256  # per key/value head, if a pass reads the keys more than once
 BLOCK = 8192  # slots that "blocked" reads at a time, at most
 
 
@@ -89,6 +91,18 @@ def tree_attention(
 
 def attend_plainly(operands: Operands) -> jax.Array:
     """Returns attention as "xla" computes it."""
+    q_bthe, slots = operands.q_bthe, 0 if operands.prefix is None else operands.prefix.num_slots
+    size = q_bthe[..., 0].size * slots * at_least_float32(q_bthe.dtype).itemsize
+    queries = q_bthe.shape[1] * q_bthe.shape[2] // operands.k_buke.shape[2]
+
+    def attend(positions: dict[str, jax.Array | None]) -> jax.Array:
+        return _attend(operands._replace(**positions))
+
+    positions = {name: getattr(operands, name) for name in ("q_bthe", "mask_btu", "first_bt")}
+    return products.in_parts(attend, positions, size, most=queries // FEWEST_QUERIES)
+
+
+def _attend(operands: Operands) -> jax.Array:
     q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b = operands
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
@@ -103,13 +117,10 @@ def attend_plainly(operands: Operands) -> jax.Array:
         past_bkqs = logits(q_bkqe, keys_bkse, seen_bts)
         peak_bkq1 = jnp.maximum(peak_bkq1, products.largest(past_bkqs)[..., None])
 
-    new_bkqu = jnp.exp(new_bkqu - peak_bkq1)
-    total_bkq = jnp.sum(new_bkqu, axis=-1)
-    mixed_bkqe = mix(new_bkqu, v_bkue)
+    mixed_bkqe, total_bkq = products.attention_sums(jnp.exp(new_bkqu - peak_bkq1), v_bkue)
     if prefix is not None:
-        past_bkqs = jnp.exp(past_bkqs - peak_bkq1)
-        total_bkq += jnp.sum(past_bkqs, axis=-1)
-        mixed_bkqe += mix(past_bkqs, values_bkse)
+        past_bkqe, past_bkq = products.attention_sums(jnp.exp(past_bkqs - peak_bkq1), values_bkse)
+        mixed_bkqe, total_bkq = mixed_bkqe + past_bkqe, total_bkq + past_bkq
     return divide(mixed_bkqe, total_bkq[..., None], peak_bkq1, sinks_h, q_bthe)
 
 
@@ -150,7 +161,7 @@ def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
         new_bkqu = logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
         peak_bkq = jnp.max(new_bkqu, axis=-1)
         new_bkqu = jnp.exp(new_bkqu - peak_bkq[..., None])
-        sums = mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)), jnp.sum(new_bkqu, axis=-1), peak_bkq
+        sums = *products.attention_sums(new_bkqu, jnp.swapaxes(v_buke, 1, 2)), peak_bkq
 
         def add_block(index, sums):
             mixed_bkqe, total_bkq, before_bkq = sums
@@ -159,8 +170,8 @@ def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
             past_bkqx = logits(q_bkqe, keys_bkxe, seen_bx[:, None])
             peak_bkq = jnp.maximum(before_bkq, jnp.max(past_bkqx, axis=-1))
             past_bkqx, kept_bkq = jnp.exp(past_bkqx - peak_bkq[..., None]), jnp.exp(before_bkq - peak_bkq)
-            total_bkq = total_bkq * kept_bkq + jnp.sum(past_bkqx, axis=-1)
-            return mixed_bkqe * kept_bkq[..., None] + mix(past_bkqx, values_bkxe), total_bkq, peak_bkq
+            past_bkqe, past_bkq = products.attention_sums(past_bkqx, values_bkxe)
+            return mixed_bkqe * kept_bkq[..., None] + past_bkqe, total_bkq * kept_bkq + past_bkq, peak_bkq
 
         blocks = (jnp.max(length_b) + (size - 1)) // size
         mixed_bkqe, total_bkq, peak_bkq = lax.fori_loop(0, blocks, add_block, sums)
@@ -228,12 +239,6 @@ def logits(q_bkqe: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array) -> jax.
     logits_bkqx = products.attention_scores(q_bkqe, keys_bkxe) * q_bkqe.shape[-1] ** -0.5
     logits_bkgtx = logits_bkqx.reshape(*q_bkqe.shape[:2], -1, *seen_btx.shape[1:])
     return jnp.where(seen_btx[:, None, None], logits_bkgtx, -jnp.inf).reshape(logits_bkqx.shape)
-
-
-def mix(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
-    """Returns sums of values [b, k, q, e], in the dtype of their weights."""
-    weights_bkqx, wide = weights_bkqx.astype(values_bkxe.dtype), weights_bkqx.dtype
-    return jnp.einsum("bkqx,bkxe->bkqe", weights_bkqx, values_bkxe, preferred_element_type=wide)
 
 
 PLAIN: dict[str, Callable[[Operands], jax.Array]] = {"xla": attend_plainly, "streamed": _streamed, "blocked": _blocked}

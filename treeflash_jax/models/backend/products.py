@@ -14,6 +14,7 @@ attention, b batch, k key/value heads, q queries of one key/value head, x keys, 
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ from treeflash_jax.core.dtypes import at_least_float32
 MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
 MOST_VECTORS_RIGHT = 48  # with more float32 vectors, transposing the result takes longer than copying the weight
 SHORTEST_HALVED = 16  # axes up to this length are not halved for their maximum
-FEW_QUERIES = 8  # queries per key/value head up to which a CPU multiplies with the keys on the left
+ON_CHIP_BYTES = 2**26  # of logits of attention that a TPU of 128 MiB computes at a time
+FEW_QUERIES = 8  # per key/value head: a CPU multiplies up to so many with the keys on the left; a TPU adds their weights
 
 
 def product(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
@@ -67,6 +69,55 @@ def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
     if q_bkqe.shape[2] > FEW_QUERIES or q_bkqe.dtype == jnp.bfloat16:
         return plain(q_bkqe, keys_bkxe)
     return lax.platform_dependent(q_bkqe, keys_bkxe, cpu=keys_first, default=plain)
+
+
+def attention_sums(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns sums of weighted values [b, k, q, e], and of weights [b, k, q], in the dtype of the weights.
+
+    The vector unit of a TPU adds weights along an axis slower than its matrix unit multiplies them with the values. There,
+    ones stand beside values of 16 bits; the sums are then those of the rounded weights.
+    """
+    wide = weights_bkqx.dtype
+
+    def mix(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
+        rounded_bkqx = weights_bkqx.astype(values_bkxe.dtype)
+        return jnp.einsum("bkqx,bkxe->bkqe", rounded_bkqx, values_bkxe, preferred_element_type=wide)
+
+    def plain(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return mix(weights_bkqx, values_bkxe), jnp.sum(weights_bkqx, axis=-1)
+
+    def in_one(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mixed_bkqe = mix(weights_bkqx, jnp.concatenate([values_bkxe, jnp.ones_like(values_bkxe)], axis=-1))
+        return mixed_bkqe[..., : values_bkxe.shape[-1]], mixed_bkqe[..., -1]
+
+    if weights_bkqx.shape[2] <= FEW_QUERIES or values_bkxe.dtype.itemsize > 2:
+        return plain(weights_bkqx, values_bkxe)
+    return lax.platform_dependent(weights_bkqx, values_bkxe, tpu=in_one, default=plain)
+
+
+def in_parts(run: Callable[[Any], jax.Array], x_bt: Any, size: int, most: int) -> jax.Array:
+    """Returns `run(x_bt)`, [b, t, ...]; on TPUs for some positions after the other if they do not fit on the chip together.
+
+    Args:
+      run: a function of arrays [b, t, ...] that treats every position t alone.
+      size: bytes of what it computes in between, on all devices.
+      most: largest number of parts.
+    """
+    mesh, (length, *_) = sharding.current(), [x.shape[1] for x in jax.tree.leaves(x_bt)]
+    parts = min(most, length, -(-size // (ON_CHIP_BYTES * (1 if mesh is None else mesh.size))))
+    if parts <= 1:
+        return run(x_bt)
+
+    def by_parts(x_bt: Any) -> jax.Array:
+        cuts, results = [length * i // parts for i in range(parts + 1)], []
+        for start, end in pairwise(cuts):
+            part_bt = jax.tree.map(lambda x: x[:, start:end], x_bt)  # noqa: B023 (called at once)
+            if results:  # otherwise XLA would compute all parts at the same time
+                part_bt, results[-1] = lax.optimization_barrier((part_bt, results[-1]))
+            results.append(run(part_bt))
+        return jnp.concatenate(results, axis=1)
+
+    return lax.platform_dependent(x_bt, tpu=by_parts, default=run)
 
 
 def largest(x: jax.Array) -> jax.Array:

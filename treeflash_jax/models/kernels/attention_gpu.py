@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.models.attention import Operands, divide, group_queries, logits, mix, on_each_device
+from treeflash_jax.models.attention import Operands, divide, group_queries, logits, on_each_device
+from treeflash_jax.models.backend import products
 from treeflash_jax.models.kv_cache import LayerKV
 
 SLOTS = 64  # per block; a smaller power of two if that does not divide the capacity
@@ -54,8 +55,9 @@ def run(operands: Operands) -> jax.Array:
         mixed_bkyqe, total_bkyq, peak_bkyq = lax.platform_dependent(q_bkqe, prefix, length_b, **forms)
         peak_bkq = jnp.maximum(jnp.max(new_bkqu, axis=-1), jnp.max(peak_bkyq, axis=2))
         new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
-        total_bkq = jnp.sum(new_bkqu, axis=-1) + jnp.sum(total_bkyq * kept_bkyq, axis=2)
-        mixed_bkqe = mix(new_bkqu, jnp.swapaxes(v_buke, 1, 2)) + jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
+        mixed_bkqe, total_bkq = products.attention_sums(new_bkqu, jnp.swapaxes(v_buke, 1, 2))
+        total_bkq += jnp.sum(total_bkyq * kept_bkyq, axis=2)
+        mixed_bkqe += jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
         return divide(mixed_bkqe, total_bkq[..., None], peak_bkq[..., None], sinks_h, q_bthe)
 
     return on_each_device(attend, operands)
