@@ -201,7 +201,7 @@ def test_quantised_gemma(name):
     same = jax.tree.map(widened, verifier.specs(config), rounded, is_leaf=parameters.is_spec)
     want, got, near = (read_prompt(weights, config, expected["prompt0"])[0] for weights in (same, rounded, narrow))
     np.testing.assert_allclose(got, want, atol=ATOL)
-    assert np.corrcoef(near.ravel(), expected["logits0"].ravel())[0, 1] > 0.98
+    assert np.corrcoef(near.ravel(), expected["logits0"].ravel())[0, 1] > 0.97
 
 
 def test_int8_rounds_the_maps_and_nothing_else():
