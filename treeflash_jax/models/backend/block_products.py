@@ -5,7 +5,8 @@ many outputs, few vectors are scaled, once for each block of outputs: y[j] = (x 
 n / B copies of the weight for n vectors and blocks of B outputs. If every output has its scales, one per group of inputs,
 the sums over groups are scaled: as much as 2 n / G copies in bfloat16, for groups of G inputs. For more vectors, parts of
 the weight are scaled one after the other. TPUs write none of these. They scale a whole weight as they read it if a product
-with zeros and ones repeats its scales, where broadcasts take the vector unit six times as long.
+with zeros and ones repeats its scales, where broadcasts take the vector unit six times as long. For one or two vectors, a
+TPU multiplies each group of inputs as a vector with zeros elsewhere, and scales the sums.
 
 A weight is a `quantized.Quantized` with blocks, whose inputs are in order.
 
