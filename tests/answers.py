@@ -15,7 +15,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import AssistantDrafter
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
-from treeflash_jax.models import verifier
+from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import DeltaSizes, KindSizes, ModelConfig, Rope
 
 SIZES = {"candidates": 8, "children": 8}
@@ -83,9 +83,19 @@ def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
 
 
 def make_pair(
-    config: Any, drafter: Any, drafter_specs: Any = None, *, dtype: Any = jnp.float32, scale: float = 0.3, mesh: Any = None
+    config: Any,
+    drafter: Any,
+    drafter_specs: Any = None,
+    *,
+    dtype: Any = jnp.float32,
+    scale: float = 0.3,
+    mesh: Any = None,
+    scheme: str | None = None,
 ) -> TreeFlash:
-    """Random weights of a verifier and of a drafter of any kind (None: no drafter), equal wherever they are placed."""
+    """Random weights of a verifier and of a drafter of any kind (None: no drafter), equal wherever they are placed.
+
+    A scheme quantises the verifier's.
+    """
     specs = [verifier.specs(config)]
     if config.attention_sinks:  # neither sinks nor biases are 0
         change = {"zeros": "normal", "ones": "ones", "normal": "normal"}
@@ -100,6 +110,8 @@ def make_pair(
     if mesh is not None:
         places = jax.tree.map(lambda x: x.sharding, [parameters.abstract(spec, dtype, mesh) for spec in specs])
         trees = jax.device_put(trees, places)
+    compress = lambda spec, weight: quantized.compress(weight, spec, scheme, mesh)  # noqa: E731
+    trees[0] = jax.tree.map(compress, specs[0], trees[0], is_leaf=parameters.is_spec)
     return TreeFlash(config, Weights(*trees), drafter=drafter, stop_ids=(), mesh=mesh)
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def compile_all(out: Path) -> None:
     for chip in CHIPS:
         for form, name in {"bfloat16": None, **FORMS}.items():
             block_products._scaled_sums = block_products._scaled_weight = chosen.get(name)
+            block_products._scaled_sums_of_parts = partial(block_products._doubled, chosen.get(name))  # of one vector
             for group in (None,) if name is None else (128, 32):
                 for count in VECTORS:
                     place = {"chip": chip, "form": form, "group": group, "vectors": count}

@@ -44,7 +44,7 @@ LAUNCHES = {
     ("h200", "--quantize fp8"): {1: 640} if IS_NEW else {1: 640, 16: 1070, 64: 1110},
     ("v5e:2x2", ""): {1: 1060, 64: 1750},
     ("v5e:2x2", "--quantize int8"): {1: 1180, 64: 2010},
-    ("v5e:2x2", "--quantize int4"): {1: 1390, 64: 1950},
+    ("v5e:2x2", "--quantize int4"): {1: 1330, 64: 1950},
     ("v5e:2x2", "--quantize fp8"): {1: 1260, 16: 2310, 64: 2320},
     ("v6e:2x2", "--quantize fp8"): {1: 1180, 16: 2270, 64: 2280},
 }
@@ -56,6 +56,7 @@ TEMPORARIES = {
     ("h200", "--quantize fp8"): {1: 2.6e6, 16: 125e6, 64: 320e6},
     ("h200", "--attention mosaic-gpu --kernels mosaic-gpu --quantize fp8"): {1: 2.6e6, 16: 75e6, 64: 85e6},
     ("v5e:2x2", "--quantize fp8"): {1: 34e6, 16: 315e6, 64: 315e6},
+    ("v5e:2x2", "--quantize int4"): {1: 70e6},
     ("v6e:2x2", "--quantize fp8"): {1: 39e6, 16: 330e6, 64: 330e6},
 }
 QWEN3_4B = {(2, 9728, 2560), (2560, 9728), (8, 6, 128, 2560), (2560, 32, 128)}  # shapes of a layer's weights

@@ -23,12 +23,14 @@ def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, *
 
 WINDOWS = with_windows_and_sinks(ONE_LAYER)
 SHARED = with_shared_layers(ONE_LAYER)
-KEPT = [(ONE_LAYER, None), (WINDOWS, "block"), (ONE_LAYER, "language_model"), (SHARED, "ngram")]
-KEPT += [(SHARED, "assistant")]
+KEPT = [(ONE_LAYER, None, None), (WINDOWS, "block", None), (ONE_LAYER, "language_model", None), (SHARED, "ngram", None)]
+KEPT += [(SHARED, "assistant", None), (ONE_LAYER, None, "int4"), (ONE_LAYER, "ngram", "int4")]
 
 
-@pytest.mark.parametrize(("verifier", "kind"), [slow_unless(kind is None, verifier, kind) for verifier, kind in KEPT])
-def test_answers_with_kept_caches_are_those_without(verifier, kind):
+@pytest.mark.parametrize(
+    ("verifier", "kind", "scheme"), [slow_unless(case == (ONE_LAYER, None, None), *case) for case in KEPT]
+)
+def test_answers_with_kept_caches_are_those_without(verifier, kind, scheme):
     """Four turns in float64: a prompt that goes on, one whose earlier message changed, one that outgrows the caches.
 
     Answers have penalties: those of an earlier turn are part of the prompt.
@@ -37,14 +39,16 @@ def test_answers_with_kept_caches_are_those_without(verifier, kind):
     settings |= {"nodes": 8, "children": 4} if kind else {}
     with jax.enable_x64(True):
         drafter = make_assistant(SHARED) if kind == "assistant" else KINDS.get(kind)
-        model = make_pair(verifier, drafter, dtype=jnp.float64)
+        model = make_pair(verifier, drafter, dtype=jnp.float64, scheme=scheme)
+        assert model.quantize == scheme
         for temperature in (0.0, 0.8):
             rng, session, counts = np.random.default_rng(0), tf.Session(), []
             prompt, lengths = rng.integers(0, 64, 75).tolist(), []
             for turn, more in enumerate((3, 40, 80, 0)):
                 alone = answer(model, prompt, None, **settings, temperature=temperature)
+                [plain] = model.generate([prompt], **settings, temperature=temperature)
                 *_, result = model.stream(prompt, session=session, **settings, temperature=temperature)
-                assert result.ids == alone
+                assert result.ids == alone == plain.ids
                 counts.append(result.reused)
                 prompt = prompt + alone + rng.integers(0, 64, more).tolist()
                 lengths.append(len(prompt) - more - 1)

@@ -5,7 +5,8 @@ many outputs, few vectors are scaled, once for each block of outputs: y[j] = (x 
 n / B copies of the weight for n vectors and blocks of B outputs. If every output has its scales, one per group of inputs,
 the sums over groups are scaled: as much as 2 n / G copies in bfloat16, for groups of G inputs. For more vectors, parts of
 the weight are scaled one after the other. TPUs write none of these. They scale a whole weight as they read it if a product
-with zeros and ones repeats its scales, where broadcasts take the vector unit six times as long.
+with zeros and ones repeats its scales, where broadcasts take the vector unit six times as long. For one or two vectors, a
+TPU multiplies each group of inputs as a vector with zeros elsewhere, and scales the sums.
 
 A weight is a `quantized.Quantized` with blocks, whose inputs are in order.
 
@@ -28,7 +29,8 @@ from treeflash_jax.models import kernels
 from treeflash_jax.models.backend import products
 
 PARTS = 4  # at least; of a weight that are scaled one after the other
-MOST_SUMMED = 32  # vectors for which a TPU scales sums of groups; at most half as many as a group has inputs
+MOST_SUMMED = 32  # vectors for which TPUs of a mesh scale sums of groups; at most half as many as a group has inputs
+MOST_PARTED = 2  # vectors for which one TPU does so
 DEPTH = 128  # rows of a TPU's matrix unit
 NARROW = ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "int8", "uint8")  # whose numbers bfloat16 holds
 
@@ -70,8 +72,11 @@ def _product_by_blocks(x_ni: jax.Array, weight: Any) -> jax.Array:
 def _product_by_groups(x_ni: jax.Array, weight: Any) -> jax.Array:
     """Returns [n, outputs...]."""
     count, group = x_ni.shape[0], weight.block[-1]
+    is_one = products.is_one_vector(x_ni, 1)
     on_tpu = _scaled_sums if count <= min(group // 2, MOST_SUMMED) else _scaled_weight
-    if products.is_one_vector(x_ni, 1):
+    if _model_ways() == 1:  # a TPU would hold copies of weights in another layout for `_scaled_sums`
+        on_tpu = _scaled_sums_of_parts if is_one or count <= MOST_PARTED else _scaled_weight
+    elif is_one:
         on_tpu = partial(_doubled, on_tpu)
     on_gpu = _scaled_sums if 2 * count <= group else _weight_in_parts
     return lax.platform_dependent(x_ni, weight, tpu=on_tpu, cuda=on_gpu, default=_weight_in_parts)
@@ -160,6 +165,16 @@ def _scaled_sums(x_ni: jax.Array, weight: Any) -> jax.Array:
     values = weight.values.reshape(*scale.shape, -1).astype(x_ni.dtype)
     y_kn = _einsum("nkz,...kz->kn...", x_nkz, values)
     y = jnp.sum(y_kn * jnp.moveaxis(scale, -1, 0)[:, None], axis=0)
+    return _less_offset("nk,...k->n...", y, x_ni, weight, scale)
+
+
+def _scaled_sums_of_parts(x_ni: jax.Array, weight: Any) -> jax.Array:
+    """Like `_scaled_sums`, but multiplies each vector's groups as vectors with zeros elsewhere, and the weight as it is."""
+    scale = _scales(weight, at_least_float32(x_ni.dtype))
+    count, (groups, group) = x_ni.shape[0], (scale.shape[-1], weight.block[-1])
+    x_nkkz = jnp.where(jnp.eye(groups, dtype=bool)[:, :, None], x_ni.reshape(count, 1, groups, group), 0)
+    y = _einsum("mi,...i->m...", x_nkkz.reshape(count * groups, -1), weight.values.astype(x_ni.dtype))
+    y = jnp.sum(y.reshape(count, groups, *y.shape[1:]) * jnp.moveaxis(scale, -1, 0), axis=1)
     return _less_offset("nk,...k->n...", y, x_ni, weight, scale)
 
 
