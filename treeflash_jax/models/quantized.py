@@ -2,11 +2,12 @@
 
 w ~ values * scale. Scheme "int8" has a scale per output channel, max |w| / 127 over the axes that a product sums over
 (`Spec.inputs`); "fp8" has float8_e4m3fn values and a scale per block of 128 outputs and 128 inputs, max |w| / 448; "int4"
-has a scale per output and group of 128 inputs, max |w| / 7. These two leave the vocabulary tables as they are, as most
-published files do. "mxfp4" is for experts alone, as in gpt-oss: E2M1 values and a power of two per output and group of 32
-inputs, which makes the largest 4 to 8, rounded to 6 at most. Quantised files have scales of their own, and groups of other
-sizes (`formats.kept_weights`). No dequantised weight is stored: products scale what goes in or comes out, or a part of the
-weight at a time. Norms stay as they are.
+has a scale per output and group of 128 inputs, max |w| / 7. "fp8" and "int4" leave the vocabulary tables as they are, as
+most published files do; "int8" rounds them. "mxfp4" is for experts alone, as in gpt-oss: E2M1 values and a power of two per
+output and group of 32 inputs, which makes the largest 4 to 8, rounded to 6 at most. Quantised files have scales of their
+own, and groups of other sizes (`formats.kept_weights`). Products scale what goes in or comes out, a part of the weight at a
+time, or the weight as it is read: no whole dequantised weight is stored (but see `notebooks/results/four_bits.md` for
+groups of 32 on TPUs). Norms stay as they are.
 
 The quantised verifier is a model of its own: drafted output equals ITS one-token output, not that of the wider weights.
 """

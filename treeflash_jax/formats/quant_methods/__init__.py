@@ -1,4 +1,4 @@
-"""Quantised weights in folders: one method of quantisation a file, by `quant_method` in config.json.
+"""Quantised weights in folders, by `quant_method` in config.json: one module per method (`formats.fp8` for "fp8").
 
 To add one, list a `quant_method.QuantMethod` in METHODS: folders of every family are then read. Weights become tensors that
 expand when they are sliced (`grouped_tensors.GroupedTensor`, `fp8.ScaledTensor`); a weight without scales is read as it is.

@@ -1,12 +1,13 @@
 """Products with weights that have a scale per block of outputs and inputs, in the form that writes fewest bytes.
 
 XLA would write a copy of a weight that is scaled as it is read, in the dtype of the activations. Instead, if blocks have
-many outputs, few vectors are scaled, once for each block of outputs: y[j] = (x * s[j]) w[j]^T, which writes as much as
-n / B copies of the weight for n vectors and blocks of B outputs. If every output has its scales, one per group of inputs,
-the sums over groups are scaled: as much as 2 n / G copies in bfloat16, for groups of G inputs. For more vectors, parts of
-the weight are scaled one after the other. TPUs write none of these. They scale a whole weight as they read it if a product
-with zeros and ones repeats its scales, where broadcasts take the vector unit six times as long. For one or two vectors, a
-TPU multiplies each group of inputs as a vector with zeros elsewhere, and scales the sums.
+many outputs, few vectors are scaled, once for each block of outputs: y[j] = (x * s[j]) w[j]^T, which writes as much as n /
+B copies of the weight for n vectors and blocks of B outputs. If every output has its scales, one per group of inputs, the
+sums over groups are scaled: as much as 2 n / G copies in bfloat16, for groups of G inputs. For more vectors, parts of the
+weight are scaled one after the other. With a scale per output and group, TPUs need no parts: they scale the whole weight as
+they read it, if a product with zeros and ones repeats the scales (a broadcast would take six times as long). For one or two
+vectors, a single TPU multiplies each group of inputs as a vector with zeros elsewhere, and scales the sums; TPUs of a mesh
+with a model axis scale the sums over groups of up to 32 vectors, or half as many as a group has inputs.
 
 A weight is a `quantized.Quantized` with blocks, whose inputs are in order.
 
