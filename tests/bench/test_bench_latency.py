@@ -68,6 +68,7 @@ def test_the_phases_one_by_one_do_what_a_round_does(bench, nodes):
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), getattr(alone, name), getattr(whole, name))
 
 
+@pytest.mark.slow
 def test_samples_leave_the_state_as_it_was(bench):
     [rows] = phases.measure([bench], repeats=3)
     assert [(row["phase"], row["nodes"]) for row in rows] == KINDS

@@ -65,6 +65,7 @@ def test_drafted_answers_are_valid_and_those_of_one_token_decoding(float64, draf
         assert streamed.ids == tiny.generate(CHATS[0], schema=PERSON, max_new_tokens=48, builder="none")[0].ids
 
 
+@pytest.mark.slow
 def test_text_around_a_schema_with_tokens_of_its_own(float64):
     """The last one, which ends answers of this model, ends this one as well."""
     tiny = tf.load("tiny", dtype="float64")

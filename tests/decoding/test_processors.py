@@ -132,7 +132,8 @@ def run_example(number: int, **names) -> dict:
     return names
 
 
-@pytest.mark.parametrize("kind", ["language_model", pytest.param("frequent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["language_model", "frequent"])
 def test_answers_of_an_automaton_are_those_of_one_token_decoding(float64, kind):
     """Every state of a random table admits four or more tokens of twelve; the third text joins the batch later."""
     pair, rng = accepted_pair(kind), np.random.default_rng(0)

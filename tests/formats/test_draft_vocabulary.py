@@ -35,6 +35,7 @@ def drafted(model, **settings):
     return model.generate(PROMPTS, max_new_tokens=24, nodes=8, candidates=4, **settings)
 
 
+@pytest.mark.slow
 def test_only_listed_tokens_are_drafted_and_answers_stay(folder, tiny):
     model = tf.load("tiny", drafter=folder)
     table_vd = model.weights.verifier.get("unembed", model.weights.verifier["embed"])

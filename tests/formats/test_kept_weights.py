@@ -45,8 +45,9 @@ def test_kept_weights_are_the_expanded_ones_to_the_last_bit(form, dtype, tmp_pat
     assert_same(expand_kept(kept, dtype), expanded)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("form", ["gptq", pytest.param("nvfp4-pack-quantized", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["gptq", "nvfp4-pack-quantized"])
 def test_drafted_answers_are_those_of_one_token_steps(form, tmp_path):
     """With zero points and inputs in another order; and with factors of scales."""
     model = tf.load(verifier=place(form, tmp_path), drafter=FOLDERS["drafter"], dtype="float64", quantize="int4")

@@ -58,6 +58,7 @@ def test_samples_of_the_vocabulary_are_the_same_on_every_mesh(toy, tmp_path):
         assert_same_losses(first, run_stage(toy, tmp_path / name, *words, *mesh), 1e-4)
 
 
+@pytest.mark.slow
 def test_a_record_of_the_verifiers_outputs_gives_the_same_losses(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(drafting, "step_flops", lambda *_: 1.0)
     words = "loop.steps=4", "loop.evaluate_every=0"
