@@ -7,6 +7,7 @@ and the results disagree.
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -246,7 +247,7 @@ def tpu_estimates() -> str:
     rows, steps = [], {}
     for result in read("tpu_estimates.json").values():
         times = result["estimate"]
-        total, chip = sum(times["milliseconds"].values()), result["topology"].partition(":")[0]
+        total, chip = math.fsum(times["milliseconds"].values()), result["topology"].partition(":")[0]
         place = result["shape"], chip
         kind = "step" if result["nodes"] == 1 else f"round of {result['nodes']} nodes"
         if result["nodes"] == 1:
@@ -275,7 +276,7 @@ def gemma_rounds() -> str:
             rows.append([*what, *[""] * 6])
             continue
         times = result["estimate"]["milliseconds"]
-        total = sum(times.values())
+        total = math.fsum(times.values())
         if is_step:
             steps[result["shape"]] = total
         what += [f"{times.get(phase, 0):.2f}" for phase in ("draft", "tree", "verify", "other")]
