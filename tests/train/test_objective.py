@@ -175,7 +175,7 @@ def plain_loss(params, frozen, batch, keys, settings):
 @pytest.mark.parametrize(("loss", "base_weight", "trained", "vocabulary", "dpace"), [
     ("forward-kl", 0.2, "both", 40, False),
     slow_unless(False, "cross-entropy-l1", 0.0, "backbone", 0, False),
-    slow_unless(False, "cross-entropy", "annealed", "both", 0, True),
+    ("cross-entropy", "annealed", "both", 0, True),
 ])  # fmt: skip
 def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained, vocabulary, dpace):
     frozen, batch, keys, _ = case
