@@ -282,6 +282,16 @@ def test_slow_clients_are_cut_off(monkeypatch):
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60).status_code == 200
 
 
+@pytest.mark.slow
+def test_a_connection_waits_for_the_next_request_of_an_agent():
+    with listening(make_app(stub_worker(), Metrics())) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            for _ in range(2):
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+                time.sleep(6)  # uvicorn's own limit is 5 seconds
+
+
 def raw(port: int, request: str) -> str:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
         client.sendall(request.replace("\n", "\r\n").encode())

@@ -24,6 +24,7 @@ from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.worker import Worker
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
+KEEP_ALIVE = 75  # seconds; an agent's tools run between two requests, and who sends on a connection that ends gets an error
 LAST_SECOND = 1  # of the grace: for the errors of answers that are not finished, and the end of the process
 
 
@@ -92,8 +93,8 @@ class Server(uvicorn.Server):
     """uvicorn's server, which ends within a time, when decoding ends, and at once after a second signal."""
 
     def __init__(self, app: FastAPI, grace: int):
-        settings = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
-        super().__init__(uvicorn.Config(app, http=TimedProtocol, **settings))
+        ends = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
+        super().__init__(uvicorn.Config(app, http=TimedProtocol, log_level="warning", lifespan="off", **ends))
         self._answering, self._grace = app.state.answering, grace
         self._signal: int | None = None
         self._end: float | None = None  # of the grace, in seconds of the monotonic clock

@@ -249,7 +249,6 @@ class Worker(threading.Thread):
         """Ends all submissions, even ones not admitted yet; there are none after them."""
         with self._lock:
             self._has_ended = True
-        self._scheduler.recover()  # before actions, which may cancel: the state may be lost
         while not self._actions.empty():
             self._actions.get()()
         reason = "the server ends" if self.error is None else f"decoding ended: {self.error}"
