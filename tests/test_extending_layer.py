@@ -88,7 +88,12 @@ def test_a_kind_of_layer(float64):
     results = drafted_as_plain(model, TEXTS, TREE, **settings)
     assert results[0].tau > 1.1
     assert_likeliest(model, TEXTS[0], results[0].ids)
-    drafted_as_plain(model, TEXTS, TREE | {"builder": "walk", "ngrams": 2}, plain=results, **settings)
+
+
+@pytest.mark.slow
+def test_chains_and_ngrams_over_it(float64):
+    model, settings = make_pair(CONFIG, DRAFTER, dtype=jnp.float64), {"max_new_tokens": 40, "batch_size": 2}
+    drafted_as_plain(model, TEXTS, TREE | {"builder": "walk", "ngrams": 2}, **settings)
 
 
 @pytest.mark.slow

@@ -55,8 +55,9 @@ def test_logits_of_a_part_of_a_chunk_at_a_time(float64, monkeypatch):
     programs.clear()
 
 
+@pytest.mark.slow
 @needs_8_devices
-@pytest.mark.parametrize("kind", [slow_unless(kind == "attention", kind) for kind in VERIFIERS])
+@pytest.mark.parametrize("kind", VERIFIERS)
 def test_scores_on_eight_devices(float64, kind):
     sharded = pair(kind, tf.make_mesh(4, 2))
     for got, expected in zip(

@@ -186,6 +186,7 @@ def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
         mistake(capsys, commands.main, [*command.split(), "--quantize", "int2"], "'int2'", "int8")
 
 
+@pytest.mark.slow
 def test_check_compares_with_the_int8_verifier_and_says_so(capsys, monkeypatch, int8):
     requested = []
     monkeypatch.setattr(loading, "load", lambda **sizes: requested.append(sizes["quantize"]) or int8)

@@ -18,6 +18,7 @@ import hypothesis
 import pydantic
 import pytest
 import schemathesis
+from answers import slow_unless
 from hypothesis import HealthCheck, strategies
 from refusals import refused
 from servers import CHAT, CONTEXT, LIMIT
@@ -402,13 +403,14 @@ def api(tiny):
     return schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
 
 
+@pytest.mark.parametrize("examples", [20, slow_unless(False, 200)])
 @pytest.mark.parametrize("path", GOOD)
-def test_random_bodies_are_refused_or_queued(api, path):
+def test_random_bodies_are_refused_or_queued(api, path, examples):
     """Bodies of the API's own schema: never an error of the server, and one line each."""
     statuses = set()
 
     @hypothesis.settings(
-        max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
     )
     @hypothesis.given(case=api[path]["POST"].as_strategy(), is_good=strategies.booleans())
     def check(case, is_good: bool) -> None:
