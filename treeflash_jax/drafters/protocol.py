@@ -91,7 +91,7 @@ class Drafter(ABC):
     """A drafter: its sizes, and the functions that draft. Programs are compiled for it, so it is immutable and hashable.
 
     A new drafter is a subclass in a file of its own. A file dialect reads and writes it (`formats.dialects`, one line in
-    KNOWN), a stage trains it (`train/stages/drafting.py`); tests/test_extending_drafter.py has all three.
+    DIALECTS), a stage trains it (`train/stages/drafting.py`); tests/test_extending_drafter.py has all three.
 
     A subclass also has two attributes, as fields, properties or class attributes:
       num_depths: the deepest level that it can draft.

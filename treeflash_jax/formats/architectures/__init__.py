@@ -33,8 +33,12 @@ from treeflash_jax.formats.architectures.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QW
 from treeflash_jax.formats.architectures.qwen3_moe import QWEN3_MOE
 from treeflash_jax.formats.keys import Keys
 
-KNOWN = (QWEN3, LLAMA, QWEN2, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS, GEMMA4, GEMMA4_UNIFIED)
-ARCHITECTURES = {architecture.model_type: architecture for architecture in KNOWN}
+ARCHITECTURES = {
+    architecture.model_type: architecture
+    for architecture in (
+        QWEN3, LLAMA, QWEN2, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS, GEMMA4, GEMMA4_UNIFIED
+    )
+}  # fmt: skip
 
 
 __all__ = ["ARCHITECTURES", "recognise", "text_keys"]

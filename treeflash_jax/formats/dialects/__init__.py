@@ -1,6 +1,6 @@
 """File dialects: the forms in which verifiers and drafters are published.
 
-To add one, list a subclass of `dialect.Dialect` in KNOWN. `load`, `convert`, `train.export` and the command line then
+To add one, list a subclass of `dialect.Dialect` in DIALECTS. `load`, `convert`, `train.export` and the command line then
 read it, and write it if it has `to_hf`. The last dialect in the list that recognises a folder reads it, so a dialect that
 refines another comes after it. `read_config` of a drafter's dialect returns the drafter.
 """
@@ -22,12 +22,14 @@ from treeflash_jax.formats.dialects.published_heads import DFlash2, Domino, DSpa
 from treeflash_jax.formats.dialects.speculators import SpeculatorsDFlash, SpeculatorsDFlash2, SpeculatorsDSpark
 from treeflash_jax.formats.keys import Keys
 
-KNOWN = (
-    HuggingFace(), Gguf(), DFlash(), TreeFlash(), Domino(), DSpark(), DFlash2(), LiLiCorr(), Eagle3(), SpeculatorsDFlash(),
-    SpeculatorsDSpark(), SpeculatorsDFlash2(), Speculators(), DeepSpec(), Ngram(), LanguageModel(HuggingFace()), Mtp(),
-    Assistant(),
-)  # fmt: skip
-DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (
+        HuggingFace(), Gguf(), DFlash(), TreeFlash(), Domino(), DSpark(), DFlash2(), LiLiCorr(), Eagle3(),
+        SpeculatorsDFlash(), SpeculatorsDSpark(), SpeculatorsDFlash2(), Speculators(), DeepSpec(), Ngram(),
+        LanguageModel(HuggingFace()), Mtp(), Assistant(),
+    )
+}  # fmt: skip
 
 
 def recognise(path: Path, keys: Keys, part: str) -> Dialect:
