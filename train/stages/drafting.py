@@ -58,7 +58,18 @@ class DraftingStage(ABC):
     """Settings that all stages of drafters share, and the protocol of a stage.
 
     "By name" means by the names at the top of the tree of weights that `Drafter.specs` returns.
+
+    Attributes:
+      starts_from: name of a pair, folder or Hub id of a drafter to train further; "" for a new one.
+      lists_tokens: whether frequent tokens are listed beside the new drafter.
+      records_training: whether the drafter's files record the verifier and `data.thinking`.
+      systems: options of `generate` for each metric that evaluations measure.
     """
+
+    starts_from: ClassVar[str] = ""
+    lists_tokens: ClassVar[bool] = False
+    records_training: ClassVar[bool] = False
+    systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
 
     stage: str
     run: str = setting(help="folder of checkpoints, log and result, local or gs://")
@@ -110,14 +121,6 @@ class DraftingStage(ABC):
         the compute dtype; packed sequences; and one random key per sequence, so that draws do not depend on the
         distribution of sequences over devices. It returns (sum, weight) of "loss", which is minimised, and of metrics.
         """
-
-    # Name of a pair, folder or Hub id of an existing drafter; whether frequent tokens are listed beside the new drafter;
-    # whether its files record the verifier and `data.thinking`; and decoding that evaluations measure, metric -> options
-    # of `generate`.
-    starts_from: ClassVar[str] = ""
-    lists_tokens: ClassVar[bool] = False
-    records_training: ClassVar[bool] = False
-    systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
 
     def make_held_out_sums(self, verifier: ModelConfig, drafter: Any) -> SumsFunction:
         """Returns the objective that is measured on held-out sequences; another one if training estimates its sums."""
@@ -280,11 +283,20 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
         evaluate=measure,
         on_timed=on_timed,
     )
-    whole = sharding.to_host(assemble(drafter, params | frozen))
+    write_model(settings, drafter, sharding.to_host(assemble(drafter, params | frozen)), counts_v)
+
+
+def write_model(settings: DraftingStage, drafter: Any, weights: Any, counts_v: np.ndarray) -> None:
+    """Writes RUN/model, and a picture of the run. Other hosts than the first one wait.
+
+    Args:
+      weights: all weights of the drafter, on the host.
+      counts_v: occurrences of each token in the answers.
+    """
     if hosts.is_first():
         target = files.absolute(settings.run) / "model"
         with files.filled(target, overwrite=True) as folder:
-            model_files.save_drafter(folder, drafter, whole)
+            model_files.save_drafter(folder, drafter, weights)
             if settings.lists_tokens:
                 draft_vocabulary.write(folder, counts_v)
         files.write(target.parent / picture.NAME, picture.draw(watch.read_log(settings.run)))

@@ -31,7 +31,7 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.backbone import context_kv
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
-from treeflash_jax.drafters.block.heads import HEADS, Unembed
+from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.config import ModelConfig
@@ -214,7 +214,7 @@ def score_sums(
     if sample is not None:
         labels_bni = sample.places(labels_bni)
 
-    logits_btv = drafter_logits("marginal", {}) if head is None else drafter_logits(drafter.head, head)
+    logits_btv = drafter_logits(MARGINAL, {}) if head is None else drafter_logits(drafter.head, head)
     logits_bniv = by_block(logits_btv)
     loss_bni = losses.drafting_loss(settings.loss, logits_bniv, labels_bni, log_p_bniv)
     trains_candidates = HEADS[drafter.head].trains_candidates
@@ -222,7 +222,7 @@ def score_sums(
         is_candidate_bni = vocab.take(logits_bniv, labels_bni[..., None])[..., 0] != -jnp.inf
         loss_bni = jnp.where(is_candidate_bni, loss_bni, 0.0)
     if head is not None and settings.base_weight:
-        base_bniv = by_block(drafter_logits("marginal", {}))
+        base_bniv = by_block(drafter_logits(MARGINAL, {}))
         base_bni = losses.drafting_loss(settings.loss, base_bniv, labels_bni, log_p_bniv)
         loss_bni = with_base(loss_bni, base_bni, settings.base_weight, batch.progress_b)
     likeliest_bni = vocab.argmax(lax.stop_gradient(logits_btv)).reshape(labels_bni.shape)
