@@ -28,7 +28,7 @@ from treeflash_jax.trees import BUILDERS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "notebooks" / "results"
-TABLES = runpy.run_path(str(RESULTS / "tables.py"))
+TABLES = runpy.run_path(str(RESULTS / "tables"))
 ADDRESS = runpy.run_path(str(ROOT / "notebooks" / "address.py"))
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in TABLES["PAGES"]}
 README = PAGES["README.md"]
@@ -160,7 +160,7 @@ def test_named_files_and_links_exist(page):
 
 def test_tables_are_those_of_the_results():
     for page, text in PAGES.items():
-        assert TABLES["rendered"](text) == text, f"{page}: run python notebooks/results/tables.py"
+        assert TABLES["rendered"](text) == text, f"{page}: run python notebooks/results/tables"
     assert set(re.findall(r"<!-- table: ([a-z0-9-]+) -->", ALL)) == set(TABLES["TABLES"])
     listed = set(FILES.findall(PAGES["notebooks/results/README.md"]))
     assert {path.name for path in RESULTS.glob("*.json")} <= listed
