@@ -45,7 +45,7 @@ class Stage:
     shown: tuple[str, ...] = ()
 
     def inputs(self, composer: Composer, made: Any) -> dict[str, Any]:
-        """Returns what the stage's results depend on: given settings, the digest of what it reads, and its size."""
+        """Returns the inputs that decide a stage's results: given settings, the digest of what it reads, and its size."""
         values = run_config.to_dict(composer.settings)
         digest = composer.prompts_digest() if not self.reads else digest_files(composer.settings.path(self.reads))
         given = {name: values[name] for name in (*ALWAYS_GIVEN, *self.given)}

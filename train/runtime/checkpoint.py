@@ -80,7 +80,7 @@ class Checkpoints:
         return state
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Returns what `save` noted. Raises ValueError for a damaged checkpoint, or one trained on other frozen inputs."""
+        """Returns the notes of `save`. Raises ValueError for a damaged checkpoint, or one with other frozen inputs."""
         with self._reading(step) as path:
             notes = self.orbax.metadata(path, checkpointable_name=STATE).custom_metadata
             inputs = notes.get("inputs", {})

@@ -95,7 +95,7 @@ def check_one_run(records: Sequence[Record], path: str | Path) -> None:
 
 
 def _conditions(record: Record, is_same_system: bool) -> Record:
-    """Returns what is equal in all records of a run, or of one system."""
+    """Returns the fields that are equal in all records of a run, or of one system."""
     settings = record["settings"]
     names = settings.keys() - {"temperature", "seed"} if is_same_system else SHARED
     return {name: settings.get(name) for name in names} | record["versions"] | record["hardware"]

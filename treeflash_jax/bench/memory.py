@@ -194,13 +194,13 @@ def estimate_times(text: str, device: Device, read: int, operations: int = 0) ->
       read: bytes of the weights and caches.
       operations: number of operations to list.
     """
-    found, per_cycle = cycles.estimate(text), 1e3 / device.clock
-    phases = {phase: round(count * per_cycle, 3) for phase, count in found.by_phase().items()}
-    reading, copying = (round(size / device.peak_rates[1] * 1e3, 3) for size in (read, found.copied))
+    estimate, per_cycle = cycles.estimate(text), 1e3 / device.clock
+    phases = {phase: round(count * per_cycle, 3) for phase, count in estimate.by_phase().items()}
+    reading, copying = (round(size / device.peak_rates[1] * 1e3, 3) for size in (read, estimate.copied))
     times = {"milliseconds": phases, "reading": reading, "copying": copying}
-    times["missing"] = {" ".join(place): count for place, count in sorted(found.missing.items())}
-    largest = found.operations.most_common(operations)
-    times["operations"] = [[*place, found.counts[place], round(count * per_cycle, 3)] for place, count in largest]
+    times["missing"] = {" ".join(place): count for place, count in sorted(estimate.missing.items())}
+    largest = estimate.operations.most_common(operations)
+    times["operations"] = [[*place, estimate.counts[place], round(count * per_cycle, 3)] for place, count in largest]
     return times
 
 

@@ -64,7 +64,7 @@ def _config(hidden_size: int, intermediate_size: int, num_layers: int, num_heads
 
 
 def _qwen3_5(num_layers: int, value_heads: int) -> dict[str, Any]:
-    """Returns what Qwen3.5 and Qwen3.6 share; every fourth layer has full attention, the others gated delta rules."""
+    """Returns the common sizes of Qwen3.5 and Qwen3.6. Every fourth layer has full attention, others gated delta rules."""
     types = ("linear_attention", "linear_attention", "linear_attention", "full_attention") * (num_layers // 4)
     delta = DeltaSizes(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, conv_width=4)
     return _QWEN3_5 | dict(layer_types=types, delta=delta)
@@ -142,7 +142,7 @@ class Shapes:
 
 
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
-    """Returns what a plan's rounds draft and verify, for a record."""
+    """Returns the settings of a plan's rounds, for a record."""
     values = plan.drafter.setting_values() if plan.drafts else {}
     drafting = {option: values.get(option) for option in field_names(GenerateConfig, "drafting")}
     read = BUILDERS[plan.builder].reads if plan.drafts else ()
@@ -191,11 +191,11 @@ def find_mtp(verifier: ModelConfig) -> Drafter:
         return MtpDrafter(layers=layer_sizes(verifier))
     is_edge = verifier.layer_input_size > 0
     width, ffn, num_heads = (256, 2048, 4) if is_edge else (1024, 8192, verifier.num_heads)
-    own = {kind: replace(sizes, intermediate_size=ffn) for kind, sizes in verifier.sizes}
+    kind_sizes = {kind: replace(sizes, intermediate_size=ffn) for kind, sizes in verifier.sizes}
     kinds = ("shared_sliding_attention",) * 3 + ("shared_full_attention",)
     layers = replace(
         verifier, hidden_size=width, intermediate_size=ffn, num_layers=4, num_heads=num_heads, layer_types=kinds,
-        sizes=tuple((kind, own[KINDS[kind].shares]) for kind in dict.fromkeys(kinds)), window=verifier.window + 1,
+        sizes=tuple((kind, kind_sizes[KINDS[kind].shares]) for kind in dict.fromkeys(kinds)), window=verifier.window + 1,
         layer_input_size=0, num_experts=0, dense_beside_experts=False,
     )  # fmt: skip
     clusters = {"num_clusters": 2048, "top_clusters": 32} if is_edge else {}

@@ -111,7 +111,7 @@ def join_words(words: Sequence[str]) -> list[str]:
 
 
 def has_piped_text() -> bool:
-    """Returns true if standard input is a file from its start, or a pipe that has text or an end.
+    """Returns whether standard input is a file from its start, or a pipe that has text or an end.
 
     Loops and scripts that read their own lines from a file leave it begun. A pipe that stays silent is left alone: the
     process that started this one may have forgotten to close it.

@@ -166,7 +166,7 @@ def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
 
 
 def is_empty(folder: Any) -> bool:
-    """Returns true if a folder holds no more than outputs that a kill left unfinished; `folder` may be any epath.Path."""
+    """Returns whether a folder holds no more than outputs that a kill left unfinished; `folder` may be any epath.Path."""
     return all(PART.fullmatch(entry.name) for entry in folder.iterdir())
 
 

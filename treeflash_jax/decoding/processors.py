@@ -77,7 +77,7 @@ class Nodes:
 
 
 def is_needed(sampling: Sampling, processor: Any = None) -> bool:
-    """Returns True if `process` changes logits."""
+    """Returns whether `process` changes logits."""
     has_settings = any(names[0] in sampling.settings for names in PROCESSORS)
     return has_settings or sampling.automaton is not None or processor is not None
 

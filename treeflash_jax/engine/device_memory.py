@@ -17,8 +17,8 @@ from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.dtypes import bits
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.models import caches
-from treeflash_jax.models import verifier as verifiers
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.verifier import specs as verifier_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def footprint(
         state = jax.eval_shape(lambda: drafter.init(batch, capacity, dtype))
         drafter_cache = _state_bytes(state, mesh) if drafts else 0
     return Footprint(
-        verifier=device_bytes(parameters.abstract(verifiers.specs(verifier, quantize, mesh=mesh), dtype, mesh)),
+        verifier=device_bytes(parameters.abstract(verifier_specs(verifier, quantize, mesh=mesh), dtype, mesh)),
         drafter=drafter_bytes,
         verifier_cache=_state_bytes(cache, mesh),
         drafter_cache=drafter_cache,

@@ -93,7 +93,7 @@ class File:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Returns true if a path names a GGUF file, by its suffix."""
+    """Returns whether a path names a GGUF file, by its suffix."""
     return Path(path).suffix.lower() == ".gguf" and not os.path.isdir(path)
 
 

@@ -7,7 +7,7 @@ LONGEST_ID = 96  # characters, the Hub's limit
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Returns true if a name has the form of a Hub id, owner/model: both begin and end with a letter or digit."""
+    """Returns whether a name has the form of a Hub id, owner/model: both begin and end with a letter or digit."""
     return len(str(name)) <= LONGEST_ID and re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]+\b", str(name)) is not None
 
 

@@ -42,7 +42,7 @@ class Keys:
     where: str
 
     def __contains__(self, key: str) -> bool:
-        """Returns true if the key is there and not null."""
+        """Returns whether the key is there and not null."""
         return self.raw.get(key) is not None
 
     def whole(self, key: str, default: Any = None, least: int = 1, most: int = INT32) -> int:

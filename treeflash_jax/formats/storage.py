@@ -132,7 +132,7 @@ def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Returns true if an array of any float type holds no NaN and no infinity.
+    """Returns whether an array of any float type holds no NaN and no infinity.
 
     NumPy has no fast `isfinite` for bfloat16: exponent bits are compared, all set if a number is not finite, in pieces that
     fit into a processor's cache. float8_e4m3fn has no infinity: its NaN has all bits set, to which infinity is cast.
@@ -241,7 +241,7 @@ class _Part(NamedTuple):
 
 
 def is_own(path: Any) -> bool:
-    """Returns true if a file was written by `save`; `path` may be any epath.Path."""
+    """Returns whether a file was written by `save`; `path` may be any epath.Path."""
     if not path.exists():
         return False
     try:

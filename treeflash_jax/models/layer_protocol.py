@@ -58,7 +58,7 @@ class LayerState(ABC):
         return self
 
     def layer(self, index: int) -> Any:
-        """Returns what `LayerKind.mix` reads: the state, or its layer `index` if it holds several."""
+        """Returns the state for `LayerKind.mix`: this one, or its layer `index` if it holds several."""
         return self
 
 
@@ -121,7 +121,7 @@ class LayerKind(ABC):
         """
 
     def precompute(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
-        """Returns what all layers of the kind compute from positions and mask, once for a pass."""
+        """Returns arrays of positions and mask that all layers of the kind read, computed once for a pass."""
         return None
 
     @abstractmethod

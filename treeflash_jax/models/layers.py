@@ -110,7 +110,7 @@ def norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def post_norm(params: Params, config: ModelConfig, name: str, added_btd: jax.Array) -> jax.Array:
-    """Returns what a part of a layer adds to the residual stream, normed if the layer has such a norm."""
+    """Returns the output of a part of a layer, normed if the layer has such a norm."""
     return norm(config, added_btd, params[name]) if name in params else added_btd
 
 
@@ -245,7 +245,7 @@ def gated(params: Params, x_btd: jax.Array, activation: str = "silu") -> jax.Arr
 
 
 def feed_forward(params: Params, config: ModelConfig, x_btd: jax.Array) -> jax.Array:
-    """Returns what the feed-forward part of a layer, dense or with experts, adds to the residual stream."""
+    """Returns the output of the feed-forward part of a layer, dense or with experts, before its residual addition."""
     normed_btd = norm(config, x_btd, params["mlp_norm"])
     if config.dense_beside_experts:
         added_btd = dense_and_experts(params, config, x_btd, normed_btd)

@@ -104,7 +104,7 @@ class _Counter:
         )
 
     def _choices(self, state: _State) -> Iterable[tuple[Term, _State]]:
-        """Returns what the next item may be, with the state after it.
+        """Returns the terms of the next item, each with the state after it.
 
         An item that is not counted may still be of a kind, unless the kind has a largest number.
         """

@@ -147,7 +147,7 @@ def _has_type(value: Any, expected: Any) -> bool:
 
 
 def _placed(place: str, write: Callable[[], Term]) -> Term:
-    """Returns what `write` returns; what it refuses names the place."""
+    """Returns the result of `write`; its errors name the place."""
     try:
         return write()
     except Refused as error:

@@ -34,7 +34,7 @@ class Term:
         self._edges: list[tuple[int, Term]] | None = None
 
     def edges(self) -> list[tuple[int, "Term"]]:
-        """Returns what may follow each first byte, as disjoint sets of bytes with terms; bytes of no set are impossible."""
+        """Returns the term after each first byte, as disjoint sets of bytes with terms; bytes of no set are impossible."""
         if self._edges is None:
             self._edges = [(mask, term) for mask, term in EDGES[self.kind](*self.parts) if term is not NOTHING]
         return self._edges
@@ -206,7 +206,7 @@ EDGES: dict[str, Callable[..., Iterable[tuple[int, Term]]]] = {
 
 
 def follow(term: Term, text: bytes) -> Term:
-    """Returns what may come after a string."""
+    """Returns the term after a string."""
     for value in text:
         term = next((after for mask, after in term.edges() if mask >> value & 1), NOTHING)
     return term

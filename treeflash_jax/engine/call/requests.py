@@ -81,8 +81,9 @@ def make_requests(
         automaton, constraint = None, compilation.find_constraint(settings)
         if constraint is not None:
             constraint = compilation.answer_constraint(*constraint, tokenizer, ids)
-            how = tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth
-            automaton = compilation.compile_constraint(*constraint, *how)
+            automaton = compilation.compile_constraint(
+                *constraint, tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth
+            )
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # which it allows after a complete answer
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:

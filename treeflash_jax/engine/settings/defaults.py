@@ -116,12 +116,12 @@ def choose_dtype(device: Device) -> Any:
 
 
 def pays_per_token(device: Device, dtype: Any) -> bool:
-    """Returns True if every further token makes a pass longer: on CPUs whose products use no matrix instructions."""
+    """Returns whether every further token makes a pass longer: on CPUs whose products use no matrix instructions."""
     return device.is_cpu and not (device.features & MATRIX_INSTRUCTIONS and jnp.dtype(dtype) == jnp.bfloat16)
 
 
 def drafting_pays(device: Device, dtype: Any, tau: float | None = None, sequences: int = 1) -> bool:
-    """Returns True if drafting a small tree is expected to be faster than one-token decoding.
+    """Returns whether drafting a small tree is expected to be faster than one-token decoding.
 
     An accelerator takes as long for a tree as for a token if both are within its ridge. On a CPU that pays per token, tau
     must exceed BREAK_EVEN_TAU, for `sequences` rounded up to a number in it; more sequences never pay.
@@ -208,7 +208,7 @@ def choose_residual_dtype(device: Device, dtype: Any) -> Any:
 
 
 def merges_weights(device: Device, kv_heads: int, mesh: Any = None) -> bool:
-    """Returns True if the verifier's maps of the same input are stored as one array each (`verifier.merge`).
+    """Returns whether the verifier's maps of the same input are stored as one array each (`verifier.merge`).
 
     A round of 64 nodes of Qwen3-4B then takes 6.28 ms instead of 6.65 on an H200, a step as long as before. More devices
     along the model axis than key/value heads would each store all queries.
@@ -217,7 +217,7 @@ def merges_weights(device: Device, kv_heads: int, mesh: Any = None) -> bool:
 
 
 def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
-    """Returns True if passes move fewer bytes with the weights of an FP8 file as they are than expanded to `dtype`.
+    """Returns whether passes move fewer bytes with the weights of an FP8 file as they are than expanded to `dtype`.
 
     A product with weights kept in blocks of 128 reads them once, and writes and reads its inputs once per block of outputs
     (`backend.block_products`; kernels need not). CPUs convert FP8 slowly.
@@ -230,7 +230,7 @@ def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
 
 
 def keeps_groups(device: Device, dtype: Any, tokens: int, fits: bool) -> bool:
-    """Returns True if weights of a file with a scale per group of inputs are kept as they are instead of expanded.
+    """Returns whether weights of a file with a scale per group of inputs are kept as they are instead of expanded.
 
     Expanded weights are read faster on CPUs (`notebooks/results/four_bits.md`), and so are they on GPUs if a pass writes
     more bytes of sums over groups of 128 inputs than it saves (`backend.block_products`).

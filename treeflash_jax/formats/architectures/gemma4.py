@@ -75,14 +75,14 @@ def _derive(keys: Keys, fields: Mapping[str, Any], input_size: int, window: int)
     if input_size:
         rows = keys.whole("vocab_size_per_layer_input", 262_144)
         keys.expect(rows == vocab_size, "vocab_size_per_layer_input", rows, f"the vocabulary of {vocab_size}")
-    own = _sizes(keys, fields, types)
+    kind_sizes = _sizes(keys, fields, types)
     wide = 2 if keys.truth("use_double_wide_mlp", False) else 1
-    shared = {f"shared_{name}": replace(x, intermediate_size=wide * x.intermediate_size) for name, x in own.items()}
-    all_sizes = {name: sizes for name, sizes in (own | shared).items() if name in kinds}
+    shared = {f"shared_{name}": replace(x, intermediate_size=wide * x.intermediate_size) for name, x in kind_sizes.items()}
+    all_sizes = {name: sizes for name, sizes in (kind_sizes | shared).items() if name in kinds}
     return {
         "layer_types": tuple(kinds),
         "sizes": tuple(all_sizes.items()),
-        "rope": own[SLIDING].rope,
+        "rope": kind_sizes[SLIDING].rope,
         "window": keys.whole("sliding_window", window),
         "layer_input_size": input_size,
         "embedding_factor": math.sqrt(fields["hidden_size"]),

@@ -37,7 +37,7 @@ class Dialect:
     kind: ClassVar[str | None] = None
 
     def recognises(self, path: Path, keys: Keys) -> bool:
-        """Returns true if these files are in this dialect; `keys` of files without a config.json are empty."""
+        """Returns whether these files are in this dialect; `keys` of files without a config.json are empty."""
         return all(mark in keys.raw for mark in self.marks)
 
     def read_config(self, path: Path, keys: Keys) -> Any:
