@@ -50,8 +50,8 @@ def resolve(
       device: device that runs the programs, which need not be present.
       sequences: number of sequences decoded together; on a mesh, by each data-parallel group (`sharding.per_shard`).
 
-    Reads no file but a selector's config. Raises ValueError for a setting that the pair, the tree builder or the device does
-    not support.
+    Reads no file but a selector's config. Raises ValueError for a setting that the pair, the builder or the device does not
+    support.
     """
     head_dims = (verifier.head_dim, *(drafter.head_dims if drafter else ()))
     kernels.check_device("attention", config.attention, device)
