@@ -9,12 +9,12 @@ labels, with p = softmax(scores) and expected numbers E of the trees:
     ratio = sum_a p_a E_a / E of the best single tree for the sampling settings
     loss = mean(-log ratio) + TAIL_WEIGHT * (mean of max(0, 1 - ratio)^2 over the TAIL_SHARE of roots where it is largest)
 
-A round takes as long with every tree of the list, so the ratio of tokens is that of tokens per second. Writes labels
-(OUT/*.npz) and the selector (OUT/model). A command that was stopped continues when it is run again.
+All trees take a round as long, so the ratio is also that of tokens per second. Writes labels (OUT/*.npz) and the selector
+(OUT/model). A command that was stopped continues when it is run again.
 
 Shape suffixes: b batch, o roots (rounds that were labelled), f features, a trees of the list.
 
-Source: delayed tree expansion (arXiv 2602.16994), section 5 for the loss; it states neither weight nor share of the tail.
+Source: delayed tree expansion (arXiv 2602.16994), section 5, which leaves weight and share of the tail open.
 """
 
 import io
@@ -107,11 +107,7 @@ def record(
             with path.open("rb") as file:
                 parts.append(dict(np.load(file)))
             bar.show(first + settings.batch)
-    return join(parts)
-
-
-def join(parts: Sequence[Labels]) -> Labels:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 def record_batch(
@@ -136,7 +132,7 @@ def record_batch(
         live = [np.asarray(x_b)[: len(requests)][is_live_b] for x_b in columns]
         parts.append(dict(zip(COLUMNS, live, strict=True)))
         state = runner.call(loops.decode, weights, state, jnp.int32(settings.every), plan=plan)
-    return join(parts)
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 @partial(jax.jit, static_argnames=("plan", "draws"))
@@ -177,25 +173,22 @@ def fit(labels: Labels, config: SelectorConfig) -> dict[str, jax.Array]:
     """Returns the weights of a selector that is fitted to the labels."""
     features_of, expected_oa, setting_o = (labels[name] for name in COLUMNS)
     base_o = expected_oa[np.arange(setting_o.size), find_best(labels)[setting_o]]
-    scale_f = 1 / np.maximum(np.std(features_of, axis=0), 1e-3)
-    weights = parameters.initialize(selector.specs(config), jax.random.key(0), scale=0.1)
-    fixed = {"mean": jnp.mean(features_of, axis=0), "scale": jnp.asarray(scale_f)}
-    weights = {name: weights[name] for name in weights if name not in fixed}
+    mean_f, spread_f = np.mean(features_of, axis=0), np.maximum(np.std(features_of, axis=0), 1e-3)
     optimizer = optax.adamw(optax.cosine_decay_schedule(LEARNING_RATE, STEPS), weight_decay=1e-2)
 
     @jax.jit
-    def run(carry: Any, fixed: Any, *arrays: jax.Array) -> Any:
-        def loss(weights: Any) -> jax.Array:
-            return compute_loss(selector.score_trees(weights | fixed, arrays[0]), *arrays[1:])
-
+    def run(carry: Any, *arrays: jax.Array) -> Any:
         def step(carry: Any, _: Any) -> Any:
-            weights, moments = carry
-            updates, moments = optimizer.update(jax.grad(loss)(weights), moments, weights)
-            return (optax.apply_updates(weights, updates), moments), None
+            grads = jax.grad(lambda weights: compute_loss(selector.score_trees(weights, arrays[0]), *arrays[1:]))(carry[0])
+            updates, moments = optimizer.update(grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), moments), None
 
         return jax.lax.scan(step, carry, length=STEPS)[0][0]
 
-    return run((weights, optimizer.init(weights)), fixed, features_of, expected_oa, base_o) | fixed
+    weights = parameters.initialize(selector.specs(config), jax.random.key(0), scale=0.1)
+    weights = run((weights, optimizer.init(weights)), (features_of - mean_f) / spread_f, expected_oa, base_o)
+    matrix = weights["matrix_0"] / spread_f[:, None]  # of features as they are
+    return weights | {"matrix_0": matrix, "bias_0": weights["bias_0"] - mean_f @ matrix}
 
 
 def describe(weights: Any, labels: dict[str, Labels], config: SelectorConfig) -> str:

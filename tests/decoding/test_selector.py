@@ -32,8 +32,9 @@ def written(folder, model: TreeFlash, seed: int = 0, **changes) -> dict:
     config = SelectorConfig(**config)
     folder.mkdir()
     weights = parameters.initialize(selector.specs(config), jax.random.key(seed), scale=1.0)
-    usual = {"mean": jnp.asarray([2, 2, 1.5, 0.4, 2.5, 0.7, 0.9]), "scale": jnp.full(len(FEATURES), 9.0)}
-    selector_folder.save(folder, config, weights | usual)
+    usual_f = jnp.asarray([2, 2, 1.5, 0.4, 2.5, 0.7, 0.9])
+    weights |= {"matrix_0": 9 * weights["matrix_0"], "bias_0": -9 * usual_f @ weights["matrix_0"]}
+    selector_folder.save(folder, config, weights)
     return HOW | {"selector": folder}
 
 

@@ -81,12 +81,10 @@ class DraftAgain:
         )
 
 
-def _draft(
-    runner: Runner, batch: Batch, request: Request, anchor: int, automaton: int, accepted: Sequence[int]
-) -> DraftTree:
+def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automaton: int, before: list[int]) -> DraftTree:
     """Returns the tree below `anchor`, the token that follows a prompt; `automaton` is the state after it, if any.
 
-    `accepted` has the number of tokens of each round before, which a selector reads.
+    `before` has the lengths of the rounds before, which a selector reads.
     """
     plan, mesh = runner.plan, runner.mesh
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
@@ -97,10 +95,9 @@ def _draft(
         state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(anchor))
     if plan.shape.selector is not None:
         accepted_bs = np.zeros(state.accepted_bs.shape, np.int32)
-        accepted_bs[:, : len(accepted)] = accepted
-        rounds_b = jnp.full(batch[1].shape, len(accepted), jnp.int32)
-        accepted_bs, rounds_b = sharding.place((jnp.asarray(accepted_bs), rounds_b), mesh)
-        state = state.replace(accepted_bs=accepted_bs, rounds_b=rounds_b)
+        accepted_bs[:, : len(before)] = before
+        lengths = jnp.asarray(accepted_bs), jnp.full(batch[1].shape, len(before), jnp.int32)
+        state = state.replace(**dict(zip(("accepted_bs", "rounds_b"), sharding.place(lengths, mesh), strict=True)))
     if request.automaton is not None:  # prefill begins with the state of an empty answer
         state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))
     return runner.call(loops.draft, runner.weights, state, plan=plan)

@@ -48,7 +48,7 @@ class Outline:
 def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = (), num_places: int = 0) -> Outline:
     """Returns an outline of sampled nodes, the same for all sequences: the parent and rank of places 1, 2, ...
 
-    Without ranks, all are 0. Places are added until there are `num_places`; they are unused.
+    Without ranks, all are 0. Further places, up to `num_places`, are unused.
     """
     used = 1 + len(parents)
     parent_n, depth_n, rank_n = np.zeros((3, max(used, num_places)), np.int32)

@@ -29,7 +29,7 @@ FEATURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorConfig:
-    """The trees that a selector chooses from, and the pair and rule that it was trained for."""
+    """Trees to choose from, and the pair and rule that the selector was trained for."""
 
     trees: tuple[tuple[int, int, int], ...] = setting(
         help="trunk, number of branches and their length, of every tree", min_length=1, least=0, most=MOST_NODES
@@ -51,8 +51,8 @@ class SelectorConfig:
 
 
 def specs(config: SelectorConfig) -> dict[str, Spec]:
-    """Returns the weights: mean and scale of the features, then layers of WIDTHS and of a score per tree."""
-    weights = {"mean": Spec((len(FEATURES),), (None,), "zeros"), "scale": Spec((len(FEATURES),), (None,), "ones")}
+    """Returns the weights: of layers with WIDTHS outputs, and of the last with a score per tree."""
+    weights = {}
     for layer, sizes in enumerate(pairwise((len(FEATURES), *WIDTHS, len(config.trees)))):
         weights |= {f"matrix_{layer}": Spec(sizes, (None, None)), f"bias_{layer}": Spec(sizes[1:], (None,), "zeros")}
     return weights
@@ -60,8 +60,7 @@ def specs(config: SelectorConfig) -> dict[str, Spec]:
 
 def score_trees(weights: Mapping[str, jax.Array], features_bf: jax.Array) -> jax.Array:
     """Returns the scores of all trees, float32 [b, a]; the tree with the highest is chosen."""
-    with jax.named_scope("select"):
-        x_bd = (features_bf - weights["mean"]) * weights["scale"]
-        for layer in range(len(WIDTHS)):
-            x_bd = jax.nn.gelu(x_bd @ weights[f"matrix_{layer}"] + weights[f"bias_{layer}"])
-        return x_bd @ weights[f"matrix_{len(WIDTHS)}"] + weights[f"bias_{len(WIDTHS)}"]
+    x_bd = features_bf @ weights["matrix_0"] + weights["bias_0"]
+    for layer in range(1, 1 + len(WIDTHS)):
+        x_bd = jax.nn.gelu(x_bd) @ weights[f"matrix_{layer}"] + weights[f"bias_{layer}"]
+    return x_bd
