@@ -18,6 +18,7 @@ from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance.target import TargetDistribution
 from treeflash_jax.trees import TransitionTable, TreeShape
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITH_REPLACEMENT
+from treeflash_jax.trees.sampled.selector import SelectorConfig
 from treeflash_jax.trees.sampled.without_replacement import best_outline
 
 FORCED = 1e3  # noise that outweighs any log-probability
@@ -33,6 +34,7 @@ class Case:
     nodes: int
     shape: TreeShape
     draft: Callable[..., oracle.Tree]  # of a drafter, a run and `depths`
+    choice: int | None = None  # index of the tree that a selector chose
 
     @property
     def distribution(self) -> str:
@@ -42,6 +44,12 @@ class Case:
 def paths_case(nodes: int, branches: int, trunk: int = 0) -> Case:
     draft = partial(toys.draft_paths, num_nodes=nodes, branches=branches, trunk=trunk)
     return Case("delayed" if trunk else "paths", nodes, TreeShape(branches=branches, trunk=trunk), draft)
+
+
+def selected_case(listed: tuple[tuple[int, int, int], ...], choice: int) -> Case:
+    config, (trunk, branches, length) = SelectorConfig(trees=listed, rule="any", pair="any"), listed[choice]
+    draft = partial(toys.draft_paths, num_nodes=1 + trunk + branches * length, branches=branches, trunk=trunk)
+    return Case("delayed", config.num_nodes, TreeShape(selector=config), draft, choice)
 
 
 def without_replacement_case(nodes: int, branches: int) -> Case:
@@ -111,12 +119,14 @@ class World:
 
     def build(self, case: Case, noise: np.ndarray):
         anchor_b = np.zeros(noise.shape[0], np.int32)
+        choice_b = None if case.choice is None else np.full_like(anchor_b, case.choice)
 
         @jax.jit
-        def build(table, noise):
-            return trees.BUILDERS[case.builder].build(trees.TreeInputs(table, anchor_b, case.nodes, case.shape, noise))
+        def build(table, noise, choice_b):
+            inputs = trees.TreeInputs(table, anchor_b, case.nodes, case.shape, noise, choice_b)
+            return trees.BUILDERS[case.builder].build(inputs)
 
-        return build(self.table(len(noise)), noise)
+        return build(self.table(len(noise)), noise, choice_b)
 
 
 def read(tree, proposal, b: int, vocabulary: int):
@@ -193,8 +203,13 @@ def accepted(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
     return last_b1[:, 0], jax.nn.softmax(residual_bv, axis=-1)
 
 
-def library_distribution(world: World, case: Case, rule: str, edge: float = 1e-9) -> np.ndarray:
-    """The distribution of the first tokens by the library's own builder and walk.
+def library_distribution(world: World, case: Case, rule: str) -> np.ndarray:
+    """The distribution of the first tokens by the library's own builder and walk."""
+    return oracle.finished(library_round(world, case, rule), world.p, world.vocabulary, world.depths + 1)
+
+
+def library_round(world: World, case: Case, rule: str, edge: float = 1e-9) -> dict[oracle.Prefix, np.ndarray]:
+    """P(last accepted node, token after it) by the library's own builder and walk.
 
     Every draft is forced through the noise, and every coin is put just inside both edges of the threshold that the oracle
     has for it: a threshold that is off by more than `edge` shows.
@@ -238,7 +253,7 @@ def library_distribution(world: World, case: Case, rule: str, edge: float = 1e-9
         for b, chance, last, following in zip(*walks, strict=False):
             prefix = prefixes_of[b][last]
             totals[prefix] = totals.get(prefix, 0) + chance * following
-    return oracle.finished(totals, world.p, world.vocabulary, world.depths + 1)
+    return totals
 
 
 def assert_same_tree(seen: oracle.Tree, expected: oracle.Tree) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import slow_unless
 from refusals import refused
 from scipy import special
 
@@ -104,6 +105,29 @@ def test_broken_rules_fail_the_same_test():
 def test_the_library_is_lossless(float64, name, rule, size):
     here = world(*SIZES[size])
     assert error(cases.library_distribution(here, CASES[name], rule), here.p) < 1e-12
+
+
+LISTED = (1, 2, 1), (0, 2, 1), (2, 1, 0)  # trees for a selector to choose from: trunk, branches, length
+CHOSEN = [slow_unless(rule == "k-sequential", rule) for name, rule in TESTED if name == "delayed"]
+
+
+@pytest.mark.parametrize("rule", CHOSEN)
+def test_two_rounds_are_lossless_whatever_a_selector_chooses(float64, rule):
+    """The second round after a single token has the tree of that token's number: an arbitrary function of the text."""
+    p = toys.random_verifier(8, 3, 4)
+
+    def after(token: int | None) -> cases.World:
+        below = p if token is None else lambda node: p((token, *node))
+        return cases.World(3, 2, below, toys.random_drafter(8, below, 3, 2, 3))
+
+    totals = cases.library_round(after(None), cases.selected_case(LISTED, 2), rule)
+    single, totals[()] = totals[()], np.zeros(3)
+    distribution = oracle.finished(totals, p, 3, 3)
+    for token in (0, 1):
+        following = cases.library_distribution(after(token), cases.selected_case(LISTED, token), rule)
+        distribution[token] += single[token] * following.sum(axis=-1)
+    assert (single[:2] > 0.1).all() and single[2] < 1e-12
+    assert error(distribution, p) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [WITH_REPLACEMENT, DETERMINISTIC])

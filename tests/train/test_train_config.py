@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from refusals import mistake, refused
 
-from train import ask, drafter, from_scratch, head, respond
+from train import ask, drafter, from_scratch, head, respond, selector
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
@@ -19,6 +19,7 @@ STAGES = {
     "from_scratch": from_scratch.FromScratchConfig,
     "ask": ask.AskConfig,
     "respond": respond.RespondConfig,
+    "selector": selector.SelectorStage,
 }
 FILES = sorted(CONFIGS.rglob("*.toml"))
 HEAD, DRAFTER = CONFIGS / "tiny" / "head.toml", CONFIGS / "tiny" / "drafter.toml"

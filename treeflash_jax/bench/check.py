@@ -104,7 +104,7 @@ def compare_decodings(model: TreeFlash, prompts: Sequence[Prompt], **settings: A
     if any(result.finished == "interrupted" for result in [*drafted, *plain]):
         raise KeyboardInterrupt
     return [
-        Comparison(drafted=a, plain=b, divergence=find_divergence(model, request, a.ids, b.ids, call.processor))
+        Comparison(drafted=a, plain=b, divergence=find_divergence(model, request, a.ids, b.ids, call.weights.processor))
         for request, a, b in zip(call.requests, drafted, plain, strict=True)
     ]
 

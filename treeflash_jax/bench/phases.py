@@ -55,7 +55,7 @@ def TREE(weights, state, computed, plan):
     expander = draft_expander(weights, state, plan)
     leaves = computed_leaves(expander, (weights, state))
     given = {id(leaf): array for leaf, array in zip(leaves, computed, strict=True)}
-    return build_tree(state, jax.tree.map(lambda leaf: given.get(id(leaf), leaf), expander), plan)
+    return build_tree(weights, state, jax.tree.map(lambda leaf: given.get(id(leaf), leaf), expander), plan)
 
 
 def computed_leaves(tree: Any, inputs: Any) -> list[Any]:

@@ -119,7 +119,8 @@ VERIFIERS: dict[str, ModelConfig] = {
 
 
 TREE_OPTIONS = sorted(
-    {"attention", "kernels", *field_names(GenerateConfig, "drafting", "tree")} - {"nodes", "drafter_temperature"}
+    {"attention", "kernels", *field_names(GenerateConfig, "drafting", "tree")}
+    - {"nodes", "drafter_temperature", "selector"}
 )
 
 

@@ -98,11 +98,15 @@ class DecodePlan:
 
 @struct.dataclass
 class Weights:
-    """Weights of verifier and drafter; None without a drafter. During a call, also the user's processor of logits."""
+    """Weights of verifier and drafter; None without a drafter.
+
+    During a call, also the user's processor of logits, and the weights of the selector of delayed trees.
+    """
 
     verifier: Any
     drafter: Any = None
     processor: Any = None
+    selector: Any = None
 
     @property
     def dtype(self) -> Any:

@@ -25,6 +25,7 @@ from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
 from treeflash_jax.engine.settings.keywords import GenerateSettings
 from treeflash_jax.engine.settings.plan import resolve
+from treeflash_jax.formats import selector_folder
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
@@ -241,6 +242,12 @@ class TreeFlash:
         sequences = sharding.per_shard(batch_size, self.mesh)
         return resolve(config, self.verifier, self.drafter, dtype=self.dtype, device=self.device, sequences=sequences)
 
+    def call_weights(self, config: GenerateConfig, plan: DecodePlan) -> Weights:
+        """Returns the weights of a call's programs: the model's, and those of its processor and of its selector, if any."""
+        processor = None if config.processor is None else processors.as_pytree(config.processor)
+        selector = None if plan.shape.selector is None else selector_folder.load(config.selector, self.mesh)
+        return self.weights.replace(processor=sharding.place(processor, self.mesh, over_batch=False), selector=selector)
+
     def prepare(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -262,8 +269,7 @@ class TreeFlash:
             warn(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
         self.check_memory(batch=batch, capacity=capacity, drafts=plan.drafts, can_cut=for_session)
-        processor = None if config.processor is None else processors.as_pytree(config.processor)
-        return PreparedCall(self, requests, plan, batch_size, processor)
+        return PreparedCall(self, self.call_weights(config, plan), requests, plan, batch_size)
 
     def check_memory(self, **sizes: Any) -> None:
         """Raises ValueError if weights and caches have no room on the devices; see `footprint`."""

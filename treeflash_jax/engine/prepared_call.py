@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
-from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.answers.results import Chunk, Reader, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import SamplingSizes
@@ -24,22 +23,20 @@ class PreparedCall:
 
     Attributes:
       model: the `TreeFlash`.
+      weights: the model's, with those of the call (`TreeFlash.call_weights`).
       requests: one per prompt and sample.
       batch_size: number of sequences decoded together.
-      processor: the user's processor of logits as a pytree; None for none.
     """
 
     model: Any
+    weights: Weights
     requests: list[Request]
     plan: DecodePlan
     batch_size: int
-    processor: Any
 
     def schedule(self, session: Session | None = None) -> Scheduler:
         """Returns a scheduler with the requests, or with the only request of a session."""
-        processor = sharding.place(self.processor, self.model.mesh, over_batch=False)
-        weights = self.model.weights.replace(processor=processor)
-        runner = Runner(self.plan, weights, self.model.mesh, can_cut=session is not None)
+        runner = Runner(self.plan, self.weights, self.model.mesh, can_cut=session is not None)
         scheduler = Scheduler(runner, SamplingSizes.fit(self.requests), batch_size=self.batch_size)
         scheduler.submit(self.requests, session)
         return scheduler

@@ -123,7 +123,7 @@ class Worker(threading.Thread):
         capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
         sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # that of a tree which is drafted again
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
-        runner = Runner(plan, model.weights, model.mesh, can_cut=True)
+        runner = Runner(plan, model.call_weights(self.config, plan), model.mesh, can_cut=True)
         self._scheduler = Scheduler(runner, self._sizes, batch_size=slots, capacity=capacity, is_open=True)
         self._reader = Reader(self._scheduler, model)
         metrics.watch(

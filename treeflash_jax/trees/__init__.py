@@ -71,7 +71,9 @@ BUILDERS: dict[str, Builder] = {
     "walk": Builder(walk, is_chain=True, size=_chain_size),
     "chain": Builder(chain, is_chain=True, size=_chain_size),
     "paths": Builder(paths, frozenset({"branches", "leaves"}), "paths", "one path", size=_paths_size),
-    "delayed": Builder(delayed, frozenset({"branches", "trunk", "leaves"}), "delayed", "one path", size=delayed_size),
+    "delayed": Builder(
+        delayed, frozenset({"branches", "trunk", "selector", "leaves"}), "delayed", "one path", size=delayed_size
+    ),
     "without-replacement": Builder(
         without_replacement, frozenset({"branches", "leaves"}), "without-replacement", "one path"
     ),

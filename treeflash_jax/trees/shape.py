@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from treeflash_jax.trees.sampled.selector import SelectorConfig
+
 MAX_NODES = 4096  # largest draft tree
 
 
@@ -12,6 +14,7 @@ class TreeShape:
     Attributes:
       branches: number of paths, or maximal number of children per node.
       trunk: number of nodes drafted as one path before the branches (delayed expansion).
+      selector: list of delayed trees from which a selector chooses; None: all have `trunk` and `branches`.
       skeleton: share of the nodes, without the root, that best-first search chooses (builder "skeleton").
       leaves: whether tokens that end their branch may be drawn although the tree continues below.
       lanes: number of nodes per level whose children best-first search considers; None: all.
@@ -19,6 +22,7 @@ class TreeShape:
 
     branches: int = 2
     trunk: int = 2
+    selector: SelectorConfig | None = None
     skeleton: float = 0.25
     leaves: bool = False
     lanes: int | None = None

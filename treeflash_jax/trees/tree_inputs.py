@@ -20,6 +20,7 @@ class TreeInputs:
       anchor_b: last committed token of each sequence.
       num_nodes: maximal number of nodes, root included; static, at least 1.
       noise_bnc: Gumbel noise from `draw_noise`; None for deterministic builders.
+      choice_b: index of each sequence's tree in `shape.selector`; None without a selector.
     """
 
     expander: Expander
@@ -27,3 +28,4 @@ class TreeInputs:
     num_nodes: int
     shape: TreeShape = TreeShape()
     noise_bnc: jax.Array | None = None
+    choice_b: jax.Array | None = None

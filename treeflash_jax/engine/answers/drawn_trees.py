@@ -31,6 +31,7 @@ class DraftAgain:
         self._model, self._request = weakref.ref(model), request
         self._plan, self._can_cut = scheduler.runner.plan, scheduler.runner.can_cut
         self._sizes, self._capacity = scheduler.sizes, scheduler.state.capacity
+        self._selector = scheduler.runner.weights.selector
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -50,9 +51,10 @@ class DraftAgain:
         *before, anchor = self._request.ids + ids[:start]
         request = replace(self._request, ids=before)
         automaton = 0 if request.automaton is None else request.automaton.follow(ids[:start])
-        runner = Runner(self._plan, model.weights, model.mesh, can_cut=self._can_cut)
+        weights = model.weights.replace(selector=self._selector)
+        runner = Runner(self._plan, weights, model.mesh, can_cut=self._can_cut)
         batch = make_batch([request], self._sizes, capacity=self._capacity, dtype=model.weights.dtype, mesh=model.mesh)
-        tree = _draft(runner, batch, request, anchor, automaton)
+        tree = _draft(runner, batch, request, anchor, automaton, accepted[:round_index])
         tokens, parents, log_probs, valid = (
             np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
         )
@@ -79,8 +81,11 @@ class DraftAgain:
         )
 
 
-def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automaton: int) -> DraftTree:
-    """Returns the tree below `anchor`, the token that follows a prompt; `automaton` is the state after it, if any."""
+def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automaton: int, before: list[int]) -> DraftTree:
+    """Returns the tree below `anchor`, the token that follows a prompt; `automaton` is the state after it, if any.
+
+    `before` has the lengths of the rounds before, which a selector reads.
+    """
     plan, mesh = runner.plan, runner.mesh
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
         first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
@@ -88,6 +93,11 @@ def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automato
     else:  # by the program that reads any prompt
         state = Prefill(runner, batch).read_all()
         state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(anchor))
+    if plan.shape.selector is not None:
+        accepted_bs = np.zeros(state.accepted_bs.shape, np.int32)
+        accepted_bs[:, : len(before)] = before
+        lengths = jnp.asarray(accepted_bs), jnp.full(batch[1].shape, len(before), jnp.int32)
+        state = state.replace(**dict(zip(("accepted_bs", "rounds_b"), sharding.place(lengths, mesh), strict=True)))
     if request.automaton is not None:  # prefill begins with the state of an empty answer
         state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))
     return runner.call(loops.draft, runner.weights, state, plan=plan)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
@@ -250,6 +251,13 @@ class GenerateConfig:
     )
     trunk: int = tree_setting(
         2, "nodes before the first branching of a delayed tree", least=0, most=MAX_NODES, unit="nodes"
+    )
+    selector: str | Path | None = tree_setting(
+        None,
+        "folder of a selector (`python -m train.selector`), a small network that chooses the trunk of a delayed tree, its "
+        "branches and their length, for every answer and round",
+        unset="none",
+        unit="folder",
     )
     skeleton: float = tree_setting(
         0.25, "share of the nodes of a skeleton tree that best-first search chooses", least=0, most=1, unit="share"

@@ -170,6 +170,9 @@ class GenerateSettings(TypedDict, total=False):
       branches: number of sampled paths, or largest number of sampled children
         of a node (default: 2).
       trunk: nodes before the first branching of a delayed tree (default: 2).
+      selector: folder of a selector (`python -m train.selector`), a small
+        network that chooses the trunk of a delayed tree, its branches and their
+        length, for every answer and round (default: none).
       skeleton: share of the nodes of a skeleton tree that best-first search
         chooses (default: 0.25).
       leaves: let sampled trees contain tokens that the drafter cannot continue.
@@ -235,6 +238,7 @@ class GenerateSettings(TypedDict, total=False):
     acceptance: Acceptance | str | None
     branches: int
     trunk: int
+    selector: str | Path | None
     skeleton: float
     leaves: bool
     drafter_temperature: float | None

@@ -3,6 +3,7 @@
 Compiled code sees only the plan. Defaults of drafting follow from the number of nodes, given or not.
 """
 
+import hashlib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,9 +17,11 @@ from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.formats import selector_folder
 from treeflash_jax.models import kernels
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, Builder, TreeShape
+from treeflash_jax.trees.sampled.selector import SelectorConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
 NO_DRAFTER = (
@@ -47,7 +50,8 @@ def resolve(
       device: device that runs the programs, which need not be present.
       sequences: number of sequences decoded together; on a mesh, by each data-parallel group (`sharding.per_shard`).
 
-    Raises ValueError for a setting that the pair, the tree builder or the device does not support.
+    Reads no file but a selector's config. Raises ValueError for a setting that the pair, the builder or the device does not
+    support.
     """
     head_dims = (verifier.head_dim, *(drafter.head_dims if drafter else ()))
     kernels.check_device("attention", config.attention, device)
@@ -73,13 +77,16 @@ def resolve(
         return replace(plan, why_plain=reason)
     name = config.builder or "best-first"
     builder = BUILDERS[name]
+    _check_settings(config, drafter, name, builder)
     shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
     distribution = builder.distribution_for(shape)
     rule = config.acceptance or DEFAULT_RULES.get(distribution, "traversal")
-    check_lossless(rule, distribution)
-    _check_settings(config, drafter, name, builder)
-    given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
     nodes = config.nodes
+    if config.selector is not None:
+        selector = _read_selector(config, digest_pair(verifier, drafter))
+        shape, rule, nodes = replace(shape, selector=selector), selector.rule, selector.num_nodes
+    check_lossless(rule, distribution)
+    given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
     if nodes is None:
         usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, table)  # `size` cuts a chain
         nodes = max(2, defaults.nodes_within_ridge(device, usual, sequences), 1 + (config.lanes or 0))
@@ -121,6 +128,23 @@ def _check_settings(config: GenerateConfig, drafter: Drafter, name: str, builder
     expect(not builder.draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
     why = "0 with builder 'chain'; use 'walk', whose tokens follow the path"
     expect(name != "chain" or not config.ngrams, "ngrams", config.ngrams, why)
+
+
+def digest_pair(verifier: ModelConfig, drafter: Drafter) -> str:
+    """Returns a digest of the configs of a pair, with which a selector names the pair that it was trained for."""
+    return hashlib.sha256(repr((verifier, drafter)).encode()).hexdigest()[:16]
+
+
+def _read_selector(config: GenerateConfig, pair: str) -> SelectorConfig:
+    """Reads the config of a call's selector. Raises ValueError for another pair or rule, or settings that it decides."""
+    _refuse(config, ["trunk", "branches"], "the selector chooses it; leave it out")
+    selector = selector_folder.read_config(config.selector)
+    expect(selector.pair == pair, "selector", config.selector, "one that was trained for this verifier and drafter")
+    expect(
+        config.acceptance in (None, selector.rule), "acceptance", config.acceptance, f"{selector.rule!r}, the selector's"
+    )
+    expect(config.nodes in (None, selector.num_nodes), "nodes", config.nodes, f"{selector.num_nodes}, the selector's")
+    return selector
 
 
 def _refuse(config: GenerateConfig, names: list[str], why: str) -> None:

@@ -45,13 +45,14 @@ class Outline:
     slot_bn: jax.Array
 
 
-def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = ()) -> Outline:
+def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = (), num_places: int = 0) -> Outline:
     """Returns an outline of sampled nodes, the same for all sequences: the parent and rank of places 1, 2, ...
 
-    Without ranks, all are 0.
+    Without ranks, all are 0. Further places, up to `num_places`, are unused.
     """
-    parent_n, depth_n, rank_n = np.zeros((3, 1 + len(parents)), np.int32)
-    parent_n[1:], rank_n[1 : 1 + len(ranks)] = parents, ranks
+    used = 1 + len(parents)
+    parent_n, depth_n, rank_n = np.zeros((3, max(used, num_places)), np.int32)
+    parent_n[1:used], rank_n[1 : 1 + len(ranks)], depth_n[used:] = parents, ranks, UNUSED
     for place, parent in enumerate(parents, start=1):
         depth_n[place] = depth_n[parent] + 1
     return Outline(parent_n, depth_n, np.full_like(parent_n, kind), rank_n, np.zeros_like(parent_n))

@@ -1,6 +1,10 @@
 """Independent sampled paths from the anchor, or from the end of one sampled path."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 
 from treeflash_jax.trees.draft_tree import DraftTree
 from treeflash_jax.trees.sampled.draw_tokens import draw_tokens, make_outline
@@ -20,26 +24,32 @@ def paths(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
 def delayed(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """Draws one path of `shape.trunk` tokens, then `shape.branches` i.i.d. paths from its end.
 
-    Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth.
+    Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth. With a
+    selector, the tree of each sequence is the one of `shape.selector` that was chosen for it.
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
-    trunk, branches, length = _fit_paths(inputs.expander.num_depths, inputs.num_nodes, inputs.shape)
-    # Place by place: the trunk, then level by level one place for each branch.
-    first = [trunk] * branches if length else []
-    parents = [*range(trunk), *first, *range(trunk + 1, 1 + trunk + branches * (length - 1))]
-    outline = make_outline(parents, WITH_REPLACEMENT)
-    return draw_tokens(inputs, outline, deepest=trunk + length)
+    limits = inputs.expander.num_depths, inputs.num_nodes, inputs.shape
+    sizes, num_places, outlines = _list_sizes(*limits), delayed_size(*limits), []
+    for trunk, branches, length in sizes:  # place by place: the trunk, then level by level one place for each branch
+        first = [trunk] * branches if length else []
+        parents = [*range(trunk), *first, *range(trunk + 1, 1 + trunk + branches * (length - 1))]
+        outlines.append(make_outline(parents, WITH_REPLACEMENT, num_places=num_places))
+    outline = outlines[0]
+    if inputs.choice_b is not None:
+        outline = jax.tree.map(lambda *x_n: jnp.stack(x_n)[inputs.choice_b], *outlines)
+    return draw_tokens(inputs, outline, deepest=max(trunk + length for trunk, _, length in sizes))
 
 
 def delayed_size(depths: int, nodes: int, shape: TreeShape) -> int:
-    """Returns the largest number of nodes of a delayed tree, at most `nodes`: all branches have equal length."""
-    trunk, branches, length = _fit_paths(depths, nodes, shape)
-    return 1 + trunk + branches * length
+    """Returns the number of nodes of a delayed tree, or of the largest that a selector may choose."""
+    return max(1 + trunk + branches * length for trunk, branches, length in _list_sizes(depths, nodes, shape))
 
 
-def _fit_paths(depths: int, num_nodes: int, shape: TreeShape) -> tuple[int, int, int]:
-    """Returns the length of the trunk, the number of branches and their length in the largest tree that fits."""
+def _list_sizes(depths: int, num_nodes: int, shape: TreeShape) -> Sequence[tuple[int, int, int]]:
+    """Returns trunk, number of branches and their length of a selector's trees, or of the largest tree that fits."""
+    if shape.selector is not None:
+        return shape.selector.trees
     trunk = min(shape.trunk, num_nodes - 1, depths)
     branches = min(shape.branches, max(num_nodes - 1 - trunk, 1))
-    return trunk, branches, min((num_nodes - 1 - trunk) // branches, depths - trunk)
+    return [(trunk, branches, min((num_nodes - 1 - trunk) // branches, depths - trunk))]

@@ -1,0 +1,40 @@
+"""Folder of a selector of delayed trees: config.json, and float32 weights in model.safetensors."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from treeflash_jax.core import files
+from treeflash_jax.core.checks import expect, read_json
+from treeflash_jax.core.parameters import Entry
+from treeflash_jax.core.settings import build
+from treeflash_jax.formats import storage, tensor_files
+from treeflash_jax.trees.sampled import selector
+from treeflash_jax.trees.sampled.selector import SelectorConfig
+
+
+def read_config(folder: str | Path) -> SelectorConfig:
+    """Reads the config of a selector. Raises ValueError, or UnknownSetting, for any other folder."""
+    path = Path(folder, "config.json")
+    expect(os.path.exists(path), "selector", str(folder), "a folder that `python -m train.selector` wrote")
+    return build(SelectorConfig, read_json(path), str(path))
+
+
+def load(folder: str | Path, mesh: Any = None) -> dict[str, Any]:
+    """Returns the weights of a selector. Raises FileNotFoundError or ValueError for missing or damaged ones."""
+    config = read_config(folder)
+    with tensor_files.open_folder(Path(folder)) as tensors:
+        return storage.load(Path(folder), tensors, selector.specs(config), _entries(config), jnp.float32, mesh)
+
+
+def save(folder: Path, config: SelectorConfig, weights: dict[str, Any]) -> None:
+    storage.save(folder / "model.safetensors", selector.specs(config), _entries(config), weights, jnp.float32)
+    files.write(folder / "config.json", json.dumps(asdict(config)) + "\n")
+
+
+def _entries(config: SelectorConfig) -> dict[str, Entry]:
+    return {name: Entry(name, tuple(range(len(spec.shape)))) for name, spec in selector.specs(config).items()}
