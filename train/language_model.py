@@ -1,12 +1,13 @@
-"""Distils a small language model into a drafter for one verifier.
+"""Distils a small language model into a drafter for one verifier, with or without steering by the verifier's states.
 
     python -m train.language_model configs/tiny/language_model.toml run=runs/small verifier=tiny
-    python -m train.language_model ... language_model=Qwen/Qwen3-0.6B
+    python -m train.language_model ... language_model=Qwen/Qwen3-0.6B steering=joint
 
 The loss compares the small model's next-token distribution with the verifier's, over the verifier's answers. Writes a
 folder with the small model, RUN/model.
 
-Source: Osprey (arXiv 2609.09338) for a start from the verifier's first layers.
+Source: Osprey (arXiv 2609.09338) for a start from the verifier's first layers; SD squared (arXiv 2511.09844), section 4,
+for steering.
 """
 
 import dataclasses
@@ -27,14 +28,19 @@ from train.stages.drafting import DraftingStage, check_kind
 from train.stages.drafting import train as main
 from train.stages.objective import counted, sample_vocabulary, sampled_vectors
 from train.stages.teacher import teach
-from treeflash_jax.core import sharding
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.settings import setting
+from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
+from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.models import vocab
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import PackedMask
 from treeflash_jax.models.verifier import forward
+from treeflash_jax.trees import pick
+
+MODEL = ("embed", "groups", "norm", "unembed")  # weights of the small model, apart from its steering
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +48,6 @@ class LanguageModelStage(DraftingStage):
     """Settings that this stage adds to DraftingStage."""
 
     lists_tokens = True
-    trains = ("embed", "groups", "norm", "unembed")
 
     stage: Literal["language_model"] = setting("language_model", "kind of the run, which it stores")
     language_model: str = setting(
@@ -52,6 +57,11 @@ class LanguageModelStage(DraftingStage):
         min_length=0,
     )
     num_layers: int = setting(2, "number of layers taken from the verifier", least=1)
+    steering: Literal["none", "alone", "joint"] = setting(
+        "none",
+        "trains shifts of the small model's layers by the verifier's hidden states (SD squared), from zero or from the "
+        "small model's: alone, on a frozen small model, or jointly with it. none: leaves them out",
+    )
     loss: losses.LossName = setting("forward-kl", "loss of a token; the forward KL is from the verifier's distribution")
     chunk: int = setting(
         64, "tokens of a sequence whose logits are computed at a time; divides the sequence length", least=1
@@ -61,8 +71,14 @@ class LanguageModelStage(DraftingStage):
     )
 
     def __post_init__(self) -> None:
+        if self.steering == "alone" and not self.language_model:
+            raise ValueError("got steering=alone and no language_model, expected the model to steer, or steering=joint")
         length = self.data.sequence_length
         expect(length % self.chunk == 0, "chunk", self.chunk, f"a divisor of data.sequence_length {length}")
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return {"none": MODEL, "alone": ("steering",), "joint": (*MODEL, "steering")}[self.steering]
 
     def make_held_out_sums(self, verifier: ModelConfig, drafter: LanguageModelDrafter) -> SumsFunction:
         return dataclasses.replace(self, vocabulary=0).make_sums(verifier, drafter)
@@ -74,7 +90,7 @@ class LanguageModelStage(DraftingStage):
     def drafter_config(self, model: ModelConfig, start: Any) -> LanguageModelDrafter:
         if start is not None:
             check_kind(self.language_model, start, LanguageModelDrafter, "language model")
-            layers = start.layers
+            layers, steers = start.layers, start.steering
         else:
             if self.num_layers > model.num_layers:
                 raise ValueError(f"got num_layers {self.num_layers}, expected at most {model.num_layers} (verifier)")
@@ -82,15 +98,23 @@ class LanguageModelStage(DraftingStage):
                 got = f"got a verifier of type {model.model_type!r} to take layers from, expected layers of one kind"
                 raise ValueError(f"{got}; give language_model=, a smaller model with the same vocabulary")
             dense = tuple(layer for layer in model.dense_layers if layer < self.num_layers)
-            layers = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense)
-        return LanguageModelDrafter(layers=layers).fitted(model)
+            layers, steers = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense), None
+        if self.steering == "none":
+            steers = None
+        elif steers is None:
+            steers = Steering(taps=steering.default_taps(model.num_layers), width=model.hidden_size)
+        return LanguageModelDrafter(layers=layers, steering=steers).fitted(model)
 
     def fresh(self, drafter: LanguageModelDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-        if stored:
-            return {name: stored[name] for name in self.trains if name in stored}
-        sizes = [size for *_, size in drafter.layers.runs]
-        groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
-        return sharding.to_host(weights | {"groups": groups})
+        fresh = {name: stored[name] for name in self.trains if name in stored}
+        if not stored:
+            sizes = [size for *_, size in drafter.layers.runs]
+            groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
+            fresh = sharding.to_host(weights | {"groups": groups})
+        if "steering" in self.trains and "steering" not in fresh:
+            fresh["steering"] = parameters.initialize(drafter.specs()["steering"], jax.random.key(self.loop.seed))
+            fresh["steering"]["mix"] = jnp.tile(jnp.eye(drafter.steering.width), 3)  # as published
+        return fresh
 
     def make_sums(self, verifier: ModelConfig, drafter: LanguageModelDrafter) -> SumsFunction:
         return partial(language_model_sums, settings=self, verifier=verifier, drafter=drafter, attention=self.attention)
@@ -119,6 +143,9 @@ def language_model_sums(
 
     @jax.checkpoint
     def run(weights: Any) -> jax.Array:
+        if drafter.steering is not None:
+            shifts = drafted_shifts(weights["steering"], batch, keys_b, teacher.features_btj, drafter.num_depths)
+            weights = steering.steer(weights, shifts)
         inputs = batch.tokens_bt, batch.positions_bt, mask
         return forward(weights, drafter.layers, *inputs, attention=attention).hidden_btd
 
@@ -145,6 +172,22 @@ def language_model_sums(
 
     chunks = split_chunks((run(weights), teacher.hidden_btd, labels_bt, weights_bt), settings.chunk)
     return sum_chunks(lambda chunk: chunk_sums(*chunk), chunks)
+
+
+def drafted_shifts(
+    params: Any, batch: Batch, keys_b: jax.Array, features_btj: jax.Array, depths: int
+) -> tuple[jax.Array, ...]:
+    """Returns the shift of each layer at every token, [b, t, f].
+
+    It is from the verifier's state 1 to `depths` tokens earlier in the document, as in a draft; one distance is drawn for
+    each sequence. Tokens before the last one of a prompt are not shifted.
+    """
+    distance_b = jax.vmap(lambda key: jax.random.randint(key, (), 1, depths + 1))(keys_b)
+    index_t = jnp.arange(batch.tokens_bt.shape[1])
+    source_bt = jnp.maximum(index_t - distance_b[:, None], index_t - batch.positions_bt)
+    precedes_answer_bt = jnp.roll(batch.weights_bt, -1, axis=1).at[:, -1].set(0) > 0
+    shifts = steering.make_shifts(params, pick(features_btj, source_bt))
+    return tuple(jnp.where(precedes_answer_bt[..., None], shift_btf, 0) for shift_btf in shifts)
 
 
 if __name__ == "__main__":

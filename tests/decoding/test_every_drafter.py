@@ -18,6 +18,7 @@ from answers import (
     make_pair,
     planned_batch,
     prefilled,
+    random_weights,
     slow_unless,
     with_recurrent_layers,
     with_shared_layers,
@@ -34,6 +35,7 @@ from treeflash_jax.drafters import Eagle3Drafter, LanguageModelDrafter, MtpDraft
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
+from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.trees import NO_TOKEN
@@ -47,6 +49,7 @@ KINDS = {  # for the verifier ONE_LAYER
         layers=ONE_LAYER, target_hidden_size=32, draft_vocab_size=64, num_depths=3, taps=(0, 0, 0)
     ).fitted(ONE_LAYER),
     "language_model": LanguageModelDrafter(layers=replace(ONE_LAYER, num_kv_heads=1), num_depths=3),
+    "steered": LanguageModelDrafter(layers=ONE_LAYER, num_depths=3, steering=Steering(taps=(0, 0, 0), width=32)),
     "mtp": MtpDrafter(layers=layer_sizes(ONE_LAYER), num_depths=3).fitted(ONE_LAYER),
     "ngram": NgramDrafter(shortest=1, num_depths=3),
 }
@@ -69,6 +72,7 @@ ACCEPTED = {
         norm_output=True, taps=(0, 0, 1), num_depths=3,
     ).fitted(FEW_TOKENS),
     "language_model": LanguageModelDrafter(layers=FEW_TOKENS),
+    "steered": LanguageModelDrafter(layers=FEW_TOKENS, steering=Steering(taps=(0, 0, 1), width=16)),
     "windows": LanguageModelDrafter(layers=with_windows_and_sinks(FEW_TOKENS)),
     "shared": LanguageModelDrafter(layers=with_shared_layers(FEW_TOKENS)),
     "mtp": MtpDrafter(layers=layer_sizes(FEW_TOKENS), draft_vocab_size=10).fitted(FEW_TOKENS),
@@ -107,7 +111,9 @@ def accepted_pair(kind: str, verifier: str = "qwen3") -> TreeFlash:
     drafter = pair.weights.drafter
     if "offsets" in drafter:  # 4 and 8 cannot be drafted
         drafter["offsets"] += jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)
-    if kind == "language_model" and verifier == "qwen3":
+    if "steering" in drafter:
+        drafter["steering"] = random_weights(pair.drafter.specs()["steering"], dtype=jnp.float64)
+    if kind in ("language_model", "steered") and verifier == "qwen3":
         noise = {name: drafter[name] for name in pair.weights.verifier}
         drafter |= jax.tree.map(lambda x, y: x + 0.1 * y, pair.weights.verifier, noise)
     return pair
@@ -123,6 +129,7 @@ LOSSLESS = [
 DRAFTED = {
     "frequent": ("all lanes", "one node", "many nodes", "chain"), "eagle3": ("few lanes", "two nodes", "walk", "one level"),
     "ngram": ("walk",), "gru": ("walk",), "selector": ("chain",), "lilicorr": ("walk",), "language_model": ("walk",),
+    "steered": ("walk", "few lanes"),
     "mtp": ("chain",),
 }  # fmt: skip
 LOSSLESS += [slow_unless(False, kind, name, "qwen3") for kind, names in DRAFTED.items() for name in names]
@@ -159,7 +166,7 @@ def test_drafted_output_is_one_token_output(float64, kind, name, verifier):
 
 
 ON_A_MESH = [("frequent", TREE), ("mtp", TREE)]  # "block": test_sharded.py
-ON_A_MESH += [("language_model", {"builder": "walk"}), ("eagle3", {"builder": "paths", "nodes": 8})]
+ON_A_MESH += [("language_model", {"builder": "walk"}), ("steered", TREE), ("eagle3", {"builder": "paths", "nodes": 8})]
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {2: 1.0}, "min_new_tokens": 9}
 ON_A_MESH += [("ngram", TREE | PENALTIES)]
 
@@ -246,6 +253,7 @@ MORE = [
     ("eagle3", TREE, 2),
     ("ngram", WALK, 1),
     ("language_model", WALK, 2),
+    ("steered", TREE, 2),
 ]
 ONE_PROGRAM += [slow_unless(False, *case) for case in MORE]
 

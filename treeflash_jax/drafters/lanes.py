@@ -176,7 +176,7 @@ def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, c
       hidden_b1d: hidden state at the last of these positions; not read if there is none.
     """
     hidden_bd = hidden_b1d[:, 0]
-    return ContextState(
+    return state.replace(
         context=caches.commit(state.context, new, caches.count_after(count_b, hidden_bd[:, 0])),
         hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
     )

@@ -15,8 +15,18 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, listed_specs, require_fit
+from treeflash_jax.drafters.protocol import (
+    ContextState,
+    Inputs,
+    at_last,
+    draft_ids,
+    listed_specs,
+    require_fit,
+    require_sizes,
+)
+from treeflash_jax.drafters.steering import SteeredState, Steering
 from treeflash_jax.models import verifier as model
 from treeflash_jax.models import vocab
 from treeflash_jax.models.config import ModelConfig
@@ -29,37 +39,66 @@ class LanguageModelDrafter(LaneDrafter):
 
     Attributes:
       draft_vocab_size: number of tokens that it drafts, listed by the weight `offsets`; 0: all.
+      steering: the verifier whose hidden states shift its layers; None: it reads nothing but tokens.
     """
 
     kind: ClassVar[str] = "language_model"
     dialect: ClassVar[str] = "language_model"
     reads_prompt: ClassVar[bool] = True
     has_tokenizer: ClassVar[bool] = True
-    taps: ClassVar[tuple[int, ...]] = ()
 
     num_depths: int = 8
     lanes: int | None = 4
     draft_vocab_size: int = 0
+    steering: Steering | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return () if self.steering is None else self.steering.taps
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this drafter. Raises ValueError if vocabularies differ in size."""
+        """Returns this drafter. Raises ValueError if vocabularies differ in size, or another verifier steers it."""
         got, expected = self.layers.vocab_size, verifier.vocab_size
         problem = f"got a language model with a vocabulary of {got}, expected the verifier's, of {expected}"
         require_fit(got == expected, problem, "use a smaller model of the same family")
+        if self.steering is not None:
+            if self.layers.num_experts or self.layers.sizes:
+                got = f"got steering of a model of type {self.layers.model_type!r}"
+                raise ValueError(f"{got}, expected dense layers of one width: load the model without steering")
+            require_sizes(verifier, self.taps, steering_width=(self.steering.width, verifier.hidden_size))
         return self
 
     def limited(self, draft_vocab_size: int) -> Self:
         return replace(self, draft_vocab_size=draft_vocab_size)
 
     def specs(self) -> dict[str, Any]:
-        """Returns the specs of the model, its tables included, and of the tokens that it drafts."""
-        return model.specs(self.layers) | listed_specs(self.draft_vocab_size, self.layers.hidden_size)
+        """Returns the specs of the model, its tables included, of its steering, and of the tokens that it drafts."""
+        steers = {} if self.steering is None else {"steering": steering.specs(self.steering, self.layers)}
+        return model.specs(self.layers) | steers | listed_specs(self.draft_vocab_size, self.layers.hidden_size)
+
+    def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
+        state = super().init(batch, capacity, dtype)
+        if self.steering is None:
+            return state
+        shape = batch, 1, self.layers.intermediate_size
+        return SteeredState(**vars(state), shifts=tuple(jnp.zeros(shape, dtype) for _ in self.layers.kinds))
 
     def extend(
         self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
-        """Reads the next tokens of the text, from the first of the prompt; reads neither tables nor features."""
+        """Reads the next tokens of the text, from the first of the prompt; reads no tables.
+
+        With steering, features at the last position shift it and the next draft; positions before it keep the shifts that
+        they were drafted with. Prompts come without features and are not shifted.
+        """
         batch, length = tokens_bt.shape
+        if self.steering is not None and features_btj is not None:
+            new = steering.make_shifts(params["steering"], at_last(features_btj, count_b))
+            is_last_bt1 = (jnp.arange(length) == count_b[:, None] - 1)[..., None]
+            has_last_b11 = (count_b > 0)[:, None, None]
+            pairs = list(zip(new, state.shifts, strict=True))
+            params = steering.steer(params, [jnp.where(is_last_bt1, x_b1f, old_b1f) for x_b1f, old_b1f in pairs])
+            state = state.replace(shifts=tuple(jnp.where(has_last_b11, x_b1f, old_b1f) for x_b1f, old_b1f in pairs))
         positions_bt = state.context.length_b[:, None] + jnp.arange(length)
         mask_btt = model.causal_mask(batch, length)
         out = model.forward(params, self.layers, tokens_bt, positions_bt, mask_btt, state.context, attention=attention)
@@ -67,7 +106,8 @@ class LanguageModelDrafter(LaneDrafter):
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the model that continues below them."""
-        return self.expand(inputs, (inputs.params, inputs.state, inputs.temperature_b), ModelStep(self, inputs.attention))
+        params = inputs.params if self.steering is None else steering.steer(inputs.params, inputs.state.shifts)
+        return self.expand(inputs, (params, inputs.state, inputs.temperature_b), ModelStep(self, inputs.attention))
 
 
 @dataclass(frozen=True)
