@@ -35,9 +35,10 @@ from treeflash_jax.drafters import Eagle3Drafter, LanguageModelDrafter, MtpDraft
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.selector import SelectorSizes
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
-from treeflash_jax.drafters.steering import Steering
+from treeflash_jax.drafters.steering import Steering, make_shifts
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
+from treeflash_jax.models import verifier
 from treeflash_jax.trees import NO_TOKEN
 
 ONE_LAYER = replace(RANDOM_MODEL, num_layers=1)
@@ -327,6 +328,26 @@ def test_rounds_leave_the_state_of_one_prefill(float64, kind, verifier):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         if x.ndim < 5:
             np.testing.assert_allclose(x, y, atol=1e-10)
+
+
+def test_the_verifiers_last_position_shifts_the_next_draft(float64):
+    """After the prompts and after rounds, by the layers that are named, in this order."""
+    pair, settings = accepted_pair("steered"), {"capacity": 384, "nodes": 8, "children": 6}  # programs of answers
+    plan, batch = planned_batch(pair, TEXTS, **settings)
+    runner = Runner(plan, pair.weights)
+    state = Prefill(runner, batch).read_all()
+    found = [jax.device_get((state.drafter.shifts, state.end_b))]
+    state = runner.call(loops.decode, pair.weights, state, *jax.device_put((np.int32(4), np.int32(3))), plan=plan)
+    found += [jax.device_get((state.drafter.shifts, state.end_b))]
+    shape, forward = state.tokens_bs.shape, jax.jit(verifier.forward, static_argnames=("config", "taps"))
+    places = jnp.broadcast_to(jnp.arange(shape[1]), shape), verifier.causal_mask(*shape)
+    out = forward(pair.weights.verifier, pair.verifier, state.tokens_bs, *places, taps=(0, 1))
+    low, high = jnp.split(out.features_btj, 2, axis=-1)
+    expected = jax.jit(make_shifts)(pair.weights.drafter["steering"], jnp.concatenate([low, low, high], axis=-1))
+    for shifts, end_b in found:
+        for got_b1f, expected_btf in zip(shifts, expected, strict=True):
+            np.testing.assert_allclose(got_b1f[:, 0], expected_btf[np.arange(3), end_b - 2], atol=1e-10)
+    assert np.all(found[1][1] > found[0][1])
 
 
 def test_a_drafter_keeps_the_first_token_of_an_answer_while_longer_prompts_are_read():

@@ -1,9 +1,10 @@
-"""Distillation of language-model drafters: the loss, what is written, and settings that are refused."""
+"""Distillation and steering of language-model drafters: the loss, what is written, and settings that are refused."""
 
 from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
@@ -12,10 +13,12 @@ from refusals import refused
 from toy_training import MODEL
 
 from train.data import packing
-from train.language_model import LanguageModelStage, language_model_sums
+from train.language_model import LanguageModelStage, drafted_shifts, language_model_sums
 from train.runtime import run_config
 from train.stages import drafting, registry
-from treeflash_jax.drafters import LanguageModelDrafter
+from treeflash_jax.drafters import LanguageModelDrafter, steering
+from treeflash_jax.drafters.steering import Steering
+from treeflash_jax.formats import model_files
 from treeflash_jax.models import verifier
 
 ROWS = packing.Batch(
@@ -25,6 +28,7 @@ ROWS = packing.Batch(
     weights_bt=np.float32([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1]]),
 )
 DRAFTER = LanguageModelDrafter(layers=replace(MODEL, num_layers=2))
+STEERED = replace(DRAFTER, steering=Steering(taps=(0, 1, 2), width=MODEL.hidden_size))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,67 @@ def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml, case):
     assert abs(some["loss"][0] / whole["loss"][0] - 1) > 1e-3 and some["loss"][1] == whole["loss"][1]
 
 
+def test_a_token_is_shifted_from_a_few_tokens_back_within_its_document():
+    """By hand: the state at max(t - distance, start) shifts token t, if the token after it is the verifier's."""
+    features_btj = jax.random.normal(jax.random.key(3), (1, 10, 3 * MODEL.hidden_size))
+    weights = random_weights(STEERED.specs()["steering"])
+    [every, _] = steering.make_shifts(weights, features_btj)
+    seen = set()
+    for seed in range(12):
+        keys_b = jax.random.split(jax.random.key(seed), 1)
+        [got, _] = drafted_shifts(weights, ROWS, keys_b, features_btj, depths=3)
+        for distance in (1, 2, 3):
+            source_t = [max(t - distance, 0 if t < 6 else 6) for t in range(10)]
+            expected = np.asarray([0, 1, 1, 1, 1, 0, 0, 1, 1, 0])[None, :, None] * every[:, np.asarray(source_t)]
+            if np.allclose(got, expected, atol=1e-5):
+                seen.add(distance)
+                break
+        else:
+            pytest.fail("no distance explains the shifts")
+    assert seen == {1, 2, 3}
+
+
+def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml, case):
+    settings, (weights, small, batch, keys) = registry.read_stage(toml, ["steering=joint"]), case
+    steers = settings.fresh(STEERED, weights, {})["steering"]
+    np.testing.assert_array_equal(steers["mix"], np.tile(np.eye(MODEL.hidden_size), 3))
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(steers, frozen):
+        arguments = dict(settings=settings, verifier=MODEL, drafter=STEERED)
+        total, weight = language_model_sums({"steering": steers}, frozen, batch, keys, **arguments)["loss"]
+        return total / weight
+
+    frozen = {"verifier": weights} | small
+    before, first = loss(steers, frozen)
+    assert all(map(jnp.any, first["project"])) and not jnp.any(first["mix"])
+    moved = steers | {"project": [x - 0.3 * slope for x, slope in zip(steers["project"], first["project"], strict=True)]}
+    after, second = loss(moved, frozen)
+    assert after < before and jnp.any(second["mix"]) and jnp.any(second["norm_bias"])
+
+
+@pytest.mark.slow
+def test_a_steered_run_that_is_stopped_ends_as_it_would_have(toml, tmp_path, monkeypatch):
+    """Bit for bit; what is exported and loaded drafts losslessly. Alone, steering leaves the small model as it was."""
+    words = "steering=joint", "loop.steps=6", "loop.log_every=1"
+    whole, cut = (registry.read_stage(toml, [f"run={tmp_path}/{name}", *words]) for name in ("whole", "cut"))
+    drafting.train(whole)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(packing, "batches", packing.batches)  # put back afterwards
+        toy_training.terminate_after(3)
+        drafting.train(cut)
+    drafting.train(cut)
+    assert toy_training.read_log(whole.run) == toy_training.read_log(cut.run)
+    whole, cut = (model_files.load_drafter(f"{stage.run}/model")[1] for stage in (whole, cut))
+    jax.tree.map(np.testing.assert_array_equal, whole, cut)
+    words = f"run={tmp_path}/alone", f"language_model={tmp_path}/whole/model", "steering=alone", "loop.steps=3"
+    drafting.train(registry.read_stage(toml, words))
+    drafter = toy_training.exported(tmp_path / "alone", toml.parent / "verifier").weights.drafter
+    jax.tree.map(np.testing.assert_array_equal, *({**weights, "steering": 0} for weights in (whole, drafter)))
+    assert not np.array_equal(drafter["steering"]["project"][0], whole["steering"]["project"][0])
+
+
 @pytest.mark.slow
 def test_a_model_cut_from_its_verifier_is_distilled_then_trained_on(toml, tmp_path):
     evaluate = "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
@@ -74,6 +139,7 @@ def test_settings_that_train_nothing_or_fit_nothing_are_refused(toml):
     for words, says in (
         (("chunk=5",), "chunk 5, expected a divisor"),
         (("vocabulary=-1",), "vocabulary"),
+        (("steering=alone",), "got steering=alone and no language_model"),
     ):
         refused(partial(run_config.load, LanguageModelStage, toml, words), says)
     refused(
