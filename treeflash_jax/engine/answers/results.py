@@ -124,6 +124,8 @@ class Result:
     def tree(self, round_index: int | None = None) -> DrawnTree:
         """Drafts the tree of a round again, by default of the one that accepted most; `print` draws it.
 
+        A steered drafter reads the answer without its earlier shifts: its tree may differ from the one that was verified.
+
         Args:
           round_index: number of the round, from 0.
 
