@@ -90,7 +90,7 @@ class LanguageModelStage(DraftingStage):
     def drafter_config(self, model: ModelConfig, start: Any) -> LanguageModelDrafter:
         if start is not None:
             check_kind(self.language_model, start, LanguageModelDrafter, "language model")
-            layers, steers = start.layers, start.steering
+            layers = start.layers
         else:
             if self.num_layers > model.num_layers:
                 raise ValueError(f"got num_layers {self.num_layers}, expected at most {model.num_layers} (verifier)")
@@ -98,11 +98,11 @@ class LanguageModelStage(DraftingStage):
                 got = f"got a verifier of type {model.model_type!r} to take layers from, expected layers of one kind"
                 raise ValueError(f"{got}; give language_model=, a smaller model with the same vocabulary")
             dense = tuple(layer for layer in model.dense_layers if layer < self.num_layers)
-            layers, steers = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense), None
-        if self.steering == "none":
-            steers = None
-        elif steers is None:
-            steers = Steering(taps=steering.default_taps(model.num_layers), width=model.hidden_size)
+            layers = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense)
+        steers = None
+        if self.steering != "none":
+            fresh = Steering(taps=steering.default_taps(model.num_layers), width=model.hidden_size)
+            steers = getattr(start, "steering", None) or fresh
         return LanguageModelDrafter(layers=layers, steering=steers).fitted(model)
 
     def fresh(self, drafter: LanguageModelDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
