@@ -25,6 +25,29 @@ UNUSED = -1  # depth of a place without a node
 
 
 @struct.dataclass
+class Draws:
+    """Tokens that were drawn for the places of an outline.
+
+    Attributes:
+      token_bn: drawn token.
+      slot_bn: its index among the children of the place above.
+      is_alive_bn: whether the place was reached: the place above has such a child.
+      first_bn: first place of an equal draw, whose node all duplicates share.
+      log_prob_bn: log of the drafted probability of the path.
+      support_bnc: children of the place.
+      log_q_bnc: log of the distribution that they were drawn from.
+    """
+
+    token_bn: jax.Array
+    slot_bn: jax.Array
+    is_alive_bn: jax.Array
+    first_bn: jax.Array
+    log_prob_bn: jax.Array
+    support_bnc: jax.Array
+    log_q_bnc: jax.Array
+
+
+@struct.dataclass
 class Outline:
     """Places of a tree before its tokens are known; place 0 is the root and parents precede children.
 
@@ -91,35 +114,35 @@ def draw_tokens(
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
     noise_bnc, is_drawn_once_bn = noise_bnc[:, :n], outline.kind_bn == WITHOUT_REPLACEMENT
     noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, outline.parent_bn), noise_bnc)
-    goes_on_bn, barred_bnc = _below(outline, support_bnc)
+    goes_on_bn, barred_bnc = _mark_places(outline, support_bnc)
 
     def level(carry, depth):
-        state_bn, nodes = carry
-        offered = _offered(expander, depth, state_bn, barred_bnc, goes_on_bn, inputs.shape.leaves)
-        nodes = _drawn(outline, nodes, depth, *offered, noise_bnc, ranks)
+        state_bn, draws = carry
+        offered = _list_children(expander, depth, state_bn, barred_bnc, goes_on_bn, inputs.shape.leaves)
+        draws = _draw_level(outline, draws, depth, *offered, noise_bnc, ranks)
         above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, outline.parent_bn), state_bn)
         is_below_bn = outline.depth_bn == depth + 1
         state_bn = jax.tree.map(
             lambda new, old: jnp.where(is_below_bn.reshape(*is_below_bn.shape, *[1] * (old.ndim - 2)), new, old),
-            expander.follow(depth, above_state_bn, nodes["slot"]),
+            expander.follow(depth, above_state_bn, draws.slot_bn),
             state_bn,
         )
-        return (state_bn, nodes), None
+        return (state_bn, draws), None
 
-    start = {  # "home": place of the first equal draw, whose node all duplicates share
-        "token": jnp.broadcast_to(anchor_b[:, None], (batch, n)).astype(jnp.int32),
-        "slot": jnp.zeros((batch, n), jnp.int32),
-        "alive": jnp.broadcast_to(places == 0, (batch, n)),
-        "home": jnp.broadcast_to(places, (batch, n)),
-        "log_prob": jnp.zeros((batch, n), noise_bnc.dtype),
-        "support": support_bnc,
-        "log_q": jnp.full(support_bnc.shape, -jnp.inf, noise_bnc.dtype),
-    }
-    (_, nodes), _ = over_depths(level, (expander.start(n), start), range(depths))
-    return _compact(anchor_b, outline, nodes, skeleton, depths)
+    start = Draws(
+        token_bn=jnp.broadcast_to(anchor_b[:, None], (batch, n)).astype(jnp.int32),
+        slot_bn=jnp.zeros((batch, n), jnp.int32),
+        is_alive_bn=jnp.broadcast_to(places == 0, (batch, n)),
+        first_bn=jnp.broadcast_to(places, (batch, n)),
+        log_prob_bn=jnp.zeros((batch, n), noise_bnc.dtype),
+        support_bnc=support_bnc,
+        log_q_bnc=jnp.full(support_bnc.shape, -jnp.inf, noise_bnc.dtype),
+    )
+    (_, draws), _ = over_depths(level, (expander.start(n), start), range(depths))
+    return _compact(anchor_b, outline, draws, skeleton, depths)
 
 
-def _offered(
+def _list_children(
     expander: Expander, depth: jax.Array, state_bn: Any, barred_bnc: jax.Array, goes_on_bn: jax.Array, leaves: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the children of every place with log p, and the distribution log q of its draws; all [b, n, c]."""
@@ -136,7 +159,7 @@ def _offered(
     return tokens_bnc, log_p_bnc, log_q_bnc
 
 
-def _below(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _mark_places(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns places whose sampled children have children in the outline [b, n], and entries that are not drawn [b, n, c].
 
     Deterministic children are not drawn, nor any entry of a place without sampled children.
@@ -154,8 +177,8 @@ def _below(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Arr
     return goes_on_bn, taken_bnc | ~jnp.any(is_drawn_bnn, axis=-1, keepdims=True)
 
 
-def _drawn(outline: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int) -> dict[str, jax.Array]:
-    """Returns the nodes after drawing the tokens at `depth` + 1 from the distributions of their parents."""
+def _draw_level(outline: Outline, draws: Draws, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int) -> Draws:
+    """Returns the draws after drawing the tokens at `depth` + 1 from the distributions of their parents."""
     parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
     rank_bn = jnp.minimum(outline.rank_bn, ranks - 1)
     scores_bnc = pick(log_q_bnc, parent_bn) + noise_bnc
@@ -168,47 +191,47 @@ def _drawn(outline: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noi
 
     here_bn1, below_bn = (outline.depth_bn == depth)[..., None], outline.depth_bn == depth + 1
     is_possible_bn = jnp.isfinite(jnp.where(is_fixed_bn, drawn(log_p_bnc), drawn(log_q_bnc)))
-    alive_bn = jnp.where(below_bn, pick(nodes["alive"], parent_bn) & is_possible_bn, nodes["alive"])
-    token_bn = jnp.where(below_bn, drawn(tokens_bnc), nodes["token"])
-    home_bn = pick(nodes["home"], parent_bn)
-    same_bnn = (home_bn[:, None] == home_bn[..., None]) & (token_bn[:, None] == token_bn[..., None])
+    alive_bn = jnp.where(below_bn, pick(draws.is_alive_bn, parent_bn) & is_possible_bn, draws.is_alive_bn)
+    token_bn = jnp.where(below_bn, drawn(tokens_bnc), draws.token_bn)
+    first_bn = pick(draws.first_bn, parent_bn)
+    same_bnn = (first_bn[:, None] == first_bn[..., None]) & (token_bn[:, None] == token_bn[..., None])
     same_bnn &= (below_bn & alive_bn)[:, None] & (below_bn & alive_bn)[..., None]
-    return {
-        "token": token_bn,
-        "slot": jnp.where(below_bn, slot_bn, nodes["slot"]),
-        "alive": alive_bn,
-        "home": jnp.where(below_bn & alive_bn, jnp.argmax(same_bnn, axis=-1).astype(jnp.int32), nodes["home"]),
-        "log_prob": jnp.where(below_bn, pick(nodes["log_prob"], parent_bn) + drawn(log_p_bnc), nodes["log_prob"]),
-        "support": jnp.where(here_bn1, tokens_bnc, nodes["support"]),
-        "log_q": jnp.where(here_bn1, log_q_bnc, nodes["log_q"]),
-    }
+    return Draws(
+        token_bn=token_bn,
+        slot_bn=jnp.where(below_bn, slot_bn, draws.slot_bn),
+        is_alive_bn=alive_bn,
+        first_bn=jnp.where(below_bn & alive_bn, jnp.argmax(same_bnn, axis=-1).astype(jnp.int32), draws.first_bn),
+        log_prob_bn=jnp.where(below_bn, pick(draws.log_prob_bn, parent_bn) + drawn(log_p_bnc), draws.log_prob_bn),
+        support_bnc=jnp.where(here_bn1, tokens_bnc, draws.support_bnc),
+        log_q_bnc=jnp.where(here_bn1, log_q_bnc, draws.log_q_bnc),
+    )
 
 
-def _compact(anchor_b, outline: Outline, nodes, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:
+def _compact(anchor_b, outline: Outline, draws: Draws, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:
     """Moves nodes to the front, and the places left empty by duplicates and ended branches to the end."""
     n = outline.parent_bn.shape[1]
     places = jnp.arange(n, dtype=jnp.int32)
-    is_node_bn = nodes["alive"] & (nodes["home"] == places)
+    is_node_bn = draws.is_alive_bn & (draws.first_bn == places)
     order_bn = jnp.argsort(~is_node_bn, axis=1, stable=True).astype(jnp.int32)
-    node_bn = pick(jnp.argsort(order_bn, axis=1).astype(jnp.int32), nodes["home"])  # node of each draw
+    node_bn = pick(jnp.argsort(order_bn, axis=1).astype(jnp.int32), draws.first_bn)  # node of each draw
     valid_bn = pick(is_node_bn, order_bn)
 
     def moved(x_bn: jax.Array, padding) -> jax.Array:
         return jnp.where(valid_bn, pick(x_bn, order_bn), padding).astype(x_bn.dtype)
 
     tree = DraftTree(
-        tokens_bn=moved(nodes["token"], 0).astype(anchor_b.dtype),
+        tokens_bn=moved(draws.token_bn, 0).astype(anchor_b.dtype),
         parent_bn=moved(pick(node_bn, outline.parent_bn), 0),
         depth_bn=moved(outline.depth_bn, 0),
-        log_prob_bn=moved(nodes["log_prob"], -jnp.inf),
+        log_prob_bn=moved(draws.log_prob_bn, -jnp.inf),
         valid_bn=valid_bn,
     )
     tested_x = jnp.asarray([*range(skeleton + 1, n), *range(1, skeleton + 1)], jnp.int32)
     proposal = Proposal(
-        support_bnc=pick(nodes["support"], order_bn),
-        log_q_bnc=jnp.where(valid_bn[..., None], pick(nodes["log_q"], order_bn), -jnp.inf),
-        node_bx=jnp.where(nodes["alive"], node_bn, 0)[:, tested_x],
-        slot_bx=nodes["slot"][:, tested_x],
+        support_bnc=pick(draws.support_bnc, order_bn),
+        log_q_bnc=jnp.where(valid_bn[..., None], pick(draws.log_q_bnc, order_bn), -jnp.inf),
+        node_bx=jnp.where(draws.is_alive_bn, node_bn, 0)[:, tested_x],
+        slot_bx=draws.slot_bn[:, tested_x],
         kind_bx=outline.kind_bn[:, tested_x],
         depths=depths,
     )
