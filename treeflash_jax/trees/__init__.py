@@ -40,6 +40,7 @@ class Builder:
       distribution: name of the distribution of the nodes, as in `acceptance.Rule.distributions`.
       one_path: name of the distribution if TreeShape.branches is 1; None: the same.
       is_chain: whether trees have one branch, hence at most one node per depth.
+      takes_ngrams: whether n-grams may join; False if children do not depend on the path.
       size: returns the largest number of nodes of a tree, given its depths, maximal number of nodes, and shape.
     """
 
@@ -48,6 +49,7 @@ class Builder:
     distribution: str = "deterministic"
     one_path: str | None = None
     is_chain: bool = False
+    takes_ngrams: bool = True
     size: Callable[[int, int, TreeShape], int] = lambda depths, nodes, shape: nodes
 
     @property
@@ -69,7 +71,7 @@ def _paths_size(depths: int, nodes: int, shape: TreeShape) -> int:
 BUILDERS: dict[str, Builder] = {
     "best-first": Builder(best_first, frozenset({"lanes"})),
     "walk": Builder(walk, is_chain=True, size=_chain_size),
-    "chain": Builder(chain, is_chain=True, size=_chain_size),
+    "chain": Builder(chain, is_chain=True, takes_ngrams=False, size=_chain_size),
     "paths": Builder(paths, frozenset({"branches", "leaves"}), "paths", "one path", size=_paths_size),
     "delayed": Builder(
         delayed, frozenset({"branches", "trunk", "selector", "leaves"}), "delayed", "one path", size=delayed_size

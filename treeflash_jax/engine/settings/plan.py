@@ -78,21 +78,14 @@ def resolve(
     name = config.builder or "best-first"
     builder = BUILDERS[name]
     _check_settings(config, drafter, name, builder)
-    shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
-    distribution = builder.distribution_for(shape)
-    rule = config.acceptance or DEFAULT_RULES.get(distribution, "traversal")
-    nodes = config.nodes
-    if config.selector is not None:
-        selector = _read_selector(config, digest_pair(verifier, drafter))
-        shape, rule, nodes = replace(shape, selector=selector), selector.rule, selector.num_nodes
-    check_lossless(rule, distribution)
-    given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
+    shape, rule, nodes = _choose_tree(config, verifier, drafter, builder)
     if nodes is None:
         usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, table)  # `size` cuts a chain
         nodes = max(2, defaults.nodes_within_ridge(device, usual, sequences), 1 + (config.lanes or 0))
     expect((config.lanes or 0) < nodes, "lanes", config.lanes, f"at most {nodes - 1}: the nodes below the root")
-    if name == "best-first" and config.lanes is None:
+    if "lanes" in builder.reads and config.lanes is None:
         shape = replace(shape, lanes=defaults.choose_lanes(drafter, nodes, table))
+    given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
     by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, nodes, table)
     draft = drafter.configured(**by_device | given)
     nodes = builder.size(draft.num_depths, nodes, shape)
@@ -110,8 +103,8 @@ def _why_plain(config: GenerateConfig, drafter: Drafter | None, dtype: Any, devi
         _refuse(config, requested, NO_DRAFTER)
         return NO_DRAFTER
     # With a drafter that may offer nothing (n-grams), a CPU's round without a draft is a one-token step.
-    is_free = device.is_cpu and drafter.may_offer_nothing
-    if requested or is_free or defaults.drafting_pays(device, dtype, drafter.tau, sequences):
+    costs_nothing = device.is_cpu and drafter.may_offer_nothing
+    if requested or costs_nothing or defaults.drafting_pays(device, dtype, drafter.tau, sequences):
         return None
     where = f"this CPU in {jnp.dtype(dtype).name}" if device.is_cpu else device.kind
     together = f" for {sequences} sequences at a time" if defaults.drafting_pays(device, dtype, drafter.tau) else ""
@@ -126,8 +119,26 @@ def _check_settings(config: GenerateConfig, drafter: Drafter, name: str, builder
         readers = " or ".join(repr(other) for other in BUILDERS if setting in BUILDERS[other].reads)
         _refuse(config, [setting], f"builder {name!r} does not use it; leave it out, or use builder {readers}")
     expect(not builder.draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
-    why = "0 with builder 'chain'; use 'walk', whose tokens follow the path"
-    expect(name != "chain" or not config.ngrams, "ngrams", config.ngrams, why)
+    why = f"0 with builder {name!r}; use 'walk', whose tokens follow the path"
+    expect(builder.takes_ngrams or not config.ngrams, "ngrams", config.ngrams, why)
+
+
+def _choose_tree(
+    config: GenerateConfig, verifier: ModelConfig, drafter: Drafter, builder: Builder
+) -> tuple[TreeShape, str, int | None]:
+    """Returns the shape of the tree, the acceptance rule, and the number of nodes; None: the default number.
+
+    Raises ValueError for a rule that would not be lossless, or a selector that does not fit the call.
+    """
+    shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
+    distribution = builder.distribution_for(shape)
+    if config.selector is None:
+        rule, nodes = config.acceptance or DEFAULT_RULES.get(distribution, "traversal"), config.nodes
+    else:
+        selector = _read_selector(config, digest_pair(verifier, drafter))
+        shape, rule, nodes = replace(shape, selector=selector), selector.rule, selector.num_nodes
+    check_lossless(rule, distribution)
+    return shape, rule, nodes
 
 
 def digest_pair(verifier: ModelConfig, drafter: Drafter) -> str:
