@@ -82,6 +82,8 @@ def test_a_token_is_shifted_from_a_few_tokens_back_within_its_document():
 def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml, case):
     settings, (weights, small, batch, keys) = registry.read_stage(toml, ["steering=joint"]), case
     assert settings.drafter_config(MODEL, None) == STEERED and steering.default_taps(32) == (2, 15, 28)
+    maps = [STEERED.specs()["steering"]["mix"], *STEERED.specs()["steering"]["project"]]
+    assert [spec.outputs for spec in maps] == 3 * [(0,)], "Muon trains them: AdamW, at the rate of tables, overshoots"
     steers = settings.fresh(STEERED, weights, {})["steering"]
     np.testing.assert_array_equal(steers["mix"], np.tile(np.eye(MODEL.hidden_size), 3))
 

@@ -67,9 +67,9 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 def specs(config: Steering, layers: ModelConfig) -> dict[str, Any]:
     """Returns the specs of the weights for a small model of these sizes; fresh weights give shifts of zero."""
     d = config.width
-    shift = Spec((layers.intermediate_size, d), ("ffn", "embed"), "zeros", inputs=(1,))
+    shift = Spec((layers.intermediate_size, d), ("ffn", "embed"), "zeros", inputs=(1,), outputs=(0,))
     return {
-        "mix": Spec((d, 3 * d), (None, "embed"), inputs=(1,)),
+        "mix": Spec((d, 3 * d), (None, "embed"), inputs=(1,), outputs=(0,)),
         "mix_bias": Spec((d,), (None,), "zeros"),
         "norm": Spec((d,), (None,), "ones"),
         "norm_bias": Spec((d,), (None,), "zeros"),
