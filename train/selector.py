@@ -47,7 +47,7 @@ from treeflash_jax.trees.sampled import selector
 from treeflash_jax.trees.sampled.selector import SelectorConfig
 
 TAIL_WEIGHT, TAIL_SHARE = 1.0, 0.1
-LEARNING_RATE, STEPS = 3e-3, 2000  # of the fit, on all labels at once
+LEARNING_RATE, STEPS = 3e-3, 1000  # of the fit, on all labels at once
 PARTS = "train", "held_out"  # of the prompts
 COLUMNS = "features_of", "expected_oa", "setting_o"  # of the labels; the last has indices of sampling settings
 Labels = dict[str, np.ndarray]
