@@ -53,9 +53,9 @@ def test_values_and_scales_by_hand(dtype):
     weight[1, 32:64, 64:128] *= 1000  # a block of its own scale
     counts = quantized.count_blocks(spec)
     assert counts == (4, 3, 5), "of blocks of 32 elements of a head and 64 inputs"
-    got = jax.jit(lambda w: quantized.quantize(w, spec.inputs, counts))(weight)
+    got = jax.jit(lambda w: quantized.quantize_blocks(w, counts, "fp8"))(weight)
     with jax.debug_nans(True):
-        assert_same(quantized.quantize(weight, spec.inputs, counts), got)
+        assert_same(quantized.quantize_blocks(weight, counts, "fp8"), got)
     blocks = weight.astype(np.float32).reshape(4, 3, 32, 5, 64)
     scale = (np.abs(blocks).max((2, 4)) * np.float32(1 / 448)).astype(dtype)
     np.testing.assert_array_equal(np.asarray(got.scale), scale)
