@@ -10,9 +10,9 @@ A weight is about values * scale:
 | mxfp4 | float4_e2m1fn | output and group of 32 inputs | a power of two | everything but experts |
 
 `largest` is the maximum of absolute weights; inputs are the axes that a product sums over (`Spec.inputs`). The power of two
-makes the largest weight 4 to 8, rounded to 6 at most. Most published files do not quantise vocabulary tables either; weights
-of quantised files have the files' scales, and groups of other sizes (`formats.kept_weights`). Products scale their inputs
-or outputs, parts of the weight in turn, or the weight as it is read: none stores a whole dequantised weight (but see
+makes the largest weight 4 to 8, rounded to 6 at most. Most published files do not quantise vocabulary tables either.
+Weights of quantised files have scales and groups of the files (`formats.kept_weights`). Products scale their inputs or
+outputs, parts of the weight in turn, or the weight as it is read: none stores a whole dequantised weight (but see
 `notebooks/results/four_bits.md` for groups of 32 on TPUs).
 
 The quantised verifier is another model: drafted output equals ITS one-token output, not that of the wider weights.
@@ -32,7 +32,7 @@ from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.dtypes import at_least_float32, bits
 from treeflash_jax.core.parameters import Spec, is_spec
-from treeflash_jax.models.backend import block_products, indexing, products
+from treeflash_jax.models.backend import block_products, block_scales, indexing, products
 
 DTYPES = {
     "int8": jnp.dtype(jnp.int8),
@@ -288,7 +288,7 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     pick = (lambda part: part[jnp.stack([ids, ids])][0]) if ids.size == 1 else (lambda part: part[ids])
     vectors = jax.tree.map(pick, table)
     if table.block is not None:
-        return block_products.widened(vectors, table.dtype)
+        return block_scales.widen(vectors, table.dtype)
     return (vectors.values.astype(table.dtype) * vectors.scale[..., None]).astype(table.dtype)
 
 
