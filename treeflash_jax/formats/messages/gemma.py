@@ -28,6 +28,7 @@ from treeflash_jax.formats.messages.message_format import (
 
 TURN, CHANNEL, CALL = ("<|turn>", "<turn|>"), ("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>")
 RESPONSE, QUOTE = ("<|tool_response>", "<tool_response|>"), '<|"|>'
+ENDS = dict([CHANNEL, CALL])
 THOUGHT = f"{CHANNEL[0]}thought\n"
 NAMED = re.compile(r"\s*call:\s*([^\s{]+)\s*(\{.*\})\s*", flags=re.DOTALL)
 ARGUMENTS = {  # any text with strings in Gemma's notation
@@ -73,7 +74,7 @@ class Gemma(MessageFormat):
 
 
 class GemmaReader(TokenReader):
-    """Reads an answer token by token; what the prompt has begun of a turn belongs to it.
+    """Reads an answer token by token; a channel or call that the prompt has begun belongs to the answer.
 
     A call that does not parse, or does not end, is content, and so are all calls if there are no functions.
     """
@@ -85,9 +86,10 @@ class GemmaReader(TokenReader):
         self._enter(None)
         for id in prompt_ids[turns[-1] + 1 :] if turns else ():
             self._read(id)
-        is_named, self.num_calls = self._has_name, 0
+        has_name = self._has_name
         self._enter(self._block, prompt_ids)
-        self._has_name = is_named
+        self._has_name = has_name
+        self.num_calls = 0
 
     def _read(self, id: int) -> list[Part]:
         marker = self._markers.get(id)
@@ -95,7 +97,7 @@ class GemmaReader(TokenReader):
             parts = self._leave()
             self._enter(marker)
             return parts
-        if marker is not None and marker == {CHANNEL[0]: CHANNEL[1], CALL[0]: CALL[1]}.get(self._block):
+        if marker is not None and marker == ENDS.get(self._block):
             parts = self._leave(is_whole=True)
             self._enter(None)
             return parts

@@ -103,7 +103,7 @@ class TagReader(MessageReader):
         return parts
 
     def _tags(self) -> list[str]:
-        """Returns the tags that mean something here."""
+        """Returns the tags that begin or end a block here."""
         if self._block in (CALL, BARE):
             return [self._block[1]] + [THINK[1]] * (self._around is THINK)  # thoughts that only mention calls
         tags = [CALL[0], BARE[0]] * bool(self._functions)

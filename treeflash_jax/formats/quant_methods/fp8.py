@@ -72,9 +72,9 @@ def _join_weight(name: str, values: Tensor, scales: Tensor, block: tuple[int, in
     *experts, outputs, inputs = shape
     block_counts = (*experts, *(-(-size // part) for size, part in zip((outputs, inputs), block, strict=True)))
     layouts = [block_counts, (*experts, outputs, 1), (*experts, 1, 1)]  # scales of blocks, channels and whole tensors
-    equal = [layout for layout in layouts if counts == layout]
-    folded = [layout for layout in layouts if [n for n in counts if n > 1] == [n for n in layout if n > 1]]
-    layout = next(iter(equal + folded), None)
+    matches = [layout for layout in layouts if counts == layout]
+    matches += [layout for layout in layouts if [n for n in counts if n > 1] == [n for n in layout if n > 1]]
+    layout = next(iter(matches), None)
     if layout is None or scales.get_dtype() not in ("F32", "BF16", "F16"):
         got = f"{list(counts)} of type {scales.get_dtype()}"
         raise ValueError(
