@@ -1,4 +1,4 @@
-"""Gemma 4's messages: turns, a channel of thoughts, and calls in a notation of their own, between special tokens.
+"""Gemma 4's messages: turns, a channel of thoughts, and calls in Gemma's notation, between special tokens.
 
 <|channel>thought, a line break, ...<channel|>, then content, or calls <|tool_call>call:NAME{key:value}<tool_call|>. Keys
 are bare, and strings are between two <|"|>. Arguments that a schema constrains are JSON, which the reader takes as well.

@@ -11,11 +11,12 @@ outputs, and groups of G inputs:
 | output and group | CPU | any | `_scale_weight_in_parts` |
 | output and group | GPU | n <= G / 2 | `_scale_sums`: writes 2 n / G copies of the weight in bfloat16 |
 | output and group | GPU | more | `_scale_weight_in_parts` |
-| output and group | one TPU | n <= MOST_VECTORS_MASKED, or one per device | `_scale_sums_of_masked_inputs` |
-| output and group | one TPU | more | `_scale_weight` |
-| output and group | TPUs of a mesh with a model axis | n <= MOST_VECTORS_SUMMED and n <= G / 2 | `_scale_sums` |
-| output and group | TPUs of a mesh with a model axis | more | `_scale_weight` |
+| output and group | TPU, no model axis | n <= MOST_VECTORS_MASKED, or one per device | `_scale_sums_of_masked_inputs` |
+| output and group | TPU, no model axis | more | `_scale_weight` |
+| output and group | TPU, model axis | n <= MOST_VECTORS_SUMMED and n <= G / 2 | `_scale_sums` |
+| output and group | TPU, model axis | more | `_scale_weight` |
 
+With one vector per device, TPUs of a mesh with a model axis multiply a vector of zeros beside it (`_multiply_with_zeros`).
 With a scale for each block, a kernel may replace the function (`models.kernels`). A weight is a `quantized.Quantized` with
 blocks, whose inputs are in order.
 
@@ -38,7 +39,7 @@ from treeflash_jax.models.backend import block_scales, products
 
 MIN_PARTS = 4  # of a weight that is scaled in parts, one after the other
 MOST_VECTORS_SUMMED = 32  # for which TPUs scale the sums over groups
-MOST_VECTORS_MASKED = 2  # for which one TPU masks the inputs outside of each group
+MOST_VECTORS_MASKED = 2  # for which TPUs without a model axis mask the inputs outside of each group
 
 
 def product(x: jax.Array, weight: Any, dtype: Any) -> jax.Array:
