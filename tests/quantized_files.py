@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from treeflash_jax.formats import tensor_files
-from treeflash_jax.models.backend import block_products
+from treeflash_jax.models.backend import block_scales
 from treeflash_jax.models.quantized import is_quantized
 
 GROUP = 16
@@ -135,7 +135,7 @@ def expand_kept(weights: Any, dtype: Any) -> Any:
     def expand(weight: Any) -> Any:
         if not is_quantized(weight):
             return weight
-        wide = np.asarray(block_products.widened(weight.replace(order=None), dtype))
+        wide = np.asarray(block_scales.widen(weight.replace(order=None), dtype))
         if weight.order is None:
             return wide
         return wide.reshape(-1, weight.order.size)[:, np.argsort(weight.order)].reshape(wide.shape)

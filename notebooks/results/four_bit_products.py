@@ -28,7 +28,7 @@ from treeflash_jax.models.quantized import Quantized
 WIDTH, INNER, LAYERS = 2560, 9728, 4
 CHIPS = ("v5e:2x2", "v6e:2x2")
 VECTORS = (1, 16, 64, 256)
-FORMS = {"sums of groups": "_scaled_sums", "scales spread by a product": "_scaled_weight"}  # of block_products
+FORMS = {"sums of groups": "_scale_sums", "scales spread by a product": "_scale_weight"}  # of block_products
 
 
 def estimate(chip: str, group: int | None, count: int) -> float:
@@ -67,8 +67,9 @@ def compile_all(out: Path) -> None:
     chosen = {name: getattr(block_products, name) for name in FORMS.values()}
     for chip in CHIPS:
         for form, name in {"bfloat16": None, **FORMS}.items():
-            block_products._scaled_sums = block_products._scaled_weight = chosen.get(name)
-            block_products._scaled_sums_of_parts = partial(block_products._doubled, chosen.get(name))  # of one vector
+            block_products._scale_sums = block_products._scale_weight = chosen.get(name)
+            one_vector = partial(block_products._multiply_with_zeros, chosen.get(name))
+            block_products._scale_sums_of_masked_inputs = one_vector
             for group in (None,) if name is None else (128, 32):
                 for count in VECTORS:
                     place = {"chip": chip, "form": form, "group": group, "vectors": count}

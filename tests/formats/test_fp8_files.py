@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.engine import loading
-from treeflash_jax.formats import fp8, model_files, storage
+from treeflash_jax.formats import model_files, storage
+from treeflash_jax.formats.quant_methods import fp8
 from treeflash_jax.models import verifier
 
 SOURCE = FOLDERS["verifier"]
@@ -68,7 +69,7 @@ def test_a_scale_per_channel_is_not_one_per_block():
     values, scales = np.ones((32, 4096), jnp.float8_e4m3fn), np.arange(1, 33, dtype=np.float32)[:, None]
     stored = [SimpleNamespace(get_shape=lambda x=x: x.shape, get_dtype=lambda kind=kind: kind)
               for x, kind in ((values, "F8_E4M3"), (scales, "F32"))]  # fmt: skip
-    assert fp8._scaled("x.weight_scale", *stored, (128, 128)).block == (1, 4096)
+    assert fp8._join_weight("x.weight_scale", *stored, (128, 128)).block == (1, 4096)
 
 
 @pytest.mark.parametrize("name", SOURCES)

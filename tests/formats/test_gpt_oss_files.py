@@ -18,7 +18,7 @@ import treeflash_jax as tf
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.architectures.gpt_oss import EverySecond
 from treeflash_jax.formats.grouped_tensors import map_parts
-from treeflash_jax.formats.quant_methods import mxfp4
+from treeflash_jax.formats.quant_methods import METHODS
 
 FOLDER = DATA / "hybrid" / "gpt_oss"
 RAW = json.loads((FOLDER / "config.json").read_text())
@@ -58,7 +58,7 @@ def test_every_value_of_the_format():
     scales = rng.integers(100, 150, (2, 4, 4)).astype(np.uint8)
     scales[0, 0] = 0, 1, 127, 250
     expected = expanded(blocks, scales)
-    tensor = mxfp4.join({}, {"x_blocks": blocks.view(OnDisk), "x_scales": scales.view(OnDisk)})["x_blocks"]
+    tensor = METHODS["mxfp4"].join({}, {"x_blocks": blocks.view(OnDisk), "x_scales": scales.view(OnDisk)})["x_blocks"]
     assert tensor.get_shape() == (2, 4, 128)
     index = slice(0, 2), slice(0, 4), slice(0, 128)
     np.testing.assert_array_equal(tensor[index], expected)

@@ -26,7 +26,7 @@ from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.models import experts, kernels, layers, quantized, verifier
-from treeflash_jax.models.backend import block_products, expert_sums
+from treeflash_jax.models.backend import block_products, expert_products, expert_sums
 from treeflash_jax.models.quantized import Quantized
 
 WIDE = replace(RANDOM_MODEL, hidden_size=320, intermediate_size=1024, num_layers=1, head_dim=96)
@@ -53,9 +53,9 @@ def test_values_and_scales_by_hand(dtype):
     weight[1, 32:64, 64:128] *= 1000  # a block of its own scale
     counts = quantized.count_blocks(spec)
     assert counts == (4, 3, 5), "of blocks of 32 elements of a head and 64 inputs"
-    got = jax.jit(lambda w: quantized.quantize(w, spec.inputs, counts))(weight)
+    got = jax.jit(lambda w: quantized.quantize_blocks(w, counts, "fp8"))(weight)
     with jax.debug_nans(True):
-        assert_same(quantized.quantize(weight, spec.inputs, counts), got)
+        assert_same(quantized.quantize_blocks(weight, counts, "fp8"), got)
     blocks = weight.astype(np.float32).reshape(4, 3, 32, 5, 64)
     scale = (np.abs(blocks).max((2, 4)) * np.float32(1 / 448)).astype(dtype)
     np.testing.assert_array_equal(np.asarray(got.scale), scale)
@@ -155,7 +155,7 @@ def test_every_form_multiplies_all_parts_of_a_group(platform, vectors, monkeypat
     np.testing.assert_allclose(got, np.einsum("bti,xoi->btxo", x, dense), atol=1e-10)
     by_expert = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), small)
     x_xni = np.repeat(x, 2, 0)
-    got = jax.jit(lambda x, small: block_products.expert_product(x, small))(x_xni, by_expert)
+    got = jax.jit(lambda x, small: expert_products.product(x, small))(x_xni, by_expert)
     np.testing.assert_allclose(got, np.einsum("xni,xoi->xno", x_xni, dense), atol=1e-10)
 
 
@@ -174,7 +174,7 @@ def test_no_program_scales_a_whole_weight(name, dtype, vectors, converts):
     else:
         small = make_zeros((8, 640, 128), (8, 5, 128 if outputs else 1), dtype)
         x = jnp.ones((8, vectors, 640), jnp.bfloat16)
-        run = block_products.expert_product
+        run = expert_products.product
     text = jax.jit(run).lower(x, small).as_text()
     made = re.findall(r"stablehlo\.(\w+) .*-> tensor<([\dx]+)x(?:bf16|f32)>", text)
     made += re.findall(r"stablehlo\.(\w+) .* : tensor<([\dx]+)x(?:bf16|f32)>$", text, re.MULTILINE)
@@ -185,7 +185,7 @@ def test_no_program_scales_a_whole_weight(name, dtype, vectors, converts):
 def test_tpus_multiply_experts_in_one_piece():
     """Compiled for a TPU v5e, parts of 128 experts of 768 x 2,048 write a copy of all of them, 403 MB."""
     x = jax.ShapeDtypeStruct((8, 300, 640), jnp.bfloat16)
-    traced = jax.jit(block_products.expert_product).trace(x, make_zeros((8, 640, 128), (8, 5, 1)))
+    traced = jax.jit(expert_products.product).trace(x, make_zeros((8, 640, 128), (8, 5, 1)))
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
     assert [name for name, text in texts.items() if "stablehlo.while" in text] == ["cpu", "cuda"]
 
@@ -291,7 +291,7 @@ def test_programs_compile_from_shapes():
 
 def test_parts_divide_an_axis_and_what_a_shard_has_of_it():
     sizes = [(76, 1), (76, 4), (19, 1), (8, 4), (3, 1), (1, 8), (32, 8)]
-    assert [block_products._count_parts(size, ways) for size, ways in sizes] == [4, 19, 19, 2, 3, 1, 4]
+    assert [block_products.count_parts(size, ways) for size, ways in sizes] == [4, 19, 19, 2, 3, 1, 4]
 
 
 def test_groups_are_kept_where_that_moves_fewer_bytes_or_nothing_else_fits():

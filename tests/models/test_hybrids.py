@@ -19,7 +19,7 @@ from conftest import DATA
 from treeflash_jax.core import parameters
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import caches, kernels, quantized, verifier
-from treeflash_jax.models.backend import block_products
+from treeflash_jax.models.backend import block_scales
 from treeflash_jax.models.config import ModelConfig
 
 GEMMAS = ("gemma4", "gemma4_moe", "gemma4_edge")
@@ -193,7 +193,7 @@ def widened(spec: parameters.Spec, x: Any) -> jax.Array:
     """A weight in 8 bits as its numbers."""
     if not isinstance(x, quantized.Quantized):
         return x
-    return block_products.widened(x, x.dtype) if x.block else x.values * jnp.expand_dims(x.scale, spec.inputs)
+    return block_scales.widen(x, x.dtype) if x.block else x.values * jnp.expand_dims(x.scale, spec.inputs)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", slow_unless(False, "int8")])

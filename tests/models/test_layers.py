@@ -15,7 +15,7 @@ from published_configs import QWEN3_4B, parse, without
 from treeflash_jax.models import kernels, layers
 from treeflash_jax.models.config import Rope
 from treeflash_jax.models.kernels import layers_mosaic
-from treeflash_jax.models.quantized import product, quantize
+from treeflash_jax.models.quantized import product, quantize_channels
 
 LLAMA3 = Rope(
     theta=500_000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
@@ -74,7 +74,7 @@ def test_the_kernel_leaves_other_products_to_xla():
         assert not has_kernel(operands(*sizes))
     assert not has_kernel(operands(1, 2, 1024, 64, "float32"))
     residual_btd, x_btz, weight_dz, scale_d = usual
-    assert not has_kernel([residual_btd, x_btz, quantize(weight_dz, (1,)), scale_d])
+    assert not has_kernel([residual_btd, x_btz, quantize_channels(weight_dz, (1,)), scale_d])
     with jax.sharding.use_abstract_mesh(AbstractMesh((1, 2), ("data", "model"))):
         assert not has_kernel(usual)
 

@@ -27,7 +27,7 @@ from treeflash_jax.engine import loading
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import layers, quantized, verifier
-from treeflash_jax.models.quantized import Quantized, quantize
+from treeflash_jax.models.quantized import Quantized, quantize_channels
 from treeflash_jax.models.vocab import embed, unembed
 
 SMALL = replace(RANDOM_MODEL, num_layers=1)
@@ -51,9 +51,9 @@ def test_values_and_scales_by_hand(name, dtype):
     weight = draw(*spec.shape, dtype=dtype)
     weight[(0,) * weight.ndim] *= 40  # a channel of its own scale
     weight[(..., 3) if name != "table" else 3] = 0
-    got = jax.jit(lambda w: quantize(w, spec.inputs))(weight)
+    got = jax.jit(lambda w: quantize_channels(w, spec.inputs))(weight)
     with jax.debug_nans(True):  # of every step: int8 has no NaN to show for a quotient 0 / 0
-        assert_same(quantize(weight, spec.inputs), got)
+        assert_same(quantize_channels(weight, spec.inputs), got)
     scale = (np.abs(weight.astype(np.float32)).max(spec.inputs, keepdims=True) * np.float32(1 / 127)).astype(dtype)
     wide_scale = scale.astype(np.float32)
     steps = np.rint(weight.astype(np.float32) / np.where(wide_scale > 0, wide_scale, 1))
@@ -69,7 +69,7 @@ def test_values_and_scales_by_hand(name, dtype):
 def test_linear_is_the_product_with_the_rounded_weight(name):
     weight, (equation, inputs) = draw(*LAYER[name].shape), PRODUCTS[name]
     x = draw(2, 3, *(weight.shape[axis] for axis in inputs))
-    small = jax.jit(quantize, static_argnums=1)(weight, inputs)
+    small = jax.jit(quantize_channels, static_argnums=1)(weight, inputs)
     expected = np.einsum(equation, x, widened(small, inputs))
     run = layers.merge_heads if name == "o" else partial(quantized.product, equation)
     product = jax.jit(run)(*(({"o": small}, x) if name == "o" else (x, small)))
@@ -77,14 +77,14 @@ def test_linear_is_the_product_with_the_rounded_weight(name):
 
 
 def test_sums_of_float16_do_not_overflow():
-    run = jax.jit(lambda x, weight: quantized.product("bi,io->bo", x, quantize(weight, (0,))))
+    run = jax.jit(lambda x, weight: quantized.product("bi,io->bo", x, quantize_channels(weight, (0,))))
     product = run(np.ones((1, 4096), np.float16), np.full((4096, 4), 0.01, np.float16))
     assert product.dtype == jnp.float16 and abs(float(product[0, 0]) - 40.96) < 0.1, "of values up to 127, 520,192"
 
 
 def test_loops_carry_int8_and_no_wide_copy(as_users_compile):
     """XLA moves what a loop does not change out of it, unless it is tied to what changes."""
-    small = quantize(jnp.asarray(draw(32, 32)), (0,))
+    small = quantize_channels(jnp.asarray(draw(32, 32)), (0,))
 
     @jax.jit
     def repeat(weight, x, times):
@@ -97,7 +97,7 @@ def test_loops_carry_int8_and_no_wide_copy(as_users_compile):
 
 def test_embedding_positions_and_logits():
     table, ids, hidden = draw(64, 32), np.array([[3, 0], [63, 3]]), draw(2, 3, 32)
-    small = jax.jit(quantize, static_argnums=1)(table, (1,))
+    small = jax.jit(quantize_channels, static_argnums=1)(table, (1,))
     np.testing.assert_allclose(jax.jit(embed)(small, ids), widened(small, (1,))[ids], rtol=1e-6)
     np.testing.assert_allclose(jax.jit(unembed)(small, hidden), hidden @ widened(small, (1,)).T, rtol=1e-5, atol=1e-4)
     assert jax.eval_shape(embed, small.replace(scale=small.scale.astype(jnp.bfloat16)), ids).dtype == jnp.bfloat16
@@ -121,7 +121,7 @@ def test_a_mesh_answers_as_one_device_does():
 @needs_8_devices
 @pytest.mark.parametrize("dtype, sizes", [(jnp.float32, None), (jnp.bfloat16, (4, 2))])
 def test_loading_quantises_what_the_files_hold(dtype, sizes):
-    mesh, quantise = sizes and tf.make_mesh(*sizes), jax.jit(quantize, static_argnums=1)
+    mesh, quantise = sizes and tf.make_mesh(*sizes), jax.jit(quantize_channels, static_argnums=1)
     config, wide = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh)
     _, small = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh, quantize="int8")
     rounded = lambda spec, weight: quantise(weight, spec.inputs) if spec.inputs else weight  # noqa: E731

@@ -16,8 +16,8 @@ import numpy as np
 
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
 from treeflash_jax.formats import storage
-from treeflash_jax.formats.fp8 import BlockScales, ScaledTensor
 from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.scaled_tensors import BlockScales, ScaledTensor
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models import quantized
 from treeflash_jax.models.quantized import Quantized

@@ -1,15 +1,21 @@
 """Weight-only quantisation: a verifier's matrices in 8 or 4 bits, with scales.
 
-w ~ values * scale. Scheme "int8" has a scale per output channel, max |w| / 127 over the axes that a product sums over
-(`Spec.inputs`); "fp8" has float8_e4m3fn values and a scale per block of 128 outputs and 128 inputs, max |w| / 448; "int4"
-has a scale per output and group of 128 inputs, max |w| / 7. "fp8" and "int4" leave the vocabulary tables as they are, as
-most published files do; "int8" rounds them. "mxfp4" is for experts alone, as in gpt-oss: E2M1 values and a power of two per
-output and group of 32 inputs, which makes the largest 4 to 8, rounded to 6 at most. Quantised files have scales of their
-own, and groups of other sizes (`formats.kept_weights`). Products scale what goes in or comes out, a part of the weight at a
-time, or the weight as it is read: no whole dequantised weight is stored (but see `notebooks/results/four_bits.md` for
-groups of 32 on TPUs). Norms stay as they are.
+A weight is about values * scale:
 
-The quantised verifier is a model of its own: drafted output equals ITS one-token output, not that of the wider weights.
+| scheme | values | a scale for each | scale | stay as they are |
+|---|---|---|---|---|
+| int8 | int8 | output channel | largest / 127 | norms |
+| fp8 | float8_e4m3fn | block of 128 outputs and 128 inputs | largest / 448 | norms, vocabulary tables |
+| int4 | int4 | output and group of 128 inputs | largest / 7 | norms, vocabulary tables |
+| mxfp4 | float4_e2m1fn | output and group of 32 inputs | a power of two | everything but experts |
+
+`largest` is the maximum of absolute weights; inputs are the axes that a product sums over (`Spec.inputs`). The power of two
+makes the largest weight 4 to 8, rounded to 6 at most. Most published files do not quantise vocabulary tables either.
+Weights of quantised files have scales and groups of the files (`formats.kept_weights`). Products scale their inputs or
+outputs, parts of the weight in turn, or the weight as it is read: none stores a whole dequantised weight (but see
+`notebooks/results/four_bits.md` for groups of 32 on TPUs).
+
+The quantised verifier is another model: drafted output equals ITS one-token output, not that of the wider weights.
 """
 
 import math
@@ -26,7 +32,7 @@ from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.dtypes import at_least_float32, bits
 from treeflash_jax.core.parameters import Spec, is_spec
-from treeflash_jax.models.backend import block_products, indexing, products
+from treeflash_jax.models.backend import block_products, block_scales, indexing, products
 
 DTYPES = {
     "int8": jnp.dtype(jnp.int8),
@@ -46,11 +52,23 @@ class Quantized:
     """A weight in 8 or 4 bits that stands in for an array: `shape` is the weight's, `dtype` the one it computes in.
 
     An element is (value - zero) * scale * outer - minimum * outer_minimum. All parts but `order` have as many axes as the
-    weight, each divided into equal blocks; a block of inputs is a group.
+    weight, each divided into equal blocks; a block of inputs is a group. No form uses all fields:
+
+    | form | values | scales for | dtype of scales | other fields |
+    |---|---|---|---|---|
+    | scheme int8 | int8 | output channels | `dtype` | |
+    | scheme fp8, FP8 files | float8_e4m3fn | blocks, or output channels | `dtype` | |
+    | scheme int4 | int4 | outputs and groups | `dtype` | |
+    | scheme mxfp4, MXFP4 files | float4_e2m1fn | outputs and groups | float8_e8m0fnu | `compute_dtype` |
+    | NVFP4 files | float4_e2m1fn | outputs and groups | float8_e4m3fn | `outer`, `is_divisor`, `compute_dtype` |
+    | AWQ, GPTQ, pack-quantized files | int4, int8 | outputs and groups | the file's | `zero`, `order`, `compute_dtype` |
+    | GGUF Q4_0, Q8_0 | int4, int8 | outputs and groups | float16 | `compute_dtype` |
+    | GGUF Q4_1 | int4 | outputs and groups | float16 | `zero`, `minimum`, `compute_dtype` |
+    | GGUF Q4_K, Q5_K | int4, int8 | outputs and groups | uint8 | all but `order` and `is_divisor`; Q5_K no `zero` |
+    | GGUF Q6_K | int8 | outputs and groups | int8 | `outer`, `compute_dtype` |
 
     Attributes:
-      values: int8, float8_e4m3fn, int4, uint4 or float4_e2m1fn, of the weight's shape. Devices store two values of four
-        bits in a byte.
+      values: of the weight's shape. Devices store two values of four bits in a byte.
       scale: of blocks; or of the output axes alone. Values made here are rounded against the scale as it is stored, in the
         compute dtype, so a narrow one costs no accuracy; the scales of FP8 files are rounded to it, which changes a weight
         by no more than rounding the weight to that dtype would. Other files' scales stay in their type.
@@ -127,7 +145,7 @@ def specs(tree: Any, scheme: str | None, mesh: Any = None) -> Any:
 
 
 def specs_like(tree: Any, weights: Any) -> Any:
-    """Returns the specs of partly quantised weights, given the specs of all of them as arrays."""
+    """Returns the specs of partly quantised weights from the specs of unquantised ones."""
 
     def like(spec: Spec, weight: Any) -> Any:
         if not is_quantized(weight):
@@ -140,10 +158,12 @@ def specs_like(tree: Any, weights: Any) -> Any:
 
 
 def applies(scheme: str | None, spec: Spec) -> bool:
-    """Returns True if a scheme quantises the weight."""
-    is_kept = scheme is None or (scheme in BLOCKS and "vocab" in spec.axes)
-    is_kept |= scheme == "mxfp4" and "experts" not in spec.axes
-    return bool(spec.inputs) and spec.can_quantize and not is_kept
+    """Returns whether a scheme quantises the weight."""
+    if scheme is None or not spec.inputs or not spec.can_quantize:
+        return False
+    if scheme == "mxfp4":
+        return "experts" in spec.axes and "vocab" not in spec.axes
+    return scheme == "int8" or "vocab" not in spec.axes
 
 
 def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = BLOCKS["fp8"]) -> tuple[int, ...]:
@@ -164,36 +184,41 @@ def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = BLOCKS["
     return tuple(counts)
 
 
-def quantize(
-    weight: jax.Array, inputs: tuple[int, ...], counts: tuple[int, ...] | None = None, scheme: str = "fp8"
-) -> Quantized:
-    """Rounds a weight to int8 with a scale per channel: |w - values * scale| <= scale / 2. Channels of zeros get scale 0.
+def quantize_channels(weight: jax.Array, inputs: tuple[int, ...]) -> Quantized:
+    """Rounds a weight to int8 with a scale per output channel: |w - values * scale| <= scale / 2.
 
-    The scale has the weight's dtype and its axes except `inputs`, the axes that a product sums over.
+    The scale has the weight's dtype and its axes except `inputs`, the axes that a product sums over. Halves are rounded to
+    even. Channels of zeros get scale 0.
+    """
+    counts = tuple(1 if axis in inputs else size for axis, size in enumerate(weight.shape))
+    weight = quantize_blocks(weight, counts, "int8")
+    return weight.replace(scale=jnp.squeeze(weight.scale, inputs))
+
+
+def quantize_blocks(weight: jax.Array, counts: tuple[int, ...], scheme: str) -> Quantized:
+    """Rounds a weight to the values of a scheme with a scale per block.
+
+    The scale is [*counts], in the weight's dtype ("mxfp4": float8_e8m0fnu). Halves are rounded to even. Blocks of zeros get
+    scale 0, except in "mxfp4".
 
     Args:
-      counts: number of blocks along each axis; rounds to the values of `scheme` instead, with a scale per block, [*counts].
-
-    All round half to even.
+      counts: number of blocks along each axis.
     """
-    scheme = "int8" if counts is None else scheme
-    parts = counts or tuple(1 if axis in inputs else size for axis, size in enumerate(weight.shape))
-    split = [part for size, count in zip(weight.shape, parts, strict=True) for part in (count, size // count)]
-    wide = weight.astype(at_least_float32(weight.dtype)).reshape(split)
-    kept = jnp.finfo(weight.dtype)
-    within = tuple(range(1, len(split), 2))
-    largest = jnp.max(jnp.abs(wide), axis=within, keepdims=True)
+    block_shape = [part for size, count in zip(weight.shape, counts, strict=True) for part in (count, size // count)]
+    block_axes = tuple(range(1, len(block_shape), 2))
+    wide = weight.astype(at_least_float32(weight.dtype)).reshape(block_shape)
+    largest = jnp.max(jnp.abs(wide), axis=block_axes, keepdims=True)
     if scheme == "mxfp4":
-        return _round_to_mxfp4(weight, wide, largest, parts)
+        return _round_to_mxfp4(weight, wide, largest, counts)
     # A factor, since XLA compiles a quotient by a constant in another way than it runs one. No pair of casts: XLA may drop
     # it, and values would be those of another scale than the stored one.
     scale = largest * (1 / LARGEST[scheme])
-    scale = lax.reduce_precision(scale, kept.nexp, kept.nmant)
+    float_info = jnp.finfo(weight.dtype)
+    scale = lax.reduce_precision(scale, float_info.nexp, float_info.nmant)
     steps = wide / jnp.where(scale > 0, scale, 1)
     steps = steps if scheme == "fp8" else jnp.round(steps)
     values = jnp.clip(steps, -LARGEST[scheme], LARGEST[scheme]).astype(DTYPES[scheme]).reshape(weight.shape)
-    scale = scale.reshape(parts).astype(weight.dtype)
-    return Quantized(values, jnp.squeeze(scale, inputs) if counts is None else scale)
+    return Quantized(values, scale.reshape(counts).astype(weight.dtype))
 
 
 def _round_to_mxfp4(weight: jax.Array, wide: jax.Array, largest: jax.Array, counts: tuple[int, ...]) -> Quantized:
@@ -217,14 +242,16 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
 @partial(jax.jit, static_argnames=("spec", "scheme"))
 def _compress(weight: jax.Array, spec: Spec, scheme: str) -> Quantized:
     mesh = sharding.current()
-    counts = count_blocks(spec, mesh, BLOCKS[scheme]) if scheme in BLOCKS else None
-    made = quantize(weight, spec.inputs, counts, scheme)
-    parts = _quantized_spec(spec, scheme, mesh).replace(compute_dtype=made.compute_dtype)
-    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), made, parts)
+    if scheme == "int8":
+        quantized = quantize_channels(weight, spec.inputs)
+    else:
+        quantized = quantize_blocks(weight, count_blocks(spec, mesh, BLOCKS[scheme]), scheme)
+    parts = _quantized_spec(spec, scheme, mesh).replace(compute_dtype=quantized.compute_dtype)
+    return jax.tree.map(lambda x, part: sharding.constrain(x, part.axes), quantized, parts)
 
 
 def can_join(*weights: Any) -> bool:
-    """Returns True if weights can be concatenated: none is quantised, or all alike with inputs in order."""
+    """Returns whether weights can be concatenated: none is quantised, or all alike with inputs in order."""
 
     def layout(weight: Any) -> Any:
         if not is_quantized(weight):
@@ -261,12 +288,12 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     pick = (lambda part: part[jnp.stack([ids, ids])][0]) if ids.size == 1 else (lambda part: part[ids])
     vectors = jax.tree.map(pick, table)
     if table.block is not None:
-        return block_products.widened(vectors, table.dtype)
+        return block_scales.widen(vectors, table.dtype)
     return (vectors.values.astype(table.dtype) * vectors.scale[..., None]).astype(table.dtype)
 
 
 def is_quantized(x: Any) -> bool:
-    """Returns True for a Quantized, to take it as a leaf of a tree."""
+    """Returns whether this is a Quantized, which trees then have as a leaf."""
     return isinstance(x, Quantized)
 
 

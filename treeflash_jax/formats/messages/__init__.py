@@ -1,6 +1,7 @@
 """Forms in which models write their answers: thoughts, calls of functions and text. A file for each form.
 
-They do not depend on a server's protocol: answers are read as parts, and constrained by structural tags.
+They do not depend on a server's protocol: answers are read as parts, and constrained by structural tags. To add a form,
+list a subclass of `message_format.MessageFormat` in FORMATS, or insert it in a program: `FORMATS.insert(0, Mine)`.
 """
 
 from typing import Any
@@ -10,11 +11,7 @@ from treeflash_jax.formats.messages.harmony import Harmony
 from treeflash_jax.formats.messages.message_format import MessageFormat
 from treeflash_jax.formats.messages.tagged_messages import TaggedMessages
 
-FORMATS: tuple[type[MessageFormat], ...] = (
-    Harmony,
-    Gemma,
-    TaggedMessages,
-)  # the first form that recognises a template is used
+FORMATS: list[type[MessageFormat]] = [Harmony, Gemma, TaggedMessages]  # the first that fits a template; the last fits all
 
 
 def find_format(tokenizer: Any) -> MessageFormat:

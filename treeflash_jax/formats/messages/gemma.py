@@ -1,4 +1,4 @@
-"""Gemma 4's messages: turns, a channel of thoughts, and calls in a notation of their own, between special tokens.
+"""Gemma 4's messages: turns, a channel of thoughts, and calls in Gemma's notation, between special tokens.
 
 <|channel>thought, a line break, ...<channel|>, then content, or calls <|tool_call>call:NAME{key:value}<tool_call|>. Keys
 are bare, and strings are between two <|"|>. Arguments that a schema constrains are JSON, which the reader takes as well.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from treeflash_jax.formats.answer_text import AnswerText
+from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import (
     Call,
     Content,
@@ -21,24 +21,20 @@ from treeflash_jax.formats.messages.message_format import (
     Part,
     Tag,
     Thought,
-    any_text,
-    const,
-    content_or_calls,
-    either,
-    join_parts,
+    TokenReader,
     make_call,
     parse_value,
-    sequence,
 )
 
 TURN, CHANNEL, CALL = ("<|turn>", "<turn|>"), ("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>")
 RESPONSE, QUOTE = ("<|tool_response>", "<tool_response|>"), '<|"|>'
+ENDS = dict([CHANNEL, CALL])
 THOUGHT = f"{CHANNEL[0]}thought\n"
 NAMED = re.compile(r"\s*call:\s*([^\s{]+)\s*(\{.*\})\s*", flags=re.DOTALL)
 ARGUMENTS = {  # any text with strings in Gemma's notation
     "type": "triggered_tags",
     "triggers": [QUOTE],
-    "tags": [{"begin": QUOTE, "content": any_text(), "end": QUOTE}],
+    "tags": [{"begin": QUOTE, "content": tags.any_text(), "end": QUOTE}],
 }
 KEY = re.compile(r'"(?:[^"\\]|\\.)*"|([^\s,:{}\[\]"]+)(?=\s*:)')  # a string of JSON, or a bare key
 
@@ -46,15 +42,12 @@ KEY = re.compile(r'"(?:[^"\\]|\\.)*"|([^\s,:{}\[\]"]+)(?=\s*:)')  # a string of 
 class Gemma(MessageFormat):
     """Answers with a channel of thoughts; a model that has called functions ends its answer to wait for theirs."""
 
+    stop_names = (TURN[1], RESPONSE[0])
     thoughts_key = "reasoning"
 
     def __init__(self, tokenizer: Any, template: str):
         super().__init__(tokenizer, template)
         self.writes_calls = CALL[0] in template
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return tuple(id for id, name in self.tokenizer.special_tokens.items() if name in (TURN[1], RESPONSE[0]))
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -66,42 +59,37 @@ class Gemma(MessageFormat):
         return GemmaReader(self.tokenizer, prompt_ids, functions if self.writes_calls else (), stop)
 
     def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
-        answer = content_or_calls(demands, [*map(self._call_tag, demands.functions)], CALL[0], "")
-        thoughts = any_text(CHANNEL[1]), const(CHANNEL[1])
+        answer = tags.content_or_calls(demands, [*map(self._call_tag, demands.functions)], CALL[0], "")
+        thoughts = tags.any_text(CHANNEL[1]), tags.const(CHANNEL[1])
         before = self.tokenizer.inner.decode(prompt_ids[-16:])
         if before.rfind(CHANNEL[0]) > before.rfind(CHANNEL[1]):  # the prompt has begun thoughts
-            return sequence(*thoughts, answer)
+            return tags.sequence(*thoughts, answer)
         if before.endswith((f"{TURN[0]}model\n", RESPONSE[1])):
-            return either(answer, sequence(const(THOUGHT), *thoughts, answer))
+            return tags.either(answer, tags.sequence(tags.const(THOUGHT), *thoughts, answer))
         return answer  # a text to continue, or thoughts that the prompt has closed
 
     def _call_tag(self, function: Function) -> Tag:
-        content = {"type": "json_schema", "json_schema": function.parameters} if function.is_strict else ARGUMENTS
+        content = tags.arguments(function, default=ARGUMENTS)
         return {"type": "tag", "begin": f"{CALL[0]}call:{function.name}", "content": content, "end": CALL[1]}
 
 
-class GemmaReader(MessageReader):
-    """Reads an answer token by token; what the prompt has begun of a turn belongs to it.
+class GemmaReader(TokenReader):
+    """Reads an answer token by token; a channel or call that the prompt has begun belongs to the answer.
 
     A call that does not parse, or does not end, is content, and so are all calls if there are no functions.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], functions: Sequence[Function], stop: Sequence[str]):
-        self.num_calls = 0
-        self._tokenizer, self._functions, self._stop = tokenizer, functions, stop
-        names = TURN[0], *CHANNEL, *CALL
-        self._markers = {id: name for id, name in tokenizer.special_tokens.items() if name in names}
+        super().__init__(tokenizer, (TURN[0], *CHANNEL, *CALL), stop)
+        self._functions = functions
         turns = [at for at, id in enumerate(prompt_ids) if self._markers.get(id) == TURN[0]]
         self._enter(None)
         for id in prompt_ids[turns[-1] + 1 :] if turns else ():
             self._read(id)
-        is_named, self.num_calls = self._has_name, 0
+        has_name = self._has_name
         self._enter(self._block, prompt_ids)
-        self._has_name = is_named
-
-    def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
-        parts = [part for id in ids for part in self._read(id)]
-        return join_parts(parts + self._leave() if is_last else parts)
+        self._has_name = has_name
+        self.num_calls = 0
 
     def _read(self, id: int) -> list[Part]:
         marker = self._markers.get(id)
@@ -109,28 +97,29 @@ class GemmaReader(MessageReader):
             parts = self._leave()
             self._enter(marker)
             return parts
-        if marker is not None and marker == {CHANNEL[0]: CHANNEL[1], CALL[0]: CALL[1]}.get(self._block):
+        if marker is not None and marker == ENDS.get(self._block):
             parts = self._leave(is_whole=True)
             self._enter(None)
             return parts
         if self._block == CALL[0]:
             self._call_ids.append(id)
-        elif id not in self._tokenizer.special_tokens:
-            self._text.extend([id])
-            return self._new_text(self._text.certain_text)
-        return []
+            return []
+        return self._extend_text(id)
+
+    def _end(self) -> list[Part]:
+        return self._leave()
 
     def _enter(self, block: str | None, before: Sequence[int] = ()) -> None:
         """Begins a channel, a call, or content (None)."""
         self._block = block
         self._call_ids: list[int] = []
         self._has_name = block != CHANNEL[0]  # a channel's is its first line
-        self._text, self._num_sent = AnswerText(self._tokenizer, before, self._stop), 0
+        self._begin_text(before)
 
     def _leave(self, is_whole: bool = False) -> list[Part]:
-        """Returns what is left of the text, or the call."""
+        """Ends a block; returns the end of its text, or the call."""
         if self._block != CALL[0]:
-            return self._new_text(self._text.text)
+            return self._new_parts(self._text.text)
         text = self._tokenizer.inner.decode(self._call_ids)
         call = _read_call(text) if is_whole and self._functions else None
         if call is None:
@@ -138,15 +127,13 @@ class GemmaReader(MessageReader):
         self.num_calls += 1
         return [call]
 
-    def _new_text(self, text: str) -> list[Part]:
+    def _new_parts(self, text: str) -> list[Part]:
         if not self._has_name:
             name, line, _ = text.partition("\n")
             if not line:
                 return []
             self._has_name, self._num_sent = True, len(name) + 1
-        new, self._num_sent = text[self._num_sent :], max(len(text), self._num_sent)
-        kind = Content if self._block is None else Thought
-        return [kind(new)] if new else []
+        return self._send_new(text, Content if self._block is None else Thought)
 
 
 def _read_call(text: str) -> Call | None:

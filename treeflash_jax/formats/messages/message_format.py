@@ -5,11 +5,12 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from treeflash_jax.core.checks import parse_json
+from treeflash_jax.formats.answer_text import AnswerText
 
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as JSON's \\ud800 gives it: no UTF-8 has it
 Tag = Mapping[str, Any]  # a structural tag, see constraints
@@ -83,7 +84,62 @@ class MessageReader(ABC):
 
     @abstractmethod
     def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
-        """Returns the parts that new tokens add to an answer; `text` is what they add to its text."""
+        """Returns the parts that new tokens add to an answer.
+
+        A reader uses either `ids`, if special tokens delimit parts (`TokenReader`), or `text`.
+
+        Args:
+          ids: the new tokens.
+          text: the text that they add to the answer, without special tokens.
+          is_last: whether the answer ends here.
+        """
+
+
+class TokenReader(MessageReader):
+    """Reads an answer token by token, in forms whose parts are delimited by special tokens.
+
+    Args:
+      tokenizer: a `Tokenizer`.
+      marker_names: names of the special tokens that delimit parts.
+      stop: stop strings of the answer.
+    """
+
+    def __init__(self, tokenizer: Any, marker_names: Collection[str], stop: Sequence[str]):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._markers = special_tokens(tokenizer, marker_names)
+        self._begin_text()
+
+    def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
+        parts = [part for id in ids for part in self._read(id)]
+        return join_parts(parts + self._end() if is_last else parts)
+
+    @abstractmethod
+    def _read(self, id: int) -> list[Part]:
+        """Returns the parts that a token completes, and new text of a part."""
+
+    @abstractmethod
+    def _end(self) -> list[Part]:
+        """Returns the parts that the end of the answer adds."""
+
+    @abstractmethod
+    def _new_parts(self, text: str) -> list[Part]:
+        """Returns the parts that a grown text of the current block adds."""
+
+    def _begin_text(self, before: Sequence[int] = ()) -> None:
+        """Begins the text of a block, which follows the tokens `before`."""
+        self._text, self._num_sent = AnswerText(self._tokenizer, before, self._stop), 0
+
+    def _extend_text(self, id: int) -> list[Part]:
+        """Adds a token to the text unless it is a special one; returns the parts that this adds."""
+        if id in self._tokenizer.special_tokens:
+            return []
+        self._text.extend([id])
+        return self._new_parts(self._text.certain_text)
+
+    def _send_new(self, text: str, kind: type[Content] | type[Thought]) -> list[Part]:
+        """Returns the part of a grown text that has not been sent."""
+        new, self._num_sent = text[self._num_sent :], max(len(text), self._num_sent)
+        return [kind(new)] if new else []
 
 
 class MessageFormat(ABC):
@@ -94,10 +150,12 @@ class MessageFormat(ABC):
       template: the chat template.
 
     Attributes:
+      stop_names: names of special tokens that end an answer, in addition to the ids in the model's files.
       thoughts_key: key of a message under which the template looks for earlier thoughts.
       writes_calls: whether models with this template write calls in a form that is known here.
     """
 
+    stop_names: ClassVar[tuple[str, ...]] = ()
     thoughts_key = "reasoning_content"
     writes_calls = True
 
@@ -106,8 +164,8 @@ class MessageFormat(ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer, in addition to the ids in the model's files."""
-        return ()
+        """Ids of `stop_names`; a tokenizer may lack some of them."""
+        return tuple(special_tokens(self.tokenizer, self.stop_names))
 
     @classmethod
     @abstractmethod
@@ -131,37 +189,9 @@ class MessageFormat(ABC):
         """Returns the structural tag of the answer to a prompt, with the thoughts that may come before its content."""
 
 
-def sequence(*elements: Tag) -> Tag:
-    return {"type": "sequence", "elements": [*elements]}
-
-
-def const(value: str) -> Tag:
-    return {"type": "const_string", "value": value}
-
-
-def any_text(*excludes: str) -> Tag:
-    return {"type": "any_text", "excludes": [*excludes]}
-
-
-def either(*elements: Tag) -> Tag:
-    return {"type": "or", "elements": [*elements]}
-
-
-def content_or_calls(demands: Demands, calls: Sequence[Tag], trigger: str, separator: str) -> Tag:
-    """Returns the structural tag of content and calls in a form where calls may stand inside text.
-
-    Args:
-      calls: a tag for each function.
-      trigger: the beginning of every call.
-      separator: the text between two calls.
-    """
-    if not calls:
-        return demands.content or any_text()
-    more = {"tags": [*calls], "stop_after_first": not demands.is_parallel}
-    if demands.content is None and not demands.is_forced:
-        return {"type": "triggered_tags", "triggers": [trigger], **more}
-    only_calls = {"type": "tags_with_separator", "separator": separator, "at_least_one": True, **more}
-    return only_calls if demands.is_forced else either(demands.content, only_calls)
+def special_tokens(tokenizer: Any, names: Collection[str]) -> dict[int, str]:
+    """Returns the names of a tokenizer's special tokens among `names`, by id."""
+    return {id: name for id, name in tokenizer.special_tokens.items() if name in names}
 
 
 def join_parts(parts: list[Part]) -> list[Part]:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from treeflash_jax.core.checks import parse_json
+from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import (
     Call,
     Content,
@@ -17,12 +18,8 @@ from treeflash_jax.formats.messages.message_format import (
     Part,
     Tag,
     Thought,
-    any_text,
-    const,
-    content_or_calls,
     make_call,
     parse_value,
-    sequence,
 )
 
 THINK, CALL, BARE = ("<think>", "</think>"), ("<tool_call>", "</tool_call>"), ("<function=", "</function>")
@@ -53,9 +50,9 @@ class TaggedMessages(MessageFormat):
         )
 
     def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
-        answer = content_or_calls(demands, [*map(self._call_tag, demands.functions)], CALL[0], "\n")
+        answer = tags.content_or_calls(demands, [*map(self._call_tag, demands.functions)], CALL[0], "\n")
         if self._begins_in_thought(prompt_ids):
-            answer = sequence(any_text(THINK[1]), const(THINK[1]), LINES, answer)
+            answer = tags.sequence(tags.any_text(THINK[1]), tags.const(THINK[1]), LINES, answer)
         return answer
 
     def _begins_in_thought(self, prompt_ids: Sequence[int]) -> bool:
@@ -64,14 +61,11 @@ class TaggedMessages(MessageFormat):
 
     def _call_tag(self, function: Function) -> Tag:
         if BARE[0] in self.template:
-            begin, kind, end = f"{CALL[0]}\n{BARE[0]}{function.name}>\n", "qwen_xml_parameter", f"{BARE[1]}\n{CALL[1]}"
+            begin, end = f"{CALL[0]}\n{BARE[0]}{function.name}>\n", f"{BARE[1]}\n{CALL[1]}"
+            content = tags.arguments(function, "qwen_xml_parameter")
         else:
-            begin, kind, end = (
-                f'{CALL[0]}\n{{"name": {json.dumps(function.name)}, "arguments": ',
-                "json_schema",
-                f"}}\n{CALL[1]}",
-            )
-        content = {"type": kind, "json_schema": function.parameters} if function.is_strict else any_text()
+            begin, end = f'{CALL[0]}\n{{"name": {json.dumps(function.name)}, "arguments": ', f"}}\n{CALL[1]}"
+            content = tags.arguments(function)
         return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
@@ -109,7 +103,7 @@ class TagReader(MessageReader):
         return parts
 
     def _tags(self) -> list[str]:
-        """Returns the tags that mean something here."""
+        """Returns the tags that begin or end a block here."""
         if self._block in (CALL, BARE):
             return [self._block[1]] + [THINK[1]] * (self._around is THINK)  # thoughts that only mention calls
         tags = [CALL[0], BARE[0]] * bool(self._functions)
@@ -165,8 +159,7 @@ class TagReader(MessageReader):
     def _certain(self) -> int:
         """Returns the number of characters that cannot be the start of a tag."""
         starts = {tag[:size] for tag in self._tags() for size in range(1, len(tag))}
-        held = max((len(start) for start in starts if self._buffer.endswith(start)), default=0)
-        size = len(self._buffer) - held
+        size = len(self._buffer) - max((len(start) for start in starts if self._buffer.endswith(start)), default=0)
         is_before_thoughts = self._reads_thoughts and self._block is None and not self._buffer[:size].strip()
         return 0 if is_before_thoughts else size
 
@@ -235,7 +228,7 @@ def _may_be_string(schema: Any) -> bool:
 
 
 def _get(value: Any, *keys: str) -> Any:
-    """Returns what a client's JSON has below these keys; None if anything on the way is missing or no object."""
+    """Returns the value below these keys in a client's JSON; None if anything on the way is missing or no object."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

@@ -1,9 +1,9 @@
-"""Quantised weights in folders, by `quant_method` in config.json: one module per method (`formats.fp8` for "fp8").
+"""Quantised weights in folders, by `quant_method` in config.json: one module per method.
 
-To add one, list a `quant_method.QuantMethod` in METHODS: folders of every family are then read. Weights become tensors that
-expand when they are sliced (`grouped_tensors.GroupedTensor`, `fp8.ScaledTensor`); a weight without scales is read as it is.
-Activations and caches are not quantised even if a file asks for it, and scales for them are not read: the result is closer
-to the model before quantisation.
+To add one, list a subclass of `quant_method.QuantMethod` in KNOWN, or set `METHODS["mine"]` in a program: folders of every
+family are then read. Weights become tensors that expand when they are sliced (`grouped_tensors.GroupedTensor`,
+`scaled_tensors.ScaledTensor`); a weight without scales is read as it is. Activations and caches are not quantised even if a
+file asks for it, and scales for them are not read: the result is closer to the model before quantisation.
 """
 
 import re
@@ -12,41 +12,39 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.checks import quoted, read_json, warn
-from treeflash_jax.formats import fp8
 from treeflash_jax.formats.grouped_tensors import GroupedTensor
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.formats.quant_methods import awq, compressed_tensors, gptq, modelopt, mxfp4
+from treeflash_jax.formats.quant_methods.awq import Awq
+from treeflash_jax.formats.quant_methods.compressed_tensors import CompressedTensors
+from treeflash_jax.formats.quant_methods.fp8 import Fp8
+from treeflash_jax.formats.quant_methods.gptq import Gptq
+from treeflash_jax.formats.quant_methods.modelopt import ModelOpt
+from treeflash_jax.formats.quant_methods.mxfp4 import Mxfp4
 from treeflash_jax.formats.quant_methods.quant_method import QuantMethod
 from treeflash_jax.formats.storage import Tensor
 
 KEY = "quantization_config"
-METHODS = {
-    "fp8": QuantMethod(fp8.join, fp8.check),
-    "compressed-tensors": QuantMethod(compressed_tensors.join, compressed_tensors.check),
-    "modelopt": QuantMethod(modelopt.join, modelopt.check),
-    "awq": QuantMethod(awq.join, awq.check),
-    "gptq": QuantMethod(gptq.join, gptq.check),
-    "mxfp4": QuantMethod(mxfp4.join, mxfp4.check),
-}
-_UNUSED = tuple(
+KNOWN = (Fp8(), CompressedTensors(), ModelOpt(), Awq(), Gptq(), Mxfp4())
+METHODS: dict[str, QuantMethod] = {method.name: method for method in KNOWN}
+_ACTIVATION_SCALES = tuple(  # and of caches; not read
     """.input_scale .output_scale .q_scale .k_scale .v_scale .kv_scale .activation_scale .input_global_scale
     .input_zero_point .output_zero_point""".split()
 )
-_LISTS = ("ignore", "modules_to_not_convert", "exclude_modules")  # of modules that are not quantised
+_IGNORE_KEYS = ("ignore", "modules_to_not_convert", "exclude_modules")  # lists of modules that are not quantised
 
 
 def check_config(keys: Keys) -> None:
     """Raises ValueError for a config.json whose weights are quantised in a way that is not implemented."""
     if KEY not in keys:
         return
-    stated = keys.table(KEY)
-    method = stated.raw.get("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
+    config = keys.table(KEY)
+    name = config.raw.get("quant_method")
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError(
-            f"{stated.where}: got weights quantised by {quoted(method)}, expected {', '.join(METHODS)}: load files of "
+            f"{config.where}: got weights quantised by {quoted(name)}, expected {', '.join(METHODS)}: load files of "
             "one of these, or the model's bfloat16 files"
         )
-    METHODS[method].check(stated)
+    METHODS[name].check(config)
 
 
 def join(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -54,40 +52,40 @@ def join(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Raises ValueError for tensors that are missing or do not fit, or a weight that the configuration lists as not quantised.
     """
-    stated = _stated(folder)
-    if stated.get("quant_method") not in METHODS:
+    config = _read_config(folder)
+    if config.get("quant_method") not in METHODS:
         return tensors
-    unused = [name for name in tensors if name.endswith(_UNUSED)]
-    if unused:
-        warn(f"{folder}: scales of activations and caches, such as {unused[0]}, are not read: neither is quantised here")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
-    joined = METHODS[stated["quant_method"]].join(stated, kept)
-    lists = [stated[key] for key in _LISTS if isinstance(stated.get(key), list)]
-    listed = [entry for entries in lists for entry in entries if isinstance(entry, str)]
+    scales = [name for name in tensors if name.endswith(_ACTIVATION_SCALES)]
+    if scales:
+        warn(f"{folder}: scales of activations and caches, such as {scales[0]}, are not read: neither is quantised here")
+    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(_ACTIVATION_SCALES)}
+    joined = METHODS[config["quant_method"]].join(config, weights)
+    lists = [config[key] for key in _IGNORE_KEYS if isinstance(config.get(key), list)]
+    patterns = [pattern for patterns in lists for pattern in patterns if isinstance(pattern, str)]
     for name, tensor in joined.items():
-        if isinstance(tensor, GroupedTensor) and any(_matches(name.removesuffix(".weight"), entry) for entry in listed):
+        if isinstance(tensor, GroupedTensor) and any(_is_match(name.removesuffix(".weight"), p) for p in patterns):
             raise ValueError(f"got quantised weights {name}, expected others: {KEY} lists them as not quantised")
     return joined
 
 
-def _stated(folder: Path) -> dict[str, Any]:
-    """Returns how config.json, or the hf_quant_config.json beside it, says that weights are quantised; {}: it does not."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Returns `quantization_config` of config.json, or that of the hf_quant_config.json beside it; {} without any."""
     raw = read_json(folder / "config.json")
     text = raw.get("text_config")
-    stated = raw.get(KEY) or (text.get(KEY) if isinstance(text, dict) else None)
-    beside = folder / "hf_quant_config.json"
-    if not stated and beside.exists():
-        keys = Keys(read_json(beside), beside.name)
-        stated = {**keys.table("quantization").raw, "quant_method": "modelopt"}
-        modelopt.check(Keys(stated, beside.name))
-    return stated if isinstance(stated, dict) else {}
+    config = raw.get(KEY) or (text.get(KEY) if isinstance(text, dict) else None)
+    modelopt_file = folder / "hf_quant_config.json"
+    if not config and modelopt_file.exists():
+        keys = Keys(read_json(modelopt_file), modelopt_file.name)
+        config = {**keys.table("quantization").raw, "quant_method": ModelOpt.name}
+        METHODS[ModelOpt.name].check(Keys(config, modelopt_file.name))
+    return config if isinstance(config, dict) else {}
 
 
-def _matches(module: str, entry: str) -> bool:
-    """Returns whether a list's entry, a name with wildcards or "re:" and a regular expression, stands for a module."""
-    if not entry.startswith("re:"):
-        return fnmatchcase(module, entry)
+def _is_match(prefix: str, pattern: str) -> bool:
+    """Returns whether a pattern, a name with wildcards or "re:" and a regular expression, stands for a module."""
+    if not pattern.startswith("re:"):
+        return fnmatchcase(prefix, pattern)
     try:
-        return bool(re.match(entry[3:], module))
+        return bool(re.match(pattern[3:], prefix))
     except re.error as error:
-        raise ValueError(f"got {quoted(entry)} in {KEY}, expected a regular expression: {error}") from None
+        raise ValueError(f"got {quoted(pattern)} in {KEY}, expected a regular expression: {error}") from None

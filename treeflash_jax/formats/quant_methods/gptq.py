@@ -12,63 +12,56 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.grouped_tensors import GroupedTensor
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.formats.quant_methods.quant_method import (
-    WORDS,
-    find,
-    group_size,
-    input_order,
-    join_parts,
-    packed_outputs,
-    transposed,
-)
+from treeflash_jax.formats.quant_methods import quant_method
+from treeflash_jax.formats.quant_methods.quant_method import Module, QuantMethod
 from treeflash_jax.formats.storage import Tensor
 
 FORMATS = ("gptq", "gptq_v2")
-ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
+ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}  # a word of ones, by bits
 
 
-def check(stated: Keys) -> None:
-    stated.check_only({"pack_dtype": ("int32", None)})
-    bits, form = stated.raw.get("bits"), _format(stated.raw)
-    stated.expect(type(bits) is int and bits in ONES, "bits", bits, "4 or 8: load the model's bfloat16 files")
-    stated.expect(form in FORMATS, "checkpoint_format", form, " or ".join(map(repr, FORMATS)))
+class Gptq(QuantMethod):
+    name = "gptq"
+
+    def check(self, config: Keys) -> None:
+        config.check_only({"pack_dtype": ("int32", None)})
+        bits, version = config.raw.get("bits"), _format(config.raw)
+        config.expect(type(bits) is int and bits in ONES, "bits", bits, "4 or 8: load the model's bfloat16 files")
+        config.expect(version in FORMATS, "checkpoint_format", version, " or ".join(map(repr, FORMATS)))
+
+    def join(self, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        join_module = partial(_join_module, bits=config["bits"], zeros_less_one=_format(config) == "gptq")
+        return quant_method.join_modules(tensors, "qweight", ("qzeros", "scales", "g_idx"), join_module)
 
 
-def _format(stated: Mapping[str, Any]) -> Any:
-    return stated.get("checkpoint_format") or stated.get("format") or FORMATS[0]
+def _format(config: Mapping[str, Any]) -> Any:
+    return config.get("checkpoint_format") or config.get("format") or FORMATS[0]
 
 
-def join(stated: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    joined = partial(_module, stated["bits"], _format(stated) == FORMATS[0])
-    return join_parts(tensors, "qweight", ("qzeros", "scales", "g_idx"), joined)
-
-
-def _module(bits: int, is_first: bool, module: str, held: dict[str, Tensor]) -> GroupedTensor:
-    words = WORDS[bits]
-    height, outputs = find(module, held, "qweight", ("I32",), (None, None)).get_shape()
-    packed, inputs = held["qweight"], height * words.each
-    scales = transposed(find(module, held, "scales", ("F16", "BF16", "F32"), (None, outputs)))
-    group, groups = group_size(f"{module}.scales", scales, inputs), scales.get_shape()[-1]
-    stored = find(module, held, "qzeros", ("I32",), (groups, -(-outputs // words.each)))
+def _join_module(module: Module, bits: int, zeros_less_one: bool) -> GroupedTensor:
+    packing = quant_method.PACKINGS[bits]
+    packed = module.checked_tensor("qweight", ("I32",), (None, None))
+    height, outputs = packed.get_shape()
+    inputs = height * packing.factor
+    scales = quant_method.transpose(module.checked_tensor("scales", quant_method.SCALE_DTYPES, (None, outputs)))
+    group, groups = quant_method.find_group_size(f"{module.prefix}.scales", scales, inputs), scales.get_shape()[-1]
+    packed_zeros = module.checked_tensor("qzeros", ("I32",), (groups, -(-outputs // packing.factor)))
     order = None
-    if "g_idx" in held:
-        order = input_order(f"{module}.g_idx", find(module, held, "g_idx", ("I32",), (inputs,))[...], group)
+    if "g_idx" in module:
+        group_ids = module.checked_tensor("g_idx", ("I32",), (inputs,))[...]
+        order = quant_method.find_input_order(f"{module.prefix}.g_idx", group_ids, group)
 
-    def codes(rows: tuple[slice, ...]) -> np.ndarray:
-        numbers = words.unpack(packed[:, rows[0]].T)
-        return numbers if order is None else numbers.take(order, axis=-1)
-
-    def zeros(rows: tuple[slice, ...]) -> np.ndarray:
-        numbers = stored[:, rows[0]].view(np.uint32)
-        return numbers + ONES[bits] if is_first else numbers  # carries as it borrowed
+    def read_zeros(rows: tuple[slice, ...]) -> np.ndarray:
+        words = packed_zeros[:, rows[0]].view(np.uint32)
+        return words + ONES[bits] if zeros_less_one else words  # carries as it borrowed
 
     return GroupedTensor(
-        code_book=words.code_book,
+        code_book=packing.code_book,
         group=group,
-        codes=Part((outputs, inputs), words.dtype, codes),
+        codes=quant_method.unpack_inputs((outputs, inputs), packing, order, lambda rows: packed[:, rows[0]].T),
         scales=scales,
-        zeros=packed_outputs((outputs, groups), words, zeros),
+        zeros=quant_method.unpack_outputs((outputs, groups), packing, read_zeros),
         order=order,
     )

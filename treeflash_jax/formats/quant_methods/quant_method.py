@@ -1,8 +1,9 @@
-"""The protocol of methods of quantisation, and what their tensors have in common."""
+"""The protocol of methods of quantisation, and functions that several methods need for their tensors."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -10,68 +11,93 @@ from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
+SCALE_DTYPES = ("F16", "BF16", "F32")
 
-@dataclass(frozen=True)
-class QuantMethod:
-    """A way in which files hold quantised weights, by `quant_method` in config.json.
+
+class QuantMethod(ABC):
+    """A way in which files store quantised weights.
 
     Attributes:
-      join: function of the stated configuration and a folder's tensors by name; returns them with each quantised weight as
-        one tensor, by the name of the weight. May raise ValueError.
-      check: function of the stated configuration that raises ValueError for what is not implemented.
+      name: `quant_method` in config.json.
     """
 
-    join: Callable[[Mapping[str, Any], dict[str, Tensor]], dict[str, Tensor]]
-    check: Callable[[Keys], None]
+    name: ClassVar[str]
+
+    @abstractmethod
+    def check(self, config: Keys) -> None:
+        """Raises ValueError for a `quantization_config` that is not implemented."""
+
+    @abstractmethod
+    def join(self, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a folder's tensors with each quantised weight and its scales as one tensor, by the name of the weight.
+
+        Raises ValueError for tensors that are missing, or have another type or shape.
+        """
 
 
-def join_parts(
+@dataclass(frozen=True)
+class Module:
+    """Tensors of one quantised module.
+
+    Attributes:
+      prefix: the module's name, "model.layers.0.mlp.up_proj".
+      tensors: the module's tensors by the last word of their names, "qweight" for "PREFIX.qweight".
+    """
+
+    prefix: str
+    tensors: Mapping[str, Tensor]
+
+    def __contains__(self, word: str) -> bool:
+        return word in self.tensors
+
+    def checked_tensor(self, word: str, dtypes: Collection[str], shape: Any = None) -> Tensor:
+        """Returns "PREFIX.word". Raises ValueError if it is missing, or has another type or shape (None: any size)."""
+        if word not in self.tensors:
+            raise ValueError(f"got no tensor {self.prefix}.{word} beside {self.prefix}.{min(self.tensors)}, expected both")
+        tensor = self.tensors[word]
+        got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+        fits = shape is None or (len(got) == len(shape) and all(b in (None, a) for a, b in zip(got, shape, strict=True)))
+        if dtype not in dtypes or not fits:
+            sizes = "" if shape is None else f"{['any' if size is None else size for size in shape]} of "
+            expected = f"{sizes}type {' or '.join(dtypes)}".replace("'", "")
+            raise ValueError(f"tensor {self.prefix}.{word} has shape {list(got)} of type {dtype}, expected {expected}")
+        return tensor
+
+
+def join_modules(
     tensors: dict[str, Tensor],
     packed: str,
-    parts: Collection[str],
-    join: Callable[[str, dict[str, Tensor]], GroupedTensor],
+    others: Collection[str],
+    join: Callable[[Module], GroupedTensor],
     marks: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors with those of each quantised module as one, "MODULE.weight".
+    """Returns the tensors with those of each quantised module as one, "PREFIX.weight".
 
     Args:
-      packed: last word of the name of the tensor that a quantised module must have, "MODULE.packed".
-      parts: last words of the names of its other tensors, which it may lack.
-      join: function of the module and its tensors by these words.
-      marks: the words that no other module has; None: all.
+      packed: last word of the name of the tensor that a quantised module must have, "PREFIX.packed".
+      others: last words of the names of its other tensors, which it may lack.
+      join: function that joins the tensors of one module.
+      marks: words that only quantised modules have; None: `packed` and `others`.
 
-    Raises ValueError for parts without `packed`.
+    Raises ValueError for a module without `packed`.
     """
     words = {name: name.rpartition(".") for name in tensors}
-    marks = (packed, *parts) if marks is None else marks
-    modules: dict[str, dict[str, Tensor]] = {module: {} for module, _, word in words.values() if word in marks}
-    kept = {}
-    for name, (module, _, word) in words.items():
-        if module in modules and (word == packed or word in parts):
-            modules[module][word] = tensors[name]
+    marks = (packed, *others) if marks is None else marks
+    modules: dict[str, dict[str, Tensor]] = {prefix: {} for prefix, _, word in words.values() if word in marks}
+    joined = {}
+    for name, (prefix, _, word) in words.items():
+        if prefix in modules and (word == packed or word in others):
+            modules[prefix][word] = tensors[name]
         else:
-            kept[name] = tensors[name]
-    for module, held in modules.items():
-        if packed not in held:
-            raise ValueError(f"got no tensor {module}.{packed} beside {module}.{min(held)}, expected both")
-        kept[f"{module}.weight"] = join(module, held)
-    return kept
+            joined[name] = tensors[name]
+    for prefix, parts in modules.items():
+        if packed not in parts:
+            raise ValueError(f"got no tensor {prefix}.{packed} beside {prefix}.{min(parts)}, expected both")
+        joined[f"{prefix}.weight"] = join(Module(prefix, parts))
+    return joined
 
 
-def find(module: str, held: Mapping[str, Tensor], part: str, dtypes: Collection[str], shape: Any = None) -> Tensor:
-    """Returns a tensor of a module. Raises ValueError if it is missing, or has another type or shape (None: any size)."""
-    if part not in held:
-        raise ValueError(f"got no tensor {module}.{part} beside {module}.{min(held)}, expected both")
-    got, dtype = tuple(held[part].get_shape()), held[part].get_dtype()
-    fits = shape is None or (len(got) == len(shape) and all(b in (None, a) for a, b in zip(got, shape, strict=True)))
-    if dtype not in dtypes or not fits:
-        sizes = "" if shape is None else f"{['any' if size is None else size for size in shape]} of "
-        expected = f"{sizes}type {' or '.join(dtypes)}".replace("'", "")
-        raise ValueError(f"tensor {module}.{part} has shape {list(got)} of type {dtype}, expected {expected}")
-    return held[part]
-
-
-def group_size(name: str, scales: Tensor, inputs: int) -> int:
+def find_group_size(name: str, scales: Tensor, inputs: int) -> int:
     """Returns the number of inputs with a common scale. Raises ValueError if inputs are no whole groups."""
     groups = scales.get_shape()[-1]
     if min(groups, inputs) < 1 or inputs % groups:
@@ -79,53 +105,7 @@ def group_size(name: str, scales: Tensor, inputs: int) -> int:
     return inputs // groups
 
 
-def nibbles(packed: np.ndarray) -> np.ndarray:
-    """Returns the halves of bytes, or of little-endian words, low half first."""
-    halves = np.ascontiguousarray(packed).view(np.uint8)
-    return np.stack([halves & 15, halves >> 4], axis=-1).reshape(*halves.shape[:-1], -1)
-
-
-def signed(packed: np.ndarray) -> np.ndarray:
-    """Returns the bytes of little-endian words, less 128."""
-    return (np.ascontiguousarray(packed).view(np.uint8) ^ 0x80).view(np.int8)
-
-
-class WholeNumbers(NamedTuple):
-    """Numbers without a sign in words of 32 bits, the first one lowest; of 8 bits, 128 is subtracted from all."""
-
-    code_book: Literal["int4", "int8"]
-    dtype: str
-    each: int
-    unpack: Callable[[np.ndarray], np.ndarray]
-
-
-WORDS = {4: WholeNumbers("int4", "U8", 8, nibbles), 8: WholeNumbers("int8", "I8", 4, signed)}
-
-
-def packed_outputs(shape: tuple[int, ...], words: WholeNumbers, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Part:
-    """Returns numbers that are packed along the outputs.
-
-    Args:
-      shape: [..., outputs, columns].
-      read: function of slices of the first axes and of the words; returns [..., columns, words].
-    """
-
-    def unpacked(rows: tuple[slice, ...]) -> np.ndarray:
-        first, last, _ = rows[-1].indices(shape[-2])
-        begin = first // words.each
-        numbers = words.unpack(read((*rows[:-1], slice(begin, -(-last // words.each)))))
-        return numbers[..., first - begin * words.each : last - begin * words.each].swapaxes(-1, -2)
-
-    return Part(shape, words.dtype, unpacked)
-
-
-def transposed(tensor: Tensor) -> Part:
-    """Returns a tensor [groups, outputs] as [outputs, groups]."""
-    groups, outputs = tensor.get_shape()
-    return Part((outputs, groups), tensor.get_dtype(), lambda rows: tensor[(slice(None), *rows)].T)
-
-
-def input_order(name: str, groups: Any, group: int) -> np.ndarray | None:
+def find_input_order(name: str, groups: Any, group: int) -> np.ndarray | None:
     """Returns the inputs in group order, given the group of each; None if it is their order in the file.
 
     Raises ValueError for groups of other sizes than `group`.
@@ -136,3 +116,76 @@ def input_order(name: str, groups: Any, group: int) -> np.ndarray | None:
         raise ValueError(f"tensor {name} has groups of other sizes than {group} inputs, expected {count} of that size")
     order = groups.argsort(kind="stable").astype(np.int32)
     return None if (np.diff(order) == 1).all() else order
+
+
+def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
+    """Returns the halves of bytes, or of little-endian words, low half first."""
+    halves = np.ascontiguousarray(packed).view(np.uint8)
+    return np.stack([halves & 15, halves >> 4], axis=-1).reshape(*halves.shape[:-1], -1)
+
+
+def _unpack_bytes(packed: np.ndarray) -> np.ndarray:
+    """Returns the bytes of little-endian words, less 128."""
+    return (np.ascontiguousarray(packed).view(np.uint8) ^ 0x80).view(np.int8)
+
+
+class Packing(NamedTuple):
+    """Numbers without a sign in words of 32 bits, the first one lowest; of 8 bits, 128 is subtracted from all.
+
+    Attributes:
+      code_book, dtype: as in GroupedTensor and Part.
+      factor: numbers per word.
+      unpack: function of words [..., n] that returns numbers [..., n * factor].
+    """
+
+    code_book: Literal["int4", "int8"]
+    dtype: str
+    factor: int
+    unpack: Callable[[np.ndarray], np.ndarray]
+
+
+PACKINGS = {4: Packing("int4", "U8", 8, unpack_nibbles), 8: Packing("int8", "I8", 4, _unpack_bytes)}  # by bits
+
+
+def unpack_inputs(
+    shape: tuple[int, ...],
+    packing: Packing,
+    order: np.ndarray | None,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> Part:
+    """Returns codes that are packed along the inputs, in group order.
+
+    Args:
+      shape: [..., outputs, inputs].
+      order: from `find_input_order`.
+      read: function of slices of all axes but the last; returns words [..., outputs, words].
+    """
+
+    def unpack(rows: tuple[slice, ...]) -> np.ndarray:
+        codes = packing.unpack(read(rows))[..., : shape[-1]]
+        return codes if order is None else codes.take(order, axis=-1)
+
+    return Part(shape, packing.dtype, unpack)
+
+
+def unpack_outputs(shape: tuple[int, ...], packing: Packing, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Part:
+    """Returns numbers that are packed along the outputs.
+
+    Args:
+      shape: [..., outputs, columns].
+      read: function of slices of the first axes and of the words; returns [..., columns, words].
+    """
+
+    def unpack(rows: tuple[slice, ...]) -> np.ndarray:
+        first, last, _ = rows[-1].indices(shape[-2])
+        begin = first // packing.factor
+        numbers = packing.unpack(read((*rows[:-1], slice(begin, -(-last // packing.factor)))))
+        return numbers[..., first - begin * packing.factor : last - begin * packing.factor].swapaxes(-1, -2)
+
+    return Part(shape, packing.dtype, unpack)
+
+
+def transpose(tensor: Tensor) -> Part:
+    """Returns a tensor [groups, outputs] as [outputs, groups]."""
+    groups, outputs = tensor.get_shape()
+    return Part((outputs, groups), tensor.get_dtype(), lambda rows: tensor[(slice(None), *rows)].T)

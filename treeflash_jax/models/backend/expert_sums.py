@@ -3,7 +3,7 @@
 A one-token step reads few of the experts, and a tree most of them. `sum_experts` therefore gathers the matrices of each
 token's experts if that reads fewer bytes, on a CPU also if a token chooses few of many experts. All forms are equal but for
 rounding. They take the weights, the tokens [n, d], the weight of every assignment in float32 at least (0 for experts that
-the device does not hold), its expert (then the number of experts held) and the function that joins gate and up
+the device does not hold), its expert (then the number of experts of the device) and the function that joins gate and up
 map (`silu_join`), and return the sum before it is rounded, without the biases of "expert_down".
 
 Shape suffixes: n tokens of a device, d model, x experts, f ffn of an expert, k experts of a token, a = n k assignments, i
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.models.backend import block_products
+from treeflash_jax.models.backend import block_scales, expert_products
 from treeflash_jax.models.quantized import Quantized
 
 STEP_INPUTS = 8  # inputs of a matrix that a CPU adds up at a time
@@ -36,19 +36,19 @@ GATE_UP = ("expert_gate", "expert_up")
 
 def sum_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Returns the sum, [n, d], by the form that reads fewest bytes."""
-    held, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
-    reads_few = 2 * count * per_token <= held
-    on_cpu = gather_in_steps if reads_few or SPARSE * per_token <= held else all_experts
+    num_experts, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
+    reads_few = 2 * count * per_token <= num_experts
+    on_cpu = gather_in_steps if reads_few or SPARSE * per_token <= num_experts else all_experts
     default = gather_and_reduce if reads_few else all_experts
     if any(_has_blocks(weight) for weight in weights.values()):
         on_cpu = default
-    on_tpu = partial(_where_they_lie, one_by_one if reads_few else _two_at_least)
+    on_tpu = partial(_keep_layouts, one_by_one if reads_few else _two_at_least)
     forms = {"cpu": on_cpu, "tpu": on_tpu, "default": default}
     by_blocks = {platform: partial(_by_blocks, form, join) for platform, form in forms.items()}
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
 
-def _where_they_lie(
+def _keep_layouts(
     form: Form, weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
 ) -> jax.Array:
     """Runs a form on weights in the layout that they have.
@@ -56,7 +56,7 @@ def _where_they_lie(
     XLA for TPUs would copy those whose sizes are no multiples of 128 into another one, of all layers ahead of a loop.
     """
     x_nd, weights = lax.optimization_barrier((x_nd, weights))
-    return form(block_products.in_order(weights), x_nd, weight_nk, ids_nk, join)
+    return form(expert_products.keep_layout(weights), x_nd, weight_nk, ids_nk, join)
 
 
 def _by_blocks(
@@ -74,9 +74,9 @@ def _by_blocks(
 
 def all_experts(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Runs every token through every expert. Tokens are repeated per expert, or else a GPU would copy the weights."""
-    held, count = weights["expert_gate"].shape[0], x_nd.shape[0]
-    weight_xn = jnp.sum(jnp.where(ids_nk == jnp.arange(held)[:, None, None], weight_nk, 0), axis=-1)
-    x_xnd = jnp.broadcast_to(x_nd, (held, *x_nd.shape))
+    num_experts, count = weights["expert_gate"].shape[0], x_nd.shape[0]
+    weight_xn = jnp.sum(jnp.where(ids_nk == jnp.arange(num_experts)[:, None, None], weight_nk, 0), axis=-1)
+    x_xnd = jnp.broadcast_to(x_nd, (num_experts, *x_nd.shape))
     products = [_product("xnd,xdf->xnf", x_xnd, weights[name]) for name in GATE_UP]
     h_xnf = _gated(products, _biases(weights, lambda bias_xf: bias_xf[:, None]), join)
     down, wide = weights["expert_down"], weight_xn.dtype
@@ -94,9 +94,9 @@ def gather_in_steps(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids
 
     def products(names: tuple[str, ...], x_am: jax.Array, narrow: bool = True) -> list[jax.Array]:
         parts = [_parts(weights[name]) for name in names]
-        held, inputs, outputs = parts[0][0].shape
+        num_experts, inputs, outputs = parts[0][0].shape
         size = math.gcd(inputs, STEP_INPUTS)
-        by_step = [values.reshape(held, inputs // size, size, outputs) for values, _ in parts]
+        by_step = [values.reshape(num_experts, inputs // size, size, outputs) for values, _ in parts]
 
         def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
             # Tied to the step: XLA would convert bfloat16 values of all experts to float32 ahead of the loop.
@@ -122,16 +122,16 @@ def gather_and_reduce(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, i
     """Sums over gathered matrices instead of multiplying by them: a GPU compiles each to one kernel that stores no copy."""
     wide = weight_nk.dtype
     experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
-    taken = jax.tree.map(lambda weight: jnp.take(weight, ids_nk, axis=0, mode="clip"), experts)
+    gathered = jax.tree.map(lambda weight: jnp.take(weight, ids_nk, axis=0, mode="clip"), experts)
 
     def product(name: str, x_nkm: jax.Array, narrow: bool = True) -> jax.Array:
-        values, scale = _parts(taken[name])
+        values, scale = _parts(gathered[name])
         if scale is not None and scale.ndim == values.ndim:
-            values, scale = block_products.widened(taken[name], wide), None
+            values, scale = block_scales.widen(gathered[name], wide), None
         y_nkm = jnp.sum(x_nkm.astype(wide)[..., None] * values.astype(wide), axis=2)
         return _scaled(y_nkm, scale, x_nd.dtype if narrow else wide)
 
-    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(taken), join)
+    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(gathered), join)
     return jnp.sum(product("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
 
 
@@ -186,7 +186,7 @@ def clamped_join(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow: bool = True) -> jax.Array:
     """An einsum summed in float32 at least; `narrow` rounds it to the dtype of x. A scale has the weight's outer axes."""
     if _has_blocks(weight):
-        y = block_products.expert_product(x, weight)
+        y = expert_products.product(x, weight)
         return y.astype(x.dtype) if narrow else y
     values, scale = _parts(weight)
     wide = at_least_float32(x.dtype)

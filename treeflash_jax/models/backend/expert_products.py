@@ -1,0 +1,76 @@
+"""Products of experts with their matrices, each with a scale per block of inputs and outputs.
+
+Shape suffixes: x experts, n vectors, i inputs, f outputs, k blocks of inputs, z inputs of a block, g blocks of outputs, b
+outputs of a block.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.models.backend import block_products, block_scales
+
+
+def product(x_xni: jax.Array, weight: Any) -> jax.Array:
+    """Returns the vectors of each expert times its matrix, [x, n, f], in float32 at least.
+
+    Sums over blocks of inputs are scaled, since a batch over blocks of outputs would need another layout of the matrices.
+    TPUs do not store these sums (compiled for 64 and 256 vectors). Other devices do, so for many vectors they scale parts
+    of the matrices instead, which a TPU would copy whole first.
+
+    Args:
+      weight: a `quantized.Quantized`: values [x, i, f], scales [x, k, g].
+    """
+    count, group = x_xni.shape[1], weight.block[1]
+    wide = at_least_float32(x_xni.dtype)
+    sums_are_smaller = count * wide.itemsize < group * x_xni.dtype.itemsize
+    default = _scale_sums if sums_are_smaller else _scale_weights_in_parts
+    has_scale_per_output = weight.scale.shape[2] == weight.shape[2]
+    if has_scale_per_output and count > min(group // 2, block_products.MOST_VECTORS_SUMMED):
+        on_tpu = _scale_weights
+    else:
+        on_tpu = _scale_sums
+    return lax.platform_dependent(x_xni, weight, tpu=on_tpu, default=default)
+
+
+def keep_layout(weights: Any) -> Any:
+    """Returns weights in the layout that they have. XLA would copy whole ones into another, those of all layers at once."""
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weights)
+
+
+def _scale_sums(x_xni: jax.Array, weight: Any) -> jax.Array:
+    experts, count, _ = x_xni.shape
+    scale_xkg = block_scales.compute_scales(weight, at_least_float32(x_xni.dtype))
+    x_xnkz = x_xni.reshape(experts, count, scale_xkg.shape[1], -1)
+    values_xkzf = weight.values.reshape(experts, scale_xkg.shape[1], -1, weight.shape[-1])
+    y_xknf = block_products.einsum("xnkz,xkzf->xknf", x_xnkz, values_xkzf.astype(x_xni.dtype))
+    y_xkngb = y_xknf.reshape(*y_xknf.shape[:3], scale_xkg.shape[2], -1)
+    y_xnf = jnp.sum(y_xkngb * scale_xkg[:, :, None, :, None], axis=1).reshape(experts, count, -1)
+    return _subtract_offsets(y_xnf, x_xni, weight, scale_xkg)
+
+
+def _scale_weights(x_xni: jax.Array, weight: Any) -> jax.Array:
+    widened_xif = block_scales.widen(weight.replace(zero=None, minimum=None), x_xni.dtype)
+    y_xnf = block_products.einsum("xni,xif->xnf", x_xni, widened_xif)
+    return _subtract_offsets(y_xnf, x_xni, weight, block_scales.compute_scales(weight, y_xnf.dtype))
+
+
+def _scale_weights_in_parts(x_xni: jax.Array, weight: Any) -> jax.Array:
+    experts, count, _ = x_xni.shape
+    parts = block_products.count_parts(experts, 1)
+    x_split, weight_split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x_xni, weight))
+
+    def multiply(part: tuple[jax.Array, Any]) -> jax.Array:
+        x_xni, weight = part[0], keep_layout(part[1])
+        return block_products.einsum("xni,xif->xnf", x_xni, block_scales.widen(weight, x_xni.dtype))
+
+    return lax.map(multiply, (x_split, keep_layout(weight_split))).reshape(experts, count, -1)
+
+
+def _subtract_offsets(y_xnf: jax.Array, x_xni: jax.Array, weight: Any, scale_xkf: jax.Array) -> jax.Array:
+    num_groups = scale_xkf.shape[1]
+    return block_scales.subtract_offsets("xnk,xkf->xnf", y_xnf, x_xni, weight, scale_xkf, num_groups)
