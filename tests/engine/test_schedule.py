@@ -26,6 +26,7 @@ from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.batching import SamplingSizes
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.serve.request_maker import server_sizes
 
 SIZES = (5, 16)  # with one and two slots refilled at once
 # Two states over twelve tokens; token 0 ends an answer in state 1 alone.
@@ -128,7 +129,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     pool = make_pool(model, 60, **draft)
     call = model.prepare([pool.prompts[0]], **draft, max_new_tokens=4)
     plan = replace(call.plan, shared=replace(call.plan.shared, prefill_chunk=8))
-    sizes = SamplingSizes.for_server(4, model.verifier.vocab_size)
+    sizes = server_sizes(4, model.verifier.vocab_size, tf.GenerateConfig)
     scheduler = Scheduler(Runner(plan, model.weights, can_cut=True), sizes, batch_size=slots, capacity=64, is_open=True)
     reader, numbers = Reader(scheduler, model), Counter()
     requests: dict[int, tuple[list[int], Request]] = {}  # by number: the right answer, and the request

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from refusals import refused
-from test_limits import listening, stub_worker
+from test_limits import StubRequestMaker, listening, stub_worker
 
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -61,8 +61,8 @@ class Clients:
         self.known: list[tuple[str, list[dict[str, Any]]]] = []  # responses, with the conversations up to their end
         inner = SimpleNamespace(chat_template="tools <think> <tool_call>", decode=lambda ids: "")
         self.worker = stub_worker(
-            model=SimpleNamespace(names=("tiny",), tokenizer=Tokenizer(inner)), encode=self.encode, submit=self.submit,
-            numbered_requests=lambda prompts, **settings: prompts, _limit=1000,
+            model=SimpleNamespace(names=("tiny",), tokenizer=Tokenizer(inner)), submit=self.submit, _limit=1000,
+            request_maker=StubRequestMaker(encode=self.encode, make_requests=lambda prompts, **settings: prompts),
         )  # fmt: skip
 
     def encode(self, prompts: list[Any]) -> list[list[int]]:

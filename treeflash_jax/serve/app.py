@@ -64,7 +64,8 @@ def make_app(
 
     needs = [Depends(check_key)]
     protocols = [
-        type(kind.__name__, (kind,), {"body_kind": with_numbers(kind.body_kind, type(worker.config))}) for kind in PROTOCOLS
+        type(kind.__name__, (kind,), {"body_kind": with_numbers(kind.body_kind, type(worker.request_maker.config))})
+        for kind in PROTOCOLS
     ]
     for protocol in protocols:
         add_protocol(app, answering, protocol, needs)
@@ -81,7 +82,7 @@ def make_app(
 
     def make_card(name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": reader.served.created, "owned_by": "treeflash"}
-        return card | {"max_model_len": worker.context}
+        return card | {"max_model_len": worker.request_maker.context}
 
     @app.get("/health")
     async def report_health() -> Any:
