@@ -200,7 +200,7 @@ class MessagesExchange(Exchange):
 
     def end(self, usage: Usage) -> Iterable[Event]:
         yield from self._end_block()
-        yield _event("message_delta", delta=self._ending(self._last, usage), usage=_usage_form(usage))
+        yield _event("message_delta", delta=self._ending(self._last, usage), usage=message_usage(usage))
         yield _event("message_stop")
 
     def count(self, num_tokens: int) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class MessagesExchange(Exchange):
 
     def _message(self, blocks: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.served.name, "content": blocks}
-        return message | {"stop_reason": None, "stop_sequence": None, "usage": _usage_form(usage)}
+        return message | {"stop_reason": None, "stop_sequence": None, "usage": message_usage(usage)}
 
 
 def _event(kind: str, **fields: Any) -> Event:
@@ -266,6 +266,6 @@ def _read_input(call: Call) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"input": arguments}
 
 
-def _usage_form(usage: Usage) -> dict[str, Any]:
+def message_usage(usage: Usage) -> dict[str, Any]:
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.reused}
     return {"input_tokens": usage.prompt - usage.reused, "output_tokens": usage.answer, **cached}

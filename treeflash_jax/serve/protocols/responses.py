@@ -238,7 +238,7 @@ class ResponsesExchange(Exchange):
             "tools": [flat_tool(tool["function"]) for tool in self._functions],
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
-            "usage": usage and _usage_form(usage),
+            "usage": usage and response_usage(usage),
         }
 
 
@@ -260,7 +260,7 @@ def flat_tool(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", **empty, **function, "strict": bool(function.get("strict"))}
 
 
-def _usage_form(usage: Usage) -> dict[str, Any]:
+def response_usage(usage: Usage) -> dict[str, Any]:
     """Returns numbers of tokens. Those of thoughts are not counted: parts of an answer do not say which tokens they are."""
     return {
         "input_tokens": usage.prompt,
