@@ -11,7 +11,8 @@ from functools import partial
 
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
-from treeflash_jax.engine.answers.results import Chunk, Reader, Result
+from treeflash_jax.engine.answers.result_reader import ResultReader
+from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import refill_size
@@ -103,7 +104,7 @@ class Worker(threading.Thread):
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
         runner = Runner(plan, model.weights, model.mesh, can_cut=True)
         self._scheduler = Scheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity, is_open=True)
-        self._reader = Reader(self._scheduler, model)
+        self._reader = ResultReader(self._scheduler, model)
         metrics.watch(
             lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
         )
