@@ -107,7 +107,7 @@ class ResultReader:
                     prompt_score=answer.score,
                     expected_lengths=expected_lengths if plan.shared.expected_lengths else None,
                     cut=cut,
-                    reused=int(scheduler.reused[slot]),
+                    reused=int(scheduler.num_reused[slot]),
                     draft_again=DraftAgain(self._model, scheduler, request) if plan.drafts else None,
                 )
             )

@@ -44,7 +44,7 @@ class Scheduler:
 
     Attributes:
       state: decoding state, donated to programs that return it; None before the first prompts are read.
-      reused: number of prompt tokens of each slot that were reused from caches.
+      num_reused: number of prompt tokens of each slot that were reused from caches.
       is_interrupted: whether Ctrl-C ended the decoding.
     """
 
@@ -61,7 +61,7 @@ class Scheduler:
         self.slots = Slots(sharding.pad_batch_size(batch_size, runner.mesh))
         self.admission = Admission(self.slots, runner.mesh)
         self.state: DecodeState | None = None
-        self.reused = np.zeros(self.slots.size, int)
+        self.num_reused = np.zeros(self.slots.size, int)
         self.is_interrupted = False
         self._has_fixed_capacity = capacity is not None
         self._capacity = capacity or 0
@@ -225,7 +225,7 @@ class Scheduler:
         for row, slot in enumerate(group.rows):
             if slot in group.requests:
                 self.slots.hold(slot, group.requests[slot])
-                self.reused[slot] = group.reused[row]
+                self.num_reused[slot] = group.num_reused[row]
 
     def _run_rounds(self, max_rounds: int) -> None:
         """Runs rounds until enough sequences are done; caches without room for a round are doubled before."""
