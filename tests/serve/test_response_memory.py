@@ -21,7 +21,7 @@ from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.response_memory import ResponseMemory
-from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange, memory_of
+from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange, get_memory
 from treeflash_jax.serve.worker import Piece, Submission
 
 CLIENTS, TURNS, KEPT, KEPT_BYTES = 12, 40, 60, 120_000
@@ -187,7 +187,7 @@ def test_many_clients_with_branches_evictions_and_failures():
 def test_an_item_is_referenced_once():
     """Each reference is a copy: thousands of them in a small body would be gigabytes."""
     served = Served("tiny", 0)
-    memory_of(served).add(response("a", "x"), [])
+    get_memory(served).add(response("a", "x"), [])
     reference = {"type": "item_reference", "id": "a.0"}
     assert ResponsesExchange(ResponsesBody(input=[reference]), served)._conversation() == [{"id": "a.0", "text": "x"}]
     exchange = ResponsesExchange(ResponsesBody(input=[reference, reference]), served)

@@ -25,9 +25,9 @@ class CallReader:
     """Reads requests to one model.
 
     Attributes:
-      names: names of the model, of which answers have the first: those given, or else what was given as verifier; of a
-        path, its last part.
-      threads: those in which bodies are read.
+      names: accepted names of the model; answers carry the first. Default: the value of `--verifier`, of a path the last
+        part.
+      threads: threads that read bodies.
     """
 
     def __init__(self, worker: Worker, created: int, names: tuple[str, ...] = ()):
@@ -62,10 +62,10 @@ class CallReader:
         worker = self.worker
         return await self.threads.run(lambda: worker.request_maker.encode(model_prompts(call, worker.model.tokenizer)))
 
-    async def submission(self, call: ServerCall) -> tuple[Submission, int]:
-        """Returns what the worker decodes for a call, with its constraints compiled, and the number of prompt tokens.
+    async def make_submission(self, call: ServerCall) -> tuple[Submission, int]:
+        """Returns the submission of a call, with its constraints compiled, and its number of prompt tokens.
 
-        Raises ValueError, HTTPException and QueueFull: by counts, then sizes, then tokens.
+        Raises ValueError, HTTPException and QueueFull: it checks counts, then sizes, then tokens.
         """
         worker, maker = self.worker, self.worker.request_maker
         worker.check_room(call.num_answers)
@@ -84,7 +84,7 @@ class CallReader:
         return Submission(requests, streams=call.streams), sum(map(len, prompts))
 
     def check_model(self, name: str | None) -> None:
-        """Raises HTTPException for a name of another model."""
+        """Raises HTTPException if this is no name of the model."""
         if name not in (None, *self.names, self.worker.model.names[0]):
             known = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
             raise HTTPException(404, {"message": known, "param": "model", "code": "model_not_found"})

@@ -1,4 +1,4 @@
-"""The thread that owns the device: it turns the scheduler, and sends pieces of answers to those who wait for them."""
+"""The thread that owns the device: it runs the scheduler and sends the pieces of answers to their submissions."""
 
 import asyncio
 import logging
@@ -74,7 +74,7 @@ class Worker(threading.Thread):
 
     Attributes:
       request_maker: makes the requests of submissions.
-      error: what ended the thread, if anything did.
+      error: exception that ended the thread, if one did.
     """
 
     def __init__(self, model: TreeFlash, config: GenerateConfig, metrics: Metrics, options: ServeOptions):
@@ -91,7 +91,7 @@ class Worker(threading.Thread):
         self._first_times: dict[int, float] = {}  # of the first token of each answer
         self._last_times: dict[int, float] = {}  # of its last piece
         self._failures = 0  # dispatches that failed since the last one that did not
-        self._num_unfinished = 0  # also those that the thread has not admitted yet
+        self._num_unfinished = 0  # includes requests that the thread has not admitted yet
         self._lock = threading.Lock()
         self._stops = self._has_ended = False
         plan = model.plan(config, slots)
@@ -100,7 +100,7 @@ class Worker(threading.Thread):
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
         room = 1 + max(plan.path_length, plan.shared.prefill_chunk)
         capacity = -(-(self.request_maker.context + room) // CAPACITY_STEP) * CAPACITY_STEP
-        sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # that of a tree which is drafted again
+        sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # one for trees that the page draws
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
         runner = Runner(plan, model.weights, model.mesh, can_cut=True)
         self._scheduler = Scheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity, is_open=True)
@@ -111,7 +111,7 @@ class Worker(threading.Thread):
         self._warm_up(draws=options.ui)
 
     def _warm_up(self, *, draws: bool) -> None:
-        """Runs every program once: of prompts, new, known and scored, of rounds with automata, and of drawn trees."""
+        """Runs every program once: prefill of new, repeated and scored prompts, rounds with automata, drawing of trees."""
         maker = self.request_maker
         [first] = maker.make_requests([[0] * max(1, min(LEAST_REUSED + 2, maker.context - 3))], max_new_tokens=2)
         text = first.ids + self._decode(first).ids
@@ -140,7 +140,7 @@ class Worker(threading.Thread):
             self._actions.put(partial(self._admit, submission))
 
     def check_room(self, count: int) -> None:
-        """Raises QueueFull if this many answers have no room now, and ValueError for more than slots and queue hold."""
+        """Raises QueueFull if `count` answers have no room now, and ValueError for more than slots and queue hold."""
         most = f"at most {self._limit}, those in slots and in the queue (--slots, --queue)"
         expect(count <= self._limit, "number of answers", count, most)
         if self._num_unfinished + count > self._limit:
@@ -148,7 +148,7 @@ class Worker(threading.Thread):
             raise QueueFull(f"got {got}, expected at most {self._limit} together; try again later")
 
     def cancel(self, submission: Submission) -> None:
-        """Drops what is left of a submission; its slots are free after the dispatch that is running."""
+        """Drops the unfinished requests of a submission; their slots are free after the dispatch that is running."""
         self._actions.put(partial(self._drop, submission, None))
 
     def stop(self, seconds: float | None = None) -> bool:
@@ -165,7 +165,7 @@ class Worker(threading.Thread):
                     self._run_actions()
                     if self._scheduler.has_work:
                         self._step()
-                except Exception as error:  # of the device: what has a slot is lost
+                except Exception as error:  # of the device: answers with a slot are lost
                     self._recover(error)
         except BaseException as error:
             self.error = error
@@ -173,7 +173,7 @@ class Worker(threading.Thread):
         self._end_submissions()
 
     def _recover(self, error: Exception) -> None:
-        """Goes on without the answers that had a slot when a dispatch failed. Raises the error if too many have failed."""
+        """Drops the answers that had a slot when a dispatch failed. Raises the error if too many dispatches have failed."""
         logger.exception("a dispatch failed")
         lost = [self._unfinished.get(request.number) for request in self._scheduler.recover()]  # None: answered before
         for submission in {submission for submission, _ in filter(None, lost)}:
@@ -183,7 +183,7 @@ class Worker(threading.Thread):
             raise error
 
     def _end_submissions(self) -> None:
-        """Ends all submissions, even ones not admitted yet; there are none after them."""
+        """Ends all submissions, admitted or not, and refuses later ones."""
         with self._lock:
             self._has_ended = True
         while not self._actions.empty():

@@ -1,4 +1,4 @@
-"""Fields that requests of several protocols share, and those that are refused."""
+"""Fields that requests of several protocols share, and fields that are refused."""
 
 import functools
 import inspect
@@ -56,11 +56,11 @@ class Body(ConstraintFields):
         return next(given, self.length_fields[0])
 
     def sent_names(self) -> dict[str, str]:
-        """Returns names of fields, by those of our settings, if they differ."""
+        """Returns the names that clients give to our settings, by our names, if they differ."""
         return {"max_new_tokens": self.length_field, "min_new_tokens": "min_tokens", "samples": "n"}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that the client gives, by our names. Raises ValueError for what is not supported."""
+        """Returns the settings that the client gives, by our names. Raises ValueError for unsupported fields."""
         for name, value in (self.model_extra or {}).items():
             if name in self.unsupported:
                 is_neutral = value is None or value == self.unsupported[name]

@@ -62,8 +62,8 @@ class ChoicesExchange(Exchange):
 
 def completion_usage(usage: Usage) -> dict[str, Any]:
     return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.answer,
-        "total_tokens": usage.prompt + usage.answer,
-        "prompt_tokens_details": {"cached_tokens": usage.reused},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.answer_tokens,
+        "total_tokens": usage.prompt_tokens + usage.answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
