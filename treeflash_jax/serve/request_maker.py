@@ -39,11 +39,11 @@ class RequestMaker:
     """Encodes prompts, compiles constraints, and checks and numbers requests.
 
     Args:
-      context: None: the verifier's, at most DEFAULT_CONTEXT.
-      schema_states: states of the largest automaton; 0: no constraints.
+      context: the attribute; None: the verifier's context, at most DEFAULT_CONTEXT.
+      schema_states: number of states of the largest automaton; 0: no constraints.
 
     Attributes:
-      config: settings of requests that do not give them.
+      config: default settings of requests.
       context: largest number of tokens of a prompt and its answer together.
       text_limit: size of the longest text that can fit the context; None without a tokenizer.
       sizes: sizes of the arrays of sampling settings, into which every request fits.
