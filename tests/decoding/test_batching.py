@@ -13,7 +13,7 @@ from test_hybrid_decoding import hybrid_pair
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.answers.results import Reader
+from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.admission import Admission
 from treeflash_jax.engine.schedule.batching import SamplingSizes, choose_batch_size
@@ -82,7 +82,7 @@ def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
     call = model.prepare([first], **settings, batch_size=2)
     runner, sizes = Runner(call.plan, model.weights, can_cut=True), SamplingSizes.fit(call.requests)
     server = Scheduler(runner, sizes, batch_size=2, capacity=256, is_open=True)
-    reader, answers, reused = Reader(server, model), {}, {}
+    reader, answers, reused = ResultReader(server, model), {}, {}
     for number, prompt in enumerate(prompts):
         _, requests = model.settings_and_requests([prompt], **settings)
         server.submit([replace(request, number=number) for request in requests])

@@ -20,12 +20,13 @@ import treeflash_jax as tf
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.answers.results import Reader
+from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.batching import SamplingSizes
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
+from treeflash_jax.serve.request_maker import server_sizes
 
 SIZES = (5, 16)  # with one and two slots refilled at once
 # Two states over twelve tokens; token 0 ends an answer in state 1 alone.
@@ -128,9 +129,9 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     pool = make_pool(model, 60, **draft)
     call = model.prepare([pool.prompts[0]], **draft, max_new_tokens=4)
     plan = replace(call.plan, shared=replace(call.plan.shared, prefill_chunk=8))
-    sizes = SamplingSizes.for_server(4, model.verifier.vocab_size)
+    sizes = server_sizes(4, model.verifier.vocab_size, tf.GenerateConfig)
     scheduler = Scheduler(Runner(plan, model.weights, can_cut=True), sizes, batch_size=slots, capacity=64, is_open=True)
-    reader, numbers = Reader(scheduler, model), Counter()
+    reader, numbers = ResultReader(scheduler, model), Counter()
     requests: dict[int, tuple[list[int], Request]] = {}  # by number: the right answer, and the request
     constrained = make_constrained(model, pool, plan)
     flaky = Flaky(rng, programs.call, 0.0)
@@ -182,7 +183,7 @@ def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:
         scheduler = Scheduler(Runner(plan, model.weights), SamplingSizes.fit(requests))
         scheduler.submit(requests)
         for ready in scheduler.decode_all(64, lambda slots: []):
-            results = Reader(scheduler, model).read_results(ready) if ready else []
+            results = ResultReader(scheduler, model).read_results(ready) if ready else []
         answers.append(results[0].ids)
     return replace(pool, expected=answers)
 

@@ -15,12 +15,31 @@ from treeflash_jax.serve.options import ServeOptions
 WORK, GRACE = sys.argv[1], int(sys.argv[2])
 
 
-class StubWorker(threading.Thread):
-    context, text_limit = 64, None
+class StubRequestMaker:
+    config, context, text_limit = tf.GenerateConfig(), 64, None
 
+    def encode(self, prompts) -> list[list[int]]:
+        return [[1]]
+
+    def find_constraints(self, prompts, settings) -> list[str]:
+        return [settings["schema"]] if "schema" in settings else []
+
+    def compile(self, schema: str) -> None:
+        tokenizer = Tokenizer.load(pairs.locate("tiny"))
+        print("working", flush=True)
+        compile_constraint("schema", schema, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
+
+    def make_requests(self, prompts, **settings) -> list[object]:
+        print("working", flush=True)
+        while WORK == "requests":
+            pass
+        return [object()]
+
+
+class StubWorker(threading.Thread):
     def __init__(self, model, config, metrics, options):
         super().__init__(daemon=True)
-        self.model, self.config, self.error = model, config, None
+        self.model, self.request_maker, self.error = model, StubRequestMaker(), None
         self._stops, self._asked = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -40,23 +59,6 @@ class StubWorker(threading.Thread):
 
     def check_room(self, count: int) -> None:
         pass
-
-    def encode(self, prompts) -> list[list[int]]:
-        return [[1]]
-
-    def find_constraints(self, prompts, settings) -> list[str]:
-        return [settings["schema"]] if "schema" in settings else []
-
-    def compile(self, schema: str) -> None:
-        tokenizer = Tokenizer.load(pairs.locate("tiny"))
-        print("working", flush=True)
-        compile_constraint("schema", schema, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
-
-    def numbered_requests(self, prompts, **settings) -> list[object]:
-        print("working", flush=True)
-        while WORK == "requests":
-            pass
-        return [object()]
 
     def submit(self, submission) -> None:
         self._asked.set()

@@ -29,7 +29,7 @@ class GenerateExchange(Exchange):
         return ServerCall(prompts=[tf.Text(self.body.inputs)], settings=settings, streams=bool(self.body.stream))
 
     def whole(self, answers, usage):
-        return {"generated_text": answers[0].text(Content), "details": {"generated_tokens": usage.answer}}
+        return {"generated_text": answers[0].text(Content), "details": {"generated_tokens": usage.answer_tokens}}
 
     def begin(self, usage):
         return ()

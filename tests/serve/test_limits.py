@@ -27,8 +27,6 @@ import treeflash_jax as tf
 from treeflash_jax.constraints import compile_bytes
 from treeflash_jax.constraints.compilation import NAMES
 from treeflash_jax.engine.answers.results import Chunk, Result
-from treeflash_jax.engine.settings import pairs
-from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import limits
 from treeflash_jax.serve.app import make_app
@@ -39,10 +37,32 @@ from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.process import Server
 from treeflash_jax.serve.protocols.chat_completions import ChatBody
 from treeflash_jax.serve.protocols.completions import CompletionBody
+from treeflash_jax.serve.request_maker import Constraint, RequestMaker
 from treeflash_jax.serve.threads import Compiler
-from treeflash_jax.serve.worker import Constraint, Piece, QueueFull, Submission, Worker
+from treeflash_jax.serve.worker import Piece, QueueFull, Submission, Worker
 
 JSON = {"content-type": "application/json"}
+
+
+class StubRequestMaker:
+    """Makes a request of each prompt without a model; methods may be replaced."""
+
+    config, context, text_limit = tf.GenerateConfig(), 64, None
+
+    def __init__(self, **methods: Callable[..., Any]):
+        vars(self).update(methods)
+
+    def encode(self, prompts: list[Any]) -> list[list[int]]:
+        return [[1]] * len(prompts)
+
+    def find_constraints(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[Constraint]:
+        return [Constraint(kind, str(settings[kind])) for kind in NAMES if kind in settings]
+
+    def compile(self, constraint: Constraint) -> None:
+        pass
+
+    def make_requests(self, prompts: list[list[int]], samples: int = 1, **settings: Any) -> list[Any]:
+        return [object()] * len(prompts) * samples
 
 
 def stub_worker(**more: Any) -> SimpleNamespace:
@@ -53,16 +73,9 @@ def stub_worker(**more: Any) -> SimpleNamespace:
             result = Result(text="yes", ids=[5], prompt_ids=[1], builder="none", accept_lengths=[1], finished="length")
             submission.pieces.put_nowait(Piece(index, Chunk(ids=[5], text="yes", rounds=1), result, True))
 
-    def find_constraints(prompts: list[list[int]], settings: dict[str, Any]) -> list[Constraint]:
-        return [Constraint(kind, str(settings[kind])) for kind in NAMES if kind in settings]
-
     worker = SimpleNamespace(
-        model=SimpleNamespace(names=("tiny",), tokenizer=None), config=tf.GenerateConfig(), error=None,
-        context=64, text_limit=None, _limit=4, _num_unfinished=0,
-        encode=lambda prompts: [[1]] * len(prompts), find_constraints=find_constraints,
-        compile=lambda constraint: None,
-        numbered_requests=lambda prompts, samples=1, **settings: [object()] * len(prompts) * samples,
-        submit=submit, cancel=lambda submission: submission.pieces.put_nowait(None),
+        model=SimpleNamespace(names=("tiny",), tokenizer=None), request_maker=StubRequestMaker(), error=None,
+        _limit=4, _num_unfinished=0, submit=submit, cancel=lambda submission: submission.pieces.put_nowait(None),
     )  # fmt: skip
     worker.check_room = partial(Worker.check_room, worker)
     vars(worker).update(more)
@@ -92,7 +105,7 @@ def message(response: httpx.Response) -> str:
 ])  # fmt: skip
 def test_answers_are_counted_before_anything_is_encoded(body):
     encoded = []
-    worker = stub_worker(encode=encoded.append)
+    worker = stub_worker(request_maker=StubRequestMaker(encode=encoded.append))
     response = ask(worker, body)
     assert response.status_code == 400 and "got number of answers" in message(response)
     worker._num_unfinished = 4
@@ -101,13 +114,10 @@ def test_answers_are_counted_before_anything_is_encoded(body):
     assert encoded == []
 
 
-def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
-    tokenizer = Tokenizer.load(pairs.locate("tiny"))
-    limit = TextLimit(tokenizer, 8)
-    model = SimpleNamespace(names=("tiny",), tokenizer=tokenizer)
-    worker = stub_worker(model=model, context=8, text_limit=limit)
-    worker.encode = partial(Worker.encode, worker)
-    assert worker.encode([tf.Text("a" * limit.most_bytes)]), "may fit"
+def test_what_cannot_fit_is_refused_before_it_is_encoded(tiny, monkeypatch):
+    maker = RequestMaker(tiny, tf.GenerateConfig(), context=8, schema_states=0)
+    worker, limit = stub_worker(model=tiny, request_maker=maker), maker.text_limit
+    assert maker.encode([tf.Text("a" * limit.most_bytes)]), "may fit"
 
     def encode(*_: Any, **__: Any) -> None:
         pytest.fail("encoded")
@@ -159,7 +169,7 @@ def test_the_work_of_one_client_stops_no_other():
         return [[1]]
 
     async def run() -> None:
-        async with client_of(stub_worker(encode=encode, _limit=99)) as http:
+        async with client_of(stub_worker(request_maker=StubRequestMaker(encode=encode), _limit=99)) as http:
             slow = [asyncio.create_task(http.post("/v1/completions", json={"prompt": "slow"})) for _ in range(READING - 1)]
             fast = await asyncio.wait_for(http.post("/v1/completions", json={"prompt": "fast"}), 30)
             slow += [asyncio.create_task(http.post("/v1/completions", json={"prompt": "slow"})) for _ in range(30)]
@@ -237,7 +247,7 @@ def test_what_a_client_left_is_not_prepared_further():
         compile_bytes.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
         left.set()
 
-    with listening(make_app(stub_worker(compile=compile), Metrics())) as port:
+    with listening(make_app(stub_worker(request_maker=StubRequestMaker(compile=compile)), Metrics())) as port:
         form = {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}
         with pytest.raises(httpx.ReadTimeout):
             url = f"http://127.0.0.1:{port}/v1/completions"
@@ -271,7 +281,7 @@ def test_slow_clients_are_cut_off(monkeypatch):
         return [[1]]
 
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
-    with listening(make_app(stub_worker(encode=encode), Metrics())) as port:
+    with listening(make_app(stub_worker(request_maker=StubRequestMaker(encode=encode)), Metrics())) as port:
         url = f"http://127.0.0.1:{port}"
         clients = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(3)]
         for client, start in zip(clients, (b"", head, head + b"\r\n{"), strict=True):
@@ -398,8 +408,7 @@ def api(tiny):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Worker, "_warm_up", lambda worker, draws: None)  # nothing is decoded
         real = Worker(tiny, tf.GenerateConfig(nodes=4), Metrics(), options)
-    names = "encode", "compile", "numbered_requests", "check_room", "text_limit", "context"
-    worker = stub_worker(model=tiny, submit=refuse, **{name: getattr(real, name) for name in names})
+    worker = stub_worker(model=tiny, submit=refuse, request_maker=real.request_maker, check_room=real.check_room)
     return schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
 
 

@@ -143,7 +143,7 @@ def test_what_is_ignored_is_in_the_log(caplog):
 
 def stream(answer: MessagesExchange, *deltas: Delta, usage: Usage) -> list[dict]:
     """Returns the data of a stream's events, checked against the client's types."""
-    events = [*answer.begin(Usage(usage.prompt, 0, 0)), *(event for delta in deltas for event in answer.add(delta))]
+    events = [*answer.begin(Usage(usage.prompt_tokens, 0, 0)), *(event for delta in deltas for event in answer.add(delta))]
     events += answer.end(usage)
     for event in events:
         assert event.name == EVENT.validate_python(event.data, strict=True).type
@@ -179,7 +179,7 @@ PARTS = [Thought("Let me"), Thought(" see."), Content("So"), Content(": "), Call
 
 @pytest.mark.parametrize("groups", [[PARTS], [[part] for part in PARTS], [PARTS[:3], [], PARTS[3:]]])
 def test_whole_answers_and_streams_have_the_same_blocks(groups):
-    usage = Usage(prompt=7, answer=5, reused=3)
+    usage = Usage(prompt_tokens=7, answer_tokens=5, cached_tokens=3)
     answer = exchange()
     whole = answer.whole([Delta(0, PARTS, None, "calls")], usage)
     Message.model_validate(whole, strict=True)

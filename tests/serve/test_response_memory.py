@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from refusals import refused
-from test_limits import listening, stub_worker
+from test_limits import StubRequestMaker, listening, stub_worker
 
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.response_memory import ResponseMemory
-from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange, memory_of
+from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange, get_memory
 from treeflash_jax.serve.worker import Piece, Submission
 
 CLIENTS, TURNS, KEPT, KEPT_BYTES = 12, 40, 60, 120_000
@@ -61,8 +61,8 @@ class Clients:
         self.known: list[tuple[str, list[dict[str, Any]]]] = []  # responses, with the conversations up to their end
         inner = SimpleNamespace(chat_template="tools <think> <tool_call>", decode=lambda ids: "")
         self.worker = stub_worker(
-            model=SimpleNamespace(names=("tiny",), tokenizer=Tokenizer(inner)), encode=self.encode, submit=self.submit,
-            numbered_requests=lambda prompts, **settings: prompts, _limit=1000,
+            model=SimpleNamespace(names=("tiny",), tokenizer=Tokenizer(inner)), submit=self.submit, _limit=1000,
+            request_maker=StubRequestMaker(encode=self.encode, make_requests=lambda prompts, **settings: prompts),
         )  # fmt: skip
 
     def encode(self, prompts: list[Any]) -> list[list[int]]:
@@ -187,7 +187,7 @@ def test_many_clients_with_branches_evictions_and_failures():
 def test_an_item_is_referenced_once():
     """Each reference is a copy: thousands of them in a small body would be gigabytes."""
     served = Served("tiny", 0)
-    memory_of(served).add(response("a", "x"), [])
+    get_memory(served).add(response("a", "x"), [])
     reference = {"type": "item_reference", "id": "a.0"}
     assert ResponsesExchange(ResponsesBody(input=[reference]), served)._conversation() == [{"id": "a.0", "text": "x"}]
     exchange = ResponsesExchange(ResponsesBody(input=[reference, reference]), served)

@@ -76,7 +76,7 @@ async def ask(
     how = {name: value[0] if name in pool.settings else value for name, value in how.items() if name != "builder"}
     if scores:
         how |= {"prompt_log_probs": True} | ({"max_new_tokens": 0} if empty else {})
-    submission = Submission(worker.numbered_requests(prompts, **how), streams=streams)
+    submission = Submission(worker.request_maker.make_requests(prompts, **how), streams=streams)
     worker.submit(submission)
     if cancels:
         worker.cancel(submission)
@@ -99,7 +99,7 @@ async def ask(
 def test_the_shortest_context_has_room_for_the_warm_up(float64, pool):
     refused(lambda: ServeOptions(context=2), "got context 2, expected at least 3")
     options = ServeOptions(slots=3, context=3, schema_states=0)
-    assert Worker(pool.model, tf.GenerateConfig(**PLAIN), Metrics(), options).context == 3
+    assert Worker(pool.model, tf.GenerateConfig(**PLAIN), Metrics(), options).request_maker.context == 3
 
 
 def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch, caplog):
@@ -137,7 +137,7 @@ def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch
 
 
 def test_a_full_queue_is_an_error_for_now(worker):
-    requests = worker.numbered_requests([[5, 6, 7]] * LIMIT)
+    requests = worker.request_maker.make_requests([[5, 6, 7]] * LIMIT)
 
     async def fill() -> None:
         submission = Submission(requests)
@@ -181,7 +181,8 @@ def test_an_error_between_two_answers_of_a_step_loses_the_second_alone(worker, p
         return read(slots, ready)
 
     async def run() -> list[Any]:
-        submission = Submission(worker.numbered_requests([[1, 2], [3]], max_new_tokens=3, **PLAIN))  # they end in one step
+        requests = worker.request_maker.make_requests([[1, 2], [3]], max_new_tokens=3, **PLAIN)  # they end in one step
+        submission = Submission(requests)
         worker.submit(submission)
         return [await asyncio.wait_for(submission.pieces.get(), 120) for _ in range(2)]
 

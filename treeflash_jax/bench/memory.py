@@ -31,7 +31,7 @@ from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
-from treeflash_jax.engine.schedule.batching import SERVER_CLASSES, SamplingSizes, make_batch, round_capacity
+from treeflash_jax.engine.schedule.batching import TOKEN_CLASSES, SamplingSizes, make_batch, round_capacity
 from treeflash_jax.engine.settings.defaults import merges_weights
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         result["schema_states"] = arguments.constraint_states
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        automaton = (arguments.constraint_states, SERVER_CLASSES, model.vocab_size) if arguments.constraint_states else None
+        automaton = (arguments.constraint_states, TOKEN_CLASSES, model.vocab_size) if arguments.constraint_states else None
         sizes = SamplingSizes(automaton=automaton)
         compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, sizes)
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}

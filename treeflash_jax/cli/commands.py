@@ -126,7 +126,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve_options(parser: Parser) -> None:
-    """Serves a model over HTTP with OpenAI's API, by default at http://127.0.0.1:8000/v1.
+    """Serves a model over HTTP with OpenAI's and Anthropic's APIs, by default at http://127.0.0.1:8000/v1.
 
     Requests are decoded together; each has its own sampling settings, by default the model's recommended ones.
     """
@@ -258,7 +258,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "generate": ("answer prompts", _generate_options, _generate),
     "chat": ("talk to a model", _chat_options, _chat),
-    "serve": ("serve a model over HTTP with OpenAI's API", _serve_options, _serve),
+    "serve": ("serve a model over HTTP with OpenAI's and Anthropic's APIs", _serve_options, _serve),
     "check": ("check that drafting does not change the output", _check_options, _check),
     "convert": ("convert a GGUF file or a drafter to another format", _convert_options, _convert),
     "demo": ("compare answers decoded one token at a time and with drafting", demo.add_arguments, demo.run_demo),

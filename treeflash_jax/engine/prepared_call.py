@@ -6,7 +6,8 @@ from typing import Any
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.engine.answers.results import Chunk, Reader, Result
+from treeflash_jax.engine.answers.result_reader import ResultReader
+from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import SamplingSizes
 from treeflash_jax.engine.schedule.runner import Runner
@@ -47,7 +48,7 @@ class PreparedCall:
         rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in self.requests) else ROUNDS_PER_DISPATCH
         try:
             scheduler = self.schedule()
-            reader = Reader(scheduler, self.model)
+            reader = ResultReader(scheduler, self.model)
             for finished in scheduler.decode_all(rounds, reader.find_stopped):
                 requests = [scheduler.slots.requests[slot] for slot in finished]
                 for request, result in zip(requests, reader.read_results(finished), strict=True):
@@ -73,7 +74,7 @@ class PreparedCall:
         if session is not None:
             expect(self.batch_size == 1, "batch_size", self.batch_size, "1 or none with a session")
         scheduler = self.schedule(session)
-        reader = Reader(scheduler, self.model)
+        reader = ResultReader(scheduler, self.model)
         try:
             for finished in scheduler.decode_all(rounds_per_dispatch, reader.find_stopped):
                 [(chunk, result)] = reader.read_chunks([0], finished)

@@ -64,7 +64,7 @@ class Answering:
             self.worker.cancel(submission)
 
     async def answer(self, request: Request, kind: type[Exchange]) -> Response:
-        """Returns the response to a request in the form of a protocol. Raises as `CallReader.submission`, and Gone."""
+        """Returns the response to a request in the form of a protocol. Raises as `CallReader.make_submission`, and Gone."""
         if self.worker.error is not None:
             raise HTTPException(503, "decoding ended; see the server's log")
         await request.body()  # before anything else receives from the client
@@ -107,7 +107,7 @@ class Answering:
         if self._has_ended:
             raise ServerEnds("the server ends")
         exchange, call = await self.reader.read(request, kind, kind.body_kind)
-        submission, num_tokens = await self.reader.submission(call)
+        submission, num_tokens = await self.reader.make_submission(call)
         self.worker.submit(submission)
         return exchange, call, submission, num_tokens
 

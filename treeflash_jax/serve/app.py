@@ -1,7 +1,7 @@
 """The HTTP server: its protocols, the state of the server, and its metrics."""
 
 import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -21,7 +21,7 @@ from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.page import add_page
 from treeflash_jax.serve.protocols import PROTOCOLS, protocol_at
 from treeflash_jax.serve.protocols.exchange import Exchange
-from treeflash_jax.serve.protocols.fields import with_numbers
+from treeflash_jax.serve.protocols.fields import protocol_with_numbers
 from treeflash_jax.serve.tokenizing import add_tokenizing
 from treeflash_jax.serve.worker import QueueFull, Worker
 
@@ -45,7 +45,7 @@ def make_app(
     Args:
       hosts: names by which clients may call the server; None for any.
       has_page: whether it serves the chat page, and trees of the last answers.
-      names: names of the model; without any, one from what was given as verifier.
+      names: accepted names of the model; answers carry the first. Default: as `CallReader`.
       origins: origins of other pages that browsers may call it from (CORS), such as https://example.org, or "*".
     """
     app = FastAPI(title="treeflash serve", docs_url=None, redoc_url=None, openapi_url=None)
@@ -54,57 +54,32 @@ def make_app(
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     reader = CallReader(worker, int(metrics.started), tuple(names))
     answering = app.state.answering = Answering(reader, keeps_latest=has_page)
+    needs = [Depends(make_key_check(key))]
+    config = type(worker.request_maker.config)
+    protocols = [protocol_with_numbers(protocol, config) for protocol in PROTOCOLS]
+    for protocol in protocols:
+        add_protocol(app, answering, protocol, needs)
+    add_tokenizing(app, reader, needs)
+    add_models(app, reader, needs)
+    add_monitoring(app, worker, metrics, needs)
+    add_schema(app, protocols, needs)
+    if has_page:
+        add_page(app, needs, answering.latest, worker.model.tokenizer, answering.writing)
+    add_error_handlers(app)
+    return app
 
-    async def check_key(request: Request) -> None:
+
+def make_key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """Returns the check that a request has the key, which raises HTTPException; None allows every request."""
+
+    async def check(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if key is not None and not hmac.compare_digest(given.strip().encode(), key.encode()):
             known = "got no valid API key, expected 'Authorization: Bearer KEY'"
             raise HTTPException(401, {"message": known, "code": "invalid_api_key"})
 
-    needs = [Depends(check_key)]
-    protocols = [
-        type(kind.__name__, (kind,), {"body_kind": with_numbers(kind.body_kind, type(worker.config))}) for kind in PROTOCOLS
-    ]
-    for protocol in protocols:
-        add_protocol(app, answering, protocol, needs)
-    add_tokenizing(app, reader, needs)
-
-    @app.get("/v1/models", dependencies=needs)
-    async def list_models() -> Any:
-        return {"object": "list", "data": [make_card(name) for name in reader.names]}
-
-    @app.get("/v1/models/{name:path}", dependencies=needs)
-    async def show_model(name: str) -> Any:
-        reader.check_model(name)
-        return make_card(name)
-
-    def make_card(name: str) -> dict[str, Any]:
-        card = {"id": name, "object": "model", "created": reader.served.created, "owned_by": "treeflash"}
-        return card | {"max_model_len": worker.context}
-
-    @app.get("/health")
-    async def report_health() -> Any:
-        if worker.error is not None:
-            return JSONResponse({"status": "decoding ended"}, 503)
-        return {"status": "ok"}
-
-    @app.get("/openapi.json", dependencies=needs, include_in_schema=False)
-    async def show_api() -> Any:
-        bodies = [protocol.body_kind for protocol in protocols]
-        bodies += [protocol.counted_kind for protocol in protocols if protocol.counting_path is not None]
-        kinds = [(body, "validation") for body in bodies]
-        definitions = models_json_schema(kinds, ref_template=SCHEMAS + "{model}")[1]["$defs"]
-        return app.openapi() | {"components": {"schemas": definitions}}
-
-    @app.get("/metrics", dependencies=needs)
-    async def show_metrics() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    if has_page:
-        add_page(app, needs, answering.latest, worker.model.tokenizer, answering.writing)
-    add_error_handlers(app)
-    return app
+    return check
 
 
 def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], needs: list[Any]) -> None:
@@ -123,14 +98,57 @@ def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], n
             return await answering.count(request, protocol)
 
 
+def add_models(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
+    """Adds the list of the model's names, and each of them."""
+
+    def make_card(name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": reader.served.created, "owned_by": "treeflash"}
+        return card | {"max_model_len": reader.worker.request_maker.context}
+
+    @app.get("/v1/models", dependencies=needs)
+    async def list_models() -> Any:
+        return {"object": "list", "data": [make_card(name) for name in reader.names]}
+
+    @app.get("/v1/models/{name:path}", dependencies=needs)
+    async def show_model(name: str) -> Any:
+        reader.check_model(name)
+        return make_card(name)
+
+
+def add_monitoring(app: FastAPI, worker: Worker, metrics: Metrics, needs: list[Any]) -> None:
+    """Adds the health of the server, which needs no key, and its metrics."""
+
+    @app.get("/health")
+    async def report_health() -> Any:
+        if worker.error is not None:
+            return JSONResponse({"status": "decoding ended"}, 503)
+        return {"status": "ok"}
+
+    @app.get("/metrics", dependencies=needs)
+    async def show_metrics() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def add_schema(app: FastAPI, protocols: Sequence[type[Exchange]], needs: list[Any]) -> None:
+    """Adds the OpenAPI schema, with the bodies of all protocols."""
+
+    @app.get("/openapi.json", dependencies=needs, include_in_schema=False)
+    async def show_schema() -> Any:
+        bodies = [protocol.body_kind for protocol in protocols]
+        bodies += [protocol.counted_kind for protocol in protocols if protocol.counting_path is not None]
+        kinds = [(body, "validation") for body in bodies]
+        definitions = models_json_schema(kinds, ref_template=SCHEMAS + "{model}")[1]["$defs"]
+        return app.openapi() | {"components": {"schemas": definitions}}
+
+
 def describe(body_kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns what OpenAPI says of a kind of body."""
+    """Returns the part of an operation's OpenAPI description that names its kind of body."""
     schema = {"schema": {"$ref": SCHEMAS + body_kind.__name__}}
     return {"requestBody": {"content": {"application/json": schema}}}
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Gives errors the form of the protocol whose path was asked, otherwise OpenAI's; the message is Python's line."""
+    """Gives errors the form of the requested path's protocol, by default OpenAI's; the message is Python's line."""
 
     def respond(
         request: Request, status: int, message: str, headers: dict[str, str] | None = None, **more: Any
@@ -165,4 +183,4 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Gone)
     @app.exception_handler(ClientDisconnect)
     async def drop(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # which nobody reads
+        return Response(status_code=499)  # not read: the connection is closed

@@ -21,7 +21,7 @@ class Tools:
 
     Attributes:
       described: functions that the chat template describes, in the form of OpenAI's chat API.
-      callable: names of those that may be called; None for all.
+      callable: names of the functions that may be called; None for all.
       is_forced: whether an answer has to call one.
       is_parallel: whether an answer may have several calls.
     """
@@ -63,7 +63,7 @@ class ServerCall:
       streams: whether pieces of answers are sent while they grow.
       num_top: number of likeliest tokens in the place of each; None without log-probabilities.
       ends_with_context: whether an answer may have fewer than its largest number of new tokens, if the context ends before.
-      echoes: whether answers begin with the text of their prompt, and with its log-probabilities if these are wanted.
+      echoes: whether answers begin with the text of their prompt, and, if requested, its log-probabilities.
       sent_names: names under which the client sent settings, by our names, if they differ.
     """
 
@@ -94,18 +94,21 @@ class Usage(NamedTuple):
     """Numbers of tokens of a call; a prompt of several answers counts once.
 
     Attributes:
-      reused: tokens of prompts whose caches were there already.
+      cached_tokens: prompt tokens that were not read again, since an earlier request had left their caches.
     """
 
-    prompt: int
-    answer: int
-    reused: int
+    prompt_tokens: int
+    answer_tokens: int
+    cached_tokens: int
 
     @staticmethod
     def count(results: Sequence[Result], num_prompts: int) -> "Usage":
         firsts = results[:: len(results) // num_prompts]
-        prompt, reused = (sum(numbers) for numbers in zip(*((len(x.prompt_ids), x.reused) for x in firsts), strict=True))
-        return Usage(prompt, sum(len(result.ids) for result in results), reused)
+        return Usage(
+            prompt_tokens=sum(len(result.prompt_ids) for result in firsts),
+            answer_tokens=sum(len(result.ids) for result in results),
+            cached_tokens=sum(result.reused for result in firsts),
+        )
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ class CallReader:
     """Reads requests to one model.
 
     Attributes:
-      names: names of the model, of which answers have the first: those given, or else what was given as verifier; of a
-        path, its last part.
-      threads: those in which bodies are read.
+      names: accepted names of the model; answers carry the first. Default: the value of `--verifier`, of a path the last
+        part.
+      threads: threads that read bodies.
     """
 
     def __init__(self, worker: Worker, created: int, names: tuple[str, ...] = ()):
@@ -36,13 +36,13 @@ class CallReader:
         self.names = names or (Path(given).resolve().name if Path(given).exists() else given,)
         self.served = Served(self.names[0], created)
         self.threads = Threads(READING)
-        self.compiler = Compiler(worker.compile, COMPILING)
+        self.compiler = Compiler(worker.request_maker.compile, COMPILING)
         self._ignored: set[str] = set()
 
     async def parse(self, request: Request, kind: type[B]) -> B:
         """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
         data, content_type = await request.body(), request.headers.get("content-type", "")
-        limit = self.worker.text_limit
+        limit = self.worker.request_maker.text_limit
         most_text = MOST_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
         body = await self.threads.run(lambda: parse_body(kind, content_type, data, most_text))
         self.check_model(body.model)
@@ -60,31 +60,31 @@ class CallReader:
     async def encode(self, call: ServerCall) -> list[list[int]]:
         """Returns the ids of a call's prompts. Raises ValueError."""
         worker = self.worker
-        return await self.threads.run(lambda: worker.encode(model_prompts(call, worker.model.tokenizer)))
+        return await self.threads.run(lambda: worker.request_maker.encode(model_prompts(call, worker.model.tokenizer)))
 
-    async def submission(self, call: ServerCall) -> tuple[Submission, int]:
-        """Returns what the worker decodes for a call, with its constraints compiled, and the number of prompt tokens.
+    async def make_submission(self, call: ServerCall) -> tuple[Submission, int]:
+        """Returns the submission of a call, with its constraints compiled, and its number of prompt tokens.
 
-        Raises ValueError, HTTPException and QueueFull: by counts, then sizes, then tokens.
+        Raises ValueError, HTTPException and QueueFull: it checks counts, then sizes, then tokens.
         """
-        worker = self.worker
+        worker, maker = self.worker, self.worker.request_maker
         worker.check_room(call.num_answers)
         try:
             prompts = await self.encode(call)
             settings = model_settings(call, worker.model.tokenizer, prompts)
             if call.ends_with_context:
-                room = max(1, worker.context - max(map(len, prompts)))
+                room = max(1, maker.context - max(map(len, prompts)))
                 settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
-            for constraint in worker.find_constraints(prompts, settings):
+            for constraint in maker.find_constraints(prompts, settings):
                 await self.compiler.compile(constraint)
-            requests = await self.threads.run(lambda: worker.numbered_requests(prompts, **settings))
+            requests = await self.threads.run(lambda: maker.make_requests(prompts, **settings))
         except ValueError as error:
             made = {} if "structural_tag" in call.settings else {"structural_tag": "tools"}
             raise _as_sent(error, call.sent_names | made) from None
         return Submission(requests, streams=call.streams), sum(map(len, prompts))
 
     def check_model(self, name: str | None) -> None:
-        """Raises HTTPException for a name of another model."""
+        """Raises HTTPException if this is no name of the model."""
         if name not in (None, *self.names, self.worker.model.names[0]):
             known = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
             raise HTTPException(404, {"message": known, "param": "model", "code": "model_not_found"})

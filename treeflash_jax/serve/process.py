@@ -24,7 +24,7 @@ from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.worker import Worker
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
-KEEP_ALIVE = 75  # seconds; an agent's tools run between two requests, and who sends on a connection that ends gets an error
+KEEP_ALIVE = 75  # seconds; an agent's tools run between two requests, and a request on a closing connection fails
 LAST_SECOND = 1  # of the grace: for the errors of answers that are not finished, and the end of the process
 
 
@@ -81,7 +81,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(*reuse, 1)  # the port of a server that has just ended
     try:
         listener.bind((host, port))
-        listener.setsockopt(*reuse, 0)  # nobody else gets it before this one listens
+        listener.setsockopt(*reuse, 0)  # no other process gets it before this one listens
     except OSError as error:
         listener.close()
         known = "an address of this machine and a free port; --port 0 takes one"

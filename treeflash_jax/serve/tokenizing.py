@@ -35,7 +35,7 @@ class TokenizeBody(BaseModel):
             return tokenizer.encode_texts(given, add_special_tokens=special)[0] if given[0] else []
         chat = Chat(self.messages, template=check_template(self.chat_template_kwargs))
         call = ServerCall(prompts=[chat], settings={}, tools=Tools(check_tools(self.tools or [])))
-        return reader.worker.encode(model_prompts(call, tokenizer))[0]
+        return reader.worker.request_maker.encode(model_prompts(call, tokenizer))[0]
 
 
 class DetokenizeBody(BaseModel):
@@ -56,7 +56,7 @@ def add_tokenizing(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
     async def tokenize(request: Request) -> Any:
         body = await reader.parse(request, TokenizeBody)
         ids = await reader.threads.run(lambda: body.ids(reader, tokenizer()))
-        return {"count": len(ids), "max_model_len": reader.worker.context, "tokens": ids}
+        return {"count": len(ids), "max_model_len": reader.worker.request_maker.context, "tokens": ids}
 
     @app.post("/detokenize", dependencies=needs)
     async def detokenize(request: Request) -> Any:

@@ -1,37 +1,32 @@
-"""The thread that owns the device: it turns the scheduler, and sends pieces of answers to those who wait for them."""
+"""The thread that owns the device: it runs the scheduler and sends the pieces of answers to their submissions."""
 
 import asyncio
-import itertools
 import logging
 import queue
-import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
 
-from treeflash_jax.constraints.compilation import NAMES, answer_constraint, compile_constraint
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import clipped, expect
-from treeflash_jax.engine.answers.results import Chunk, Reader, Result
-from treeflash_jax.engine.call.prompts import Prompt, encode_each
+from treeflash_jax.engine.answers.result_reader import ResultReader
+from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.schedule.batching import SamplingSizes, refill_size
+from treeflash_jax.engine.schedule.batching import refill_size
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import of_device
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
+from treeflash_jax.serve.request_maker import RequestMaker
 
 ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
 TOP_LOG_PROBS = 20
-DEFAULT_CONTEXT = 8192
 CAPACITY_STEP = 256
 MOST_FAILURES = 3  # dispatches that fail one after the other before the device is taken for lost
 logger = logging.getLogger("treeflash_jax")
@@ -72,73 +67,58 @@ class Submission:
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
 
-class Constraint(NamedTuple):
-    """A constraint of an answer, as a key; see `answer_constraint`."""
-
-    kind: str
-    value: str | tuple[str, ...]
-
-
 class Worker(threading.Thread):
     """Decodes the requests of all submissions in the slots of one scheduler.
 
     Every program is compiled by the constructor: settings of requests are data.
 
     Attributes:
-      config: settings of requests that do not give them.
-      context: largest number of tokens of a prompt and its answer together.
-      text_limit: size of the longest text that can fit the context; None without a tokenizer.
-      error: what ended the thread, if anything did.
+      request_maker: makes the requests of submissions.
+      error: exception that ended the thread, if one did.
     """
 
     def __init__(self, model: TreeFlash, config: GenerateConfig, metrics: Metrics, options: ServeOptions):
         super().__init__(name="treeflash decoding", daemon=True)
-        most = model.verifier.max_positions
-        self.context = min(most, DEFAULT_CONTEXT) if options.context is None else options.context
-        expect(self.context <= most, "context", self.context, f"at most {most}, the verifier's")
         self.model, self.metrics = model, metrics
-        self.config = replace(
-            config, sampling="model", log_probs=True, top_log_probs=min(TOP_LOG_PROBS, model.verifier.vocab_size)
-        )
+        num_top = min(TOP_LOG_PROBS, model.verifier.vocab_size)
+        config = replace(config, sampling="model", log_probs=True, top_log_probs=num_top)
         self.error: BaseException | None = None
-        self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
+        self.request_maker = RequestMaker(model, config, context=options.context, schema_states=options.schema_states)
         slots = options.slots or of_device(model.device, model.dtype).slots
         self._limit = slots + options.queue
-        schema_states = options.schema_states if model.tokenizer else 0
-        self._sizes = SamplingSizes.for_server(schema_states, model.verifier.vocab_size, type(config))
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request
         self._first_times: dict[int, float] = {}  # of the first token of each answer
         self._last_times: dict[int, float] = {}  # of its last piece
         self._failures = 0  # dispatches that failed since the last one that did not
-        self._num_unfinished = 0  # also those that the thread has not admitted yet
+        self._num_unfinished = 0  # includes requests that the thread has not admitted yet
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
         self._stops = self._has_ended = False
-        plan = model.plan(self.config, slots)
+        plan = model.plan(config, slots)
         if plan.why_plain is not None:
             logger.warning("decoding one token at a time: %s", plan.why_plain)
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
         room = 1 + max(plan.path_length, plan.shared.prefill_chunk)
-        capacity = -(-(self.context + room) // CAPACITY_STEP) * CAPACITY_STEP
-        sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # that of a tree which is drafted again
+        capacity = -(-(self.request_maker.context + room) // CAPACITY_STEP) * CAPACITY_STEP
+        sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # one for trees that the page draws
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
-        runner = Runner(plan, model.call_weights(self.config, plan), model.mesh, can_cut=True)
-        self._scheduler = Scheduler(runner, self._sizes, batch_size=slots, capacity=capacity, is_open=True)
-        self._reader = Reader(self._scheduler, model)
+        runner = Runner(plan, model.call_weights(config, plan), model.mesh, can_cut=True)
+        self._scheduler = Scheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity, is_open=True)
+        self._reader = ResultReader(self._scheduler, model)
         metrics.watch(
             lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
         )
         self._warm_up(draws=options.ui)
 
     def _warm_up(self, *, draws: bool) -> None:
-        """Runs every program once: of prompts, new, known and scored, of rounds with automata, and of drawn trees."""
-        [first] = self.numbered_requests([[0] * max(1, min(LEAST_REUSED + 2, self.context - 3))], max_new_tokens=2)
+        """Runs every program once: prefill of new, repeated and scored prompts, rounds with automata, drawing of trees."""
+        maker = self.request_maker
+        [first] = maker.make_requests([[0] * max(1, min(LEAST_REUSED + 2, maker.context - 3))], max_new_tokens=2)
         text = first.ids + self._decode(first).ids
-        [second] = self.numbered_requests([text[: self.context - 1]], max_new_tokens=1)
-        if self._sizes.automaton is not None:
+        [second] = maker.make_requests([text[: maker.context - 1]], max_new_tokens=1)
+        if maker.sizes.automaton is not None:
             second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
-        self._decode(self.numbered_requests([first.ids], max_new_tokens=0, prompt_log_probs=True)[0])
+        self._decode(maker.make_requests([first.ids], max_new_tokens=0, prompt_log_probs=True)[0])
         result = self._decode(second)
         if draws and result.draft_again is not None:
             result.draft_again([0, 0], [1], 0)
@@ -150,49 +130,6 @@ class Worker(threading.Thread):
         self._reader.forget(request)
         return results[0]
 
-    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Returns the ids of prompts. Raises ValueError, before it encodes, for a prompt that cannot fit the context."""
-        if not prompts:
-            raise ValueError("got no prompts, expected at least one")
-        for prompt in prompts:
-            if isinstance(prompt, list) and len(prompt) > self.context:
-                raise ValueError(f"got {len(prompt)} prompt tokens, expected at most {self.context} (the server's context)")
-        return encode_each(prompts, self.model.tokenizer, self.text_limit)
-
-    def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
-        """Returns the constraints that settings mean for prompts: one, but for thoughts with which some answers begin.
-
-        Raises ValueError for a server that follows none, and for wrong JSON.
-        """
-        for kind in NAMES:
-            if kind in settings:
-                expect(self._sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
-                value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])
-                return {Constraint(*answer_constraint(kind, value, self.model.tokenizer, ids)) for ids in prompts}
-        return set()
-
-    def compile(self, constraint: Constraint) -> None:
-        """Compiles a constraint; `numbered_requests` then has it at once. Raises ValueError as `compile_constraint`."""
-        model = self.model
-        size, depth = model.verifier.vocab_size, self.config.schema_depth
-        compile_constraint(*constraint, model.tokenizer, model.stop_ids, size, depth)
-
-    def numbered_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
-        """Returns the requests of a submission, as `TreeFlash.generate` would make them; without a seed, a random one.
-
-        Raises ValueError for wrong settings, and for more tokens than the context.
-        """
-        longest = max(map(len, prompts))
-        new = settings.setdefault("max_new_tokens", max(1, self.context - longest))
-        if longest + new > self.context:
-            got = f"{longest} prompt tokens + {new} new tokens"
-            raise ValueError(f"got {got}, expected at most {self.context} together (the server's context)")
-        settings = {"seed": secrets.randbits(32)} | settings
-        requests = self.model.settings_and_requests(list(prompts), self.config, **settings)[1]
-        for request in requests:
-            self._sizes.check(request)
-        return [replace(request, number=next(self._numbers)) for request in requests]
-
     def submit(self, submission: Submission) -> None:
         """Queues the requests of a submission. Raises as `check_room`, and RuntimeError if decoding has ended."""
         with self._lock:
@@ -203,7 +140,7 @@ class Worker(threading.Thread):
             self._actions.put(partial(self._admit, submission))
 
     def check_room(self, count: int) -> None:
-        """Raises QueueFull if this many answers have no room now, and ValueError for more than slots and queue hold."""
+        """Raises QueueFull if `count` answers have no room now, and ValueError for more than slots and queue hold."""
         most = f"at most {self._limit}, those in slots and in the queue (--slots, --queue)"
         expect(count <= self._limit, "number of answers", count, most)
         if self._num_unfinished + count > self._limit:
@@ -211,7 +148,7 @@ class Worker(threading.Thread):
             raise QueueFull(f"got {got}, expected at most {self._limit} together; try again later")
 
     def cancel(self, submission: Submission) -> None:
-        """Drops what is left of a submission; its slots are free after the dispatch that is running."""
+        """Drops the unfinished requests of a submission; their slots are free after the dispatch that is running."""
         self._actions.put(partial(self._drop, submission, None))
 
     def stop(self, seconds: float | None = None) -> bool:
@@ -228,7 +165,7 @@ class Worker(threading.Thread):
                     self._run_actions()
                     if self._scheduler.has_work:
                         self._step()
-                except Exception as error:  # of the device: what has a slot is lost
+                except Exception as error:  # of the device: answers with a slot are lost
                     self._recover(error)
         except BaseException as error:
             self.error = error
@@ -236,7 +173,7 @@ class Worker(threading.Thread):
         self._end_submissions()
 
     def _recover(self, error: Exception) -> None:
-        """Goes on without the answers that had a slot when a dispatch failed. Raises the error if too many have failed."""
+        """Drops the answers that had a slot when a dispatch failed. Raises the error if too many dispatches have failed."""
         logger.exception("a dispatch failed")
         lost = [self._unfinished.get(request.number) for request in self._scheduler.recover()]  # None: answered before
         for submission in {submission for submission, _ in filter(None, lost)}:
@@ -246,7 +183,7 @@ class Worker(threading.Thread):
             raise error
 
     def _end_submissions(self) -> None:
-        """Ends all submissions, even ones not admitted yet; there are none after them."""
+        """Ends all submissions, admitted or not, and refuses later ones."""
         with self._lock:
             self._has_ended = True
         while not self._actions.empty():

@@ -5,8 +5,8 @@ from typing import Any
 
 from treeflash_jax.constraints.compiler.characters import free_text
 from treeflash_jax.constraints.compiler.json_texts import unquoted
-from treeflash_jax.constraints.compiler.reader import ANNOTATIONS
 from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.schema_reader import ANNOTATIONS
 from treeflash_jax.constraints.compiler.terms import EMPTY, Term, concat, intersect, is_nothing, literal, union
 from treeflash_jax.constraints.compiler.values import schema_texts
 

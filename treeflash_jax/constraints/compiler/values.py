@@ -38,8 +38,8 @@ from treeflash_jax.constraints.compiler.characters import quoted, texts
 from treeflash_jax.constraints.compiler.json_texts import EXACT, QUOTE, cover, key_text, nesting, type_of, value_text
 from treeflash_jax.constraints.compiler.numerals import DECIMALS, EXPONENTS, FRACTIONS, INTEGERS
 from treeflash_jax.constraints.compiler.objects import object_texts
-from treeflash_jax.constraints.compiler.reader import Reader
 from treeflash_jax.constraints.compiler.refusals import Refused
+from treeflash_jax.constraints.compiler.schema_reader import SchemaReader
 from treeflash_jax.constraints.compiler.terms import (
     ANYTHING,
     NOTHING,
@@ -75,7 +75,7 @@ def schema_texts(schema: Any, depth: int, *steps: str) -> Term:
     resolver = Registry().with_resource(uri, resource).resolver(uri)
     text = json.dumps(schema, default=str)
     anchors = Counter(json.loads(name) for name in re.findall(r'"\$dynamicAnchor": ("[^"]*")', text))
-    reader = Reader("$dynamicRef" in text, anchors, lambda a, b: is_nothing(bounding.write_atoms((*a, *b), 1)))
+    reader = SchemaReader("$dynamicRef" in text, anchors, lambda a, b: is_nothing(bounding.write_atoms((*a, *b), 1)))
     bounding = Writer(reader, is_superset=True)
     with decimal.localcontext(EXACT):  # limits are exact
         place = Place(resolver, "#", is_resolved=True)
@@ -92,7 +92,7 @@ class Writer:
         value if their supersets share no text.
     """
 
-    reader: Reader
+    reader: SchemaReader
     is_superset: bool = False
     _known: dict[tuple, Term] = field(default_factory=dict)
     _open: set[frozenset[Atom]] = field(default_factory=set)  # atoms of the values around the current value

@@ -1,25 +1,14 @@
-"""Results of generation, read from the state of a batch: answers with statistics, and pieces of a stream."""
+"""Results of generation: answers with statistics, and pieces of a stream."""
 
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
-from typing import Any
 
-import jax
-import numpy as np
-
-from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn, whole
-from treeflash_jax.decoding.processors import processor_name
-from treeflash_jax.decoding.state import LogProbs
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
-from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.schedule.scheduler import Scheduler
-from treeflash_jax.formats.answer_text import AnswerText
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
-DAMAGED = "weights are damaged, or activations leave the range of the dtype; try dtype 'float32'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,170 +152,6 @@ class Chunk:
     ids: list[int]
     text: str
     rounds: int
-
-
-@dataclass
-class GrowingAnswer:
-    """Everything read so far of an answer that grows, before any cut.
-
-    Attributes:
-      text: text of `ids`; None without a tokenizer.
-      accepted: number of tokens that each round accepted.
-      score: log-probabilities of the prompt; None unless requested.
-      num_sent: numbers of tokens and of characters in the chunks so far.
-    """
-
-    text: AnswerText | None
-    ids: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    expected_lengths: list[float] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
-    score: Score | None = None
-    num_sent: tuple[int, int] = (0, 0)
-    is_done: bool = False
-    is_blocked: bool = False
-
-
-class Reader:
-    """Reads Results and their Chunks from the state of a scheduler, whose requests have different numbers.
-
-    What was read before is kept until `forget`: only new tokens and rounds are converted.
-    """
-
-    def __init__(self, scheduler: Scheduler, model: Any):
-        self._scheduler, self._model = scheduler, model
-        self._answers: dict[int, GrowingAnswer] = {}  # by number of the request
-
-    def forget(self, request: Request) -> None:
-        """Frees what is kept of a request that is finished or cancelled."""
-        self._answers.pop(request.number, None)
-
-    def read_chunks(self, slots: Sequence[int], finished: Sequence[int]) -> list[tuple[Chunk, Result]]:
-        """Returns the new piece and the result so far of each answer; `finished` lists slots of whole answers."""
-        chunks = []
-        for slot, result in zip(slots, self.read_results(slots), strict=True):
-            answer, text = self._answers[self._scheduler.slots.requests[slot].number], ""
-            if answer.text is not None:
-                text = result.text if slot in finished else answer.text.certain_text
-            num_ids, num_characters = answer.num_sent
-            answer.num_sent = len(result.ids), len(text)
-            rounds = len(result.accept_lengths)
-            chunks.append((Chunk(ids=result.ids[num_ids:], text=text[num_characters:], rounds=rounds), result))
-        return chunks
-
-    def find_stopped(self, slots: Sequence[int]) -> list[int]:
-        """Returns the slots whose answers contain a stop string."""
-        requests = self._scheduler.slots.requests
-        slots = [slot for slot in slots if requests[slot].settings.stop and self._model.tokenizer]
-        return [slot for slot, answer in zip(slots, self._read(slots), strict=True) if answer.text.has_stop]
-
-    def read_results(self, slots: Sequence[int]) -> list[Result]:
-        """Returns the answers so far in these slots.
-
-        Raises ValueError for NaN logits. Warns of an answer that the processor of the call ends.
-        """
-        scheduler = self._scheduler
-        runner, plan, clock = scheduler.runner, scheduler.runner.plan, scheduler.runner.clock
-        results = []
-        for slot, answer in zip(slots, self._read(slots), strict=True):
-            request, text, ids = scheduler.slots.requests[slot], answer.text, [*answer.ids]
-            if answer.is_blocked:
-                finished = "blocked"
-                _explain_no_token(request, len(ids), runner.weights.processor)
-            elif ids and answer.is_done and ids[-1] in request.settings.stop_ids:
-                finished = "stop"
-            else:
-                finished = "interrupted" if not answer.is_done and scheduler.is_interrupted else "length"
-            if text is not None and text.has_stop:
-                ids, finished = [*text.ids], "stop"
-            accepted = [*answer.accepted]
-            while accepted and 1 + sum(accepted[:-1]) >= len(ids):
-                accepted.pop()
-            cut = 1 + sum(accepted) - len(ids) if accepted else 0
-            results.append(
-                Result(
-                    text="" if text is None else text.text,
-                    ids=ids,
-                    prompt_ids=request.ids,
-                    builder=plan.builder,
-                    accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
-                    finished=finished,
-                    seconds=clock.seconds,
-                    compile_seconds=clock.compile_seconds,
-                    tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
-                    log_probs=answer.log_probs[: len(ids)] if plan.shared.log_probs else None,
-                    top_log_probs=answer.top_log_probs[: len(ids)] if plan.shared.top_log_probs else None,
-                    prompt_score=answer.score,
-                    expected_lengths=answer.expected_lengths[: len(accepted)] if plan.shared.expected_lengths else None,
-                    cut=cut,
-                    reused=int(scheduler.reused[slot]),
-                    draft_again=DraftAgain(self._model, scheduler, request) if plan.drafts else None,
-                )
-            )
-        return results
-
-    def _read(self, slots: Sequence[int]) -> list[GrowingAnswer]:
-        """Returns the answers in these slots after adding their new tokens and rounds."""
-        if not slots:  # reading the state copies it to the host
-            return []
-        state, requests = self._scheduler.state, self._scheduler.slots.requests
-        arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
-        arrays, log_probs, expected_bs = sharding.to_host((arrays, state.log_probs, state.expected_bs))
-        tokens_bs, end_b, done_b, rounds_b, accepted_bs = arrays
-        answers = []
-        for slot in slots:
-            answer = self._find_answer(requests[slot])
-            tokens = slice(len(requests[slot].ids) + len(answer.ids), end_b[slot])
-            ids = tokens_bs[slot, tokens].tolist()
-            answer.is_done = bool(done_b[slot])
-            answer.is_blocked = bool(ids) and ids[-1] >= self._model.verifier.vocab_size
-            if answer.is_blocked:  # no logit of the last token was above -inf, and rounds ended there
-                ids.pop()
-            answer.ids += ids
-            if answer.text is not None:
-                answer.text.extend(ids)
-            if log_probs is not None:
-                token_s, ids_sk, top_sk = (x[slot, tokens][: len(ids)].tolist() for x in jax.tree.leaves(log_probs))
-                answer.log_probs += token_s
-                answer.top_log_probs += ([*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True))
-                if requests[slot].settings.prompt_log_probs and answer.score is None:
-                    answer.score = _read_score(requests[slot].ids, slot, log_probs)
-            rounds = slice(len(answer.accepted), rounds_b[slot])
-            answer.accepted += accepted_bs[slot, rounds].tolist()
-            if expected_bs is not None:
-                answer.expected_lengths += expected_bs[slot, rounds].tolist()
-            answers.append(answer)
-        return answers
-
-    def _find_answer(self, request: Request) -> GrowingAnswer:
-        if request.number not in self._answers:
-            tokenizer = self._model.tokenizer
-            text = None if tokenizer is None else AnswerText(tokenizer, request.ids, request.settings.stop)
-            self._answers[request.number] = GrowingAnswer(text)
-        return self._answers[request.number]
-
-
-def _read_score(ids: list[int], slot: int, log_probs: LogProbs) -> Score:
-    """Returns the score of a prompt in a slot. Raises ValueError for NaN."""
-    token_s, ids_sk, top_sk = (x_bs[slot, 1 : len(ids)].tolist() for x_bs in jax.tree.leaves(log_probs))
-    if np.isnan(token_s).any():
-        raise ValueError(f"got NaN as log-probability of a prompt's token, expected a number: {DAMAGED}")
-    top = None
-    if log_probs.top_bsk.shape[-1]:
-        top = [None, *([*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True))]
-    return Score(ids=ids, log_probs=[None, *token_s], top_log_probs=top)
-
-
-def _explain_no_token(request: Request, index: int, processor: Any) -> None:
-    """Warns that the user's processor allows no token. Raises ValueError without one: the logits are NaN."""
-    if processor is None:
-        raise ValueError(f"got NaN as logits of token {index} of an answer, expected numbers: {DAMAGED}")
-    prompt = request.number // request.settings.samples
-    warn(
-        f"prompt {prompt}: processor {processor_name(processor)} left no logit above -inf for token {index} of the answer, "
-        "which ends there; allow at least one token, for example a stop id"
-    )
 
 
 def with_totals(results: Sequence[Result]) -> list[Result]:

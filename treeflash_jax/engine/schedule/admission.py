@@ -20,13 +20,13 @@ class Group:
     Attributes:
       requests: request of each slot that is reserved for the group.
       rows: slot of each row of the prefill; the row is unused if that is None or not in `requests`.
-      reused: number of prompt tokens of each row that are reused from caches.
+      num_reused: number of prompt tokens of each row that are reused from caches.
       prefill: the reading of the prompts.
     """
 
     requests: dict[int, Request]
     rows: list[int | None]
-    reused: list[int] = field(default_factory=list)
+    num_reused: list[int] = field(default_factory=list)
     prefill: Prefill | None = None
 
     @property
@@ -39,7 +39,7 @@ class Group:
 
     def set_prefill(self, prefill: Prefill, prefixes: PrefixCaches | None) -> None:
         self.prefill = prefill
-        self.reused = [0] * len(self.rows) if prefixes is None else prefixes.count_b.tolist()
+        self.num_reused = [0] * len(self.rows) if prefixes is None else prefixes.count_b.tolist()
 
 
 class Admission:

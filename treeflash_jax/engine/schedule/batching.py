@@ -10,7 +10,6 @@ import numpy as np
 
 from treeflash_jax.constraints import tables
 from treeflash_jax.core import programs, sharding
-from treeflash_jax.core.checks import expect
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.settings import changed
@@ -28,8 +27,7 @@ from treeflash_jax.trees import NO_TOKEN
 BATCH_SIZES = (1, 2, 4, 8)
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
-SERVER_STOP_IDS, SERVER_BIASES = 32, 304
-SERVER_CLASSES = 512  # kinds of tokens of a server's automata; SmolLM2's schemas have some 150
+TOKEN_CLASSES = 512  # kinds of tokens for which arrays of automata have room; SmolLM2's schemas have some 150
 ROOM = 256  # new tokens for which caches have room at first; they double for longer answers
 
 Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
@@ -107,7 +105,7 @@ class SamplingSizes:
         automaton = None
         tables = [request.automaton for request in requests if request.automaton is not None]
         if tables:
-            least = requests[0].settings.schema_states, SERVER_CLASSES
+            least = requests[0].settings.schema_states, TOKEN_CLASSES
             largest = np.max([least, *(table.next_qc.shape for table in tables)], axis=0).tolist()
             states, classes = (1 << (size - 1).bit_length() for size in largest)
             automaton = states, classes, tables[0].class_v.size
@@ -118,25 +116,6 @@ class SamplingSizes:
             processed=frozenset(name for names in PROCESSORS if given & {*names} for name in names),
             automaton=automaton,
         )
-
-    @staticmethod
-    def for_server(states: int, vocab_size: int, config: type[GenerateConfig] = GenerateConfig) -> "SamplingSizes":
-        """Returns sizes for every setting of sampling, and automata with up to `states` states; 0: without automata."""
-        automaton = (states, SERVER_CLASSES, vocab_size) if states else None
-        return SamplingSizes(config, SERVER_STOP_IDS, SERVER_BIASES, frozenset(chain(*PROCESSORS)), automaton)
-
-    def check(self, request: Request) -> None:
-        """Raises ValueError for a request with more stop ids or biases, or with a larger automaton."""
-        biases = request.settings.logit_bias or ()
-        for name, given, most in (("stop_ids", request.settings.stop_ids, self.stop_ids), ("bias", biases, self.biases)):
-            expect(len(given) <= most, f"number of {name}", len(given), f"at most {most}")
-        if request.automaton is None:
-            return
-        if self.automaton is None:
-            raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
-        (states, classes), (most, most_classes, _) = request.automaton.next_qc.shape, self.automaton
-        expect(states <= most, "states of a schema", states, f"at most {most}: start the server with --schema-states")
-        expect(classes <= most_classes, "kinds of tokens of a constraint", classes, f"at most {most_classes}")
 
 
 def make_batch(

@@ -7,7 +7,6 @@ Shape suffixes: b batch, a rows of a group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,11 @@ import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.admission import Admission, Group
-from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity, make_batch
+from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity
+from treeflash_jax.engine.schedule.optional_automata import OptionalAutomata, replace_automata
 from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches
 from treeflash_jax.engine.schedule.prefixes import copy_prefixes
 from treeflash_jax.engine.schedule.runner import Runner
@@ -45,7 +44,7 @@ class Scheduler:
 
     Attributes:
       state: decoding state, donated to programs that return it; None before the first prompts are read.
-      reused: number of prompt tokens of each slot that were reused from caches.
+      num_reused: number of prompt tokens of each slot that were reused from caches.
       is_interrupted: whether Ctrl-C ended the decoding.
     """
 
@@ -62,16 +61,17 @@ class Scheduler:
         self.slots = Slots(sharding.pad_batch_size(batch_size, runner.mesh))
         self.admission = Admission(self.slots, runner.mesh)
         self.state: DecodeState | None = None
-        self.reused = np.zeros(self.slots.size, int)
+        self.num_reused = np.zeros(self.slots.size, int)
         self.is_interrupted = False
-        self._is_fixed, self._capacity = capacity is not None, capacity or 0
+        self._has_fixed_capacity = capacity is not None
+        self._capacity = capacity or 0
         self._session_caches: PrefixCaches | None = None  # of a session, for the first prompt
         self._group: Group | None = None  # whose prompts are being read
-        self._free_tables: dict[int, Automaton] = {}  # automata that allow everything, by number of rows
+        self._automata = OptionalAutomata(is_open)
 
     @property
     def is_lost(self) -> bool:
-        """True if there is no state to read: none yet, or an interrupt fell between its donation and the result."""
+        """True if no state can be read: there is none yet, or an interrupt fell between its donation and the result."""
         return self.state is None or self.state.end_b.is_deleted()
 
     @property
@@ -84,7 +84,7 @@ class Scheduler:
         Args:
           session: session whose caches the only request goes on from; they move to the scheduler.
         """
-        if not self._is_fixed:
+        if not self._has_fixed_capacity:
             self._capacity = max(self._capacity, first_capacity(self.runner.plan, requests))
         if session is not None:
             self._session_caches = session.take_caches(self.runner, requests[0], self._capacity)
@@ -92,18 +92,18 @@ class Scheduler:
         self.admission.add(requests)
 
     def cancel(self, request: Request) -> None:
-        """Drops a request of an open scheduler: one that waits, one whose prompt is being read, or one with a slot."""
+        """Drops a request of an open scheduler, whether it waits, its prompt is being read, or its answer is decoded."""
         self.admission.remove(request)
-        held = [slot for slot, other in self.slots.requests.items() if other is request]
-        if held:
-            self.end(held)
-        reserved = self._group.requests if self._group else {}
-        read = [slot for slot, other in reserved.items() if other is request]
-        for slot in read:
-            del reserved[slot]
-        if not reserved:
+        decoding = [slot for slot, other in self.slots.requests.items() if other is request]
+        if decoding:
+            self.end(decoding)
+        group_requests = self._group.requests if self._group else {}
+        prefilling = [slot for slot, other in group_requests.items() if other is request]
+        for slot in prefilling:
+            del group_requests[slot]
+        if not group_requests:
             self._group = None
-        self.slots.release(held + read)
+        self.slots.release(decoding + prefilling)
 
     def recover(self) -> list[Request]:
         """Drops the state after a failed dispatch and frees all slots; returns the requests whose answers are lost."""
@@ -140,7 +140,7 @@ class Scheduler:
     def decode_all(self, max_rounds: int, find_stopped: FindStopped) -> Iterator[list[int]]:
         """Decodes all requests; yields the slots of finished answers after every `step`, and releases them.
 
-        After Ctrl-C, it yields all held slots, if the state can still be read.
+        After Ctrl-C, it yields the slots of all unfinished answers, if the state can still be read.
         """
         try:
             while self.has_work:
@@ -225,27 +225,27 @@ class Scheduler:
         for row, slot in enumerate(group.rows):
             if slot in group.requests:
                 self.slots.hold(slot, group.requests[slot])
-                self.reused[slot] = group.reused[row]
+                self.num_reused[slot] = group.num_reused[row]
 
     def _run_rounds(self, max_rounds: int) -> None:
         """Runs rounds until enough sequences are done; caches without room for a round are doubled before."""
         if np.max(sharding.to_host(self.state.end_b)) + self.runner.plan.path_length > self.state.capacity:
             self._grow(2 * self.state.capacity)
         limits = jax.device_put((np.int32(max_rounds), np.int32(self.admission.enough_done)))
-        automata = self.state.sampling.automaton, self.state.automaton_b
-        is_lean = self.is_open and not any(request.automaton for request in self.slots.requests.values())
-        state = _replace_automata(self.state) if is_lean else self.state
-        state = self.runner.call(loops.decode, self.runner.weights, state, *limits, plan=self.runner.plan)
-        self.state = _replace_automata(state, *automata) if is_lean else state
+
+        def decode(state: DecodeState) -> DecodeState:
+            return self.runner.call(loops.decode, self.runner.weights, state, *limits, plan=self.runner.plan)
+
+        self.state = self._automata.run_rounds(decode, self.state, self.slots.requests.values())
 
     def _empty_state(self) -> DecodeState:
-        """Returns the state of an open scheduler that holds nothing, and begins to compile the programs of its rounds."""
+        """Returns the state of an open scheduler without requests, and begins to compile the programs of its rounds."""
         runner = self.runner
         batch = self._make_batch([None] * self.slots.size, self._capacity)
         how = {"plan": runner.plan.shared, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
         state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **how)
         unit = jax.device_put(np.int32(1))
-        for form in (_replace_automata(state), state):
+        for form in (replace_automata(state), state):
             runner.start_compiling(loops.decode, runner.weights, form, unit, unit, plan=runner.plan)
         return state.replace(done_b=sharding.place(jnp.ones(self.slots.size, bool), runner.mesh))
 
@@ -254,23 +254,12 @@ class Scheduler:
             self.state = self.runner.call(loops.grow_caches, self.state, capacity=capacity)
 
     def _make_batch(self, rows: Sequence[Request | None], capacity: int) -> Batch:
-        """Pads the requests of rows. Rows without constraints share tables, which are large in a server."""
-        is_free = not any(request and request.automaton for request in rows)
-        batch = make_batch(
+        """Pads the requests of rows into device arrays."""
+        return self._automata.make_batch(
             rows,
             self.sizes,
             capacity=capacity,
             dtype=self.runner.weights.dtype,
             mesh=self.runner.mesh,
             clock=self.runner.clock,
-            automaton=self._free_tables.get(len(rows)) if is_free else None,
         )
-        sampling = batch[2]
-        if is_free and self.is_open and sampling.automaton is not None:
-            self._free_tables[len(rows)] = sampling.automaton
-        return batch
-
-
-def _replace_automata(state: DecodeState, automaton: Any = None, automaton_b: jax.Array | None = None) -> DecodeState:
-    """Returns the state with these automata; by default, without any."""
-    return state.replace(sampling=state.sampling.replace(automaton=automaton), automaton_b=automaton_b)

@@ -10,5 +10,5 @@ PROTOCOLS: list[type[Exchange]] = [ChatExchange, CompletionExchange, ResponsesEx
 
 
 def protocol_at(path: str) -> type[Exchange]:
-    """Returns the protocol that has a path, in whose form errors are; OpenAI's for any other path."""
+    """Returns the protocol of a path, for the form of its errors; OpenAI's chat completions for an unknown path."""
     return next((kind for kind in PROTOCOLS if path in (kind.path, kind.counting_path)), ChatExchange)

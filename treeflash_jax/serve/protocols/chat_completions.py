@@ -1,11 +1,7 @@
 """OpenAI's chat completions: POST /v1/chat/completions."""
 
-import secrets
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-from pydantic import BaseModel
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.call.prompts import Chat
@@ -13,14 +9,11 @@ from treeflash_jax.formats.messages.message_format import Content, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import chat_form
 from treeflash_jax.serve.protocols.chat_messages import check_tools
-from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
+from treeflash_jax.serve.protocols.exchange import Event, Served
 from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
+from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
 from treeflash_jax.serve.protocols.tool_choices import flat_choice, offered_tools
 from treeflash_jax.serve.worker import TOP_LOG_PROBS
-
-
-class StreamOptions(BaseModel):
-    include_usage: bool | None = None
 
 
 class ChatBody(Body):
@@ -48,15 +41,16 @@ class ChatBody(Body):
         return given | check_template(self.chat_template_kwargs)
 
 
-class ChatExchange(Exchange):
+class ChatExchange(ChoicesExchange):
     path = "/v1/chat/completions"
     body_kind = ChatBody
     body: ChatBody
+    id_prefix = "chatcmpl"
+    object_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, served: Served):
         super().__init__(body, served)
-        self.id = f"chatcmpl-{secrets.token_hex(12)}"
-        self._created = int(time.time())
         self._num_calls: dict[int, int] = {}  # by index of the answer
 
     def call(self) -> ServerCall:
@@ -75,9 +69,6 @@ class ChatExchange(Exchange):
             sent_names=body.sent_names(),
         )
 
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        return self._object("chat.completion", [self._choice(answer) for answer in answers]) | {"usage": usage_form(usage)}
-
     def begin(self, usage: Usage) -> Iterable[Event]:
         for index in range(max(1, self.body.n or 1)):
             delta = {"role": "assistant", "content": ""}
@@ -91,15 +82,6 @@ class ChatExchange(Exchange):
         if calls := self._calls(delta):
             message["tool_calls"] = calls
         yield self._chunk([{"index": delta.index, "delta": message, **self._ending(delta)}])
-
-    def end(self, usage: Usage) -> Iterable[Event]:
-        if self._includes_usage:
-            yield Event(self._object("chat.completion.chunk", []) | {"usage": usage_form(usage)})
-        yield Event("[DONE]")
-
-    @property
-    def _includes_usage(self) -> bool:
-        return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     def _choice(self, answer: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text(Content), "refusal": None}
@@ -123,19 +105,3 @@ class ChatExchange(Exchange):
     def _ending(self, delta: Delta) -> dict[str, Any]:
         log_probs = None if delta.places is None else chat_form(delta.places)
         return {"logprobs": log_probs, "finish_reason": "tool_calls" if delta.finished == "calls" else delta.finished}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> Event:
-        more = {"usage": None} if self._includes_usage else {}
-        return Event(self._object("chat.completion.chunk", choices) | more)
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self.served.name, "choices": choices}
-
-
-def usage_form(usage: Usage) -> dict[str, Any]:
-    numbers = {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.answer,
-        "total_tokens": usage.prompt + usage.answer,
-    }
-    return numbers | {"prompt_tokens_details": {"cached_tokens": usage.reused}}

@@ -1,8 +1,6 @@
 """OpenAI's completions of texts: POST /v1/completions."""
 
-import secrets
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from treeflash_jax.core.checks import expect
@@ -10,10 +8,10 @@ from treeflash_jax.engine.call.prompts import Prompt, Text
 from treeflash_jax.formats.messages.message_format import Content
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import completion_form
-from treeflash_jax.serve.protocols.chat_completions import StreamOptions, usage_form
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
-from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
+from treeflash_jax.serve.protocols.exchange import Event
 from treeflash_jax.serve.protocols.fields import Body, Ids
+from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
 from treeflash_jax.serve.worker import TOP_LOG_PROBS
 
 MOST_TOKENS = 16  # OpenAI's default
@@ -42,15 +40,12 @@ class CompletionBody(Body):
         return [Text(prompt) if isinstance(prompt, str) else prompt for prompt in self.prompt]
 
 
-class CompletionExchange(Exchange):
+class CompletionExchange(ChoicesExchange):
     path = "/v1/completions"
     body_kind = CompletionBody
     body: CompletionBody
-
-    def __init__(self, body: CompletionBody, served: Served):
-        super().__init__(body, served)
-        self.id = f"cmpl-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+    id_prefix = "cmpl"
+    object_type = chunk_type = "text_completion"
 
     def call(self) -> ServerCall:
         body = self.body
@@ -64,29 +59,13 @@ class CompletionExchange(Exchange):
             sent_names=body.sent_names(),
         )
 
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        return self._object([self._choice(answer) for answer in answers]) | {"usage": usage_form(usage)}
-
     def begin(self, usage: Usage) -> Iterable[Event]:
         return ()
 
     def add(self, delta: Delta) -> Iterable[Event]:
-        yield Event(self._object([self._choice(delta)]) | ({"usage": None} if self._includes_usage else {}))
+        yield self._chunk([self._choice(delta)])
 
-    def end(self, usage: Usage) -> Iterable[Event]:
-        if self._includes_usage:
-            yield Event(self._object([]) | {"usage": usage_form(usage)})
-        yield Event("[DONE]")
-
-    @property
-    def _includes_usage(self) -> bool:
-        return bool(self.body.stream_options and self.body.stream_options.include_usage)
-
-    def _choice(self, delta: Delta) -> dict[str, Any]:
-        log_probs = None if delta.places is None else completion_form(delta.places)
-        text = delta.text(Content)
-        return {"index": delta.index, "text": text, "logprobs": log_probs, "finish_reason": delta.finished}
-
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        about = {"id": self.id, "object": "text_completion", "created": self._created, "model": self.served.name}
-        return about | {"choices": choices}
+    def _choice(self, answer: Delta) -> dict[str, Any]:
+        log_probs = None if answer.places is None else completion_form(answer.places)
+        text = answer.text(Content)
+        return {"index": answer.index, "text": text, "logprobs": log_probs, "finish_reason": answer.finished}

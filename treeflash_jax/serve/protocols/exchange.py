@@ -1,4 +1,4 @@
-"""The protocol of a form of requests and answers over HTTP, and its registry's interface."""
+"""The interface of protocols: forms of requests and answers over HTTP."""
 
 import json
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class Served:
     Attributes:
       name: name of the model in answers.
       created: time of the start, in seconds.
-      memory: what a protocol keeps between requests, by its class.
+      memory: state that protocols keep between requests, by their class.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Served:
 
 
 class Exchange(ABC):
-    """One request and its answers in the form of a protocol: a body becomes a call, what answers add becomes events.
+    """One request and its answers in the form of a protocol: a body becomes a call, pieces of answers become events.
 
     A protocol is a subclass in `PROTOCOLS`.
 
@@ -64,7 +64,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def call(self) -> ServerCall:
-        """Returns the call that the body means. Raises ValueError for what is wrong, and for what is not supported."""
+        """Returns the call that the body describes. Raises ValueError for wrong fields and for unsupported ones."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def add(self, delta: Delta) -> Iterable[Event]:
-        """Yields the events of what is new in an answer."""
+        """Yields the events of a new piece of an answer."""
 
     @abstractmethod
     def end(self, usage: Usage) -> Iterable[Event]:
@@ -98,7 +98,7 @@ class Exchange(ABC):
 
     @classmethod
     def add_routes(cls, router: APIRouter, served: Served) -> None:
-        """Adds routes besides that of requests, if a protocol has some."""
+        """Adds further routes of the protocol; by default, none."""
         return
 
     def failure(self, message: str) -> Event:

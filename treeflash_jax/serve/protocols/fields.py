@@ -1,4 +1,4 @@
-"""Fields that requests of several protocols share, and those that are refused."""
+"""Fields that requests of several protocols share, and fields that are refused."""
 
 import functools
 import inspect
@@ -11,6 +11,7 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
 from treeflash_jax.serve.call import MOST_SAMPLES
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST, ConstraintFields
+from treeflash_jax.serve.protocols.exchange import Exchange
 
 Ids = Annotated[list[int], FAIL_FAST]
 Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
@@ -29,7 +30,7 @@ UNSUPPORTED = {
 
 
 class Body(ConstraintFields):
-    """Fields of all requests. `with_numbers` adds those of the settings with a number for every request.
+    """Fields of all requests. `with_numbers` adds a field for every setting that gives a request a number.
 
     Attributes:
       length_fields: fields with the largest number of new tokens; the first that is given counts.
@@ -55,11 +56,11 @@ class Body(ConstraintFields):
         return next(given, self.length_fields[0])
 
     def sent_names(self) -> dict[str, str]:
-        """Returns names of fields, by those of our settings, if they differ."""
+        """Returns the names that clients give to our settings, by our names, if they differ."""
         return {"max_new_tokens": self.length_field, "min_new_tokens": "min_tokens", "samples": "n"}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that the client gives, by our names. Raises ValueError for what is not supported."""
+        """Returns the settings that the client gives, by our names. Raises ValueError for unsupported fields."""
         for name, value in (self.model_extra or {}).items():
             if name in self.unsupported:
                 is_neutral = value is None or value == self.unsupported[name]
@@ -81,6 +82,11 @@ def with_numbers(body: type[B], config: type[GenerateConfig]) -> type[B]:
     kind = create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
     kind.numbers = tuple(number_types(config))
     return kind
+
+
+def protocol_with_numbers(protocol: type[Exchange], config: type[GenerateConfig]) -> type[Exchange]:
+    """Returns a protocol whose requests have a field for every setting that gives a request a number."""
+    return type(protocol.__name__, (protocol,), {"body_kind": with_numbers(protocol.body_kind, config)})
 
 
 def check_template(arguments: Mapping[str, Any] | None) -> dict[str, Any]:

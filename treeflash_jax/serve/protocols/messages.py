@@ -36,7 +36,7 @@ class OutputConfig(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Switch of the thoughts before answers; fields that are given besides are ignored."""
+    """Switch of the thoughts before answers; `budget_tokens` and `display` are ignored."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -105,7 +105,7 @@ class MessagesBody(Body):
         )
 
     def note_ignored(self) -> None:
-        """Logs what is accepted and ignored, once in a process: the server has no such thing, but clients send it."""
+        """Logs fields that are accepted and ignored, each once per process."""
         for name in ("budget_tokens", "display"):
             if self.thinking is not None and getattr(self.thinking, name) is not None:
                 warn(f"/v1/messages: thinking.{name} is ignored")
@@ -120,7 +120,7 @@ class CountBody(MessagesBody):
 
 
 def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns tools in the form of OpenAI's chat API, without those that only Anthropic's servers know.
+    """Returns tools in the form of OpenAI's chat API, without tools that Anthropic's servers run.
 
     Raises ValueError for a tool without a name or a schema.
     """
@@ -194,13 +194,13 @@ class MessagesExchange(Exchange):
                 yield from self._end_block()
                 self._block = block
                 yield _event("content_block_start", index=self._index, content_block=block)
-            yield self._delta(_growth(part))
+            yield self._delta(_block_delta(part))
         if delta.finished:
             self._last = delta
 
     def end(self, usage: Usage) -> Iterable[Event]:
         yield from self._end_block()
-        yield _event("message_delta", delta=self._ending(self._last, usage), usage=_usage_form(usage))
+        yield _event("message_delta", delta=self._ending(self._last, usage), usage=message_usage(usage))
         yield _event("message_stop")
 
     def count(self, num_tokens: int) -> dict[str, Any]:
@@ -223,19 +223,19 @@ class MessagesExchange(Exchange):
         self._block = None
         self._index += 1
 
-    def _delta(self, growth: dict[str, Any]) -> Event:
-        return _event("content_block_delta", index=self._index, delta=growth)
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return _event("content_block_delta", index=self._index, delta=delta)
 
     def _ending(self, answer: Delta, usage: Usage) -> dict[str, Any]:
         if answer.finished == "stop" and answer.stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
-        if answer.finished == "length" and usage.answer < self.body.max_tokens:
+        if answer.finished == "length" and usage.answer_tokens < self.body.max_tokens:
             return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
         return {"stop_reason": ENDINGS[answer.finished], "stop_sequence": None}
 
     def _message(self, blocks: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.served.name, "content": blocks}
-        return message | {"stop_reason": None, "stop_sequence": None, "usage": _usage_form(usage)}
+        return message | {"stop_reason": None, "stop_sequence": None, "usage": message_usage(usage)}
 
 
 def _event(kind: str, **fields: Any) -> Event:
@@ -251,8 +251,8 @@ def _empty_block(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-def _growth(part: Part) -> dict[str, Any]:
-    """Returns what a part adds to its block."""
+def _block_delta(part: Part) -> dict[str, Any]:
+    """Returns the delta that adds a part to its block."""
     if isinstance(part, Call):
         return {"type": "input_json_delta", "partial_json": json.dumps(_read_input(part), ensure_ascii=False)}
     if isinstance(part, Content):
@@ -261,11 +261,11 @@ def _growth(part: Part) -> dict[str, Any]:
 
 
 def _read_input(call: Call) -> dict[str, Any]:
-    """Returns the arguments of a call: an object, in which anything else is a value."""
+    """Returns the arguments of a call as an object; another JSON value becomes its field `input`."""
     arguments = json.loads(call.arguments)
     return arguments if isinstance(arguments, dict) else {"input": arguments}
 
 
-def _usage_form(usage: Usage) -> dict[str, Any]:
-    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.reused}
-    return {"input_tokens": usage.prompt - usage.reused, "output_tokens": usage.answer, **cached}
+def message_usage(usage: Usage) -> dict[str, Any]:
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.cached_tokens}
+    return {"input_tokens": usage.prompt_tokens - usage.cached_tokens, "output_tokens": usage.answer_tokens, **cached}

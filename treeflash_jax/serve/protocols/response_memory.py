@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 
 
 class ResponseMemory:
-    """Keeps responses by id, in this process; the oldest go if there are too many, or too many bytes. Threads share it."""
+    """Stores responses by id in this process, and drops the oldest if they are too many or too large. Threads share it."""
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES):
         self._most, self._most_bytes = most, most_bytes
@@ -50,19 +50,19 @@ class ResponseMemory:
         return stored and stored.response
 
     def items(self, id: str) -> list[dict[str, Any]] | None:
-        """Returns the items of the conversation up to the end of a response; None if the response is not kept."""
+        """Returns the items of the conversation up to the end of a response; None if the response is not stored."""
         stored = self._responses.get(id)
         return stored and json.loads(stored.items)
 
     def item(self, id: str) -> dict[str, Any] | None:
-        """Returns an item of a response; None if no response with it is kept."""
+        """Returns an item of a response; None if no stored response has it."""
         with self._lock:
-            kept = [stored for stored in self._responses.values() if id in stored.output_ids]
-        outputs = (json.loads(stored.response)["output"] for stored in kept)
+            matches = [stored for stored in self._responses.values() if id in stored.output_ids]
+        outputs = (json.loads(stored.response)["output"] for stored in matches)
         return next((item for output in outputs for item in output if item["id"] == id), None)
 
     def delete(self, id: str) -> bool:
-        """Forgets a response; returns whether it was kept. Conversations that went on from it stay."""
+        """Drops a response; returns whether it was stored. Conversations that went on from it stay."""
         with self._lock:
             stored = self._responses.pop(id, None)
             self._size -= stored.size if stored else 0

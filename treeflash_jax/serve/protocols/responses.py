@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: POST /v1/responses, and GET and DELETE of a response that is kept."""
+"""OpenAI's Responses API: POST /v1/responses, and GET and DELETE of a stored response."""
 
 import json
 import secrets
@@ -103,7 +103,7 @@ class ResponsesExchange(Exchange):
         super().__init__(body, served)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._created = int(time.time())
-        self._memory = memory_of(served)
+        self._memory = get_memory(served)
         self._includes = set(body.include or [])
         self._output = ResponseOutput(encodes_thoughts=ENCODED_THOUGHTS in self._includes)
         self._items: list[dict[str, Any]] = []  # of the conversation up to this answer
@@ -154,7 +154,7 @@ class ResponsesExchange(Exchange):
 
     @classmethod
     def add_routes(cls, router: APIRouter, served: Served) -> None:
-        memory = memory_of(served)
+        memory = get_memory(served)
 
         @router.get(f"{cls.path}/{{id}}")
         async def show(id: str) -> Response:
@@ -166,7 +166,7 @@ class ResponsesExchange(Exchange):
             return {"id": id, "object": "response", "deleted": True}
 
     def _conversation(self) -> list[dict[str, Any]]:
-        """Returns the items before the answer: those of an earlier response, if it goes on from one, then those sent."""
+        """Returns the items before the answer: the conversation of `previous_response_id`, then `input`."""
         body = self.body
         sent = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
         for number, item in enumerate(sent):
@@ -185,7 +185,7 @@ class ResponsesExchange(Exchange):
         return items
 
     def _check_numbers(self) -> None:
-        """Raises ValueError for a number that the response, which repeats fields of the request, cannot have in JSON."""
+        """Raises ValueError for NaN and infinity in fields that the response repeats: JSON has neither."""
         try:
             json.dumps(self._response(), allow_nan=False)
         except ValueError:
@@ -197,7 +197,7 @@ class ResponsesExchange(Exchange):
             self._status = "incomplete" if delta.finished == "length" else "completed"
 
     def _finish(self, usage: Usage) -> dict[str, Any]:
-        """Returns the finished response, which is kept if the client wants it."""
+        """Returns the finished response, and stores it unless the client forbids that."""
         response = self._response(usage)
         if self.body.is_stored:
             self._memory.add(response, self._items + self._output.items)
@@ -238,17 +238,17 @@ class ResponsesExchange(Exchange):
             "tools": [flat_tool(tool["function"]) for tool in self._functions],
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
-            "usage": usage and _usage_form(usage),
+            "usage": usage and response_usage(usage),
         }
 
 
-def memory_of(served: Served) -> ResponseMemory:
-    """Returns the responses that a server keeps."""
+def get_memory(served: Served) -> ResponseMemory:
+    """Returns the server's memory of responses, which the first call makes."""
     return served.memory.setdefault(ResponsesExchange, ResponseMemory())
 
 
 def expect_stored(value: T | None, name: str, id: str) -> T:
-    """Returns what was kept under an id. Raises HTTPException if that is nothing."""
+    """Returns a value that the memory has under an id. Raises HTTPException if it has none."""
     if value is None:
         known = f"that of one of the last {MOST_RESPONSES} responses with store true"
         raise HTTPException(404, {"message": f"got {name} {clipped(id, 60)!r}, expected {known}", "param": name})
@@ -260,12 +260,12 @@ def flat_tool(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", **empty, **function, "strict": bool(function.get("strict"))}
 
 
-def _usage_form(usage: Usage) -> dict[str, Any]:
-    """Returns numbers of tokens. Those of thoughts are not counted: parts of an answer do not say which tokens they are."""
+def response_usage(usage: Usage) -> dict[str, Any]:
+    """Returns numbers of tokens. `reasoning_tokens` is 0: parts of an answer do not say which tokens they are."""
     return {
-        "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.reused, "cache_write_tokens": 0},
-        "output_tokens": usage.answer,
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.answer_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt + usage.answer,
+        "total_tokens": usage.prompt_tokens + usage.answer_tokens,
     }

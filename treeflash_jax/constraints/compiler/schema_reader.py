@@ -39,7 +39,7 @@ FEW_ALTERNATIVES, MOST_ALTERNATIVES = 16, 1_000  # above the first number, those
 
 
 @dataclass
-class Reader:
+class SchemaReader:
     """Reads schemas as alternatives of atoms, each schema once.
 
     Attributes:
@@ -187,14 +187,14 @@ def _without_evaluation(atom: Atom) -> Atom:
 
 
 APPLICATORS = {  # keywords with schemas inside, or references to schemas
-    "anyOf": Reader.read_any_of,
-    "allOf": Reader.read_all_of,
-    "oneOf": Reader.read_one_of,
-    "not": Reader.read_not,
-    "if": Reader.read_if,
-    "dependentSchemas": partial(Reader.read_dependent, keyword="dependentSchemas"),
-    "dependentRequired": partial(Reader.read_dependent, keyword="dependentRequired"),
-    "dependencies": partial(Reader.read_dependent, keyword="dependencies"),
-    "$ref": Reader.read_ref,
-    "$dynamicRef": Reader.read_dynamic_ref,
+    "anyOf": SchemaReader.read_any_of,
+    "allOf": SchemaReader.read_all_of,
+    "oneOf": SchemaReader.read_one_of,
+    "not": SchemaReader.read_not,
+    "if": SchemaReader.read_if,
+    "dependentSchemas": partial(SchemaReader.read_dependent, keyword="dependentSchemas"),
+    "dependentRequired": partial(SchemaReader.read_dependent, keyword="dependentRequired"),
+    "dependencies": partial(SchemaReader.read_dependent, keyword="dependencies"),
+    "$ref": SchemaReader.read_ref,
+    "$dynamicRef": SchemaReader.read_dynamic_ref,
 }

@@ -1,0 +1,122 @@
+"""Requests of the scheduler, made from the prompts and settings of a call, in any thread."""
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+from treeflash_jax.constraints.compilation import NAMES, answer_constraint, compile_constraint
+from treeflash_jax.core.checks import expect
+from treeflash_jax.decoding.processors import PROCESSORS
+from treeflash_jax.engine.call.prompts import Prompt, encode_each
+from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.schedule.batching import TOKEN_CLASSES, SamplingSizes
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.formats.text_limit import TextLimit
+
+DEFAULT_CONTEXT = 8192
+MAX_STOP_IDS = 32
+MAX_BIASES = 304
+
+
+class Constraint(NamedTuple):
+    """A constraint of an answer, as a key; see `answer_constraint`."""
+
+    kind: str
+    value: str | tuple[str, ...]
+
+
+def server_sizes(states: int, vocab_size: int, config: type[GenerateConfig]) -> SamplingSizes:
+    """Returns sizes for every setting of sampling, and automata with up to `states` states; 0: without automata."""
+    automaton = (states, TOKEN_CLASSES, vocab_size) if states else None
+    return SamplingSizes(config, MAX_STOP_IDS, MAX_BIASES, frozenset(chain(*PROCESSORS)), automaton)
+
+
+class RequestMaker:
+    """Encodes prompts, compiles constraints, and checks and numbers requests.
+
+    Args:
+      context: the attribute; None: the verifier's context, at most DEFAULT_CONTEXT.
+      schema_states: number of states of the largest automaton; 0: no constraints.
+
+    Attributes:
+      config: default settings of requests.
+      context: largest number of tokens of a prompt and its answer together.
+      text_limit: size of the longest text that can fit the context; None without a tokenizer.
+      sizes: sizes of the arrays of sampling settings, into which every request fits.
+    """
+
+    def __init__(self, model: TreeFlash, config: GenerateConfig, *, context: int | None, schema_states: int):
+        max_positions = model.verifier.max_positions
+        self.context = min(max_positions, DEFAULT_CONTEXT) if context is None else context
+        expect(self.context <= max_positions, "context", self.context, f"at most {max_positions}, the verifier's")
+        self.model, self.config = model, config
+        self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
+        self.sizes = server_sizes(schema_states if model.tokenizer else 0, model.verifier.vocab_size, type(config))
+        self._numbers = itertools.count()
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Returns the token ids of each prompt.
+
+        Raises ValueError, before it encodes, for a prompt that cannot fit the context.
+        """
+        if not prompts:
+            raise ValueError("got no prompts, expected at least one")
+        for prompt in prompts:
+            if isinstance(prompt, list) and len(prompt) > self.context:
+                raise ValueError(f"got {len(prompt)} prompt tokens, expected at most {self.context} (the server's context)")
+        return encode_each(prompts, self.model.tokenizer, self.text_limit)
+
+    def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
+        """Returns the constraints to compile for answers to these prompts; none if the settings do not constrain them.
+
+        There are two if some answers think before their content and others do not: a constraint describes the whole
+        answer, thoughts included, and the end of a prompt decides whether thoughts come next.
+
+        Raises ValueError for wrong JSON, and for any constraint if the server follows none.
+        """
+        for kind in NAMES:
+            if kind in settings:
+                expect(self.sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
+                value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])
+                return {Constraint(*answer_constraint(kind, value, self.model.tokenizer, ids)) for ids in prompts}
+        return set()
+
+    def compile(self, constraint: Constraint) -> None:
+        """Compiles a constraint, so that `make_requests` need not. Raises ValueError as `compile_constraint`."""
+        model = self.model
+        size, depth = model.verifier.vocab_size, self.config.schema_depth
+        compile_constraint(*constraint, model.tokenizer, model.stop_ids, size, depth)
+
+    def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
+        """Returns the requests that `TreeFlash.generate` would make, with numbers of their own; by default, a random seed.
+
+        Raises ValueError for wrong settings, and for more tokens than the context.
+        """
+        longest = max(map(len, prompts))
+        new = settings.setdefault("max_new_tokens", max(1, self.context - longest))
+        if longest + new > self.context:
+            got = f"{longest} prompt tokens + {new} new tokens"
+            raise ValueError(f"got {got}, expected at most {self.context} together (the server's context)")
+        settings = {"seed": secrets.randbits(32)} | settings
+        requests = self.model.settings_and_requests(list(prompts), self.config, **settings)[1]
+        for request in requests:
+            self._check_sizes(request)
+        return [replace(request, number=next(self._numbers)) for request in requests]
+
+    def _check_sizes(self, request: Request) -> None:
+        """Raises ValueError for a request with more stop ids or biases, or with a larger automaton, than arrays hold."""
+        num_stop_ids, num_biases = len(request.settings.stop_ids), len(request.settings.logit_bias or ())
+        expect(num_stop_ids <= MAX_STOP_IDS, "number of stop_ids", num_stop_ids, f"at most {MAX_STOP_IDS}")
+        expect(num_biases <= MAX_BIASES, "number of bias", num_biases, f"at most {MAX_BIASES}")
+        if request.automaton is None:
+            return
+        if self.sizes.automaton is None:
+            raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
+        (states, classes), (max_states, max_classes, _) = request.automaton.next_qc.shape, self.sizes.automaton
+        expected = f"at most {max_states}: start the server with --schema-states"
+        expect(states <= max_states, "states of a schema", states, expected)
+        expect(classes <= max_classes, "kinds of tokens of a constraint", classes, f"at most {max_classes}")
