@@ -48,6 +48,21 @@ class Answer:
         return [event.data["choices"][0] for event in self.exchange.add(self.reader.read(piece))]
 
 
+@pytest.mark.parametrize("kind, fields", [(ChatExchange, {}), (CompletionExchange, {"prompt": "a"})])
+def test_usage_is_null_before_the_last_chunk(kind, fields):
+    """As in OpenAI's API; without `include_usage`, no chunk has the field."""
+    piece, usage = Piece(0, Chunk(ids=[5], text="yes", rounds=0), make_result(text="yes", ids=[5]), True), Usage(3, 1, 0)
+    for options in {"include_usage": True}, None:
+        answer = Answer(kind, None, stream_options=options, **fields)
+        events = [*answer.exchange.begin(usage), *answer.exchange.add(answer.reader.read(piece))]
+        *chunks, end = [event.data for event in (*events, *answer.exchange.end(usage))]
+        assert end == "[DONE]" and len(chunks) >= 1
+        if options is None:
+            assert not any("usage" in chunk for chunk in chunks)
+        else:
+            assert all(chunk["usage"] is None for chunk in chunks[:-1]) and chunks[-1]["usage"]["total_tokens"] == 4
+
+
 @pytest.mark.parametrize("fields, expected", [
     ({}, ("Hm.", None, 1)),
     ({"response_format": {"type": "text"}}, ("Hm.", None, 1)),
