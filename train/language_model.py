@@ -180,8 +180,10 @@ def drafted_shifts(
     """Returns the shift of each layer at every token, [b, t, f].
 
     It is from the verifier's state 1 to `depths` tokens earlier in the document, as in a draft; one distance is drawn for
-    each sequence. Tokens before the last one of a prompt are not shifted.
+    each sequence. Tokens before the last one of a prompt are not shifted; that one is, as published, although drafting
+    reads it unshifted.
     """
+    keys_b = jax.vmap(partial(jax.random.fold_in, data=1))(keys_b)  # other draws than those of `sample_vocabulary`
     distance_b = jax.vmap(lambda key: jax.random.randint(key, (), 1, depths + 1))(keys_b)
     index_t = jnp.arange(batch.tokens_bt.shape[1])
     source_bt = jnp.maximum(index_t - distance_b[:, None], index_t - batch.positions_bt)

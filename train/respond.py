@@ -143,7 +143,8 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
                 prompts.append(Prompt(source.name, ids))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not prompts:
-        raise ValueError(f"got no prompt of at most {settings.max_prompt_tokens} tokens ({reasons}), expected at least one")
+        expected = "at least one that is held out; give the source hold_out=8" if held_out else "at least one"
+        raise ValueError(f"got no prompt of at most {settings.max_prompt_tokens} tokens ({reasons}), expected {expected}")
     prompts.sort(key=lambda prompt: len(prompt.ids))
     longest, context = len(prompts[-1].ids), model.verifier.max_positions
     if longest + settings.max_new_tokens > context:

@@ -9,17 +9,19 @@ labels, with p = softmax(scores) and expected numbers E of the trees:
     ratio = sum_a p_a E_a / E of the best single tree for the sampling settings
     loss = mean(-log ratio) + TAIL_WEIGHT * (mean of max(0, 1 - ratio)^2 over the TAIL_SHARE of roots where it is largest)
 
-All trees take a round as long, so the ratio is also that of tokens per second. Writes labels (OUT/*.npz) and the selector
-(OUT/model). A command that was stopped continues when it is run again.
+All trees take a round as long, so the ratio is also that of tokens per second. Writes labels (OUT/train-*,
+OUT/held_out-*) and the selector (OUT/model). A command that was stopped continues when it is run again; labels of other
+settings or weights are not read.
 
 Shape suffixes: b batch, o roots (rounds that were labelled), f features, a trees of the list.
 
 Source: delayed tree expansion (arXiv 2602.16994), section 5, which leaves weight and share of the tail open.
 """
 
+import hashlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -71,15 +73,14 @@ def main(settings: SelectorStage) -> None:
     out = files.absolute(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     with hosts.held(out / "run.lock", f"out={settings.out}"):
-        answers.check_settings(settings, out / "labels", ("out",))
         model = respond.load_model(settings)
         pair = digest_pair(model.verifier, model.drafter)
         config = SelectorConfig(trees=settings.trees, rule=settings.acceptance, pair=pair)
         plan = model.plan(GenerateConfig(builder="delayed", acceptance=config.rule, nodes=config.num_nodes))
         plan = replace(plan, num_nodes=config.num_nodes, shape=replace(plan.shape, selector=config))
         prompts = {name: respond.collect_prompts(settings, model, held_out=name == "held_out") for name in PARTS}
-        answers.save_settings(settings, out / "labels")
-        labels = {name: record(model, settings, plan, prompts[name], out, name) for name in PARTS}
+        origin = digest_origin(settings, model)
+        labels = {name: record(model, settings, plan, prompts[name], out / f"{name}-{origin}") for name in PARTS}
         weights = fit(labels["train"], config)
         with files.filled(out / "model", overwrite=True) as folder:
             selector_folder.save(folder, config, weights)
@@ -92,14 +93,28 @@ def always(config: SelectorConfig, index: Any) -> dict[str, jax.Array]:
     return weights | {f"bias_{len(selector.WIDTHS)}": jax.nn.one_hot(index, len(config.trees))}
 
 
+def digest_origin(settings: SelectorStage, model: TreeFlash) -> str:
+    """Returns a digest of what all labels depend on: settings except for `out` and sources, and the weights of the pair."""
+    values = {
+        field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in ("out", "sources")
+    }
+    digest = hashlib.sha256(repr((values, answers.read_inputs(settings))).encode())
+    for leaf in jax.tree.leaves(sharding.to_host(model.weights.drafter)):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def record(
-    model: TreeFlash, settings: SelectorStage, plan: DecodePlan, prompts: Sequence[respond.Prompt], folder: Any, name: str
+    model: TreeFlash, settings: SelectorStage, plan: DecodePlan, prompts: Sequence[respond.Prompt], folder: Any
 ) -> Labels:
-    """Returns the labels of the prompts: read from the folder, or recorded there batch by batch."""
-    capacity, parts = round_capacity(len(prompts[-1].ids) + settings.max_new_tokens + 1 + plan.path_length), []
-    with watch.Bar(f"prompts ({name})", len(prompts)) as bar:
+    """Returns the labels of the prompts: read from files of the folder, or recorded there, a file for each batch."""
+    folder.mkdir(exist_ok=True)
+    capacity = round_capacity(len(prompts[-1].ids) + settings.max_new_tokens + 1 + plan.path_length)
+    parts = []
+    with watch.Bar("prompts", len(prompts)) as bar:
         for first in range(0, len(prompts), settings.batch):
-            path = folder / f"{name}-{first:06}.npz"
+            ids = [prompt.ids for prompt in prompts[first : first + settings.batch]]
+            path = folder / f"{first:06}-{hashlib.sha256(repr(ids).encode()).hexdigest()[:16]}.npz"
             if not path.exists():
                 labels, content = record_batch(model, settings, plan, prompts, first, capacity), io.BytesIO()
                 np.savez_compressed(content, **labels)
@@ -118,14 +133,17 @@ def record_batch(
     samplings = [*product(settings.temperatures, settings.top_p)]
     setting_b = number_b % len(samplings)
     temperature, top_p = zip(*(samplings[i] for i in setting_b), strict=True)
-    how = {"temperature": temperature, "top_p": top_p, "max_new_tokens": settings.max_new_tokens, "seed": settings.seed}
-    requests = model.settings_and_requests([prompts[i].ids for i in number_b], indices=number_b, **how)[1]
+    requests = model.settings_and_requests(
+        [prompts[i].ids for i in number_b], indices=number_b, temperature=temperature, top_p=top_p,
+        max_new_tokens=settings.max_new_tokens, seed=settings.seed,
+    )[1]  # fmt: skip
     rows = requests + [None] * (settings.batch - len(requests))
     batch = make_batch(rows, SamplingSizes.fit(requests), capacity=capacity, dtype=model.dtype, mesh=model.mesh)
     tree = first // settings.batch % len(settings.trees)
     choice = sharding.place(always(plan.shape.selector, tree), model.mesh, over_batch=False)
     weights = model.weights.replace(selector=choice)
-    runner, parts = Runner(plan, weights, model.mesh), []
+    runner = Runner(plan, weights, model.mesh)
+    parts = []
     state = runner.call(loops.prefill, weights, *batch, plan=plan.shared)
     while (is_live_b := ~np.asarray(state.done_b)[: len(requests)]).any() or not parts:
         columns = *runner.call(label, weights, state, plan=plan, draws=settings.draws), setting_b

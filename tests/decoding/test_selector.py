@@ -14,7 +14,8 @@ from answers import PROMPTS, SAMPLED, SIZES, prefilled
 from conftest import compilations
 from refusals import refused
 
-from treeflash_jax import TreeFlash
+from treeflash_jax import GenerateConfig, TreeFlash
+from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding import rounds
 from treeflash_jax.engine.settings.plan import digest_pair
@@ -46,6 +47,14 @@ def test_answers_do_not_depend_on_what_is_decoded_beside_them(trained, tmp_path)
         settings = {name: values[number] for name, values in SAMPLED.items()}
         [alone] = trained.generate([PROMPTS[number]], indices=[number], batch_size=4, **how | settings)
         assert (alone.ids, alone.accept_lengths) == (expected.ids, expected.accept_lengths)
+
+
+def test_a_record_says_what_a_file_of_records_says_after_it_is_read(trained, tmp_path):
+    """Otherwise a benchmark could not go on."""
+    plan = trained.plan(GenerateConfig(**written(tmp_path / "a", trained)))
+    described = describe_tree(plan)
+    assert described == json.loads(json.dumps(described)) and "trunk" not in described
+    assert described["selector"]["trees"] == [list(tree) for tree in TREES]
 
 
 @pytest.mark.slow

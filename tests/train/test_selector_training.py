@@ -100,7 +100,7 @@ def test_a_world_of_two_contexts_is_learnt():
 
 @pytest.mark.slow
 def test_from_prompts_to_answers(tmp_path, capsys):
-    """A run that is repeated records nothing again, and gives the same selector; other settings are refused."""
+    """A run that is repeated records nothing again, and gives the same selector; labels of other settings are not read."""
     prompts = write_lines(
         tmp_path / "prompts.jsonl", [{"prompt": f"Add {number} and {number + 3}."} for number in range(12)]
     )
@@ -108,13 +108,17 @@ def test_from_prompts_to_answers(tmp_path, capsys):
     words += ["verifier=tiny", "drafter=tiny", "max_new_tokens=12", "draws=1", "batch=4", "acceptance=recursive"]
     train = lambda *more: stage.main(run_config.load(stage.SelectorStage, None, [*words, *more]))  # noqa: E731
     train()
-    made, labels = tmp_path / "run" / "model" / "model.safetensors", sorted((tmp_path / "run").glob("*.npz"))
+    made, labels = tmp_path / "run" / "model" / "model.safetensors", sorted((tmp_path / "run").glob("*/*.npz"))
     weights, times = made.read_bytes(), [path.stat().st_mtime_ns for path in labels]
     assert len(labels) == 4 and "selector in" in capsys.readouterr().out
     labels[0].unlink()
     train()
     assert made.read_bytes() == weights and [path.stat().st_mtime_ns for path in labels][1:] == times[1:]
-    refused(partial(train, "draws=2"), "begun with draws = 1, got 2")
+    train("draws=2")
+    assert made.read_bytes() != weights and len([*(tmp_path / "run").glob("*/*.npz")]) == 2 * len(labels)
+    few = [f"sources=[{{path='{prompts}', limit=2, hold_out=4}}]"]
+    refused(partial(train, *few), "expected at least one that is held out; give the source hold_out=8")
+    train()
     how = {"builder": "delayed", "selector": made.parent, "max_new_tokens": 12}
     [result] = tf.load("tiny").generate("Add 2 and 2.", **how, temperature=1.0)
     assert result.accept_lengths and result.builder == "delayed"

@@ -4,6 +4,7 @@ Sources: the models' config.json files, or transformers' defaults for Qwen3.5-9B
 2602.06036) for the drafters.
 """
 
+import json
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,8 @@ def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     drafting = {option: values.get(option) for option in field_names(GenerateConfig, "drafting")}
     read = BUILDERS[plan.builder].reads if plan.drafts else ()
     shape = {name: value for name, value in asdict(plan.shape).items() if name in read}
+    if plan.shape.selector is not None:  # as JSON, without the sizes that it chooses
+        shape = {"selector": json.loads(json.dumps(shape["selector"])), "leaves": plan.shape.leaves}
     rule = {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
     if plan.shared.kernels:
         rule["kernels"] = plan.shared.kernels

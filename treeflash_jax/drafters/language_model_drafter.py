@@ -63,8 +63,9 @@ class LanguageModelDrafter(LaneDrafter):
         require_fit(got == expected, problem, "use a smaller model of the same family")
         if self.steering is not None:
             if self.layers.num_experts or self.layers.sizes:
-                got = f"got steering of a model of type {self.layers.model_type!r}"
-                raise ValueError(f"{got}, expected dense layers of one width: load the model without steering")
+                steered = f"got steering of a model of type {self.layers.model_type!r}"
+                advice = "train with steering=none, or remove steering_config.json"
+                raise ValueError(f"{steered}, expected dense layers of one width: {advice}")
             require_sizes(verifier, self.taps, steering_width=(self.steering.width, verifier.hidden_size))
         return self
 

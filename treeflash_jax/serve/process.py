@@ -93,8 +93,8 @@ class Server(uvicorn.Server):
     """uvicorn's server, which ends within a time, when decoding ends, and at once after a second signal."""
 
     def __init__(self, app: FastAPI, grace: int):
-        ends = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
-        super().__init__(uvicorn.Config(app, http=TimedProtocol, log_level="warning", lifespan="off", **ends))
+        timeouts = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
+        super().__init__(uvicorn.Config(app, http=TimedProtocol, log_level="warning", lifespan="off", **timeouts))
         self._answering, self._grace = app.state.answering, grace
         self._signal: int | None = None
         self._end: float | None = None  # of the grace, in seconds of the monotonic clock

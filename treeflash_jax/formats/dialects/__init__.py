@@ -1,8 +1,8 @@
 """File dialects: the forms in which verifiers and drafters are published.
 
-To add one, list a subclass of `dialect.Dialect` in DIALECTS. `load`, `convert`, `train.export` and the command line then
-read it, and write it if it has `to_hf`. The last dialect in the list that recognises a folder reads it, so a dialect that
-refines another comes after it. `read_config` of a drafter's dialect returns the drafter.
+To add one, list an instance of your subclass of `dialect.Dialect` in DIALECTS. `load`, `convert`, `train.export` and the
+command line then read it, and write it if it has `to_hf`. The last dialect in the list that recognises a folder reads it,
+so a dialect that refines another comes after it. `read_config` of a drafter's dialect returns the drafter.
 """
 
 from pathlib import Path

@@ -106,14 +106,14 @@ class TagReader(MessageReader):
         """Returns the tags that begin or end a block here."""
         if self._block in (CALL, BARE):
             return [self._block[1]] + [THINK[1]] * (self._around is THINK)  # thoughts that only mention calls
-        tags = [CALL[0], BARE[0]] * bool(self._functions)
+        names = [CALL[0], BARE[0]] * bool(self._functions)
         if self._block is THINK:
-            tags.append(THINK[1])
+            names.append(THINK[1])
         elif self._reads_thoughts:
-            tags.append(THINK[0])
+            names.append(THINK[0])
         if self._is_behind_call:
-            tags.append(CALL[1])
-        return tags
+            names.append(CALL[1])
+        return names
 
     def _read_block(self, parts: list[Part]) -> bool:
         """Reads up to the next tag; returns False if there is none."""

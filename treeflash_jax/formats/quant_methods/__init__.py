@@ -1,7 +1,7 @@
 """Quantised weights in folders, by `quant_method` in config.json: one module per method.
 
-To add one, list a subclass of `quant_method.QuantMethod` in KNOWN, or set `METHODS["mine"]` in a program: folders of every
-family are then read. Weights become tensors that expand when they are sliced (`grouped_tensors.GroupedTensor`,
+To add one, list an instance of your subclass of `quant_method.QuantMethod` in METHODS: folders of every family are then
+read. Weights become tensors that expand when they are sliced (`grouped_tensors.GroupedTensor`,
 `scaled_tensors.ScaledTensor`); a weight without scales is read as it is. Activations and caches are not quantised even if a
 file asks for it, and scales for them are not read: the result is closer to the model before quantisation.
 """
@@ -24,8 +24,9 @@ from treeflash_jax.formats.quant_methods.quant_method import QuantMethod
 from treeflash_jax.formats.storage import Tensor
 
 KEY = "quantization_config"
-KNOWN = (Fp8(), CompressedTensors(), ModelOpt(), Awq(), Gptq(), Mxfp4())
-METHODS: dict[str, QuantMethod] = {method.name: method for method in KNOWN}
+METHODS: dict[str, QuantMethod] = {
+    method.name: method for method in (Fp8(), CompressedTensors(), ModelOpt(), Awq(), Gptq(), Mxfp4())
+}
 _ACTIVATION_SCALES = tuple(  # and of caches; not read
     """.input_scale .output_scale .q_scale .k_scale .v_scale .kv_scale .activation_scale .input_global_scale
     .input_zero_point .output_zero_point""".split()

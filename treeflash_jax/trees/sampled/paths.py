@@ -30,7 +30,8 @@ def delayed(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     Source: delayed tree expansion (arXiv 2602.16994).
     """
     limits = inputs.expander.num_depths, inputs.num_nodes, inputs.shape
-    sizes, num_places, outlines = _list_sizes(*limits), delayed_size(*limits), []
+    sizes, num_places = _list_sizes(*limits), delayed_size(*limits)
+    outlines = []
     for trunk, branches, length in sizes:  # place by place: the trunk, then level by level one place for each branch
         first = [trunk] * branches if length else []
         parents = [*range(trunk), *first, *range(trunk + 1, 1 + trunk + branches * (length - 1))]
