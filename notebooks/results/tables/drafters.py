@@ -104,6 +104,30 @@ def taus_smollm2() -> str:
 
 
 @shown
+def steering() -> str:
+    """Formats tau of a language model that was distilled, and of one that was also steered, at equal training time."""
+    runs, rows = read("steering.json"), []
+    for row in runs["rows"]:
+        prompts = f"{row['pair']}, {row['set']}" if row["set"] else row["pair"]
+        taus = [f"{row[name]:.2f}" for name in ("tau_distilled", "tau_steered")]
+        speedups = [f"{row['speedup'][name]['value']:.2f}" for name in ("distilled", "steered")]
+        rows.append([prompts, f"{row['temperature']:g}", row["way"], *taus, interval(row["tau_ratio"]), *speedups])
+    header = "verifier | T | draft | tau, distilled | tau, steered | ratio | speedup, distilled | speedup, steered"
+    return section(header, rows, f"{runs['note']}:", runs["commands"])
+
+
+@shown
+def delayed_selector() -> str:
+    """Formats tau of selectors beside that of the best tree of their lists."""
+    runs, rows = read("delayed_selector.json"), []
+    for row in runs["rows"]:
+        taus = [f"{row[name]:.2f}" for name in ("tau_best", "tau_selector")]
+        rows.append([row["pair"], row["rule"], row["labelled_rounds"], row["best"], *taus, interval(row["tau_ratio"])])
+    header = "pair | rule | labelled rounds | best tree | tau, best tree | tau, selector | ratio"
+    return section(header, rows, f"{runs['note']}:", runs["commands"])
+
+
+@shown
 def shipped_nodes() -> str:
     """Formats tau of the drafter that ships by tree and temperature, over all sets of prompts."""
     results, rows = read("drafters_smollm2.json")["shipped"], {}
