@@ -244,7 +244,7 @@ def test_what_cannot_be_followed_is_refused(tiny, monkeypatch):
         ({"pattern": ["a", "b"]}, ["2 values of pattern for 1 prompts"]),
     ):
         refused(lambda settings=settings: tiny.generate("x", **settings), *words)
-    monkeypatch.setattr(tables, "MOST_BYTES", 2**10)
+    monkeypatch.setattr(tables, "MOST_TABLE_BYTES", 2**10)
     refused(lambda: tiny.generate("x", pattern="(a{1,9}b){1,9}"), "pattern", "kinds of tokens exceed")
     ids_only = tf.TreeFlash(RANDOM_MODEL, tiny.weights)
     refused(lambda: ids_only.generate([[1]], pattern="a"), "pattern 'a'", "no tokenizer.json")

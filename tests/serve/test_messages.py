@@ -19,7 +19,7 @@ from test_limits import ask, client_of, stub_worker
 
 from treeflash_jax.formats.messages.message_format import Call, Content, Thought
 from treeflash_jax.serve.call import Delta, Tools, Usage
-from treeflash_jax.serve.limits import MOST_BYTES
+from treeflash_jax.serve.limits import MOST_BODY_BYTES
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.messages import CountBody, MessagesBody, MessagesExchange
 from treeflash_jax.serve.worker import QueueFull
@@ -345,7 +345,7 @@ def test_tokens_are_counted(server, claude):
      f"expected at most {CONTEXT} together", False),
     ({"messages": [says("user", IMAGE)]}, anthropic.BadRequestError, "invalid_request_error", "reads text only", True),
     ({"model": "claude-x"}, anthropic.NotFoundError, "not_found_error", "got model 'claude-x', expected 'tiny'", True),
-    ({"system": "x" * MOST_BYTES}, anthropic.APIStatusError, "request_too_large", "got a body of over 4,194,304", True),
+    ({"system": "x" * MOST_BODY_BYTES}, anthropic.APIStatusError, "request_too_large", "over 4,194,304", True),
 ])  # fmt: skip
 def test_errors_have_the_form_of_the_client(claude, change, kind, name, words, is_counted):
     calls = [partial(claude.messages.create, **GIVEN, extra_body=change, stream=streams) for streams in (False, True)]

@@ -15,7 +15,7 @@ from servers import CHAT, CONTEXT, GREEDY, LIMIT, metric, wait_for
 
 import treeflash_jax as tf
 from treeflash_jax.core import programs
-from treeflash_jax.serve.limits import MOST_BYTES
+from treeflash_jax.serve.limits import MOST_BODY_BYTES
 
 PROCESSED = {"frequency_penalty": 0.5, "logit_bias": {7: 2.0, 9: -3.0}}
 LARGE = {"type": "string", "pattern": "[a-z]{300}"}  # more states than the server's
@@ -190,7 +190,7 @@ def test_constraints_of_other_servers_are_followed(server, fields, pattern):
     ({"best_of": 2}, 400, "got best_of 2, expected none: it is not supported"),
     ({"model": "gpt"}, 404, "got model 'gpt', expected 'tiny'"),
     ({"n": LIMIT + 1}, 400, f"got number of answers {LIMIT + 1}, expected at most {LIMIT}, "),
-    ({"user": "x" * MOST_BYTES}, 413, "got a body of over 4,194,304 bytes"),
+    ({"user": "x" * MOST_BODY_BYTES}, 413, "got a body of over 4,194,304 bytes"),
 ])  # fmt: skip
 def test_wrong_requests_are_errors_of_one_line(server, change, status, words):
     body = {"model": "tiny", "messages": CHAT, "max_tokens": 2, "no_such_field": 1}

@@ -98,8 +98,14 @@ class _Run:
         self, task: TrainTask, config: Any, steps: int, mesh: Mesh, params: Any, checkpoints: Checkpoints, stack: ExitStack
     ):
         loop: LoopConfig = config.loop
-        self.task, self.config, self.loop, self.steps, self.mesh = task, config, loop, steps, mesh
-        self.checkpoints, self.signals, self.profile = checkpoints, stack.enter_context(Signals(mesh)), ExitStack()
+        self.task = task
+        self.config = config
+        self.loop = loop
+        self.steps = steps
+        self.mesh = mesh
+        self.checkpoints = checkpoints
+        self.signals = stack.enter_context(Signals(mesh))
+        self.profile = ExitStack()
         self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
         transform = training_state.make_optimizer(config.optimizer, steps, task.specs)
         example = training_state.abstract_batch(loop.batch, config.data.sequence_length)

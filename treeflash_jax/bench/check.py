@@ -20,7 +20,7 @@ from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.engine.settings import defaults
-from treeflash_jax.engine.settings.plan import NO_DRAFTER
+from treeflash_jax.engine.settings.plan import NO_DRAFTER_ADVICE
 from treeflash_jax.models import verifier
 
 NEAR_TIE = 1e-4  # largest change of two logits' difference that counts as rounding, in any dtype, or
@@ -92,7 +92,7 @@ def compare_decodings(model: TreeFlash, prompts: Sequence[Prompt], **settings: A
         temperature above 0.
     """
     if model.drafter is None:
-        raise ValueError(f"nothing to compare: {NO_DRAFTER}")
+        raise ValueError(f"nothing to compare: {NO_DRAFTER_ADVICE}")
     builder = settings.get("builder") or "best-first"  # also on a device where drafting does not pay
     expect(builder != "none", "builder", "none", "one that drafts: without it there is nothing to compare")
     call = model.prepare(prompts, **settings | {"builder": builder})

@@ -13,7 +13,7 @@ from treeflash_jax.constraints.compiler.structural_tags import marker
 from treeflash_jax.decoding.automaton import NOWHERE, Automaton
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-MOST_BYTES = 64 * 2**20  # of one table
+MOST_TABLE_BYTES = 64 * 2**20
 
 
 class AutomatonTable(NamedTuple):
@@ -106,8 +106,10 @@ def _token_classes(
     def number(column_q: np.ndarray) -> int:
         known = numbers.setdefault(column_q.tobytes(), len(columns))
         if known == len(columns):
-            if column_q.nbytes * known > MOST_BYTES:
-                raise Unusable(f"whose {column_q.size:,} states x {known:,} kinds of tokens exceed {MOST_BYTES >> 20} MiB")
+            if column_q.nbytes * known > MOST_TABLE_BYTES:
+                raise Unusable(
+                    f"whose {column_q.size:,} states x {known:,} kinds of tokens exceed {MOST_TABLE_BYTES >> 20} MiB"
+                )
             columns.append(column_q)
         return known
 

@@ -132,7 +132,7 @@ def start_compiling(function: Any, *args: Any, mesh: Any = None, clock: Clock | 
         else:
             executable = thread.submit(compile_lowered, lowered, mesh, function.__name__)
         thread.shutdown(wait=False)
-    model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument are a model's weights
+    model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument is a model's weights
     labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
     _programs[key] = program = Program(function, executable, labels, last_use=next(_uses))
     return program

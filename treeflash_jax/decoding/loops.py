@@ -138,8 +138,8 @@ def _run_chunks(
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array], LogProbs | None]:
     """Returns both caches after some chunks and, for the last prompt position, the hidden state [b, d] and features [b, j].
 
-    The last result are the log-probabilities of the text with those of these chunks' tokens; None unless planned. A drafter
-    that reads tokens lacks the last position, since the token after it is not known yet.
+    The last result holds the log-probabilities of the text, those of these chunks' tokens included; None unless planned. A
+    drafter that reads tokens lacks the last position, since the token after it is not known yet.
     """
     batch, chunk = state.end_b.size, plan.chunk_size(state.capacity)
     dtype, width = weights.dtype, plan.verifier.hidden_size

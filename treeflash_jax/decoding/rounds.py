@@ -3,8 +3,7 @@
 Each phase is a pure function, so that benchmarks can time it. One-token decoding is the same round with a tree of one
 node and no drafter.
 
-Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids, c children of
-the anchor, f features.
+Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
 """
 
 from dataclasses import replace
@@ -20,13 +19,12 @@ from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path, emit, round_keys
 from treeflash_jax.decoding.automaton import ConstrainedExpander
+from treeflash_jax.decoding.choosing import choose_trees
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.models import caches, kernels, verifier
-from treeflash_jax.trees.sampled.selector import score_trees
 
 Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution that its nodes were drawn from, if any
-RECENT = 8  # rounds whose mean length a selector reads
 
 
 @struct.dataclass
@@ -129,28 +127,9 @@ def build_tree(weights: Weights, state: DecodeState, expander: trees.Expander, p
         return builder.build(trees.TreeInputs(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, choice_b))
 
     with jax.named_scope("tree"):
-        choice_b = None
-        if plan.shape.selector is not None:
-            choice_b = jnp.argmax(score_trees(weights.selector, make_features(state, expander)), axis=1)
+        choice_b = None if plan.shape.selector is None else choose_trees(weights, state, expander)
         build = partial(sharding.over_batch, build) if expander.is_table else build
         return build(expander, find_anchor(state), key_b, choice_b)
-
-
-def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:
-    """Returns the inputs of a selector, float32 [b, f], in the order of `selector.FEATURES`; no draw affects them."""
-    log_p_bc = expander.children(jnp.int32(0), expander.start(1))[1][:, 0]
-    entropy_b = -jnp.sum(jnp.where(jnp.isfinite(log_p_bc), jnp.exp(log_p_bc) * log_p_bc, 0), axis=-1)
-    age_bs = state.rounds_b[:, None] - jnp.arange(state.capacity)  # of a round: 1 is the last
-    recent_b, last_b = (
-        jnp.sum(jnp.where((age_bs >= 1) & (age_bs <= most), state.accepted_bs, 0), axis=1) for most in (RECENT, 1)
-    )
-    recent_b /= jnp.clip(state.rounds_b, 1, RECENT)
-    settings = state.sampling.settings
-    columns = (
-        recent_b, last_b, entropy_b, jnp.exp(jnp.max(log_p_bc, axis=-1)), jnp.log(state.end_b), settings["temperature"],
-        settings["top_p"],
-    )  # fmt: skip
-    return jnp.stack([column.astype(jnp.float32) for column in columns], axis=1)
 
 
 def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:

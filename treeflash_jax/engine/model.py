@@ -195,8 +195,10 @@ class TreeFlash:
 
         Takes prompts and raises as `generate`, but KeyboardInterrupt after Ctrl-C.
         """
-        how = {"builder": "none", "max_new_tokens": 0, "prompt_log_probs": True}
-        scores = [x.prompt_score for x in self.generate(prompts, top_log_probs=top_log_probs, **how)]
+        results = self.generate(
+            prompts, builder="none", max_new_tokens=0, prompt_log_probs=True, top_log_probs=top_log_probs
+        )
+        scores = [result.prompt_score for result in results]
         if None in scores:  # generate keeps the answers so far
             raise KeyboardInterrupt
         return scores

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from treeflash_jax.core.checks import WrongValue, clipped, warn
 from treeflash_jax.serve.call import ServerCall
-from treeflash_jax.serve.limits import MOST_BYTES, parse_body
+from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
 from treeflash_jax.serve.model_calls import model_prompts, model_settings
 from treeflash_jax.serve.protocols.exchange import Exchange, Served
 from treeflash_jax.serve.threads import Compiler, Threads
@@ -43,7 +43,7 @@ class CallReader:
         """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
         data, content_type = await request.body(), request.headers.get("content-type", "")
         limit = self.worker.request_maker.text_limit
-        most_text = MOST_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
+        most_text = MOST_BODY_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
         body = await self.threads.run(lambda: parse_body(kind, content_type, data, most_text))
         self.check_model(body.model)
         return body

@@ -15,8 +15,8 @@ from treeflash_jax.core.checks import clipped
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols import protocol_at
 
-MOST_BYTES = 4 * 2**20  # of a body
-MOST_BRACKETS = 2**16  # of a body, besides those in its texts
+MOST_BODY_BYTES = 4 * 2**20
+MOST_BRACKETS = 2**16  # in a body, outside of its texts
 SECONDS = {h11.IDLE: 10, h11.SEND_BODY: 30}  # for the headers of a request, and for its body
 B = TypeVar("B", bound=BaseModel)
 
@@ -70,8 +70,8 @@ class Limits:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > MOST_BYTES:
-                raise HTTPException(413, f"got a body of over {MOST_BYTES:,} bytes, expected a shorter one")
+            if size > MOST_BODY_BYTES:
+                raise HTTPException(413, f"got a body of over {MOST_BODY_BYTES:,} bytes, expected a shorter one")
             return message
 
         async def send_counted(message: Any) -> None:

@@ -25,7 +25,7 @@ from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.request_maker import RequestMaker
 
-ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
+SERVER_ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
 TOP_LOG_PROBS = 20
 CAPACITY_STEP = 256
 MOST_FAILURES = 3  # dispatches that fail one after the other before the device is taken for lost
@@ -125,7 +125,7 @@ class Worker(threading.Thread):
 
     def _decode(self, request: Request) -> Result:
         self._scheduler.submit([request])
-        for finished in self._scheduler.decode_all(ROUNDS_PER_DISPATCH, lambda slots: []):
+        for finished in self._scheduler.decode_all(SERVER_ROUNDS_PER_DISPATCH, lambda slots: []):
             results = self._reader.read_results(finished)
         self._reader.forget(request)
         return results[0]
@@ -209,7 +209,7 @@ class Worker(threading.Thread):
 
     def _step(self) -> None:
         scheduler, requests = self._scheduler, self._scheduler.slots.requests
-        finished = scheduler.step(ROUNDS_PER_DISPATCH, self._reader.find_stopped)
+        finished = scheduler.step(SERVER_ROUNDS_PER_DISPATCH, self._reader.find_stopped)
         self._failures = 0
         now = time.perf_counter()
         for request in requests.values():

@@ -23,14 +23,14 @@ class BlockVerification(DrawsRule):
     needs = "one sampled path"
 
     def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
-        return passed(_as_path(tree, draws))
+        return find_pass_chances(_as_path(tree, draws))
 
     def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return kept(_as_path(tree, draws), coins_bx)
+        return find_last_node(_as_path(tree, draws), coins_bx)
 
 
 @struct.dataclass
-class Path:
+class DraftedPath:
     """A drafted path with the distribution it was drawn from.
 
     Attributes:
@@ -50,7 +50,7 @@ class Path:
     outside_bp: jax.Array
 
 
-def tests(path: Path) -> tuple[jax.Array, jax.Array]:
+def weigh_places(path: DraftedPath) -> tuple[jax.Array, jax.Array]:
     """Returns w and h of every place, [b, p]; h is 1 at the root and 0 past the end."""
     log_ratio_bp = jnp.log(path.ratio_bp)
 
@@ -65,15 +65,15 @@ def tests(path: Path) -> tuple[jax.Array, jax.Array]:
     return weight_bp, jnp.where(path.exists_bp, keep_bp, 0)
 
 
-def passed(path: Path) -> jax.Array:
+def find_pass_chances(path: DraftedPath) -> jax.Array:
     """Returns P(the kept part of the path reaches each place), given the path, [b, p]."""
-    missed_bp = jnp.flip(jnp.cumprod(jnp.flip(1 - tests(path)[1], axis=1), axis=1), axis=1)
+    missed_bp = jnp.flip(jnp.cumprod(jnp.flip(1 - weigh_places(path)[1], axis=1), axis=1), axis=1)
     return jnp.where(path.exists_bp, 1 - missed_bp, 0)
 
 
-def kept(path: Path, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+def find_last_node(path: DraftedPath, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the last node kept and the remainder of its p on the support; place p uses coin p - 1."""
-    weight_bp, keep_bp = tests(path)
+    weight_bp, keep_bp = weigh_places(path)
     places = weight_bp.shape[1]
     is_hit_bp = jnp.pad(coins_bx[:, : places - 1], ((0, 0), (1, 0))) < keep_bp
     place_b1 = jnp.max(jnp.where(is_hit_bp, jnp.arange(places), 0), axis=1, keepdims=True)
@@ -82,11 +82,11 @@ def kept(path: Path, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     return last_b1[:, 0], jnp.maximum(p_bc - q_bc / weight_b1, 0)
 
 
-def _as_path(tree: DraftTree, draws: Draws) -> Path:
+def _as_path(tree: DraftTree, draws: Draws) -> DraftedPath:
     """Returns the tree as a path: node p is at depth p."""
     q_bx = draws.gather(draws.q_bnc)
     ratio_bx = jnp.where(draws.is_draw_bx, draws.gather(draws.p_bnc) / jnp.where(q_bx > 0, q_bx, 1), 0)
-    return Path(
+    return DraftedPath(
         node_bp=jnp.broadcast_to(jnp.arange(tree.tokens_bn.shape[1]), tree.tokens_bn.shape),
         exists_bp=tree.valid_bn,
         ratio_bp=jnp.pad(ratio_bx, ((0, 0), (1, 0)), constant_values=1),

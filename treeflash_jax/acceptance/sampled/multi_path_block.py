@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.acceptance.sampled import block
-from treeflash_jax.acceptance.sampled.block import Path
+from treeflash_jax.acceptance.sampled.block import DraftedPath
 from treeflash_jax.acceptance.sampled.draws import Draws, DrawsRule
 from treeflash_jax.trees import DraftTree, pick
 
@@ -31,13 +31,15 @@ class MultiPathBlock(DrawsRule):
         """Returns P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
         path = _largest_path(draws)
         zero_n = jnp.zeros(draws.p_bnc.shape[1], draws.p_bnc.dtype)
-        return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(path.node_bp, block.passed(path))
+        return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(
+            path.node_bp, block.find_pass_chances(path)
+        )
 
     def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return block.kept(_largest_path(draws), coins_bx)
+        return block.find_last_node(_largest_path(draws), coins_bx)
 
 
-def _largest_path(draws: Draws) -> Path:
+def _largest_path(draws: Draws) -> DraftedPath:
     """Returns the largest path with its distribution given that it is the largest."""
     p_bnc, q_bnc = draws.p_bnc, draws.q_bnc
     possible_bnc = q_bnc > 0
@@ -71,7 +73,7 @@ def _largest_path(draws: Draws) -> Path:
     zero_b = jnp.zeros(p_bnc.shape[:1], draws.node_bx.dtype)
     start = zero_b, zero_b == 0, jnp.zeros(p_bnc.shape[:1], p_bnc.dtype)
     _, ((node_pb, exists_pb, p_pbc, q_pbc, outside_pb), ratio_pb) = lax.scan(step, start, None, length=draws.depths + 1)
-    return Path(
+    return DraftedPath(
         node_bp=node_pb.T,
         exists_bp=exists_pb.T,
         ratio_bp=jnp.concatenate([jnp.ones_like(ratio_pb[:1]), ratio_pb[:-1]]).T,

@@ -32,7 +32,7 @@ class PrefixCaches(NamedTuple):
 
 
 class Prefill:
-    """Prompts of a batch while they are read: between two dispatches, others can be decoded, and Ctrl-C works.
+    """Reads the prompts of a batch into its caches, some chunks per dispatch; between two, other sequences can be decoded.
 
     Args:
       prefixes: caches of the same capacity to begin with; None: empty ones.
@@ -76,7 +76,8 @@ class Prefill:
             can_cut=runner.can_cut,
         )
         self.state: DecodeState = start()
-        if self._compile(will_decode, can_run=prefixes is None):
+        took_state = self._compile(will_decode, can_run=prefixes is None)
+        if took_state:
             self.state = start()
         self._reported = time.perf_counter()
 
@@ -104,7 +105,7 @@ class Prefill:
         )
 
     def _compile(self, will_decode: bool, can_run: bool) -> bool:
-        """Compiles the programs; returns True if it also ran them once, which takes the state.
+        """Compiles the programs; returns whether it also ran them once, which takes the state.
 
         It does so if one had never run: XLA for CPUs loads the code of the bodies of loops in a first run, which the clock
         counts as compilation. That of the prefill overlaps with the compilation of rounds.

@@ -242,8 +242,8 @@ class Scheduler:
         """Returns the state of an open scheduler without requests, and begins to compile the programs of its rounds."""
         runner = self.runner
         batch = self._make_batch([None] * self.slots.size, self._capacity)
-        how = {"plan": runner.plan.shared, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
-        state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **how)
+        static = {"plan": runner.plan.shared, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
+        state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **static)
         unit = jax.device_put(np.int32(1))
         for form in (replace_automata(state), state):
             runner.start_compiling(loops.decode, runner.weights, form, unit, unit, plan=runner.plan)

@@ -24,7 +24,7 @@ from treeflash_jax.trees import BUILDERS, Builder, TreeShape
 from treeflash_jax.trees.sampled.selector import SelectorConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
-NO_DRAFTER = (
+NO_DRAFTER_ADVICE = (
     "no drafter is loaded; try drafter 'ngram' (--drafter ngram), a published drafter (README.md lists them), or train one "
     "(python -m train.pair)"
 )
@@ -100,8 +100,8 @@ def _why_plain(config: GenerateConfig, drafter: Drafter | None, dtype: Any, devi
     """
     requested = [name for name in (*field_names(GenerateConfig, "tree"), *DRAFTING) if name in changed(config)]
     if drafter is None:
-        _refuse(config, requested, NO_DRAFTER)
-        return NO_DRAFTER
+        _refuse(config, requested, NO_DRAFTER_ADVICE)
+        return NO_DRAFTER_ADVICE
     # With a drafter that may offer nothing (n-grams), a CPU's round without a draft is a one-token step.
     costs_nothing = device.is_cpu and drafter.may_offer_nothing
     if requested or costs_nothing or defaults.drafting_pays(device, dtype, drafter.tau, sequences):

@@ -10,7 +10,7 @@ from pathlib import Path
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures import ARCHITECTURES, text_keys
 from treeflash_jax.formats.dialects.assistant_folder import Assistant
-from treeflash_jax.formats.dialects.block_folder import DFlash, TreeFlash
+from treeflash_jax.formats.dialects.block_folder import DFlashFolder, TreeFlashFolder
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.dialects.eagle3_folder import DeepSpec, Eagle3, Speculators
 from treeflash_jax.formats.dialects.gguf import Gguf
@@ -25,7 +25,7 @@ from treeflash_jax.formats.keys import Keys
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
-        HuggingFace(), Gguf(), DFlash(), TreeFlash(), Domino(), DSpark(), DFlash2(), LiLiCorr(), Eagle3(),
+        HuggingFace(), Gguf(), DFlashFolder(), TreeFlashFolder(), Domino(), DSpark(), DFlash2(), LiLiCorr(), Eagle3(),
         SpeculatorsDFlash(), SpeculatorsDSpark(), SpeculatorsDFlash2(), Speculators(), DeepSpec(), Ngram(),
         LanguageModel(HuggingFace()), Mtp(), Assistant(),
     )

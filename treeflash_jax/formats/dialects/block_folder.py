@@ -153,7 +153,7 @@ class BlockFolder(Dialect):
         return replace(config, head=MARGINAL, head_sizes=None), params | {"head": {}}
 
 
-class DFlash(BlockFolder):
+class DFlashFolder(BlockFolder):
     """The dialect of the published DFlash drafters.
 
     Attributes:
@@ -195,13 +195,13 @@ class DFlash(BlockFolder):
         }
 
 
-class TreeFlash(DFlash):
+class TreeFlashFolder(DFlashFolder):
     """The dialect of the published TreeFlash drafters. `file_name` and `entries` of a head are its names in files."""
 
     name = "treeflash"
     marks = ("dflash_config", "treeflash_config")
     class_name = "TreeFlashDraftModel"
-    known = (*DFlash.known, "treeflash_config")
+    known = (*DFlashFolder.known, "treeflash_config")
     heads = HEADS
     prefix = "model."
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
-from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder, DFlash
+from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder, DFlashFolder
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.dialects.published_heads import DFlash2, DSpark
 from treeflash_jax.formats.keys import Keys
@@ -144,7 +144,7 @@ class SpeculatorsBlock(BlockFolder):
         }
 
 
-class SpeculatorsDFlash(SpeculatorsBlock, DFlash):
+class SpeculatorsDFlash(SpeculatorsBlock, DFlashFolder):
     """DFlash drafters."""
 
     name = "speculators-dflash"
@@ -154,7 +154,7 @@ class SpeculatorsDFlash(SpeculatorsBlock, DFlash):
         return self.write(super().to_hf(config), config)
 
 
-class SpeculatorsDSpark(SpeculatorsBlock, DSpark, DFlash):
+class SpeculatorsDSpark(SpeculatorsBlock, DSpark, DFlashFolder):
     """DSpark drafters. Only drafters with a low-rank head and no state can be written."""
 
     name = "speculators-dspark"

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 MOST_RESPONSES = 1000
-MOST_BYTES = 64 * 2**20  # of all of them together
+MOST_MEMORY_BYTES = 64 * 2**20
 
 
 class Stored(NamedTuple):
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
 class ResponseMemory:
     """Stores responses by id in this process, and drops the oldest if they are too many or too large. Threads share it."""
 
-    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES):
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_MEMORY_BYTES):
         self._most, self._most_bytes = most, most_bytes
         self._responses: OrderedDict[str, Stored] = OrderedDict()
         self._size = 0

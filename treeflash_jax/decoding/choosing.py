@@ -1,0 +1,35 @@
+"""The choice of a selector of delayed trees (`trees.sampled.selector`), from the state of decoding.
+
+Shape suffixes: b batch, s token slots, c children of the anchor, f features.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax import trees
+from treeflash_jax.decoding.state import DecodeState, Weights
+from treeflash_jax.trees.sampled.selector import score_trees
+
+RECENT = 8  # rounds whose mean length is a feature
+
+
+def choose_trees(weights: Weights, state: DecodeState, expander: trees.Expander) -> jax.Array:
+    """Returns the index of each sequence's tree in the selector's list, [b]."""
+    return jnp.argmax(score_trees(weights.selector, make_features(state, expander)), axis=1)
+
+
+def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:
+    """Returns the inputs of a selector, float32 [b, f], in the order of `selector.FEATURES`; no draw affects them."""
+    log_p_bc = expander.children(jnp.int32(0), expander.start(1))[1][:, 0]
+    entropy_b = -jnp.sum(jnp.where(jnp.isfinite(log_p_bc), jnp.exp(log_p_bc) * log_p_bc, 0), axis=-1)
+    age_bs = state.rounds_b[:, None] - jnp.arange(state.capacity)  # of a round: 1 is the last
+    recent_b, last_b = (
+        jnp.sum(jnp.where((age_bs >= 1) & (age_bs <= most), state.accepted_bs, 0), axis=1) for most in (RECENT, 1)
+    )
+    recent_b /= jnp.clip(state.rounds_b, 1, RECENT)
+    settings = state.sampling.settings
+    columns = (
+        recent_b, last_b, entropy_b, jnp.exp(jnp.max(log_p_bc, axis=-1)), jnp.log(state.end_b), settings["temperature"],
+        settings["top_p"],
+    )  # fmt: skip
+    return jnp.stack([column.astype(jnp.float32) for column in columns], axis=1)
