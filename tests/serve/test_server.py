@@ -236,6 +236,7 @@ def test_texts_and_chats_are_tokenized(tiny, server):
         ("/tokenize", {"messages": CHAT, "tools": [{}]}, "got tools.0 {}"),
         ("/detokenize", {"tokens": [-1]}, "got tokens [-1], expected 0 to"),
         ("/detokenize", {"tokens": ["x"]}, "tokens.0: "),
+        ("/v1/completions", {"prompt": [-1], "guided_choice": ["yes"]}, "prompt 0: got id -1, expected 0 to"),
     ):
         response = post(path, **body)
         assert response.status_code == 400 and words in response.json()["error"]["message"]

@@ -11,7 +11,7 @@ from treeflash_jax.constraints.compilation import NAMES, answer_constraint, comp
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.processors import PROCESSORS
 from treeflash_jax.engine.call.prompts import Prompt, encode_each
-from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.call.requests import Request, check_ids
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import TOKEN_CLASSES, SamplingSizes
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
@@ -61,14 +61,17 @@ class RequestMaker:
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Returns the token ids of each prompt.
 
-        Raises ValueError, before it encodes, for a prompt that cannot fit the context.
+        Raises ValueError for ids outside the vocabulary and, before it encodes, for a prompt that cannot fit the context.
         """
         if not prompts:
             raise ValueError("got no prompts, expected at least one")
         for prompt in prompts:
             if isinstance(prompt, list) and len(prompt) > self.context:
                 raise ValueError(f"got {len(prompt)} prompt tokens, expected at most {self.context} (the server's context)")
-        return encode_each(prompts, self.model.tokenizer, self.text_limit)
+        encoded = encode_each(prompts, self.model.tokenizer, self.text_limit)
+        for number, ids in enumerate(encoded):
+            check_ids(number, ids, self.model.verifier.vocab_size)
+        return encoded
 
     def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
         """Returns the constraints to compile for answers to these prompts; none if the settings do not constrain them.

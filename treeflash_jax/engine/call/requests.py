@@ -111,10 +111,15 @@ def _split(config: GenerateConfig, num_prompts: int) -> list[GenerateConfig]:
     return [replace(config, **{name: lists[name][i] for name in lists}) for i in range(num_prompts)]
 
 
-def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifier: ModelConfig) -> None:
-    outside = [i for i in ids if not 0 <= i < verifier.vocab_size]
+def check_ids(number: int, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError if the prompt with this number has an id outside the vocabulary."""
+    outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
-        raise ValueError(f"prompt {number}: got id {quoted(outside[0])}, expected 0 to {verifier.vocab_size - 1}")
+        raise ValueError(f"prompt {number}: got id {quoted(outside[0])}, expected 0 to {vocab_size - 1}")
+
+
+def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifier: ModelConfig) -> None:
+    check_ids(number, ids, verifier.vocab_size)
     least, most = settings.min_new_tokens, settings.max_new_tokens
     if len(ids) + most > verifier.max_positions:
         raise ValueError(
