@@ -171,3 +171,9 @@ def test_a_stream_takes_one_prompt_alone_or_in_a_list(tiny):
         (CHAT, {"rounds_per_dispatch": 0}, "rounds_per_dispatch 0"),
     ):  # fmt: skip
         refused(partial(next, tiny.stream(several, **settings)), words)
+
+
+def test_a_wrong_prompt_is_named_if_there_are_several(tiny):
+    wrong = [{"role": "robot", "content": "Hi"}]
+    alone = refused(lambda: tiny.generate([wrong]), "robot")
+    assert refused(lambda: tiny.generate([[5], wrong])) == f"prompt 1: {alone}"
