@@ -45,8 +45,8 @@ from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import digest_pair
 from treeflash_jax.formats import selector_folder
-from treeflash_jax.trees.sampled import selector
-from treeflash_jax.trees.sampled.selector import SelectorConfig
+from treeflash_jax.trees.sampled import tree_selector
+from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
 
 TAIL_WEIGHT, TAIL_SHARE = 1.0, 0.1
 LEARNING_RATE, STEPS = 3e-3, 1000  # of the fit, on all labels at once
@@ -89,8 +89,8 @@ def main(settings: SelectorStage) -> None:
 
 def always(config: SelectorConfig, index: Any) -> dict[str, jax.Array]:
     """Returns the weights of a selector that always chooses the same tree."""
-    weights = {name: jnp.zeros(spec.shape) for name, spec in selector.specs(config).items()}
-    return weights | {f"bias_{len(selector.WIDTHS)}": jax.nn.one_hot(index, len(config.trees))}
+    weights = {name: jnp.zeros(spec.shape) for name, spec in tree_selector.specs(config).items()}
+    return weights | {f"bias_{len(tree_selector.WIDTHS)}": jax.nn.one_hot(index, len(config.trees))}
 
 
 def digest_origin(settings: SelectorStage, model: TreeFlash) -> str:
@@ -194,16 +194,19 @@ def fit(labels: Labels, config: SelectorConfig) -> dict[str, jax.Array]:
     mean_f, spread_f = np.mean(features_of, axis=0), np.maximum(np.std(features_of, axis=0), 1e-3)
     optimizer = optax.adamw(optax.cosine_decay_schedule(LEARNING_RATE, STEPS), weight_decay=1e-2)
 
+    def loss(weights: Any, features_of: jax.Array, *others: jax.Array) -> jax.Array:
+        return compute_loss(tree_selector.score_trees(weights, features_of), *others)
+
     @jax.jit
     def run(carry: Any, *arrays: jax.Array) -> Any:
         def step(carry: Any, _: Any) -> Any:
-            grads = jax.grad(lambda weights: compute_loss(selector.score_trees(weights, arrays[0]), *arrays[1:]))(carry[0])
+            grads = jax.grad(loss)(carry[0], *arrays)
             updates, moments = optimizer.update(grads, carry[1], carry[0])
             return (optax.apply_updates(carry[0], updates), moments), None
 
         return jax.lax.scan(step, carry, length=STEPS)[0][0]
 
-    weights = parameters.initialize(selector.specs(config), jax.random.key(0), scale=0.1)
+    weights = parameters.initialize(tree_selector.specs(config), jax.random.key(0), scale=0.1)
     weights = run((weights, optimizer.init(weights)), (features_of - mean_f) / spread_f, expected_oa, base_o)
     matrix = weights["matrix_0"] / spread_f[:, None]  # of features as they are
     return weights | {"matrix_0": matrix, "bias_0": weights["bias_0"] - mean_f @ matrix}
@@ -212,7 +215,7 @@ def fit(labels: Labels, config: SelectorConfig) -> dict[str, jax.Array]:
 def describe(weights: Any, labels: dict[str, Labels], config: SelectorConfig) -> str:
     """Returns the mean expected tokens of a round on held-out prompts, of the selector and of every tree alone."""
     features_of, expected_oa, setting_o = (labels["held_out"][name] for name in COLUMNS)
-    chosen_o = np.argmax(selector.score_trees(weights, features_of), axis=1)
+    chosen_o = np.argmax(tree_selector.score_trees(weights, features_of), axis=1)
     choices = {"selector": chosen_o, "best tree of each sampling setting": find_best(labels["train"])[setting_o]}
     for index, tree in enumerate(config.trees):
         choices[f"{list(tree)}, chosen {np.mean(chosen_o == index):.0%}"] = np.full_like(chosen_o, index)

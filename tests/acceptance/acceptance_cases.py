@@ -18,7 +18,7 @@ from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance.target import TargetDistribution
 from treeflash_jax.trees import TransitionTable, TreeShape
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITH_REPLACEMENT
-from treeflash_jax.trees.sampled.selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
 from treeflash_jax.trees.sampled.without_replacement import best_outline
 
 FORCED = 1e3  # noise that outweighs any log-probability

@@ -27,8 +27,8 @@ from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.drafters import MtpDrafter, NgramDrafter
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS
-from treeflash_jax.trees.sampled import selector
-from treeflash_jax.trees.sampled.selector import SelectorConfig
+from treeflash_jax.trees.sampled import tree_selector
+from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every token occurs often: n-grams match
 BATCH = 20_000
@@ -161,12 +161,12 @@ def test_answers_have_it_whatever_a_selector_chooses(pair, exact, monkeypatch):
     config = SelectorConfig(trees=((3, 1, 0), (0, 2, 1), (1, 2, 2), (0, 3, 1)), rule=IN_TURN, pair="any")
     plan = planned(pair, IN_TURN, DRAFT | TREES["delayed"])
     plan = replace(plan, num_nodes=config.num_nodes, shape=replace(plan.shape, selector=config))
-    weights = parameters.initialize(selector.specs(config), jax.random.key(0), scale=2.0)
+    weights = parameters.initialize(tree_selector.specs(config), jax.random.key(0), scale=2.0)
     chooser = TreeFlash(MODEL, pair.weights.replace(selector=weights), drafter=DRAFTER)
     fitting = [name for name, rule in RULES.items() if "delayed" in rule.distributions]
     monkeypatch.setitem(RULES, IN_TURN, in_turn(fitting))
     tokens, [state] = answers(chooser, plan, size=EACH * len(fitting), new=4)
-    choices_b = np.argmax(selector.score_trees(weights, read_features(chooser.weights, state, plan)), axis=1)
+    choices_b = np.argmax(tree_selector.score_trees(weights, read_features(chooser.weights, state, plan)), axis=1)
     assert len(np.unique(choices_b)) > 1
     p_values = {name: p_value(part, exact) for name, part in zip(fitting, np.split(tokens, len(fitting)), strict=True)}
     assert min(p_values.values()) > 1e-4, p_values

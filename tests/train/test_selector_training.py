@@ -18,8 +18,8 @@ from train import selector as stage
 from train.runtime import run_config
 from treeflash_jax import acceptance
 from treeflash_jax.decoding import loops
-from treeflash_jax.trees.sampled import selector
-from treeflash_jax.trees.sampled.selector import SelectorConfig
+from treeflash_jax.trees.sampled import tree_selector
+from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
 import acceptance_cases as cases  # noqa: E402
@@ -82,7 +82,7 @@ def test_the_loss_is_least_where_one_tree_dominates():
 def test_a_world_of_two_contexts_is_learnt():
     """The sum of two features decides which tree is best; the others, and the sampling setting, say nothing."""
     rng = np.random.default_rng(0)
-    features_of = rng.normal(3, 2, size=(600, len(selector.FEATURES))).astype(np.float32)
+    features_of = rng.normal(3, 2, size=(600, len(tree_selector.FEATURES))).astype(np.float32)
     is_easy_o = features_of[:, 0] + features_of[:, 2] > 6
     expected_oa = np.where(is_easy_o[:, None], [5.0, 3.0, 2.0], [1.5, 2.0, 2.6]) + rng.normal(size=(600, 3)) * 0.3
     labels = {"features_of": features_of, "expected_oa": expected_oa.astype(np.float32), "setting_o": np.arange(600) % 2}
@@ -91,7 +91,7 @@ def test_a_world_of_two_contexts_is_learnt():
         "held_out": {name: x[400:] for name, x in labels.items()},
     }
     weights = stage.fit(parts["train"], CONFIG)
-    chosen_o = np.argmax(selector.score_trees(weights, features_of[400:]), axis=1)
+    chosen_o = np.argmax(tree_selector.score_trees(weights, features_of[400:]), axis=1)
     assert np.mean(chosen_o == np.where(is_easy_o[400:], 0, 2)) > 0.85
     lines = stage.describe(weights, parts, CONFIG).splitlines()
     rates = [float(line.split()[0]) for line in lines[1:]]

@@ -1,4 +1,4 @@
-"""The choice of a selector of delayed trees (`trees.sampled.selector`), from the state of decoding.
+"""The choice of a selector of delayed trees (`trees.sampled.tree_selector`), from the state of decoding.
 
 Shape suffixes: b batch, s token slots, c children of the anchor, f features.
 """
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from treeflash_jax import trees
 from treeflash_jax.decoding.state import DecodeState, Weights
-from treeflash_jax.trees.sampled.selector import score_trees
+from treeflash_jax.trees.sampled.tree_selector import score_trees
 
 RECENT = 8  # rounds whose mean length is a feature
 
@@ -19,7 +19,7 @@ def choose_trees(weights: Weights, state: DecodeState, expander: trees.Expander)
 
 
 def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:
-    """Returns the inputs of a selector, float32 [b, f], in the order of `selector.FEATURES`; no draw affects them."""
+    """Returns the inputs of a selector, float32 [b, f], in the order of `tree_selector.FEATURES`; no draw affects them."""
     log_p_bc = expander.children(jnp.int32(0), expander.start(1))[1][:, 0]
     entropy_b = -jnp.sum(jnp.where(jnp.isfinite(log_p_bc), jnp.exp(log_p_bc) * log_p_bc, 0), axis=-1)
     age_bs = state.rounds_b[:, None] - jnp.arange(state.capacity)  # of a round: 1 is the last

@@ -195,10 +195,8 @@ class TreeFlash:
 
         Takes prompts and raises as `generate`, but KeyboardInterrupt after Ctrl-C.
         """
-        results = self.generate(
-            prompts, builder="none", max_new_tokens=0, prompt_log_probs=True, top_log_probs=top_log_probs
-        )
-        scores = [result.prompt_score for result in results]
+        scoring = {"builder": "none", "max_new_tokens": 0, "prompt_log_probs": True, "top_log_probs": top_log_probs}
+        scores = [result.prompt_score for result in self.generate(prompts, **scoring)]
         if None in scores:  # generate keeps the answers so far
             raise KeyboardInterrupt
         return scores

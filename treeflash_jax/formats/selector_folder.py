@@ -13,8 +13,8 @@ from treeflash_jax.core.checks import expect, read_json
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.core.settings import build
 from treeflash_jax.formats import storage, tensor_files
-from treeflash_jax.trees.sampled import selector
-from treeflash_jax.trees.sampled.selector import SelectorConfig
+from treeflash_jax.trees.sampled import tree_selector
+from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
 
 
 def read_config(folder: str | Path) -> SelectorConfig:
@@ -28,13 +28,13 @@ def load(folder: str | Path, mesh: Any = None) -> dict[str, Any]:
     """Returns the weights of a selector. Raises FileNotFoundError or ValueError for missing or damaged ones."""
     config = read_config(folder)
     with tensor_files.open_folder(Path(folder)) as tensors:
-        return storage.load(Path(folder), tensors, selector.specs(config), _entries(config), jnp.float32, mesh)
+        return storage.load(Path(folder), tensors, tree_selector.specs(config), _entries(config), jnp.float32, mesh)
 
 
 def save(folder: Path, config: SelectorConfig, weights: dict[str, Any]) -> None:
-    storage.save(folder / "model.safetensors", selector.specs(config), _entries(config), weights, jnp.float32)
+    storage.save(folder / "model.safetensors", tree_selector.specs(config), _entries(config), weights, jnp.float32)
     files.write(folder / "config.json", json.dumps(asdict(config)) + "\n")
 
 
 def _entries(config: SelectorConfig) -> dict[str, Entry]:
-    return {name: Entry(name, tuple(range(len(spec.shape)))) for name, spec in selector.specs(config).items()}
+    return {name: Entry(name, tuple(range(len(spec.shape)))) for name, spec in tree_selector.specs(config).items()}

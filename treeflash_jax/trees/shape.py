@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treeflash_jax.trees.sampled.selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
 
 MAX_NODES = 4096  # largest draft tree
 

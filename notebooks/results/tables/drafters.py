@@ -110,7 +110,7 @@ def steering() -> str:
     for row in runs["rows"]:
         prompts = f"{row['pair']}, {row['set']}" if row["set"] else row["pair"]
         taus = [f"{row[name]:.2f}" for name in ("tau_distilled", "tau_steered")]
-        speedups = [f"{row['speedup'][name]['value']:.2f}" for name in ("distilled", "steered")]
+        speedups = [interval(row["speedup"][name]) for name in ("distilled", "steered")]
         rows.append([prompts, f"{row['temperature']:g}", row["way"], *taus, interval(row["tau_ratio"]), *speedups])
     header = "verifier | T | draft | tau, distilled | tau, steered | ratio | speedup, distilled | speedup, steered"
     return section(header, rows, f"{runs['note']}:", runs["commands"])

@@ -21,7 +21,7 @@ from treeflash_jax.formats import selector_folder
 from treeflash_jax.models import kernels
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, Builder, TreeShape
-from treeflash_jax.trees.sampled.selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
 NO_DRAFTER_ADVICE = (
