@@ -154,7 +154,6 @@ def test_named_files_and_links_exist(page):
         anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert not anchor or anchor in anchors, f"{link}#{anchor}"
     of_models = {"config.json", "generation_config.json", "tokenizer.json", "draft_vocabulary.json"}
-    of_models |= {"steering_config.json"}
     for name in set(FILES.findall(PAGES[page])) - of_models:
         assert any((folder / name).exists() for folder in (here, ROOT, RESULTS, ROOT / "treeflash_jax")), name
 

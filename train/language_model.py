@@ -99,10 +99,8 @@ class LanguageModelStage(DraftingStage):
                 raise ValueError(f"{got}; give language_model=, a smaller model with the same vocabulary")
             dense = tuple(layer for layer in model.dense_layers if layer < self.num_layers)
             layers = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense)
-        steers = None
-        if self.steering != "none":
-            fresh = Steering(taps=steering.default_taps(model.num_layers), width=model.hidden_size)
-            steers = getattr(start, "steering", None) or fresh
+        fresh = Steering(taps=steering.default_taps(model.num_layers), width=model.hidden_size)
+        steers = None if self.steering == "none" else getattr(start, "steering", None) or fresh
         return LanguageModelDrafter(layers=layers, steering=steers).fitted(model)
 
     def fresh(self, drafter: LanguageModelDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.core.checks import expect
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import (
@@ -62,10 +63,8 @@ class LanguageModelDrafter(LaneDrafter):
         problem = f"got a language model with a vocabulary of {got}, expected the verifier's, of {expected}"
         require_fit(got == expected, problem, "use a smaller model of the same family")
         if self.steering is not None:
-            if self.layers.num_experts or self.layers.sizes:
-                steered = f"got steering of a model of type {self.layers.model_type!r}"
-                advice = "train with steering=none, or remove steering_config.json"
-                raise ValueError(f"{steered}, expected dense layers of one width: {advice}")
+            is_dense, kind = not (self.layers.num_experts or self.layers.sizes), self.layers.model_type
+            expect(is_dense, "steering of a model of type", kind, "dense layers of one width: leave steering out")
             require_sizes(verifier, self.taps, steering_width=(self.steering.width, verifier.hidden_size))
         return self
 

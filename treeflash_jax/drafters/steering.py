@@ -27,7 +27,6 @@ from treeflash_jax.models.layers import layer_norm
 from treeflash_jax.models.quantized import product
 
 EPS = 1e-5  # of the LayerNorm
-MIN_SPREAD_LAYERS = 12  # smaller verifiers are tapped at their ends and their middle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +57,8 @@ class SteeredState(ContextState):
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Returns the published layers of a verifier (2, 15 and 28 of 32), or ends and middle of a small one."""
-    if num_layers < MIN_SPREAD_LAYERS:
-        return 0, num_layers // 2, num_layers - 1
-    return 2, num_layers // 2 - 1, num_layers - 4
+    """Returns the published layers of a verifier (2, 15 and 28 of 32), or ends and middle of one with fewer than 12."""
+    return (2, num_layers // 2 - 1, num_layers - 4) if num_layers >= 12 else (0, num_layers // 2, num_layers - 1)
 
 
 def specs(config: Steering, layers: ModelConfig) -> dict[str, Any]:
@@ -85,6 +82,6 @@ def make_shifts(params: dict[str, Any], features_btj: jax.Array) -> tuple[jax.Ar
 
 
 def steer(params: dict[str, Any], shifts: Sequence[jax.Array]) -> dict[str, Any]:
-    """Returns a model's weights with the shift of each layer, [b, 1 or t, f], as `layers.gated` reads it."""
+    """Returns a model's weights with the shift of each layer, [b, 1 or t, f], as the bias that `layers.gated` adds."""
     remaining = iter(shifts)
-    return params | {"groups": [[layer | {"shift": next(remaining)} for layer in group] for group in params["groups"]]}
+    return params | {"groups": [[layer | {"up_bias": next(remaining)} for layer in group] for group in params["groups"]]}

@@ -20,18 +20,15 @@ FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 
 
 @contextmanager
-def open_folder(folder: Path, file: str = "") -> Iterator[dict[str, Any]]:
+def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
     """Opens the tensors of a folder by name, from model.safetensors or the parts of its index; the files close at the end.
-
-    Args:
-      file: name of a file in the folder to open instead.
 
     Raises ValueError for files that are missing or damaged, or that lack a tensor which the index lists; an index that
     names anything but files of this folder.
     """
-    listed = {} if file else _listed(folder)
+    listed = _listed(folder)
     with ExitStack() as stack:
-        handles = {name: _open(folder / name, stack) for name in ([file] if file else file_names(folder))}
+        handles = {name: _open(folder / name, stack) for name in file_names(folder)}
         held = {name: {*handle.keys()} for name, handle in handles.items()}
         for tensor, name in listed.items():
             if tensor not in held[name]:

@@ -236,16 +236,13 @@ def swiglu(params: Params, x_btd: jax.Array, activation: str = "silu") -> jax.Ar
 
 
 def gated(params: Params, x_btd: jax.Array, activation: str = "silu") -> jax.Array:
-    """Returns silu(gate x) * up x, [b, t, f], or with another activation in place of silu.
-
-    `shift` [b, 1 or t, f] among the weights is added to up x (`drafters.steering`).
-    """
+    """Returns silu(gate x) * (up x + up_bias), [b, t, f], or with another activation. The bias is optional."""
     if "gate_up" in params:
         gate_btf, up_btf = jnp.moveaxis(product("btd,xfd->btxf", x_btd, params["gate_up"]), 2, 0)
     else:
         gate_btf, up_btf = (product("btd,fd->btf", x_btd, params[name]) for name in ("gate", "up"))
-    if "shift" in params:
-        up_btf += params["shift"]
+    if "up_bias" in params:
+        up_btf += params["up_bias"]
     return ACTIVATIONS[activation](gate_btf) * up_btf
 
 
