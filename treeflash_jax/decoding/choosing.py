@@ -28,8 +28,6 @@ def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:
     )
     recent_b /= jnp.clip(state.rounds_b, 1, RECENT)
     settings = state.sampling.settings
-    columns = (
-        recent_b, last_b, entropy_b, jnp.exp(jnp.max(log_p_bc, axis=-1)), jnp.log(state.end_b), settings["temperature"],
-        settings["top_p"],
-    )  # fmt: skip
-    return jnp.stack([column.astype(jnp.float32) for column in columns], axis=1)
+    top_b, log_length_b = jnp.exp(jnp.max(log_p_bc, axis=-1)), jnp.log(state.end_b)
+    columns = recent_b, last_b, entropy_b, top_b, log_length_b, settings["temperature"], settings["top_p"]
+    return jnp.stack(columns, axis=1, dtype=jnp.float32)

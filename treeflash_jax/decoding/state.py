@@ -98,10 +98,7 @@ class DecodePlan:
 
 @struct.dataclass
 class Weights:
-    """Weights of verifier and drafter; None without a drafter.
-
-    During a call, also the user's processor of logits, and the weights of the selector of delayed trees.
-    """
+    """Weights of verifier and drafter, if there is one; in a call, also those of the user's processor and of a selector."""
 
     verifier: Any
     drafter: Any = None

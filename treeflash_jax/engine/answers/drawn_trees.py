@@ -82,10 +82,7 @@ class DraftAgain:
 
 
 def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automaton: int, before: list[int]) -> DraftTree:
-    """Returns the tree below `anchor`, the token that follows a prompt; `automaton` is the state after it, if any.
-
-    `before` has the lengths of the rounds before, which a selector reads.
-    """
+    """Returns the tree below `anchor`, the next token, in state `automaton`, after rounds of the lengths `before`."""
     plan, mesh = runner.plan, runner.mesh
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
         first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
@@ -94,10 +91,8 @@ def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automato
         state = Prefill(runner, batch).read_all()
         state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(anchor))
     if plan.shape.selector is not None:
-        accepted_bs = np.zeros(state.accepted_bs.shape, np.int32)
-        accepted_bs[:, : len(before)] = before
-        lengths = jnp.asarray(accepted_bs), jnp.full(batch[1].shape, len(before), jnp.int32)
-        state = state.replace(**dict(zip(("accepted_bs", "rounds_b"), sharding.place(lengths, mesh), strict=True)))
+        accepted_bs = state.accepted_bs.at[:, : len(before)].set(jnp.asarray(before, jnp.int32))
+        state = state.replace(accepted_bs=accepted_bs, rounds_b=state.rounds_b + len(before))
     if request.automaton is not None:  # prefill begins with the state of an empty answer
         state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))
     return runner.call(loops.draft, runner.weights, state, plan=plan)

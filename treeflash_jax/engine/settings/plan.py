@@ -150,16 +150,10 @@ def _read_selector(config: GenerateConfig, pair: str) -> SelectorConfig:
     """Reads the config of a call's selector. Raises ValueError for another pair or rule, or settings that it decides."""
     _refuse(config, ["trunk", "branches"], "the selector chooses it; leave it out")
     selector = selector_folder.read_config(config.selector)
-    expect(
-        selector.pair == pair,
-        "selector",
-        config.selector,
-        "one that was trained for this verifier and drafter by this version of the library; see python -m train.selector",
-    )
-    expect(
-        config.acceptance in (None, selector.rule), "acceptance", config.acceptance, f"{selector.rule!r}, the selector's"
-    )
-    expect(config.nodes in (None, selector.num_nodes), "nodes", config.nodes, f"{selector.num_nodes}, the selector's")
+    trained = "one that python -m train.selector trained for this verifier and drafter, with this version of the library"
+    expect(selector.pair == pair, "selector", config.selector, trained)
+    for name, value in {"acceptance": selector.rule, "nodes": selector.num_nodes}.items():
+        expect(getattr(config, name) in (None, value), name, getattr(config, name), f"{quoted(value)}, the selector's")
     return selector
 
 

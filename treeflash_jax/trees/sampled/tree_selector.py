@@ -41,8 +41,8 @@ class SelectorConfig:
         validate(self)
         expect(len(self.trees) <= MOST_TREES, "number of trees", len(self.trees), f"at most {MOST_TREES}")
         for trunk, branches, length in self.trees:
-            is_tree = branches and trunk + length
-            expect(is_tree, "tree", (trunk, branches, length), "a branch at least, and a node besides the root")
+            tree = trunk, branches, length
+            expect(branches and trunk + length, "tree", tree, "a branch at least, and a node besides the root")
 
     @property
     def num_nodes(self) -> int:
