@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from answers import TREE, make_pair, prefilled, slow_unless
 from conftest import random_pair
-from test_every_drafter import KINDS, ONE_LAYER
-from test_hybrid_decoding import hybrid_pair
+from drafted_pairs import KINDS, ONE_LAYER, hybrid_pair
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops

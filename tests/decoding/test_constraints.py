@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from answers import drafted_as_plain, make_pair, read_texts, slow_unless
 from conftest import FEW_TOKENS, RANDOM_MODEL, compilations, needs_8_devices
+from drafted_pairs import accepted_pair
 from pydantic import BaseModel, Field, create_model
 from refusals import refused
 from scipy import stats
-from test_every_drafter import accepted_pair
 
 import treeflash_jax as tf
 from treeflash_jax.constraints import compilation, tables

@@ -4,7 +4,7 @@ Losslessness of block drafters: test_lossless.py.
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,74 +14,28 @@ from answers import (
     assert_same_positions,
     cut_by_stops,
     drafted_as_plain,
-    make_assistant,
     make_pair,
     planned_batch,
     prefilled,
-    random_weights,
     slow_unless,
-    with_recurrent_layers,
-    with_shared_layers,
-    with_windows_and_sinks,
 )
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program, gathered_shapes
-from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL, compilations, needs_8_devices, random_pair
+from conftest import RANDOM_MODEL, compilations, needs_8_devices, random_pair
+from drafted_pairs import ACCEPTED, KINDS, ONE_LAYER, TEXTS, accepted_pair
 from refusals import refused
 
-from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
+from treeflash_jax import GenerateConfig, make_mesh
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops, rounds
-from treeflash_jax.drafters import Eagle3Drafter, LanguageModelDrafter, MtpDrafter, NgramDrafter
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.drafters.block.heads.selector import SelectorSizes
-from treeflash_jax.drafters.mtp_drafter import layer_sizes
-from treeflash_jax.drafters.steering import Steering, make_shifts
+from treeflash_jax.drafters.steering import make_shifts
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.models import verifier
 from treeflash_jax.trees import NO_TOKEN
 
-ONE_LAYER = replace(RANDOM_MODEL, num_layers=1)
-BLOCK = replace(RANDOM_DRAFTER, layers=ONE_LAYER, taps=(0,), num_target_layers=1)
-KINDS = {  # for the verifier ONE_LAYER
-    "block": BLOCK,
-    "frequent": replace(BLOCK, draft_vocab_size=32),
-    "eagle3": Eagle3Drafter(
-        layers=ONE_LAYER, target_hidden_size=32, draft_vocab_size=64, num_depths=3, taps=(0, 0, 0)
-    ).fitted(ONE_LAYER),
-    "language_model": LanguageModelDrafter(layers=replace(ONE_LAYER, num_kv_heads=1), num_depths=3),
-    "steered": LanguageModelDrafter(layers=ONE_LAYER, num_depths=3, steering=Steering(taps=(0, 0, 0), width=32)),
-    "mtp": MtpDrafter(layers=layer_sizes(ONE_LAYER), num_depths=3).fitted(ONE_LAYER),
-    "ngram": NgramDrafter(shortest=1, num_depths=3),
-}
 PROMPTS = [[3, 4, 5, 3, 4], [8]]
 TREE = {"nodes": 8, "children": 4}
-
-
-# Answers, of pairs whose vocabulary is so small that drafts are accepted and answers stop inside rounds.
-
-FEW = replace(RANDOM_DRAFTER, layers=FEW_TOKENS, mask_token_id=11, taps=(0, 1), num_target_layers=2)
-ACCEPTED = {
-    "frequent": replace(FEW, layers=replace(FEW_TOKENS, num_layers=1), draft_vocab_size=10),
-    "gru": replace(FEW, head="gru", shifted=True, causal_layers=(0, 1), draft_vocab_size=10),
-    "selector": replace(
-        FEW, head="selector", head_sizes=SelectorSizes(8), conv_group=2, causal_layers=(0,), sliding_layers=(0,), window=4
-    ),
-    "lilicorr": replace(FEW, head="lilicorr", sliding_layers=(1,), window=7, shared_window=True),
-    "eagle3": Eagle3Drafter(
-        layers=replace(FEW_TOKENS, num_layers=1, num_kv_heads=1), target_hidden_size=16, draft_vocab_size=10,
-        norm_output=True, taps=(0, 0, 1), num_depths=3,
-    ).fitted(FEW_TOKENS),
-    "language_model": LanguageModelDrafter(layers=FEW_TOKENS),
-    "steered": LanguageModelDrafter(layers=FEW_TOKENS, steering=Steering(taps=(0, 0, 1), width=16)),
-    "windows": LanguageModelDrafter(layers=with_windows_and_sinks(FEW_TOKENS)),
-    "shared": LanguageModelDrafter(layers=with_shared_layers(FEW_TOKENS)),
-    "mtp": MtpDrafter(layers=layer_sizes(FEW_TOKENS), draft_vocab_size=10).fitted(FEW_TOKENS),
-    "ngram": NgramDrafter(),
-    "assistant": make_assistant(with_shared_layers(FEW_TOKENS)),
-    "clusters": make_assistant(with_shared_layers(FEW_TOKENS), num_clusters=4, top_clusters=2),
-}  # fmt: skip
-TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 20]  # the last is longer than a chunk of the prefill
 DRAFTS = {
     "best-first": {"nodes": 8},
     "few lanes": {"nodes": 9, "lanes": 2, "children": 3},
@@ -94,30 +48,6 @@ DRAFTS = {
     "chain": {"builder": "chain"},
 }
 MIXED = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
-
-
-VERIFIERS = {
-    "qwen3": FEW_TOKENS, "qwen3_5": with_recurrent_layers(FEW_TOKENS), "gpt_oss": with_windows_and_sinks(FEW_TOKENS),
-    "gemma4": with_shared_layers(FEW_TOKENS),
-}  # fmt: skip
-
-
-@cache
-def accepted_pair(kind: str, verifier: str = "qwen3") -> TreeFlash:
-    """A pair in float64; language models have the verifier's weights, if it has no recurrent layers, with noise on them."""
-    config, drafter = VERIFIERS[verifier], ACCEPTED[kind]
-    if verifier == "gemma4" and hasattr(drafter, "num_target_layers"):
-        drafter = replace(drafter, num_target_layers=None, logit_cap=config.logit_cap).fitted(config)
-    pair = make_pair(config, drafter, dtype=jnp.float64, scale=0.5)
-    drafter = pair.weights.drafter
-    if "offsets" in drafter:  # 4 and 8 cannot be drafted
-        drafter["offsets"] += jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)
-    if "steering" in drafter:
-        drafter["steering"] = random_weights(pair.drafter.specs()["steering"], dtype=jnp.float64)
-    if kind in ("language_model", "steered") and verifier == "qwen3":
-        noise = {name: drafter[name] for name in pair.weights.verifier}
-        drafter |= jax.tree.map(lambda x, y: x + 0.1 * y, pair.weights.verifier, noise)
-    return pair
 
 
 # Every drafter, every draft of each kind of expander, every kind of verifier; not every combination of the three.

@@ -5,7 +5,7 @@ the pass itself.
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,55 +13,32 @@ import numpy as np
 import pytest
 from answers import (
     drafted_as_plain,
-    make_assistant,
     make_pair,
     planned_batch,
     read_texts,
     slow_unless,
-    with_recurrent_layers,
-    with_shared_layers,
-    with_windows_and_sinks,
 )
 from compiled import gathered_shapes
-from conftest import DATA, FEW_TOKENS, RANDOM_DRAFTER, needs_8_devices
+from conftest import DATA, RANDOM_DRAFTER, needs_8_devices
+from drafted_pairs import HYBRID, SHARED, TEXTS, WINDOWS, hybrid_pair
 
 import treeflash_jax as tf
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import MtpDrafter, NgramDrafter
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
-from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.engine.schedule import batching
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import caches, delta_rule
-from treeflash_jax.models.config import ModelConfig
 
-HYBRID = with_recurrent_layers(FEW_TOKENS)
-WINDOWS = with_windows_and_sinks(FEW_TOKENS)
-SHARED = with_shared_layers(FEW_TOKENS)
-DRAFTERS = {
-    "block": replace(
-        RANDOM_DRAFTER, layers=fresh_layers(HYBRID, 1), mask_token_id=11, taps=(0, 1), num_target_layers=None
-    ),
-    "mtp": MtpDrafter(layers=layer_sizes(HYBRID)).fitted(HYBRID),
-    "ngram": NgramDrafter(),
-    "assistant": make_assistant(SHARED),
-}  # fmt: skip
 DRAFTS = {
     "tree": {"nodes": 8, "children": 6},
     "chain": {"builder": "chain", "children": 6},
     "paths": {"builder": "paths", "nodes": 8, "children": 6},
 }
-TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 20]
 SETTINGS = {"max_new_tokens": 24, "stop_ids": (), "batch_size": 2}
 PLAIN = SETTINGS | {"batch_size": 3}
-
-
-@cache
-def hybrid_pair(kind: str | None = "block", mesh=None, config: ModelConfig = HYBRID) -> tf.TreeFlash:
-    drafter = None if kind is None else DRAFTERS[kind]
-    return make_pair(config, drafter, dtype=jnp.float64, scale=0.5, mesh=mesh)
 
 
 def assert_drafts_are_lossless(pair: tf.TreeFlash, texts: list, draft: dict, **settings) -> None:

@@ -20,7 +20,7 @@ from answers import (
     with_windows_and_sinks,
 )
 from conftest import FOLDERS
-from test_every_drafter import accepted_pair
+from drafted_pairs import accepted_pair
 
 from treeflash_jax import TreeFlash, load
 from treeflash_jax.core import parameters

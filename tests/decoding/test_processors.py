@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from answers import drafted_as_plain, prefilled, slow_unless
 from conftest import DATA, FEW_TOKENS, RANDOM_MODEL, compilations
+from drafted_pairs import TEXTS, accepted_pair
 from refusals import refused
-from test_every_drafter import TEXTS, accepted_pair
 
 from treeflash_jax import GenerateConfig, TreeFlash, load, trees
 from treeflash_jax.core import programs

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import make_assistant, make_pair, slow_unless, with_shared_layers, with_windows_and_sinks
-from test_every_drafter import KINDS, ONE_LAYER
+from drafted_pairs import KINDS, ONE_LAYER
 
 import treeflash_jax as tf
 from treeflash_jax.core import clock
