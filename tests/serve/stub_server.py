@@ -5,29 +5,24 @@ import threading
 import time
 from types import SimpleNamespace
 
+from stub_worker import StubRequestMaker
+
 import treeflash_jax as tf
 from treeflash_jax.constraints.compilation import compile_constraint
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import process
 from treeflash_jax.serve.options import ServeOptions
+from treeflash_jax.serve.request_maker import Constraint
 
 WORK, GRACE = sys.argv[1], int(sys.argv[2])
 
 
-class StubRequestMaker:
-    config, context, text_limit = tf.GenerateConfig(), 64, None
-
-    def encode(self, prompts) -> list[list[int]]:
-        return [[1]]
-
-    def find_constraints(self, prompts, settings) -> list[str]:
-        return [settings["schema"]] if "schema" in settings else []
-
-    def compile(self, schema: str) -> None:
+class BusyRequestMaker(StubRequestMaker):
+    def compile(self, constraint: Constraint) -> None:
         tokenizer = Tokenizer.load(pairs.locate("tiny"))
         print("working", flush=True)
-        compile_constraint("schema", schema, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
+        compile_constraint(*constraint, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
 
     def make_requests(self, prompts, **settings) -> list[object]:
         print("working", flush=True)
@@ -36,10 +31,10 @@ class StubRequestMaker:
         return [object()]
 
 
-class StubWorker(threading.Thread):
+class BusyWorker(threading.Thread):
     def __init__(self, model, config, metrics, options):
         super().__init__(daemon=True)
-        self.model, self.request_maker, self.error = model, StubRequestMaker(), None
+        self.model, self.request_maker, self.error = model, BusyRequestMaker(), None
         self._stops, self._asked = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -68,6 +63,6 @@ class StubWorker(threading.Thread):
 
 
 if __name__ == "__main__":
-    process.Worker = StubWorker
+    process.Worker = BusyWorker
     model = SimpleNamespace(names=("stub",), tokenizer=None)
     sys.exit(process.serve(model, tf.GenerateConfig(), ServeOptions(port=0, grace=GRACE)))

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from refusals import refused
-from test_limits import StubRequestMaker, listening, stub_worker
+from stub_worker import StubRequestMaker, listening, stub_worker
 
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.tokenizer import Tokenizer

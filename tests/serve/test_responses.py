@@ -1,27 +1,21 @@
-"""The Responses API: bodies become calls, answers become items and events, as the openai client reads them."""
+"""The Responses API without a server: bodies become calls, answers become items and events of the client's types."""
 
 import copy
 import json
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
-import httpx
-import jsonschema
-import openai
-import pydantic
 import pytest
 import toy_tokenizers
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response
 from refusals import refused
-from servers import CHAT, GREEDY, running
+from response_events import ADD, EVENTS, FUNCTION, replayed, without_ids
 
 import treeflash_jax as tf
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages.message_format import Call, Content, Part, Thought
-from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
 from treeflash_jax.serve.protocols import response_items
@@ -31,20 +25,9 @@ from treeflash_jax.serve.protocols.response_items import encode_thoughts
 from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange
 from treeflash_jax.serve.worker import Piece
 
-TEXT = "Sam has 2 cats and 3 dogs. How many animals?"
-PARAMETERS = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": PARAMETERS}
 SUB = {"type": "function", "name": "sub"}
 CALL_ITEM = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
 OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c1", "output": "3"}
-FUNCTION = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-EVENTS = {kind.model_fields["type"].annotation.__args__[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])}
 
 
 def exchange_of(served: Served | None = None, **fields: Any) -> ResponsesExchange:
@@ -203,52 +186,6 @@ def checked(event: Event) -> dict[str, Any]:
     return data
 
 
-def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
-
-
-def replayed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the items that a client puts together from events, and asserts that each item has its events in order."""
-    items: list[dict[str, Any]] = []
-    assert [event["sequence_number"] for event in events] == [*range(len(events))]
-    is_open = False
-    for event in events[2:-1]:
-        name = event["type"].removeprefix("response.")
-        if name == "output_item.added":
-            assert not is_open and event["output_index"] == len(items) and event["item"]["status"] == "in_progress"
-            items.append(event["item"])
-            is_open = True
-            continue
-        assert is_open and event["output_index"] == len(items) - 1
-        item = items[-1]
-        assert event.get("item_id", item["id"]) == item["id"] and event.get("content_index", 0) == 0
-        if name == "content_part.added":
-            assert item["content"] == []
-            item["content"].append(event["part"])
-        elif name in ("output_text.delta", "reasoning_text.delta"):
-            item["content"][0]["text"] += event["delta"]
-            if "logprobs" in event:
-                item["content"][0]["logprobs"] += event["logprobs"]
-        elif name in ("output_text.done", "reasoning_text.done"):
-            assert item["content"][0]["text"] == event["text"]
-            assert item["content"][0].get("logprobs") == event.get("logprobs")
-        elif name == "content_part.done":
-            assert item["content"] == [event["part"]]
-        elif name == "function_call_arguments.delta":
-            item["arguments"] += event["delta"]
-        elif name == "function_call_arguments.done":
-            assert (item["arguments"], item["name"]) == (event["arguments"], event["name"])
-        else:
-            assert name == "output_item.done"
-            assert event["item"]["status"] in ("completed", "incomplete")
-            only_then = {"status": "in_progress"} | {name: None for name in event["item"] if name == "encrypted_content"}
-            assert event["item"] | only_then == item | only_then
-            items[-1] = event["item"]
-            is_open = False
-    assert not is_open
-    return items
-
-
 def in_pieces(parts: list[Part], draw: random.Random) -> list[list[Part]]:
     """Cuts the texts of parts, and the list of all pieces, at random places."""
     pieces: list[Part] = []
@@ -364,124 +301,6 @@ def test_log_probabilities_are_those_of_the_messages_tokens(size):
     assert [entry["token"] for entry in content["logprobs"]] == [" of", "", "é", "s"] and content["text"].strip() == "ofés"
     assert b"".join(bytes(entry["bytes"]) for entry in content["logprobs"]) == " ofés".encode()
     assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in content["logprobs"])
-
-
-def create(client: openai.OpenAI, **fields: Any) -> Response:
-    """A response, whole and from a stream, which are the same but for ids."""
-    fields = {"model": "tiny", "input": TEXT, "max_output_tokens": 20} | GREEDY | fields
-    whole = client.responses.create(**fields)
-    Response.model_validate(whole.model_dump(by_alias=True), strict=True)
-    events = [
-        event.model_dump(by_alias=True, exclude_unset=True) for event in client.responses.create(**fields, stream=True)
-    ]
-    for event in events:
-        EVENTS[event["type"]].model_validate(event, strict=True)
-    assert without_ids(replayed(events)) == without_ids(whole.model_dump(by_alias=True, exclude_unset=True)["output"])
-    if whole.status == "completed":  # the client's helper knows no other
-        with client.responses.stream(**fields) as stream:
-            assert stream.get_final_response().output_text == whole.output_text
-    return whole
-
-
-def test_answers_are_those_of_chats(server, client):
-    def chat(messages: list[dict[str, str]]) -> Any:
-        return client.chat.completions.create(model="tiny", messages=messages, max_tokens=20, **GREEDY)
-
-    first, expected = create(client), chat(CHAT)
-    assert first.output_text == expected.choices[0].message.content
-    assert first.usage.input_tokens == expected.usage.prompt_tokens and first.status == "incomplete"
-    answer = {"role": "assistant", "content": first.output_text}
-    more = {"role": "user", "content": "And how many legs?"}
-    system = {"role": "system", "content": "Count."}
-    expected = chat([*CHAT, answer, more]).choices[0].message.content
-    given = [*CHAT, *first.model_dump()["output"], more]
-    assert create(client, input=given).output_text == expected
-    second = create(client, input="And how many legs?", previous_response_id=first.id)
-    assert second.output_text == expected and second.previous_response_id == first.id
-    reference = {"type": "item_reference", "id": first.output[0].id}
-    assert create(client, input=[*CHAT, reference, more]).output_text == expected
-    told = create(client, input="And?", previous_response_id=second.id, instructions="Count.")
-    whole = [system, *CHAT, answer, more, {"role": "assistant", "content": expected}, {"role": "user", "content": "And?"}]
-    assert told.output_text == chat(whole).choices[0].message.content
-
-
-def test_stored_responses_are_shown_and_deleted(client):
-    first = client.responses.create(model="tiny", input="Hi", max_output_tokens=3, **GREEDY)
-    assert client.responses.retrieve(first.id) == first
-    second = client.responses.create(
-        model="tiny", input="And?", max_output_tokens=3, previous_response_id=first.id, **GREEDY
-    )
-    client.responses.delete(first.id)
-    for ask in (client.responses.retrieve, client.responses.delete):
-        with pytest.raises(openai.NotFoundError, match=f"got response '{first.id}', expected that of one of the last 1000"):
-            ask(first.id)
-    for fields in ({"previous_response_id": first.id}, {"input": [{"type": "item_reference", "id": first.output[0].id}]}):
-        with pytest.raises(openai.NotFoundError) as refusal:
-            client.responses.create(model="tiny", **{"input": "x"} | fields)
-        assert refusal.value.param in ("previous_response_id", "input.0.id")
-    assert client.responses.create(model="tiny", input="x", max_output_tokens=3, previous_response_id=second.id).output
-    unkept = client.responses.create(model="tiny", input="Hi", max_output_tokens=3, store=False)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(unkept.id)
-
-
-class Person(pydantic.BaseModel):
-    tall: bool
-
-
-def test_answers_follow_a_schema(client):
-    answer = client.responses.parse(model="tiny", input=TEXT, text_format=Person, **GREEDY)
-    assert isinstance(answer.output_parsed, Person)
-    form = {"type": "json_schema", "name": "x", "schema": {"enum": [17]}}
-    assert create(client, text={"format": form}).output_text == "17"
-    entries = create(client, include=["message.output_text.logprobs"], top_logprobs=2).output[0].content[0].logprobs
-    assert "".join(entry.token for entry in entries) == create(client).output_text and len(entries[0].top_logprobs) == 2
-
-
-@pytest.fixture(scope="module")
-def tool_client(tiny) -> Iterator[openai.OpenAI]:
-    """A client of `tiny` with a template that has tools and calls."""
-    model = copy.copy(tiny)
-    model.tokenizer = Tokenizer(copy.deepcopy(tiny.tokenizer.inner))
-    model.tokenizer.inner.chat_template = TEMPLATE
-    with running(model) as server:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=600, max_retries=0)
-
-
-def test_a_forced_call_and_its_result(tool_client):
-    given = {"tools": [ADD, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "add"}}
-    first = create(tool_client, max_output_tokens=60, **given)
-    [call] = first.output
-    jsonschema.validate(json.loads(call.arguments), PARAMETERS)
-    assert (call.type, call.name, call.status, first.status) == ("function_call", "add", "completed", "completed")
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
-    answers = [
-        create(tool_client, input=[result], previous_response_id=first.id, tools=[ADD]),
-        create(tool_client, input=[{"role": "user", "content": TEXT}, call.model_dump(), result], tools=[ADD]),
-    ]
-    function = {"name": "add", "arguments": call.arguments}
-    chat = [*CHAT, {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]},
-            {"role": "tool", "tool_call_id": call.call_id, "content": "3"}]  # fmt: skip
-    expected = tool_client.chat.completions.create(model="tiny", messages=chat, max_tokens=20, tools=[FUNCTION], **GREEDY)
-    assert {answer.output_text for answer in answers} == {expected.choices[0].message.content}
-    assert {answer.usage.input_tokens for answer in answers} == {expected.usage.prompt_tokens}
-
-
-@pytest.mark.parametrize("change, words", [
-    ({"tools": [ADD]}, "got tools, but the chat template of this model has no place for them"),
-    ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "got tool_choice that demands a call, but no tools"),
-    ({"tool_choice": {"type": "function", "name": "mul"}, "tools": [ADD]}, "got tool_choice 'mul', expected one of tools"),
-    ({"max_output_tokens": 0}, "got max_output_tokens 0, expected at least 1"),
-    ({"text": {"format": {"type": "yaml"}}}, "text.format.type: "),
-    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "lizard"}}}}, "lizard"),
-    ({"metadata": {"a": 1}}, "metadata.a: "), ({"input": None}, "input"), ({"input": []}, "got an empty prompt"),
-    ({"include": "x"}, "include: "),
-])  # fmt: skip
-def test_wrong_requests_are_errors_of_one_line(server, change, words):
-    response = httpx.post(f"{server.url}/v1/responses", json={"model": "tiny", "input": "Hi"} | change, timeout=600)
-    reason = response.json()["error"]
-    assert response.status_code == 400 and words in reason["message"] and "\n" not in reason["message"], reason
-    assert reason["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
