@@ -12,6 +12,7 @@ import treeflash_jax
 PACKAGE = Path(treeflash_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TRAIN_FILES = sorted((PACKAGE.parent / "train").rglob("*.py"))
+TEST_FILES = sorted(Path(__file__).parent.rglob("*.py"))
 # A folder imports from itself and from those before it; `__init__` is the package.
 LAYERS = (
     "core models trees drafters acceptance decoding formats constraints engine __init__ bench serve cli __main__".split()
@@ -67,6 +68,13 @@ def test_no_modules_import_each_other():
 
     graph = {name: {module(other) for other in imports(path)} - {name, ""} for name, path in modules.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
+
+
+def test_no_module_imports_a_module_of_tests():
+    """What several of them share is in a plain module."""
+    tests = {path.stem for path in TEST_FILES if path.stem.startswith("test_")}
+    for path in TEST_FILES:
+        assert tests.isdisjoint(name.partition(".")[0] for name in imports(path)), path
 
 
 def test_importing_the_library_is_quick_and_light():
