@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from treeflash_jax.bench import memory
 from treeflash_jax.core import parameters, programs, sharding
+from treeflash_jax.decoding import loops
 from treeflash_jax.models import caches, kernels, layers
 from treeflash_jax.models.config import DeltaSizes, ModelConfig
 from treeflash_jax.models.layer_kinds import KINDS
@@ -55,7 +56,7 @@ def compiled_rounds(topology: str, size: int, num_layers: int, kernel_set: str |
     others = weights, placed((1, size, size), bool), placed((1, min(size, PATH))), placed((1, size))
     with jax.set_mesh(mesh), kernels.use(kernel_set):
         lowered = jax.jit(run, donate_argnums=0).lower(states * num_layers, *arrays, *others)
-        return programs.compile_lowered(lowered, mesh, "decode")
+        return programs.compile_lowered(lowered, mesh, loops.decode)
 
 
 @pytest.mark.slow

@@ -47,11 +47,11 @@ def test_programs_are_counted_with_the_seconds_that_they_took_in_an_earlier_proc
     path, compile_lowered, x = tmp_path / "times.json", programs.compile_lowered, jnp.arange(3)
     functions = [jax.jit(square, static_argnames="times"), jax.jit(add)]
 
-    def compile_after_the_line(lowered, mesh, name):
+    def compile_after_the_line(lowered, mesh, function):
         until = time.monotonic() + 60
-        while not any(name in record.message for record in caplog.records) and time.monotonic() < until:
+        while not any(function.__name__ in record.message for record in caplog.records) and time.monotonic() < until:
             time.sleep(0.01)
-        return compile_lowered(lowered, mesh, name)
+        return compile_lowered(lowered, mesh, function)
 
     monkeypatch.setattr(programs, "compile_lowered", compile_after_the_line)
     monkeypatch.setattr(programs, "_times", path)

@@ -172,7 +172,7 @@ def compile_programs(
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)
         print_progress("compiling the rounds")
         lowered = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan)
-        return prefill, programs.compile_lowered(lowered, mesh, "decode")
+        return prefill, programs.compile_lowered(lowered, mesh, loops.decode)
 
 
 def count_launches(text: str) -> int:

@@ -187,7 +187,7 @@ class Bench:
         self.phases[-1].sample()
 
     def _compile(self, function: Any, *arguments: Any, plan: DecodePlan) -> Any:
-        return programs.compile_lowered(function.lower(*arguments, plan=plan), self.model.mesh, function.__name__)
+        return programs.compile_lowered(function.lower(*arguments, plan=plan), self.model.mesh, function)
 
 
 def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]]:

@@ -130,7 +130,7 @@ def start_compiling(function: Any, *args: Any, mesh: Any = None, clock: Clock | 
         if _takes_no_four_bits(mesh, leaves):
             executable = thread.submit(lambda: functools.partial(_call_jitted, function, mesh, of_products, static))
         else:
-            executable = thread.submit(compile_lowered, lowered, mesh, function.__name__)
+            executable = thread.submit(compile_lowered, lowered, mesh, function)
         thread.shutdown(wait=False)
     model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument is a model's weights
     labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
@@ -180,16 +180,16 @@ def check_process() -> None:
         )
 
 
-def compile_lowered(lowered: Any, mesh: Any, name: str = "") -> Any:
+def compile_lowered(lowered: Any, mesh: Any, function: Any = None) -> Any:
     """Compiles a program, or reads it from JAX's cache, which stores no programs of several CPU devices.
 
-    A program named "decode" has the device's options for rounds.
+    A function whose attribute `runs_rounds` is true has the device's options for rounds.
 
     XLA:CPU may start the collectives of a program from the cache in different orders, which then wait for each other for
     ever. The setting that JAX looks at when it stores a program is restored afterwards.
     """
     device = sharding.device(mesh)
-    options = device.decoding_options if name == "decode" else device.compiler_options
+    options = device.decoding_options if getattr(function, "runs_rounds", False) else device.compiler_options
     if mesh is None or mesh.size == 1 or not device.is_cpu:
         return lowered.compile(options)
     with _unstored:

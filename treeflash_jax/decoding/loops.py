@@ -227,6 +227,9 @@ def decode(
     return lax.while_loop(goes_on, step, (pin(state), jnp.zeros_like(max_rounds)))[0]
 
 
+decode.runs_rounds = True  # for `programs.compile_lowered`
+
+
 @partial(jax.jit, donate_argnames=("state",))
 def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeState:
     """Replaces done sequences by new ones; writes no other sequence of the caches.
