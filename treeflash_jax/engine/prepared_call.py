@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.engine.answers.drawn_trees import AnsweringModel
 from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
@@ -23,13 +23,12 @@ class PreparedCall:
     """A validated call of a model.
 
     Attributes:
-      model: the `TreeFlash`.
       weights: the model's, with those of the call (`TreeFlash.call_weights`).
       requests: one per prompt and sample.
       batch_size: number of sequences decoded together.
     """
 
-    model: Any
+    model: AnsweringModel
     weights: Weights
     requests: list[Request]
     plan: DecodePlan

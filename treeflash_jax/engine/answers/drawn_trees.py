@@ -4,20 +4,32 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import Batch, make_batch
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import DraftTree
+
+
+class AnsweringModel(Protocol):
+    """The part of a `TreeFlash` that its answers read; attributes as there."""
+
+    verifier: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer | None
+    mesh: Any
 
 
 class DraftAgain:
@@ -27,7 +39,7 @@ class DraftAgain:
     read a single prompt read it again.
     """
 
-    def __init__(self, model: Any, scheduler: Scheduler, request: Request):
+    def __init__(self, model: AnsweringModel, scheduler: Scheduler, request: Request):
         self._model, self._request = weakref.ref(model), request
         self._plan, self._can_cut = scheduler.runner.plan, scheduler.runner.can_cut
         self._sizes, self._capacity = scheduler.sizes, scheduler.state.capacity

@@ -11,7 +11,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn
 from treeflash_jax.decoding.processors import processor_name
 from treeflash_jax.decoding.state import LogProbs
-from treeflash_jax.engine.answers.drawn_trees import DraftAgain
+from treeflash_jax.engine.answers.drawn_trees import AnsweringModel, DraftAgain
 from treeflash_jax.engine.answers.results import Chunk, Result, Score
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.scheduler import Scheduler
@@ -49,7 +49,7 @@ class ResultReader:
     It keeps the answers so far until `forget`, so that only new tokens and rounds are converted.
     """
 
-    def __init__(self, scheduler: Scheduler, model: Any):
+    def __init__(self, scheduler: Scheduler, model: AnsweringModel):
         self._scheduler, self._model = scheduler, model
         self._answers: dict[int, GrowingAnswer] = {}  # by number of the request
 
