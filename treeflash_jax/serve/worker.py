@@ -67,6 +67,16 @@ class Submission:
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
 
+@dataclass
+class UnfinishedAnswer:
+    """An answer of a submission, with this index in it, and the times of its first token and of its last piece."""
+
+    submission: Submission
+    index: int
+    first_time: float | None = None
+    last_time: float = 0.0
+
+
 class Worker(threading.Thread):
     """Decodes the requests of all submissions in the slots of one scheduler.
 
@@ -87,9 +97,7 @@ class Worker(threading.Thread):
         slots = options.slots or of_device(model.device, model.dtype).slots
         self._limit = slots + options.queue
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._unfinished: dict[int, tuple[Submission, int]] = {}  # with index of the answer, by number of the request
-        self._first_times: dict[int, float] = {}  # of the first token of each answer
-        self._last_times: dict[int, float] = {}  # of its last piece
+        self._unfinished: dict[int, UnfinishedAnswer] = {}  # by number of the request
         self._failures = 0  # dispatches that failed since the last one that did not
         self._num_unfinished = 0  # includes requests that the thread has not admitted yet
         self._lock = threading.Lock()
@@ -176,7 +184,7 @@ class Worker(threading.Thread):
         """Drops the answers that had a slot when a dispatch failed. Raises the error if too many dispatches have failed."""
         logger.exception("a dispatch failed")
         lost = [self._unfinished.get(request.number) for request in self._scheduler.recover()]  # None: answered before
-        for submission in {submission for submission, _ in filter(None, lost)}:
+        for submission in {answer.submission for answer in lost if answer is not None}:
             self._drop(submission, RuntimeError(clipped(error)))
         self._failures += 1
         if self._failures == MOST_FAILURES:
@@ -189,7 +197,7 @@ class Worker(threading.Thread):
         while not self._actions.empty():
             self._actions.get()()
         reason = "the server ends" if self.error is None else f"decoding ended: {self.error}"
-        for submission in {submission for submission, _ in self._unfinished.values()}:
+        for submission in {answer.submission for answer in self._unfinished.values()}:
             self._drop(submission, RuntimeError(clipped(reason)))
 
     def _run_actions(self) -> None:
@@ -204,7 +212,7 @@ class Worker(threading.Thread):
 
     def _admit(self, submission: Submission) -> None:
         for index, request in enumerate(submission.requests):
-            self._unfinished[request.number] = submission, index
+            self._unfinished[request.number] = UnfinishedAnswer(submission, index)
         self._scheduler.submit(submission.requests)
 
     def _step(self) -> None:
@@ -212,39 +220,36 @@ class Worker(threading.Thread):
         finished = scheduler.step(SERVER_ROUNDS_PER_DISPATCH, self._reader.find_stopped)
         self._failures = 0
         now = time.perf_counter()
-        for request in requests.values():
-            self._observe_piece(request, now)
-        slots = [
-            slot for slot in sorted(requests) if slot in finished or self._unfinished[requests[slot].number][0].streams
-        ]
-        for slot in slots:
+        answers = {slot: self._unfinished[requests[slot].number] for slot in sorted(requests)}
+        for answer in answers.values():
+            self._observe_piece(answer, now)
+        for slot, answer in answers.items():
             request = requests.get(slot)
             if request is None:  # an answer to the same request failed
                 continue
-            submission, index = self._unfinished[request.number]
+            if slot not in finished and not answer.submission.streams:
+                continue
             try:
                 [(chunk, result)] = self._reader.read_chunks([slot], finished)
             except ValueError as error:  # NaN
-                self._drop(submission, RuntimeError(clipped(error)))
+                self._drop(answer.submission, RuntimeError(clipped(error)))
                 continue
             if slot in finished:
-                self.metrics.observe(result, now - self._first_times[request.number])
+                self.metrics.observe(result, now - answer.first_time)
                 self._close(request)
-            submission.send(Piece(index, chunk, result, slot in finished))
+            answer.submission.send(Piece(answer.index, chunk, result, slot in finished))
         scheduler.slots.release([slot for slot in finished if slot in requests])
 
-    def _observe_piece(self, request: Request, now: float) -> None:
-        if request.number in self._first_times:
-            self.metrics.gap.observe(now - self._last_times[request.number])
+    def _observe_piece(self, answer: UnfinishedAnswer, now: float) -> None:
+        if answer.first_time is None:
+            answer.first_time = now
+            self.metrics.first_token.observe(now - answer.submission.since)
         else:
-            self._first_times[request.number] = now
-            self.metrics.first_token.observe(now - self._unfinished[request.number][0].since)
-        self._last_times[request.number] = now
+            self.metrics.gap.observe(now - answer.last_time)
+        answer.last_time = now
 
     def _close(self, request: Request) -> None:
         del self._unfinished[request.number]
-        self._first_times.pop(request.number, None)
-        self._last_times.pop(request.number, None)
         self._reader.forget(request)
         with self._lock:
             self._num_unfinished -= 1
