@@ -1,6 +1,7 @@
 """The worker's thread: many submissions get the answers of separate calls, also after dispatches that fail."""
 
 import asyncio
+import gc
 import logging
 from collections import Counter
 from typing import Any
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 from own_calls import PLAIN, few_tokens, make_pool
 from refusals import refused
+from servers import wait_for
 
 import treeflash_jax as tf
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
+from treeflash_jax.engine.answers.result_reader import GrowingAnswer, ResultReader
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
-from treeflash_jax.serve.worker import MOST_FAILURES, QueueFull, Submission, Worker
+from treeflash_jax.serve.worker import MOST_FAILURES, QueueFull, Submission, UnfinishedAnswer, Worker
 
 LIMIT = 503
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: out of memory"
@@ -95,6 +98,12 @@ async def ask(
             return ids
 
 
+def count_kept() -> int:
+    """Number of submissions and answers in memory."""
+    gc.collect()
+    return sum(isinstance(x, Submission | UnfinishedAnswer | GrowingAnswer) for x in gc.get_objects())
+
+
 @pytest.mark.slow
 def test_the_shortest_context_has_room_for_the_warm_up(float64, pool):
     refused(lambda: ServeOptions(context=2), "got context 2, expected at least 3")
@@ -104,7 +113,7 @@ def test_the_shortest_context_has_room_for_the_warm_up(float64, pool):
 
 def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch, caplog):
     """Waves of requests, some cancelled; dispatches fail now and then, and what then had a slot gets an error."""
-    rng, fates = np.random.default_rng(0), Counter()
+    rng, fates, before = np.random.default_rng(0), Counter(), count_kept()
     scores = pool.model.score(pool.prompts)
     fail(monkeypatch, lambda: worker._failures < MOST_FAILURES - 1 and rng.random() < 0.04)
 
@@ -132,8 +141,9 @@ def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch
         for count in (1, 4, 40, 3, 60, 20):
             asyncio.run(wave(count))
     assert fates["list"] > 80 and fates["RuntimeError"] > 3, fates
-    assert worker.error is None and worker._num_unfinished == 0 and not worker._unfinished and not worker._reader._answers
-    assert not worker._first_times and not worker._last_times
+    assert worker.error is None
+    worker.check_room(LIMIT)
+    wait_for(lambda: count_kept() <= before, seconds=30)
 
 
 def test_a_full_queue_is_an_error_for_now(worker):
@@ -162,7 +172,8 @@ def test_a_worker_whose_device_is_lost_ends_every_submission(worker, pool, monke
         answers = asyncio.run(run())
     worker.join(60)
     assert all(isinstance(answer, RuntimeError) for answer in answers)
-    assert str(worker.error) == OUT_OF_MEMORY and worker._num_unfinished == 0
+    assert str(worker.error) == OUT_OF_MEMORY
+    worker.check_room(LIMIT)
 
     async def ask_late() -> Any:
         return await ask(worker, pool, 0)
@@ -172,13 +183,13 @@ def test_a_worker_whose_device_is_lost_ends_every_submission(worker, pool, monke
 
 
 def test_an_error_between_two_answers_of_a_step_loses_the_second_alone(worker, pool, monkeypatch, caplog):
-    read, ended = worker._reader.read_chunks, []
+    read, ended = ResultReader.read_chunks, []
 
-    def flaky(slots, ready):
+    def flaky(reader, slots, ready):
         ended.extend(slots)
         if len(ended) == 2:
             raise RuntimeError(OUT_OF_MEMORY)
-        return read(slots, ready)
+        return read(reader, slots, ready)
 
     async def run() -> list[Any]:
         requests = worker.request_maker.make_requests([[1, 2], [3]], max_new_tokens=3, **PLAIN)  # they end in one step
@@ -186,7 +197,7 @@ def test_an_error_between_two_answers_of_a_step_loses_the_second_alone(worker, p
         worker.submit(submission)
         return [await asyncio.wait_for(submission.pieces.get(), 120) for _ in range(2)]
 
-    monkeypatch.setattr(worker._reader, "read_chunks", flaky)
+    monkeypatch.setattr(ResultReader, "read_chunks", flaky)
     with caplog.at_level(logging.CRITICAL, logger="treeflash_jax"):
         first, error = asyncio.run(run())
     assert len(first.result.ids) == 3 and str(error) == OUT_OF_MEMORY
