@@ -8,6 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection
 
 import h11
 import httpx
@@ -150,8 +152,9 @@ def test_slow_clients_are_cut_off(monkeypatch):
 @pytest.mark.slow
 def test_a_connection_waits_for_the_next_request_of_an_agent():
     with listening(make_app(stub_worker(), Metrics())) as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        with closing(HTTPConnection("127.0.0.1", port, timeout=20)) as client:
             for pause in (0, max(limits.SECONDS[h11.IDLE], 5) + 1):  # uvicorn's own limit is 5 seconds
                 time.sleep(pause)
-                client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+                client.request("GET", "/health")
+                with client.getresponse() as response:
+                    assert response.status == 200 and response.read() and not response.will_close
