@@ -162,11 +162,13 @@ def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.stack(xs) if ".experts." in name else xs[0] for name, xs in parts.items()}
 
 
-def write_small(path: Path, values: dict | None = None, changes: dict | None = None, lose: str = "", **extra) -> Path:
+def write_small(
+    path: Path, values: dict | None = None, changes: dict | None = None, lose: str = "", kind: str = "F32", **extra
+) -> Path:
     words = vocabulary("smollm")
     config = replace(LLAMA, vocab_size=len(words["tokenizer.ggml.tokens"]))
     folder = path.with_suffix(".folder")
-    tensors = as_gguf(save_hf(folder, config), config)
+    tensors = as_gguf(save_hf(folder, config), config, gguf.GGMLQuantizationType[kind])
     shutil.rmtree(folder)
     tensors = {name: tensor for name, tensor in tensors.items() if name != lose} | extra
     return write(path, config, tensors, words | (values or {}), changes)

@@ -19,6 +19,7 @@ import treeflash_jax as tf
 from treeflash_jax.bench.check import describe_ends
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks
+from treeflash_jax.engine.device_memory import count_bytes, device_bytes
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import gguf_blocks, gguf_reader, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -73,6 +74,8 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
         kept = model_files.load_verifier(path, quantize="int4")[1]
         assert quantized.quantization_scheme(kept) in ("int8", "int4")
         assert_same(expand_kept(kept, jnp.float32), expected)
+        counted = count_bytes(model_files.find_specs(path, dtype=jnp.float32, quantize="int4"), jnp.float32)
+        assert counted == device_bytes(kept) > 0, "before loading"
 
 
 @needs_8_devices

@@ -14,7 +14,8 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.core import programs, sharding
-from treeflash_jax.engine import loading
+from treeflash_jax.engine import device_memory, loading
+from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import device_bytes
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.grouped_tensors import GroupedTensor
@@ -28,6 +29,10 @@ def find_kept(weights) -> list:
 
 
 def place(form: str, tmp_path):
+    if form == "gguf":
+        from gguf_files import write_small  # skips without the package gguf
+
+        return write_small(tmp_path / "small.gguf", kind="Q8_0")
     return DATA / "hybrid" / "gpt_oss" if form == "gpt_oss" else make_folders(tmp_path, SOURCE, form)[0]
 
 
@@ -93,3 +98,15 @@ def test_footprints_count_four_bits(tmp_path):
     config, kept = model_files.load_verifier(place("modelopt", tmp_path), dtype=jnp.bfloat16, quantize="int4")
     for weight in find_kept(kept):
         assert device_bytes(weight) == weight.values.size // 2 + weight.scale.size + 4 * weight.outer.size
+
+
+@pytest.mark.parametrize("form", ["awq", "gguf"])
+def test_footprints_are_those_of_the_files(form, tmp_path, monkeypatch):
+    """Before weights are read and for every request; a GGUF file of Q8_0 keeps 8 bits."""
+    needs, check = [], device_memory.check_memory
+    for module in (loading, engine):
+        monkeypatch.setattr(module, "check_memory", lambda found, *others: needs.append(found) or check(found, *others))
+    model = tf.load(verifier=place(form, tmp_path), drafter="none", quantize="int4")
+    model.prepare([[1, 2]], max_new_tokens=4)
+    assert [found.verifier for found in needs] == [device_bytes(model.weights.verifier)] * 2
+    assert needs[0].verifier != device_memory.footprint(model.verifier, dtype=model.dtype, quantize="int4").verifier

@@ -47,6 +47,7 @@ def footprint(
     drafts: bool = True,
     can_cut: bool = False,
     quantize: str | None = None,
+    weight_bytes: tuple[int, int] | None = None,
 ) -> Footprint:
     """Counts the bytes of a pair and of the caches of a batch on each device.
 
@@ -56,19 +57,27 @@ def footprint(
       batch: number of sequences decoded together on all devices.
       drafts: whether the batch has caches of the drafter.
       can_cut: whether caches keep what a session goes on from.
+      weight_bytes: bytes of the weights of verifier and drafter, if they are known; None: counted by `quantize`.
     """
     cache = jax.eval_shape(lambda: caches.allocate(verifier, batch, capacity, dtype, can_cut=can_cut))
-    drafter_bytes = drafter_cache = 0
-    if drafter is not None:
-        drafter_bytes = device_bytes(parameters.abstract(drafter.specs(), dtype, mesh))
+    drafter_cache = 0
+    if drafter is not None and drafts:
         state = jax.eval_shape(lambda: drafter.init(batch, capacity, dtype))
-        drafter_cache = _state_bytes(state, mesh) if drafts else 0
+        drafter_cache = _state_bytes(state, mesh)
+    if weight_bytes is None:
+        specs = verifier_specs(verifier, quantize, mesh=mesh), {} if drafter is None else drafter.specs()
+        weight_bytes = tuple(count_bytes(tree, dtype, mesh) for tree in specs)
     return Footprint(
-        verifier=device_bytes(parameters.abstract(verifier_specs(verifier, quantize, mesh=mesh), dtype, mesh)),
-        drafter=drafter_bytes,
+        verifier=weight_bytes[0],
+        drafter=weight_bytes[1],
         verifier_cache=_state_bytes(cache, mesh),
         drafter_cache=drafter_cache,
     )
+
+
+def count_bytes(specs: Any, dtype: Any, mesh: Any = None) -> int:
+    """Returns the bytes that weights of these specs take on each device."""
+    return device_bytes(parameters.abstract(specs, dtype, mesh))
 
 
 def device_bytes(tree: Any) -> int:

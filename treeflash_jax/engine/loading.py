@@ -16,7 +16,7 @@ from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import field_names, option_values
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Drafter
-from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
+from treeflash_jax.engine.device_memory import check_memory, count_bytes, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.defaults import (
@@ -129,7 +129,10 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     if drafter_config is not None and drafter_config.has_tokenizer:
         check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
     quantize = _choose_scheme(pair, chosen.quantize, config, drafter_config, dtype=dtype, mesh=mesh)
-    needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize)
+    verifier_specs = model_files.find_specs(pair.verifier, dtype=dtype, mesh=mesh, quantize=quantize)
+    drafter_specs = {} if drafter_config is None else drafter_config.specs()
+    weight_bytes = tuple(count_bytes(specs, dtype, mesh) for specs in (verifier_specs, drafter_specs))
+    needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, weight_bytes=weight_bytes)
     check_memory(needs, usable_memory(mesh), mesh)
     return TreeFlash(
         config,

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, Unpack
 
@@ -18,7 +19,7 @@ from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.answers.results import Chunk, Result, Results, Score, warn_of_low_tau, with_totals
 from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.call.requests import Request, make_requests, take_recommended
-from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
+from treeflash_jax.engine.device_memory import check_memory, device_bytes, footprint, usable_memory
 from treeflash_jax.engine.prepared_call import PreparedCall
 from treeflash_jax.engine.schedule.batching import choose_batch_size, largest_caches
 from treeflash_jax.engine.schedule.session import Session
@@ -273,8 +274,13 @@ class TreeFlash:
 
     def check_memory(self, **sizes: Any) -> None:
         """Raises ValueError if weights and caches have no room on the devices; see `footprint`."""
-        known = {"dtype": self.dtype, "mesh": self.mesh, "quantize": self.quantize}
+        known = {"dtype": self.dtype, "mesh": self.mesh, "weight_bytes": self._weight_bytes}
         check_memory(footprint(self.verifier, self.drafter, **known, **sizes), usable_memory(self.mesh), self.mesh)
+
+    @cached_property
+    def _weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights of verifier and drafter on each device; other weights of the same pair have as many."""
+        return device_bytes(self.weights.verifier), device_bytes(self.weights.drafter)
 
     def settings_and_requests(
         self,

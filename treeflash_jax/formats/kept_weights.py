@@ -51,6 +51,15 @@ def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, d
 
     Those that are never quantised, or whose tensors have several layouts, become arrays.
     """
+    kept, located, parts = divide(tensors, specs, entries, dtype, mesh)
+    weights = storage.load(where, parts, kept, located, dtype, mesh)
+    return jax.tree.map(_drop_inputs, specs, weights, is_leaf=is_spec)
+
+
+def divide(
+    tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Any
+) -> tuple[Any, Any, dict[str, Tensor]]:
+    """Returns specs and entries of weights as they are kept, and all tensors, with those of the parts of kept weights."""
     given = dict(tensors)
 
     def split(spec: Spec, entry: Entry) -> tuple[Any, Any]:
@@ -70,9 +79,9 @@ def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, d
         return weight, weight.replace(**located)
 
     pairs = jax.tree.map(split, specs, entries, is_leaf=is_spec)
-    stored = [jax.tree.map(lambda pair, at=at: pair[at], pairs, is_leaf=lambda x: isinstance(x, tuple)) for at in (0, 1)]
-    weights = storage.load(where, given, *stored, dtype, mesh)
-    return jax.tree.map(_drop_inputs, specs, weights, is_leaf=is_spec)
+    is_pair = lambda x: isinstance(x, tuple)  # noqa: E731
+    kept, located = (jax.tree.map(lambda pair, at=at: pair[at], pairs, is_leaf=is_pair) for at in (0, 1))
+    return kept, located, given
 
 
 def _parts(spec: Spec, tensor: Tensor | None, mesh: Any, dtype: Any) -> tuple[Quantized | None, dict[str, Any]]:

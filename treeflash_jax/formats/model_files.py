@@ -76,6 +76,17 @@ def find_mtp(path: str | Path) -> Path | None:
     return path / ASSISTANT if (path / ASSISTANT / "config.json").exists() else None
 
 
+def find_specs(path: str | Path, *, dtype: Any, mesh: Any = None, quantize: str | None = None) -> Any:
+    """Returns the specs of the weights that `load_verifier` reads, as quantised files divide them, without reading any."""
+    dialect, config = _find(path, "verifier")
+    with dialect.opened(Path(path), config) as tensors:
+        specs = verifier.specs(config)
+        if not kept_weights.can_keep(quantize, tensors):
+            return quantized.specs(specs, quantize, mesh)
+        entries = dialect.entries(config, specs, tensors.keys())
+        return kept_weights.divide(tensors, specs, entries, dtype, mesh)[0]
+
+
 def stored_scheme(path: str | Path) -> str | None:
     """Returns the scheme (`quantized.SCHEMES`) with which a verifier's files keep their weights; None: they are wide.
 
