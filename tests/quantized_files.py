@@ -101,12 +101,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
 
 
 def make_folders(tmp_path: Path, source: Path, form: str, kept: Sequence[str] = ()) -> tuple[Path, Path]:
-    """Returns a folder in a format and a dense one; "proj" of whole groups and of names without `kept` are small."""
+    """Returns a folder in a format and a dense one; "proj" and "mtp.fc" without `kept` in names are small."""
     config, write = FORMATS[form]
     dense, rng = load_file(source / "model.safetensors"), np.random.default_rng(0)
     small = dict(dense)
     for name, tensor in dense.items():
-        fits = "proj" in name and tensor.ndim == 2 and tensor.shape[1] % GROUP == 0
+        fits = ("proj" in name or "mtp.fc" in name) and tensor.ndim == 2 and tensor.shape[1] % GROUP == 0
         if fits and not any(part in name for part in kept):
             parts, dense[name] = write(rng, *tensor.shape)
             del small[name]

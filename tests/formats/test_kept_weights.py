@@ -64,6 +64,34 @@ def test_drafted_answers_are_those_of_one_token_steps(form, tmp_path):
     np.testing.assert_allclose(logits_btv, assert_greedy(model, PROMPTS, results), atol=1e-11)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("float64")
+def test_a_language_model_drafts_with_kept_weights(tmp_path):
+    """A verifier drafts for itself: all is accepted."""
+    folder = place("gptq", tmp_path)
+    model = tf.load(verifier=folder, drafter=folder, dtype="float64", quantize="int4")
+    assert_same(model.weights.drafter, model.weights.verifier)
+    results = drafted_as_plain(model, PROMPTS, {"nodes": 8, "children": 4, "ngrams": 0}, max_new_tokens=12)
+    assert all(max(result.accept_lengths) > 2 for result in results)
+
+
+@pytest.mark.parametrize("source, form", [("tiny", "awq"), ("qwen3_5", "modelopt")])
+def test_drafters_keep_weights_by_the_rule_of_verifiers(source, form, tmp_path, monkeypatch):
+    """A language model, and the layer of multi-token prediction in a verifier's files."""
+    is_layer = source != "tiny"
+    folder, dense = make_folders(tmp_path, DATA / "hybrid" / source if is_layer else SOURCE, form, kept=("conv1d",))
+    load = partial(tf.load, verifier=dense, drafter=folder, thinking=is_layer)
+    expanded = load().weights
+    monkeypatch.setattr(loading, "keeps_groups", lambda *_: True)
+    kept, none = load().weights, load(quantize="none").weights
+    assert_same(expand_kept(kept.drafter, jnp.float32), expanded.drafter)
+    assert [len(find_kept(weights.drafter)) for weights in (expanded, none)] == [0, 0]
+    assert len(find_kept(kept.drafter)) >= 7 and not find_kept(kept.verifier)
+    assert not is_quantized(kept.drafter.get("fc")), "its groups would be along its first axis"
+    rounded = load(quantize="int8").weights
+    assert find_kept(rounded.verifier) and not find_kept(rounded.drafter), "drafters are not rounded"
+
+
 @needs_8_devices
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
@@ -106,7 +134,9 @@ def test_footprints_are_those_of_the_files(form, tmp_path, monkeypatch):
     needs, check = [], device_memory.check_memory
     for module in (loading, engine):
         monkeypatch.setattr(module, "check_memory", lambda found, *others: needs.append(found) or check(found, *others))
-    model = tf.load(verifier=place(form, tmp_path), drafter="none", quantize="int4")
+    folder = place(form, tmp_path)
+    model = tf.load(verifier=folder, drafter=folder, quantize="int4")
     model.prepare([[1, 2]], max_new_tokens=4)
-    assert [found.verifier for found in needs] == [device_bytes(model.weights.verifier)] * 2
+    held = device_bytes(model.weights.verifier)
+    assert [(found.verifier, found.drafter) for found in needs] == [(held, held)] * 2
     assert needs[0].verifier != device_memory.footprint(model.verifier, dtype=model.dtype, quantize="int4").verifier

@@ -47,6 +47,7 @@ class LanguageModelDrafter(LaneDrafter):
     dialect: ClassVar[str] = "language_model"
     reads_prompt: ClassVar[bool] = True
     has_tokenizer: ClassVar[bool] = True
+    keeps_weights: ClassVar[bool] = True
 
     num_depths: int = 8
     lanes: int | None = 4

@@ -42,6 +42,7 @@ class MtpDrafter(LaneDrafter):
 
     kind: ClassVar[str] = "mtp"
     dialect: ClassVar[str] = "mtp"
+    keeps_weights: ClassVar[bool] = True
 
     taps: tuple[int, ...] = ()
     # A level reads about a sixth of the verifier's weights, mostly the vocabulary table. If every level were accepted like
@@ -68,7 +69,7 @@ class MtpDrafter(LaneDrafter):
         """Returns the specs of a model of one layer without tables, and of the layer's input."""
         width, model = self.layers.hidden_size, verifier.specs(self.layers)
         norm = layers.norm_spec(self.layers, width)
-        fc = Spec((2 * width, width), ("embed", None), inputs=(0,), outputs=(1,))
+        fc = Spec((2 * width, width), ("embed", None), inputs=(0,), outputs=(1,), can_quantize=False)
         tree = {"fc": fc, "embed_norm": norm, "hidden_norm": norm, "groups": model["groups"], "norm": model["norm"]}
         return tree | listed_specs(self.draft_vocab_size, width)
 

@@ -107,6 +107,7 @@ class Drafter(ABC):
         verifier does. Tokens after the prompt are passed as to any other drafter.
       may_offer_nothing: whether trees are often the root alone. A round verifies only the roots if all are.
       has_tokenizer: whether its folder has a tokenizer, which must equal the verifier's.
+      keeps_weights: whether it computes with weights of quantised files as they are (`models.quantized`).
       thinking: whether it was trained on answers with thinking; None: its files do not state it; "either": on both.
       max_positions: longest text that it was made for; None: any.
       lanes: default number of nodes per level that best-first search follows; None: all of them.
@@ -124,6 +125,7 @@ class Drafter(ABC):
     reads_prompt: ClassVar[bool] = False
     may_offer_nothing: ClassVar[bool] = False
     has_tokenizer: ClassVar[bool] = False
+    keeps_weights: ClassVar[bool] = False
     thinking: ClassVar[bool | str | None] = "either"
     max_positions: ClassVar[int | None] = None
     lanes: ClassVar[int | None] = None

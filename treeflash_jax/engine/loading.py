@@ -29,7 +29,7 @@ from treeflash_jax.engine.settings.defaults import (
 )
 from treeflash_jax.engine.settings.keywords import LoadOptions
 from treeflash_jax.engine.settings.model_options import ModelOptions
-from treeflash_jax.formats import draft_vocabulary, model_files
+from treeflash_jax.formats import draft_vocabulary, kept_weights, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.quantized import NONE
@@ -128,15 +128,17 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
     if drafter_config is not None and drafter_config.has_tokenizer:
         check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
-    quantize = _choose_scheme(pair, chosen.quantize, config, drafter_config, dtype=dtype, mesh=mesh)
-    verifier_specs = model_files.find_specs(pair.verifier, dtype=dtype, mesh=mesh, quantize=quantize)
+    schemes = _choose_schemes(pair, chosen.quantize, config, drafter_config, dtype, mesh)
+    verifier_specs = model_files.find_specs(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
     drafter_specs = {} if drafter_config is None else drafter_config.specs()
+    if schemes[1] is not None:
+        drafter_specs |= model_files.find_specs(pair.drafter, "drafter", dtype=dtype, mesh=mesh, quantize=schemes[1])
     weight_bytes = tuple(count_bytes(specs, dtype, mesh) for specs in (verifier_specs, drafter_specs))
     needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, weight_bytes=weight_bytes)
     check_memory(needs, usable_memory(mesh), mesh)
     return TreeFlash(
         config,
-        _read_weights(pair, dtype, mesh, quantize),
+        _read_weights(pair, dtype, mesh, schemes),
         drafter=drafter_config,
         tokenizer=tokenizer,
         stop_ids=model_files.stop_ids(pair.verifier, config),
@@ -146,22 +148,29 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
     )
 
 
-def _choose_scheme(
-    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, **place: Any
-) -> str | None:
-    """Returns the scheme of the verifier's matrices: the requested one, or that of quantised files if it pays."""
-    if requested is not None:
-        return None if requested == NONE else requested
-    stored = model_files.stored_scheme(pair.verifier)
-    if stored is None:
-        return None
-    device, dtype = sharding.device(place["mesh"]), place["dtype"]
-    tokens = 1 if drafter is None else choose_nodes(drafter, of_device(device, dtype))
-    if stored == "fp8":
-        return stored if keeps_fp8(device, dtype, tokens) else None
-    limit = usable_memory(place["mesh"])
-    fits = limit is None or footprint(config, drafter, **place).total <= limit
-    return stored if keeps_groups(device, dtype, tokens, fits) else None
+def _choose_schemes(
+    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, dtype: Any, mesh: Any
+) -> tuple[str | None, str | None]:
+    """Returns the schemes of the matrices of verifier and drafter: as requested, or those of quantised files if it pays.
+
+    No scheme rounds a drafter's matrices: they are kept as its files have them, or expanded.
+    """
+
+    def keep_if_it_pays(stored: str | None) -> str | None:
+        if stored is None:
+            return None
+        device = sharding.device(mesh)
+        tokens = 1 if drafter is None else choose_nodes(drafter, of_device(device, dtype))
+        if stored == "fp8":
+            return stored if keeps_fp8(device, dtype, tokens) else None
+        limit = usable_memory(mesh)
+        fits = limit is None or footprint(config, drafter, dtype=dtype, mesh=mesh).total <= limit
+        return stored if keeps_groups(device, dtype, tokens, fits) else None
+
+    drafted = model_files.stored_scheme(pair.drafter, "drafter") if drafter and drafter.keeps_weights else None
+    if requested is None:
+        return keep_if_it_pays(model_files.stored_scheme(pair.verifier)), keep_if_it_pays(drafted)
+    return None if requested == NONE else requested, drafted if kept_weights.can_keep(requested, drafted) else None
 
 
 def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:
@@ -182,12 +191,12 @@ def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter
     return config
 
 
-def _read_weights(pair: _Pair, dtype: Any, mesh: Any, quantize: str | None) -> Weights:
+def _read_weights(pair: _Pair, dtype: Any, mesh: Any, schemes: tuple[str | None, str | None]) -> Weights:
     drafter = None
     if pair.drafter is not None:
         model_files.check_copies(pair.drafter, pair.verifier)
-        drafter = model_files.load_drafter(pair.drafter, dtype=dtype, mesh=mesh)[1]
-    config, verifier = model_files.load_verifier(pair.verifier, dtype=dtype, mesh=mesh, quantize=quantize)
+        drafter = model_files.load_drafter(pair.drafter, dtype=dtype, mesh=mesh, quantize=schemes[1])[1]
+    config, verifier = model_files.load_verifier(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
     if drafter is not None:
         drafter |= draft_vocabulary.load(pair.drafter, drafter, verifier, mesh)
     if merges_weights(sharding.device(mesh), config.num_kv_heads, mesh):

@@ -40,9 +40,8 @@ def find_scheme(tensors: Mapping[str, Tensor]) -> str | None:
     return "fp8" if any(isinstance(tensor, ScaledTensor) for tensor in tensors.values()) else None
 
 
-def can_keep(scheme: str | None, tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether a requested scheme keeps quantised tensors; "int4" keeps all but FP8."""
-    stored = find_scheme(tensors)
+def can_keep(scheme: str | None, stored: str | None) -> bool:
+    """Returns whether a requested scheme keeps tensors of a stored one, from `find_scheme`; "int4" keeps all but FP8."""
     return scheme is not None and (scheme == stored or (scheme == "int4" and stored == "mxfp4"))
 
 

@@ -59,10 +59,15 @@ def load_verifier(
     return config, _load(path, dialect, config, verifier.specs(config), dtype, mesh, quantize)
 
 
-def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[Any, dict[str, Any]]:
-    """Reads a drafter in any dialect: its config and its weights. Raises ValueError as `load_verifier`."""
+def load_drafter(
+    path: str | Path, *, dtype: Any = jnp.float32, mesh=None, quantize: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Reads a drafter in any dialect: its config and its weights.
+
+    Arguments and exceptions are as in `load_verifier`; `quantize` is for drafters that keep weights.
+    """
     dialect, config = _find(path, "drafter")
-    return config, _load(path, dialect, config, config.specs(), dtype, mesh)
+    return config, _load(path, dialect, config, config.specs(), dtype, mesh, quantize)
 
 
 def find_mtp(path: str | Path) -> Path | None:
@@ -76,23 +81,28 @@ def find_mtp(path: str | Path) -> Path | None:
     return path / ASSISTANT if (path / ASSISTANT / "config.json").exists() else None
 
 
-def find_specs(path: str | Path, *, dtype: Any, mesh: Any = None, quantize: str | None = None) -> Any:
-    """Returns the specs of the weights that `load_verifier` reads, as quantised files divide them, without reading any."""
-    dialect, config = _find(path, "verifier")
+def find_specs(
+    path: str | Path, part: str = "verifier", *, dtype: Any, mesh: Any = None, quantize: str | None = None
+) -> Any:
+    """Returns the specs of the weights of a verifier or drafter, as quantised files divide them, without reading any.
+
+    Arguments and exceptions are as in `load_verifier`; `part` is "verifier" or "drafter".
+    """
+    dialect, config = _find(path, part)
     with dialect.opened(Path(path), config) as tensors:
-        specs = verifier.specs(config)
-        if not kept_weights.can_keep(quantize, tensors):
+        specs = verifier.specs(config) if part == "verifier" else config.specs()
+        if not kept_weights.can_keep(quantize, kept_weights.find_scheme(tensors)):
             return quantized.specs(specs, quantize, mesh)
         entries = dialect.entries(config, specs, tensors.keys())
         return kept_weights.divide(tensors, specs, entries, dtype, mesh)[0]
 
 
-def stored_scheme(path: str | Path) -> str | None:
-    """Returns the scheme (`quantized.SCHEMES`) with which a verifier's files keep their weights; None: they are wide.
+def stored_scheme(path: str | Path, part: str = "verifier") -> str | None:
+    """Returns the scheme (`quantized.SCHEMES`) with which files keep the weights of a part; None: they are wide.
 
     Raises ValueError as `load_verifier`.
     """
-    dialect, config = _find(path, "verifier")
+    dialect, config = _find(path, part)
     with dialect.opened(Path(path), config) as tensors:
         return kept_weights.find_scheme(tensors)
 
@@ -240,7 +250,7 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
 def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | None = None) -> Any:
     with dialect.opened(Path(path), config) as tensors:
         entries = dialect.entries(config, specs, tensors.keys())
-        if kept_weights.can_keep(quantize, tensors):
+        if kept_weights.can_keep(quantize, kept_weights.find_scheme(tensors)):
             return kept_weights.load(Path(path), tensors, specs, entries, dtype, mesh)
         if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
             warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again")
