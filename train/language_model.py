@@ -34,7 +34,7 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.drafters.steering import Steering
-from treeflash_jax.models import vocab
+from treeflash_jax.models import quantized, vocab
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import PackedMask
 from treeflash_jax.models.verifier import forward
@@ -108,6 +108,7 @@ class LanguageModelStage(DraftingStage):
         if not stored:
             sizes = [size for *_, size in drafter.layers.runs]
             groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
+            groups = quantized.expand(drafter.specs()["groups"], groups)
             fresh = sharding.to_host(weights | {"groups": groups})
         if "steering" in self.trains and "steering" not in fresh:
             fresh["steering"] = parameters.initialize(drafter.specs()["steering"], jax.random.key(self.loop.seed))

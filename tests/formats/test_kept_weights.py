@@ -128,6 +128,13 @@ def test_footprints_count_four_bits(tmp_path):
         assert device_bytes(weight) == weight.values.size // 2 + weight.scale.size + 4 * weight.outer.size
 
 
+def test_tables_can_stay_wide(tmp_path):
+    folder = place("gguf", tmp_path)
+    config, weights = model_files.load_verifier(folder, quantize="int4", wide_tables=True)
+    assert len(find_kept(weights)) == 7 * config.num_layers
+    np.testing.assert_array_equal(weights["embed"], model_files.load_verifier(folder)[1]["embed"])
+
+
 @pytest.mark.parametrize("form", ["awq", "gguf"])
 def test_footprints_are_those_of_the_files(form, tmp_path, monkeypatch):
     """Before weights are read and for every request; a GGUF file of Q8_0 keeps 8 bits."""

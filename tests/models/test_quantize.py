@@ -59,6 +59,7 @@ def test_values_and_scales_by_hand(name, dtype):
     steps = np.rint(weight.astype(np.float32) / np.where(wide_scale > 0, wide_scale, 1))
     np.testing.assert_array_equal(got.values, steps.astype(np.int8))
     np.testing.assert_array_equal(np.asarray(got.scale), scale.squeeze(spec.inputs))
+    np.testing.assert_array_equal(quantized.expand(spec, got), widened(got, spec.inputs).astype(dtype))
     assert got.values.dtype == jnp.int8 and got.dtype == weight.dtype and got.shape == weight.shape
     error = np.abs(weight.astype(np.float32) - widened(got, spec.inputs))
     assert (error <= wide_scale * (0.5 + 1e-5)).all()

@@ -6,10 +6,12 @@ from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
 from answers import random_weights
+from quantized_files import make_folders
 from refusals import refused
 from toy_training import MODEL, WITH_HEAD, make_batch
 
@@ -21,8 +23,9 @@ from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.engine.device_memory import count_bytes, device_bytes
 from treeflash_jax.formats import draft_vocabulary, model_files
-from treeflash_jax.models import packed_attention, verifier
+from treeflash_jax.models import packed_attention, quantized, verifier
 
 
 def run_stage(toy, run, *overrides):
@@ -110,6 +113,47 @@ def test_state_lies_over_fsdp_and_model(toy):
         assert tree["head"]["down"].sharding.spec == jax.P("model", "fsdp")
     assert state.params["backbone"]["norm"].sharding.spec == jax.P(None)
     assert sharding.partition(("batch", None), (8, 32), mesh) == jax.P(("data", "fsdp"), None)
+
+
+@pytest.mark.parametrize("form", ["gptq", pytest.param("modelopt", marks=pytest.mark.slow)])
+def test_a_verifier_with_the_weights_of_its_files_teaches_as_the_expanded_one(toy, tmp_path, form):
+    """Sums of a step, and copies of layers."""
+    folder, _ = make_folders(tmp_path, toy.parent / "verifier", form)
+    settings, batch = toy_training.settings(toy, "train_backbone=true"), make_batch([9, 12, 20, 7])
+    params, keys_b = random_weights(WITH_HEAD.specs()), jax.random.split(jax.random.key(0), 2)
+    toml = toy_training.write_stage(toy.parent, 'stage = "drafter"', without=("drafter",))
+    copying = registry.read_stage(toml, ["num_layers=1", "mask_token_id=3", "initial_layers=[2]"])
+    results = []
+    for scheme in ("int4", None):
+        _, weights = model_files.load_verifier(folder, quantize=scheme, wide_tables=True)
+        task = drafting.make_task(settings, MODEL, WITH_HEAD, weights=weights)
+        assert quantized.quantization_scheme(weights) == scheme
+        assert count_bytes(task.frozen_specs["verifier"], jnp.float32) == device_bytes(weights), "a step widens none"
+        assert task.flops == drafting.make_task(settings, MODEL, WITH_HEAD).flops
+
+        @jax.jit
+        def run(params, weights, task=task):
+            frozen = training_state.gather({"verifier": weights}, task.frozen_specs, task.compute_dtype)
+            return task.sums(params, frozen, batch, keys_b)
+
+        copies = copying.fresh(copying.drafter_config(MODEL, None), weights, {})["backbone"]
+        results.append((run(params, weights), copies))
+    (sums, copies), (expected_sums, expected_copies) = results
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), sums, expected_sums)
+    jax.tree.map(np.testing.assert_array_equal, copies, expected_copies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(), ("mesh.data=2", "mesh.fsdp=2")], ids=str)
+def test_runs_over_a_quantised_verifier_keep_its_weights(toy, tmp_path, mesh):
+    """On one device, with outputs of the verifier recorded for each form of its weights."""
+    folder, _ = make_folders(tmp_path, toy.parent / "verifier", "gptq")
+    words = f"verifier={folder}", "loop.steps=6", "train_backbone=true", "evaluate={prompts=2,nodes=[4],new_tokens=4}"
+    words += mesh or (f"data.record={tmp_path}/outputs",)
+    expanded, kept = (run_stage(toy, tmp_path / name, *words, f"quantize={name}") for name in ("none", "int4"))
+    assert_same_losses(expanded, kept, 1e-4)
+    assert mesh or len([*(tmp_path / "outputs").iterdir()]) == 4
+    refused(lambda: run_stage(toy, tmp_path / "none", *words, "quantize=int4"), "quantize")
 
 
 def test_held_out_slots_weigh_the_same_at_every_step(toy):

@@ -16,10 +16,11 @@ from train.data import packing
 from train.language_model import LanguageModelStage, drafted_shifts, language_model_sums
 from train.runtime import run_config
 from train.stages import drafting, registry
+from treeflash_jax.core import parameters
 from treeflash_jax.drafters import LanguageModelDrafter, steering
 from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import verifier
+from treeflash_jax.models import quantized, verifier
 
 ROWS = packing.Batch(
     tokens_bt=np.int32([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]),
@@ -100,6 +101,14 @@ def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml, case)
     moved = steers | {"project": [x - 0.3 * slope for x, slope in zip(steers["project"], first["project"], strict=True)]}
     after, second = loss(moved, frozen)
     assert after < before and jnp.any(second["mix"]) and jnp.any(second["norm_bias"])
+
+
+def test_layers_of_a_quantised_verifier_are_expanded(toml, case):
+    settings, specs = registry.read_stage(toml, []), verifier.specs(MODEL)
+    compress = partial(quantized.compress, scheme="int4")
+    kept = jax.tree.map(lambda spec, weight: compress(weight, spec), specs, case[0], is_leaf=parameters.is_spec)
+    expected = quantized.expand(specs, kept)["groups"][0][:2]
+    jax.tree.map(np.testing.assert_array_equal, settings.fresh(DRAFTER, kept, {})["groups"], [expected])
 
 
 @pytest.mark.slow

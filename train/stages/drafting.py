@@ -47,8 +47,9 @@ from treeflash_jax.engine.settings.pairs import HUB_IDS, locate
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.models import verifier
+from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.quantized import NONE, SCHEMES
 
 DERIVED = "derived.json"  # in a run's folder
 
@@ -78,6 +79,12 @@ class DraftingStage(ABC):
     data: DataConfig = DataConfig()
     init_scale: float = setting(0.02, "standard deviation of fresh weights", above=0)
     compute_dtype: str = dtype_setting("bfloat16", "dtype of activations and frozen weights", "float32", "bfloat16")
+    quantize: str = setting(
+        NONE,
+        "scheme of the frozen verifier's matrices, except vocabulary tables: keeps them as quantised files have them, or "
+        "rounds them, as the setting of `load` does; none expands them",
+        choices=lambda: (*SCHEMES, NONE),
+    )
     attention: Literal["auto", "chunked", "splash", "cudnn"] = setting(
         "auto",
         '"auto": splash attention on TPUs, cuDNN on NVIDIA GPUs, if they support the sequence length and dtype; else '
@@ -210,12 +217,18 @@ def copy_weights(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(sharding.to_host(x), jnp.float32), tree)
 
 
-def make_task(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> TrainTask:
-    """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention."""
+def make_task(
+    settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None, weights: Any = None
+) -> TrainTask:
+    """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention.
+
+    `weights` are the verifier's if some of them may be quantised.
+    """
     settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}
-    frozen |= {"verifier": verifier.specs(model)}
+    specs = verifier.specs(model)
+    frozen |= {"verifier": specs if weights is None else quantized.specs_like(specs, weights)}
     batch = abstract_batch(settings.loop.batch, settings.data.sequence_length)
     counted = replace(model, num_experts=model.experts_per_token)  # accelerators run more: all experts
     counted_sums = replace(settings, attention="chunked").make_sums(counted, drafter)
@@ -244,8 +257,9 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     counts_v = corpus.answer_counts(model.vocab_size)
     inputs = read_inputs(settings, drafter, counts_v)
     check_inputs(settings.run, settings.loop, inputs)  # before weights are read and outputs are recorded
-    _, weights = model_files.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
-    task = make_task(settings, model, drafter, mesh)
+    dtype, scheme = jnp.dtype(settings.compute_dtype), None if settings.quantize == NONE else settings.quantize
+    _, weights = model_files.load_verifier(folder, dtype=dtype, mesh=mesh, quantize=scheme, wide_tables=True)
+    task = make_task(settings, model, drafter, mesh, weights)
     if settings.data.record:
         attention = choose_training_attention(sharding.device(mesh), settings.attention)
         corpus = record(

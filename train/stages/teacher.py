@@ -18,7 +18,7 @@ from flax import struct
 from train.data.packing import Batch, Corpus, PackedDataset
 from train.runtime import hosts, watch
 from treeflash_jax.core import files, programs, sharding
-from treeflash_jax.models import verifier
+from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import PackedMask
 
@@ -71,7 +71,8 @@ def record(
     if jax.process_count() > 1:
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
     dtype, width = np.dtype(weights["embed"].dtype), (len(taps) + 1) * model.hidden_size
-    key = hashlib.sha256(repr((model, dtype.name, taps, corpus.digest(), digest)).encode())
+    schemes = [] if (scheme := quantized.quantization_scheme(weights)) is None else [scheme]
+    key = hashlib.sha256(repr((model, dtype.name, taps, corpus.digest(), digest, *schemes)).encode())
 
     @programs.jit
     def run(weights: Any, batch: Batch) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, quoted, read_json, warn
+from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.formats import (
     dialects,
     draft_vocabulary,
@@ -40,7 +42,7 @@ def read_drafter_config(path: str | Path) -> Any:
 
 
 def load_verifier(
-    path: str | Path, *, dtype: Any = jnp.float32, mesh=None, quantize: str | None = None
+    path: str | Path, *, dtype: Any = jnp.float32, mesh=None, quantize: str | None = None, wide_tables: bool = False
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads a verifier: its config and its weights.
 
@@ -51,12 +53,17 @@ def load_verifier(
       quantize: a scheme (`quantized.SCHEMES`) rounds every matrix when it is read, so that devices store one matrix in
         `dtype` at a time. "fp8" keeps the weights of FP8 files as they are, and "int4" those of other quantised files; None
         expands them to `dtype`.
+      wide_tables: whether `quantize` leaves out the tables of the vocabulary.
 
     Raises ValueError for anything missing, unknown, damaged, mis-shaped or not implemented.
     """
     quantized.check_scheme(quantize)
     dialect, config = _find(path, "verifier")
-    return config, _load(path, dialect, config, verifier.specs(config), dtype, mesh, quantize)
+    specs = verifier.specs(config)
+    if wide_tables:
+        narrow = lambda spec: replace(spec, can_quantize=spec.can_quantize and "vocab" not in spec.axes)  # noqa: E731
+        specs = jax.tree.map(narrow, specs, is_leaf=is_spec)
+    return config, _load(path, dialect, config, specs, dtype, mesh, quantize)
 
 
 def load_drafter(

@@ -152,9 +152,27 @@ def specs_like(tree: Any, weights: Any) -> Any:
             return spec
         outputs = tuple(spec.axes[axis] for axis in _outputs(spec))
         axes = {len(spec.shape): spec.axes, len(outputs): outputs}
-        return jax.tree.map(lambda part: Spec(part.shape, axes[len(part.shape)], "ones"), weight)
+        parts = weight.replace(order=None)
+        parts = jax.tree.map(lambda part: Spec(part.shape, axes[len(part.shape)], "ones", dtype=part.dtype), parts)
+        return parts if weight.order is None else parts.replace(order=Spec(weight.order.shape, (None,), dtype=jnp.int32))
 
     return jax.tree.map(like, tree, weights, is_leaf=is_spec)
+
+
+def expand(tree: Any, weights: Any) -> Any:
+    """Returns weights of these specs as arrays: the numbers that quantised ones stand for, inputs as in the specs."""
+
+    def leaf(spec: Spec, weight: Any) -> Any:
+        if not is_quantized(weight):
+            return weight
+        if weight.block is None:
+            weight = weight.replace(scale=jnp.expand_dims(weight.scale, spec.inputs))
+        wide = block_scales.widen(weight.replace(order=None), weight.dtype)
+        if weight.order is None:
+            return wide
+        return wide.reshape(-1, weight.order.size)[:, jnp.argsort(weight.order)].reshape(wide.shape)
+
+    return jax.tree.map(leaf, tree, weights, is_leaf=is_spec)
 
 
 def applies(scheme: str | None, spec: Spec) -> bool:
