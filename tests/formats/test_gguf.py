@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import gguf_blocks, gguf_reader, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import layers, quantized
-from treeflash_jax.models.config import Rope
+from treeflash_jax.models.config import ModelConfig, Rope
 
 WIDE = replace(LLAMA, hidden_size=256, intermediate_size=256, num_layers=1, head_dim=64)  # rows of whole K-quant blocks
 EOS = {"tokenizer.ggml.eos_token_id": 2}
@@ -49,14 +50,12 @@ def test_float_files_load_as_the_folder_they_were_made_of(tmp_path, name, kind, 
         assert_same(*(model_files.load_verifier(place, dtype=dtype_loaded) for place in (path, tmp_path)))
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "Q4_K Q6_K Q5_0"],
-)
-@pytest.mark.parametrize("config", [WIDE, replace(WIDE, model_type="qwen3", qk_norm=True)], ids=["llama", "qwen3"])
-def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
-    """Random blocks, since the package cannot write K-quants: bytes below 0x3c make finite scales wherever they lie."""
-    shapes = {name: x.shape for name, x in save_hf(tmp_path, config).items()}
+def write_random_blocks(folder: Path, config: ModelConfig, kinds: str) -> Path:
+    """Writes a file of these types in turn, and beside it a folder's model.safetensors of what it means.
+
+    Random blocks, since the package cannot write K-quants: bytes below 0x3c make finite scales wherever they lie.
+    """
+    shapes = {name: x.shape for name, x in save_hf(folder, config).items()}
     random, turns = np.random.default_rng(0), cycle(gguf.GGMLQuantizationType[kind] for kind in kinds.split())
     kinds_by_name = {name: next(turns) if len(shape) == 2 else F32 for name, shape in shapes.items()}
     raw = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -67,8 +66,18 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
     tensors = {name: (x, kind) for (name, x), kind in zip(stored.items(), kinds_by_name.values(), strict=True)}
     meant = {name: gguf.dequantize(x, kinds_by_name[name]) if x.ndim == 2 else x for name, x in raw.items()}
     assert all(np.isfinite(x).all() and np.std(x) > 0 for x in meant.values())
-    save_file(meant, tmp_path / "model.safetensors")
-    path, expected = write(tmp_path / "x.gguf", config, tensors), model_files.load_verifier(tmp_path)[1]
+    save_file(meant, folder / "model.safetensors")
+    return write(folder / "x.gguf", config, tensors)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "Q4_K Q6_K Q5_0"],
+)
+@pytest.mark.parametrize("config", [WIDE, replace(WIDE, model_type="qwen3", qk_norm=True)], ids=["llama", "qwen3"])
+def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
+    path = write_random_blocks(tmp_path, config, kinds)
+    expected = model_files.load_verifier(tmp_path)[1]
     assert_same(model_files.load_verifier(path)[1], expected)
     if gguf_blocks.TYPES.keys() & kinds.split():
         kept = model_files.load_verifier(path, quantize="int4")[1]
@@ -76,6 +85,19 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
         assert_same(expand_kept(kept, jnp.float32), expected)
         counted = count_bytes(model_files.find_specs(path, dtype=jnp.float32, quantize="int4"), jnp.float32)
         assert counted == device_bytes(kept) > 0, "before loading"
+
+
+@needs_8_devices
+def test_a_mesh_has_whole_groups_of_super_blocks(tmp_path):
+    """Shards have 64 of the 256 inputs of a super-block, whose factors are repeated."""
+    config, mesh = replace(WIDE, intermediate_size=512), tf.make_mesh(1, 8)
+    path = write_random_blocks(tmp_path, config, "Q4_K Q6_K")
+    kept = model_files.load_verifier(path, quantize="int4", mesh=mesh)[1]
+    assert_same(expand_kept(jax.device_get(kept), jnp.float32), model_files.load_verifier(tmp_path)[1])
+    specs = model_files.find_specs(path, dtype=jnp.float32, mesh=mesh, quantize="int4")
+    assert count_bytes(specs, jnp.float32, mesh) == device_bytes(kept)
+    outer = kept["groups"][0][0]["down"].outer
+    assert outer.shape[-1] == 8 and outer.addressable_shards[0].data.shape[-1] == 1
 
 
 @needs_8_devices

@@ -1,11 +1,13 @@
 """Weights of quantised files, kept as they are stored: their numbers, answers, meshes, and what is expanded in loading."""
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quantized_files
 from answers import PROMPTS, TREE, assert_greedy, drafted_as_plain, read_texts
 from conftest import DATA, FOLDERS, needs_8_devices
 from model_files import assert_same
@@ -94,15 +96,19 @@ def test_drafters_keep_weights_by_the_rule_of_verifiers(source, form, tmp_path, 
 
 @needs_8_devices
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    "form", ["gptq", "gpt_oss", *(pytest.param(form, marks=pytest.mark.slow) for form in ("awq", "modelopt"))]
-)
-def test_a_mesh_has_whole_groups(form, tmp_path):
-    """Shards have 16 inputs, and of the experts' 32, half a group."""
+@pytest.mark.parametrize("form, group", [
+    ("pack-quantized", 32), ("gpt_oss", 32),
+    *(pytest.param(form, 16, marks=pytest.mark.slow) for form in ("gptq", "awq", "modelopt")),
+])  # fmt: skip
+def test_a_mesh_has_whole_groups(form, group, tmp_path, monkeypatch):
+    """Shards have 16 inputs: of groups of 32, half a group, whose scale and zero point are repeated."""
+    monkeypatch.setattr(quantized_files, "GROUP", group)
     folder, mesh = place(form, tmp_path), tf.make_mesh(2, 4)
     config, whole = model_files.load_verifier(folder, dtype=jnp.float64, quantize="int4")
     _, parts = model_files.load_verifier(folder, dtype=jnp.float64, quantize="int4", mesh=mesh)
     assert_same(expand_kept(jax.device_get(parts), jnp.float64), expand_kept(whole, jnp.float64))
+    smallest = [min(math.prod(weight.block) for weight in find_kept(weights)) for weights in (whole, parts)]
+    assert smallest == [group, 16]
     for weight in find_kept(parts):
         values, scale = (part.addressable_shards[0].data.shape for part in (weight.values, weight.scale))
         assert tuple(size // count for size, count in zip(values, scale, strict=True)) == weight.block
