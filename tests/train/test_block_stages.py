@@ -123,13 +123,14 @@ def test_a_verifier_with_the_weights_of_its_files_teaches_as_the_expanded_one(to
     params, keys_b = random_weights(WITH_HEAD.specs()), jax.random.split(jax.random.key(0), 2)
     toml = toy_training.write_stage(toy.parent, 'stage = "drafter"', without=("drafter",))
     copying = registry.read_stage(toml, ["num_layers=1", "mask_token_id=3", "initial_layers=[2]"])
+    made = drafting.make_task(dataclasses.replace(settings, quantize="int4"), MODEL, WITH_HEAD)
+    assert quantized.quantization_scheme(made.frozen_specs["verifier"]) == "int4", "without weights too"
     results = []
     for scheme in ("int4", None):
         _, weights = model_files.load_verifier(folder, quantize=scheme, wide_tables=True)
         task = drafting.make_task(settings, MODEL, WITH_HEAD, weights=weights)
-        assert quantized.quantization_scheme(weights) == scheme
+        assert quantized.quantization_scheme(weights) == scheme and task.flops == made.flops
         assert count_bytes(task.frozen_specs["verifier"], jnp.float32) == device_bytes(weights), "a step widens none"
-        assert task.flops == drafting.make_task(settings, MODEL, WITH_HEAD).flops
 
         @jax.jit
         def run(params, weights, task=task):

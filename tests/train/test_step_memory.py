@@ -46,7 +46,7 @@ def small_shape(monkeypatch):
 def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
     out = tmp_path / "compiled.json"
     out.write_text('{"earlier": {"bytes_per_device": {}}}')
-    words = [HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2", "--out", str(out)]
+    words = [HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2", "quantize=int4", "--out", str(out)]
     assert step_memory.main([*MEMORY, *words]) == 0
     results = json.loads(out.read_text())
     (key,) = results.keys() - {"earlier"}

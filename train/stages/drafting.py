@@ -96,6 +96,11 @@ class DraftingStage(ABC):
     mesh: run_config.MeshConfig = run_config.MeshConfig()
 
     @property
+    def scheme(self) -> str | None:
+        """The scheme of `quantize`; None: the verifier's weights are arrays."""
+        return None if self.quantize == NONE else self.quantize
+
+    @property
     @abstractmethod
     def trains(self) -> tuple[str, ...]:
         """Names of the trained weights; the others are frozen. Names unknown to this drafter are ignored."""
@@ -222,13 +227,14 @@ def make_task(
 ) -> TrainTask:
     """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention.
 
-    `weights` are the verifier's if some of them may be quantised.
+    `weights` are the verifier's, in which those of quantised files have layouts of their own; None: as made by `quantize`.
     """
     settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}
-    specs = verifier.specs(model)
-    frozen |= {"verifier": specs if weights is None else quantized.specs_like(specs, weights)}
+    frozen["verifier"] = verifier.specs(model, settings.scheme, mesh=mesh, wide_tables=True)
+    if weights is not None:
+        frozen["verifier"] = quantized.specs_like(verifier.specs(model), weights)
     batch = abstract_batch(settings.loop.batch, settings.data.sequence_length)
     counted = replace(model, num_experts=model.experts_per_token)  # accelerators run more: all experts
     counted_sums = replace(settings, attention="chunked").make_sums(counted, drafter)
@@ -257,8 +263,8 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     counts_v = corpus.answer_counts(model.vocab_size)
     inputs = read_inputs(settings, drafter, counts_v)
     check_inputs(settings.run, settings.loop, inputs)  # before weights are read and outputs are recorded
-    dtype, scheme = jnp.dtype(settings.compute_dtype), None if settings.quantize == NONE else settings.quantize
-    _, weights = model_files.load_verifier(folder, dtype=dtype, mesh=mesh, quantize=scheme, wide_tables=True)
+    dtype = jnp.dtype(settings.compute_dtype)
+    _, weights = model_files.load_verifier(folder, dtype=dtype, mesh=mesh, quantize=settings.scheme, wide_tables=True)
     task = make_task(settings, model, drafter, mesh, weights)
     if settings.data.record:
         attention = choose_training_attention(sharding.device(mesh), settings.attention)

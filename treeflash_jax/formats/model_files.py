@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, quoted, read_json, warn
-from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.formats import (
     dialects,
     draft_vocabulary,
@@ -59,10 +57,7 @@ def load_verifier(
     """
     quantized.check_scheme(quantize)
     dialect, config = _find(path, "verifier")
-    specs = verifier.specs(config)
-    if wide_tables:
-        narrow = lambda spec: replace(spec, can_quantize=spec.can_quantize and "vocab" not in spec.axes)  # noqa: E731
-        specs = jax.tree.map(narrow, specs, is_leaf=is_spec)
+    specs = verifier.specs(config, wide_tables=wide_tables)
     return config, _load(path, dialect, config, specs, dtype, mesh, quantize)
 
 

@@ -41,14 +41,22 @@ class Output:
     new: tuple[Any, ...]
 
 
-def specs(config: ModelConfig, quantize: str | None = None, is_merged: bool = False, mesh: Any = None) -> dict[str, Any]:
+def specs(
+    config: ModelConfig,
+    quantize: str | None = None,
+    is_merged: bool = False,
+    mesh: Any = None,
+    wide_tables: bool = False,
+) -> dict[str, Any]:
     """Returns the spec of every weight, matrices quantised by the scheme. Tied models have no `unembed`.
 
     Args:
       is_merged: whether to return the specs of the weights after `merge`.
       mesh: mesh whose shards have whole blocks of quantised weights; None: one device.
+      wide_tables: whether tables of the vocabulary are never quantised.
     """
-    table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
+    shape = config.vocab_size, config.hidden_size
+    table = Spec(shape, ("vocab", "embed"), inputs=(1,), can_quantize=not wide_tables)
 
     def layer(kind: str, is_sparse: bool) -> dict[str, Spec]:
         sizes = config.of_kind(kind)
