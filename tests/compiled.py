@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -73,3 +74,26 @@ def reductions_of_weights(text: str, least: int) -> list[str]:
         if any(math.prod(map(int, shape.split(","))) >= least for shape in shapes) and " reduce(" in body:
             sums.add(name)
     return [line.strip() for line in text.splitlines() for name in re.findall(r"calls=(%[\w.-]+)", line) if name in sums]
+
+
+def written_weights(text: str, shapes: Iterable[tuple[int, ...]], nodes: int, *, on_chip: bool = False) -> list[str]:
+    """Returns the operations in loops of a compiled program that write an array of a weight's size to memory.
+
+    TPUs also move weights into their on-chip memory, S(1). Arrays with an axis as long as the tree are taken for
+    activations.
+
+    Args:
+      shapes: shapes of a device's weights; a drafter's should have other sizes.
+      on_chip: whether to return operations that write to on-chip memory too, but for those that only move a weight there.
+    """
+    sizes, written = {math.prod(shape) for shape in shapes}, []
+    computations = dict(re.findall(r"^(ENTRY|%?[\w.-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    bodies = set(re.findall(r" while\(.* body=(%?[\w.-]+)", text))
+    operation = re.compile(r"= (.*?) (copy|convert|multiply|fusion|transpose|custom-call)\(")
+    for line in "".join(computations[body] for body in bodies).splitlines():
+        for results, kind in operation.findall(line):
+            place = "" if on_chip and kind != "custom-call" else r"(?!\S*S\(1\))"
+            found = [[*map(int, axes.split(","))] for axes in re.findall(rf"\w\[([\d,]+)\]{place}", results)]
+            is_weight = [math.prod(shape) in sizes and (nodes == 1 or nodes not in shape) for shape in found]
+            written += [line] if any(is_weight) else []
+    return written

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from answers import make_assistant, with_shared_layers
-from compiled import moved_shapes
+from compiled import moved_shapes, written_weights
 from conftest import PAIR, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 from jax.experimental import topologies as jax_topologies
 from refusals import mistake, refused
@@ -118,30 +117,15 @@ def compiled_ahead(tmp_path, topology: str, nodes: int, *words: str, shape: str 
     return result, text.read_text()
 
 
-def written_weights(text: str, nodes: int) -> list[str]:
-    """Returns the operations in loops of a compiled program that write an array of a weight's size to memory.
-
-    The drafter's weights have other sizes. TPUs also copy weights inside of their on-chip memory, S(1). Arrays with an axis
-    as long as the tree are taken for activations.
-    """
-    sizes, written = {math.prod(shape) for shape in QWEN3_4B}, []
-    computations = dict(re.findall(r"^(ENTRY|%?[\w.-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
-    bodies = set(re.findall(r" while\(.* body=(%?[\w.-]+)", text))
-    operation = re.compile(r"= (.*?) (?:copy|convert|multiply|fusion|transpose|custom-call)\(")
-    for line in "".join(computations[body] for body in bodies).splitlines():
-        for results in operation.findall(line):
-            shapes = [[*map(int, axes.split(","))] for axes in re.findall(r"\w\[([\d,]+)\](?!\S*S\(1\))", results)]
-            is_weight = [math.prod(shape) in sizes and (nodes == 1 or nodes not in shape) for shape in shapes]
-            written += [line] if any(is_weight) else []
-    return written
-
-
 def test_a_written_weight_is_seen():
     body = "%body (p: s32[]) -> s32[] {\n  %x = OUT fusion(%p)\n}\n"
     body += "ENTRY %main (p: s32[]) -> s32[] {\n  %y = s32[] while(%p), body=%body\n}\n"
     seen = {"bf16[76,64,2560]{2,1,0}": 0, "bf16[2,9728,2560]{2,1,0}": 1, "(f32[8], bf16[2560,9728]{0,1:T(8,128)})": 1}
     seen |= {"bf16[2560,9728]{1,0:T(8,128)(4,1)S(1)}": 0, "bf16[16,1556480]{1,0}": 0}
-    assert {out: len(written_weights(body.replace("OUT", out), 16)) for out in seen} == seen
+    texts = {out: body.replace("OUT", out) for out in seen}
+    assert {out: len(written_weights(text, QWEN3_4B, 16)) for out, text in texts.items()} == seen
+    seen["bf16[2560,9728]{1,0:T(8,128)(4,1)S(1)}"] = 1
+    assert {out: len(written_weights(text, QWEN3_4B, 16, on_chip=True)) for out, text in texts.items()} == seen
 
 
 @pytest.mark.slow
@@ -153,7 +137,7 @@ def test_a_device_that_is_not_here_compiles_step_and_round_in_few_launches(topol
         # By default less than gate and up of a layer, or the vocabulary, in bfloat16.
         largest = TEMPORARIES.get((topology, options), {}).get(nodes, 2**26 if nodes == 1 else 2**29)
         assert 0 < result["bytes_per_device"]["round"] < largest, "copies a weight"
-        assert "fp8" not in options and "int4" not in options or written_weights(text, nodes) == []
+        assert "fp8" not in options and "int4" not in options or written_weights(text, QWEN3_4B, nodes) == []
 
 
 @pytest.mark.slow

@@ -1,19 +1,21 @@
 """Steps and rounds compiled for TPUs that are not here: what multiplies the weights, and the compiler's estimates."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from compiled import reductions_of_weights
+from compiled import reductions_of_weights, written_weights
 
 from treeflash_jax.bench import memory, shapes
 from treeflash_jax.core import sharding
-from treeflash_jax.drafters import MtpDrafter
+from treeflash_jax.drafters import MtpDrafter, NgramDrafter
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import resolve
+from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 
 QWEN3 = replace(shapes.VERIFIERS["qwen3-0.6b"], num_layers=2, vocab_size=2**14)
@@ -56,6 +58,14 @@ def compile_rounds(
 ])  # fmt: skip
 def test_no_weight_is_multiplied_on_the_vector_unit(model, options):
     assert reductions_of_weights(compile_rounds(model, "v5e:2x2", **options), SMALLEST_WEIGHT) == []
+
+
+@pytest.mark.parametrize("topology, nodes", [("v5e:2x2", 1), ("v5e:2x2", 64), ("v6e:2x2", 1)])
+def test_no_loop_on_a_mesh_writes_a_weight_of_four_bits(topology, nodes):
+    """Not even on the chip, where XLA would lay weights out anew in every pass, or widen them."""
+    text = compile_rounds(QWEN3, topology, nodes=nodes, quantize="int4", ways=4, drafter=NgramDrafter())
+    matrices = [spec for spec in verifier.specs(QWEN3, is_merged=True)["groups"][0][0].values() if spec.inputs]
+    assert written_weights(text, [(math.prod(spec.shape) // 4,) for spec in matrices], nodes, on_chip=True) == []
 
 
 @pytest.mark.parametrize("topology, step_over_reading, round_over_step", [("v5e:2x2", 1.4, 1.65), ("v6e:2x2", 1.4, 1.6)])

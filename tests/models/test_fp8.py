@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import PROMPTS, assert_greedy, draw, make_pair, random_weights, slow_unless, with_recurrent_layers
-from compiled import ONE_H100
+from compiled import ONE_H100, moved_shapes
 from conftest import FEW_TOKENS, RANDOM_MODEL, needs_8_devices, needs_mosaic
 from fp8_files import widened
 from jax import lax
@@ -247,6 +247,34 @@ def test_a_mesh_multiplies_its_shards(vectors, scheme, block):
         np.testing.assert_allclose(run(x, small), np.einsum("btd,fd->btf", x, widened(small, spec)), rtol=1e-3, atol=1e-2)
     moved = re.findall(r"= (\w+)\[([\d,]+)\][^=]* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
     assert all(math.prod(map(int, shape.split(","))) < math.prod(spec.shape) / 8 for _, shape in moved)
+
+
+@needs_8_devices
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("sizes, is_merged", [((4, 2), True), ((2, 4), False)])
+def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, length, monkeypatch):
+    """Of a layer, with heads merged, and with fewer key/value heads than devices; no values travel."""
+    on_platform(monkeypatch, "tpu")
+    mesh, specs, params = make_mesh(*sizes), verifier.specs(SMALL), random_weights(verifier.specs(SMALL))
+    places = jax.tree.map(lambda spec: sharding.sharding(spec.axes, spec.shape, mesh), specs, is_leaf=parameters.is_spec)
+    params = jax.tree.map(lambda x, place: jax.device_put(x.astype(jnp.float64), place), params, places)
+    with sharding.ambient(mesh):
+        compress = partial(quantized.compress, scheme="int4", mesh=mesh)
+        small = jax.tree.map(lambda spec, x: compress(x, spec), specs, params, is_leaf=parameters.is_spec)
+        dense = widen_all(specs, jax.device_get(small))
+        if is_merged:
+            verifier.merge(small, SMALL)
+    tokens = jnp.arange(sizes[0] * length).reshape(sizes[0], length)
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    mask = verifier.causal_mask(*tokens.shape)
+    expected = verifier.forward(dense, SMALL, tokens, positions, mask).hidden_btd
+    with sharding.ambient(mesh):
+        run = jax.jit(lambda weights: verifier.forward(weights, SMALL, tokens, positions, mask).hidden_btd)
+        np.testing.assert_allclose(run(small), expected, atol=1e-10)
+        text = run.lower(small).compile().as_text()
+    least = min(math.prod(spec.shape) for spec in specs["groups"][0][0].values() if spec.inputs) // sizes[1]
+    assert all(math.prod(shape) < least for shape in moved_shapes(text))
 
 
 @pytest.mark.usefixtures("float64")

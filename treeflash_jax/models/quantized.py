@@ -79,6 +79,8 @@ class Quantized:
       order: int32, [inputs]: the input that each place along the last axis holds; None: the same.
       is_divisor: true if scales are divided by `outer`.
       compute_dtype: None: that of the scale.
+      partition: for each axis of the values, the mesh axis that splits it, or None; known in passes over layers on meshes
+        with a model axis (`with_partitions`), otherwise None.
     """
 
     values: Any
@@ -90,6 +92,7 @@ class Quantized:
     order: Any = None
     is_divisor: bool = struct.field(pytree_node=False, default=False)
     compute_dtype: Any = struct.field(pytree_node=False, default=None)
+    partition: tuple[str | None, ...] | None = struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,7 +112,8 @@ class Quantized:
     def reshape(self, *shape: int) -> Self:
         """Folds or splits input axes, and folds those of blocks; output axes stay."""
         folded = self if self.block is None else jax.tree.map(lambda part: part.reshape(part.shape[0], -1), self)
-        return folded.replace(values=self.values.reshape(*shape), order=self.order)
+        partition = self.partition and (self.partition[0], next(filter(None, self.partition[1:]), None))
+        return folded.replace(values=self.values.reshape(*shape), order=self.order, partition=partition)
 
 
 def check_scheme(scheme: str | None) -> None:
@@ -173,6 +177,26 @@ def expand(tree: Any, weights: Any) -> Any:
         return wide.reshape(-1, weight.order.size)[:, jnp.argsort(weight.order)].reshape(wide.shape)
 
     return jax.tree.map(leaf, tree, weights, is_leaf=is_spec)
+
+
+def with_partitions(weights: dict[str, Any], *trees: dict[str, Spec]) -> dict[str, Any]:
+    """Returns the weights of a layer; quantised ones have the partition on the ambient mesh of the spec of that shape.
+
+    Args:
+      trees: specs by name; a weight may have several, such as merged and not.
+    """
+    mesh = sharding.current()
+
+    def with_partition(name: str, weight: Any) -> Any:
+        spec = next((tree[name] for tree in trees if name in tree and tree[name].shape == weight.shape), None)
+        if spec is None or not is_quantized(weight):
+            return weight
+        axes = tuple(None if axis == "embed" else axis for axis in spec.axes)  # a pass reads all of the model width
+        return weight.replace(partition=tuple(sharding.partition(axes, spec.shape, mesh)))
+
+    if block_scales.model_ways() == 1:
+        return weights
+    return {name: with_partition(name, weight) for name, weight in weights.items()}
 
 
 def applies(scheme: str | None, spec: Spec) -> bool:

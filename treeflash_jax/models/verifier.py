@@ -165,7 +165,8 @@ def through_layers(
     Args:
       inputs_lbtp: `layer_inputs`; None: layers have none.
     """
-    all_weights = list(chain(*params["groups"]))
+    split = [chain(*specs(config, is_merged=is_merged)["groups"]) for is_merged in (False, True)]
+    all_weights = list(map(quantized.with_partitions, chain(*params["groups"]), *split))
     length_b, states = (None, None) if cache is None else (cache.length_b, cache.layers)
     inputs = {}
     for kind in dict.fromkeys(config.kinds):

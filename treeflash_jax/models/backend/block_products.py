@@ -11,12 +11,10 @@ outputs, and groups of G inputs:
 | output and group | CPU | any | `_scale_weight_in_parts` |
 | output and group | GPU | n <= G / 2 | `_scale_sums`: writes 2 n / G copies of the weight in bfloat16 |
 | output and group | GPU | more | `_scale_weight_in_parts` |
-| output and group | TPU, no model axis | n <= MOST_VECTORS_MASKED, or one per device | `_scale_sums_of_masked_inputs` |
-| output and group | TPU, no model axis | more | `_scale_weight` |
-| output and group | TPU, model axis | n <= MOST_VECTORS_SUMMED and n <= G / 2 | `_scale_sums` |
-| output and group | TPU, model axis | more | `_scale_weight` |
+| output and group | TPU | n <= MOST_VECTORS_MASKED, or one per device | `_scale_sums_of_masked_inputs` |
+| output and group | TPU | more | `_scale_weight` |
 
-With one vector per device, TPUs of a mesh with a model axis multiply a vector of zeros beside it (`_multiply_with_zeros`).
+A TPU of a mesh multiplies by its own part of a weight (`_multiply_shards`).
 With a scale for each block, a kernel may replace the function (`models.kernels`). A weight is a `quantized.Quantized` with
 blocks, whose inputs are in order.
 
@@ -32,14 +30,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kernels
 from treeflash_jax.models.backend import block_scales, products
 
 MIN_PARTS = 4  # of a weight that is scaled in parts, one after the other
-MOST_VECTORS_SUMMED = 32  # for which TPUs scale the sums over groups
-MOST_VECTORS_MASKED = 2  # for which TPUs without a model axis mask the inputs outside of each group
+MOST_VECTORS_MASKED = 2  # for which TPUs mask the inputs outside of each group
 
 
 def product(x: jax.Array, weight: Any, dtype: Any) -> jax.Array:
@@ -52,8 +51,8 @@ def product(x: jax.Array, weight: Any, dtype: Any) -> jax.Array:
     """
     x_ni, outputs = x.reshape(-1, x.shape[-1]), weight.shape[:-1]
     if has_groups(weight):
-        if block_scales.model_ways() == 1:  # a TPU would copy weights of several output axes into another layout
-            weight = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)
+        if block_scales.model_ways() == 1:
+            weight = _with_one_output_axis(weight)
         y = _multiply_groups(x_ni, weight)
     else:
         y = jnp.moveaxis(_multiply_blocks(x_ni, weight), -2, 0)
@@ -124,14 +123,35 @@ def _multiply_groups(x_ni: jax.Array, weight: Any) -> jax.Array:
     """Returns [n, outputs...]."""
     count, group = x_ni.shape[0], weight.block[-1]
     is_one = products.is_one_vector(x_ni, 1)
-    if block_scales.model_ways() == 1:  # a TPU would hold copies of weights in another layout for `_scale_sums`
-        on_tpu = _scale_sums_of_masked_inputs if is_one or count <= MOST_VECTORS_MASKED else _scale_weight
-    else:
-        on_tpu = _scale_sums if count <= min(group // 2, MOST_VECTORS_SUMMED) else _scale_weight
-        if is_one:
-            on_tpu = partial(_multiply_with_zeros, on_tpu)
+    # A TPU would hold copies of weights in another layout for `_scale_sums`.
+    on_tpu = _scale_sums_of_masked_inputs if is_one or count <= MOST_VECTORS_MASKED else _scale_weight
+    on_tpu = partial(_multiply_shards, on_tpu)
     on_gpu = _scale_sums if 2 * count <= group else _scale_weight_in_parts
     return lax.platform_dependent(x_ni, weight, tpu=on_tpu, cuda=on_gpu, default=_scale_weight_in_parts)
+
+
+def _multiply_shards(multiply: Callable[[jax.Array, Any], jax.Array], x_ni: jax.Array, weight: Any) -> jax.Array:
+    """Multiplies by each device's part of the weight, and adds up the products if the model axis splits the inputs.
+
+    Partitioned by XLA, a TPU would copy whole parts of weights into other layouts in every pass.
+    """
+    if weight.partition is None:
+        return multiply(x_ni, weight)
+    *outputs, inputs = weight.partition
+
+    def run(x_ni: jax.Array, weight: Any) -> jax.Array:
+        flat = lax.optimization_barrier(_with_one_output_axis(weight))  # XLA would widen the weight, then flatten it
+        y = multiply(x_ni, flat).reshape(-1, *weight.shape[:-1])
+        return y if inputs is None else lax.psum(y, inputs)
+
+    parts = jax.tree.map(lambda part: PartitionSpec(*outputs, inputs if part.shape[-1] > 1 else None), weight)
+    layouts = {"in_specs": (PartitionSpec(None, inputs), parts), "out_specs": PartitionSpec(None, *outputs)}
+    return jax.shard_map(run, mesh=sharding.current(), **layouts, axis_names={"model"}, check_vma=False)(x_ni, weight)
+
+
+def _with_one_output_axis(weight: Any) -> Any:
+    """Flattens the output axes. A TPU would copy a weight that has several into another layout."""
+    return jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)
 
 
 def _scale_sums(x_ni: jax.Array, weight: Any) -> jax.Array:
@@ -181,11 +201,6 @@ def _scale_weight_in_parts(x_ni: jax.Array, weight: Any) -> jax.Array:
 
 def _subtract_offsets(y: jax.Array, x_ni: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     return block_scales.subtract_offsets("nk,...k->n...", y, x_ni, weight, scale, num_groups=scale.shape[-1])
-
-
-def _multiply_with_zeros(multiply: Callable[[jax.Array, Any], jax.Array], x_ni: jax.Array, weight: Any) -> jax.Array:
-    """Adds a vector of zeros to the vector of each device, which TPUs multiply slowly (`products`)."""
-    return multiply(_append_zero_vectors(x_ni), weight)[::2]
 
 
 def _append_zero_vectors(x_ni: jax.Array) -> jax.Array:

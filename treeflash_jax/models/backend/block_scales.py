@@ -108,6 +108,6 @@ def _spread_by_product(part: jax.Array, axis: int, size: int, wide: Any) -> jax.
 
 
 def model_ways() -> int:
-    """Returns the number of devices along the mesh's model axis."""
+    """Returns the number of parts of an array along the mesh's model axis; 1 inside a `jax.shard_map` over it."""
     mesh = sharding.current()
-    return 1 if mesh is None else dict(mesh.shape).get("model", 1)
+    return mesh.shape["model"] if "model" in sharding.free_axes(mesh) else 1

@@ -14,6 +14,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend import block_products, block_scales
 
+MOST_VECTORS_SUMMED = 32  # for which TPUs scale the sums over groups
+
 
 def product(x_xni: jax.Array, weight: Any) -> jax.Array:
     """Returns the vectors of each expert times its matrix, [x, n, f], in float32 at least.
@@ -30,7 +32,7 @@ def product(x_xni: jax.Array, weight: Any) -> jax.Array:
     sums_are_smaller = count * wide.itemsize < group * x_xni.dtype.itemsize
     default = _scale_sums if sums_are_smaller else _scale_weights_in_parts
     has_scale_per_output = weight.scale.shape[2] == weight.shape[2]
-    if has_scale_per_output and count > min(group // 2, block_products.MOST_VECTORS_SUMMED):
+    if has_scale_per_output and count > min(group // 2, MOST_VECTORS_SUMMED):
         on_tpu = _scale_weights
     else:
         on_tpu = _scale_sums
