@@ -26,7 +26,7 @@ from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.models import experts, kernels, layers, quantized, verifier
-from treeflash_jax.models.backend import block_products, expert_products, expert_sums
+from treeflash_jax.models.backend import block_products, block_scales, expert_products, expert_sums
 from treeflash_jax.models.quantized import Quantized
 
 WIDE = replace(RANDOM_MODEL, hidden_size=320, intermediate_size=1024, num_layers=1, head_dim=96)
@@ -254,7 +254,7 @@ def test_a_mesh_multiplies_its_shards(vectors, scheme, block):
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("sizes, is_merged", [((4, 2), True), ((2, 4), False)])
 def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, length, monkeypatch):
-    """Of a layer, with heads merged, and with fewer key/value heads than devices; no values travel."""
+    """Of a layer, merged, and with fewer key/value heads than devices; `down` has offsets. No values travel."""
     on_platform(monkeypatch, "tpu")
     mesh, specs, params = make_mesh(*sizes), verifier.specs(SMALL), random_weights(verifier.specs(SMALL))
     places = jax.tree.map(lambda spec: sharding.sharding(spec.axes, spec.shape, mesh), specs, is_leaf=parameters.is_spec)
@@ -262,7 +262,12 @@ def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, leng
     with sharding.ambient(mesh):
         compress = partial(quantized.compress, scheme="int4", mesh=mesh)
         small = jax.tree.map(lambda spec, x: compress(x, spec), specs, params, is_leaf=parameters.is_spec)
-        dense = widen_all(specs, jax.device_get(small))
+        layer = small["groups"][0][0]
+        layer["down"] = layer["down"].replace(
+            zero=jnp.asarray(draw(layer["down"].shape[0], 1)), minimum=layer["down"].scale
+        )
+        widen = lambda x: block_scales.widen(x, jnp.float64) if isinstance(x, Quantized) else x  # noqa: E731
+        dense = jax.tree.map(widen, jax.device_get(small), is_leaf=quantized.is_quantized)
         if is_merged:
             verifier.merge(small, SMALL)
     tokens = jnp.arange(sizes[0] * length).reshape(sizes[0], length)
