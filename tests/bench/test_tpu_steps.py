@@ -60,11 +60,11 @@ def test_no_weight_is_multiplied_on_the_vector_unit(model, options):
     assert reductions_of_weights(compile_rounds(model, "v5e:2x2", **options), SMALLEST_WEIGHT) == []
 
 
-@pytest.mark.parametrize("topology, nodes", [("v5e:2x2", 1), ("v5e:2x2", 64), ("v6e:2x2", 1)])
-def test_no_loop_on_a_mesh_writes_a_weight_of_four_bits(topology, nodes):
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_no_loop_on_a_mesh_writes_a_weight_of_four_bits(nodes):
     """Not even on the chip, where XLA would lay weights out anew in every pass, or widen them."""
     model = replace(shapes.VERIFIERS["qwen3-8b"], num_layers=1, vocab_size=2**14)
-    text = compile_rounds(model, topology, nodes=nodes, quantize="int4", ways=4, drafter=NgramDrafter())
+    text = compile_rounds(model, "v5e:2x2", nodes=nodes, quantize="int4", ways=4, drafter=NgramDrafter())
     matrices = [spec for spec in verifier.specs(model, is_merged=True)["groups"][0][0].values() if spec.inputs]
     assert written_weights(text, [(math.prod(spec.shape) // 4,) for spec in matrices], nodes, on_chip=True) == []
 
