@@ -168,8 +168,9 @@ def _scale_sums_of_masked_inputs(x_ni: jax.Array, weight: Any) -> jax.Array:
     """Like `_scale_sums`, but multiplies the whole values by a vector per group, with zeros in place of other inputs."""
     scale = block_scales.compute_scales(weight, at_least_float32(x_ni.dtype))
     count, (groups, group) = x_ni.shape[0], (scale.shape[-1], weight.block[-1])
-    x_nkkz = jnp.where(jnp.eye(groups, dtype=bool)[:, :, None], x_ni.reshape(count, 1, groups, group), 0)
-    y = einsum("mi,...i->m...", x_nkkz.reshape(count * groups, -1), weight.values.astype(x_ni.dtype))
+    is_in_group_ki = jnp.arange(x_ni.shape[1]) // group == jnp.arange(groups)[:, None]
+    x_nki = jnp.where(is_in_group_ki, x_ni[:, None], 0)
+    y = einsum("mi,...i->m...", x_nki.reshape(count * groups, -1), weight.values.astype(x_ni.dtype))
     y = jnp.sum(y.reshape(count, groups, *y.shape[1:]) * jnp.moveaxis(scale, -1, 0), axis=1)
     return _subtract_offsets(y, x_ni, weight, scale)
 
