@@ -45,9 +45,10 @@ def main(settings: PairConfig) -> None:
 def run_stages(composer: Composer, begun: StageInputs) -> None:
     """Runs the stages that have not finished with these inputs."""
     began, settings = time.perf_counter(), composer.settings
-    for number, stage in enumerate(STAGES, start=1):
+    needed = [stage for stage in STAGES if stage.name != "ask" or composer.num_questions]
+    for number, stage in enumerate(needed, start=1):
         toml = settings.path(f"{stage.name}.toml")
-        hosts.say(f"\n{number} of {len(STAGES)}: python -m train.{stage.name} {shlex.quote(str(toml))}")
+        hosts.say(f"\n{number} of {len(needed)}: python -m train.{stage.name} {shlex.quote(str(toml))}")
         if stage.name == "drafter":
             composer.read_answers()
         made = stage.compose(composer)
@@ -62,7 +63,7 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
             hosts.say("  finished before")
             continue
         if action == "begin" and stage.name in begun.by_name:
-            changed = begun.changed(stage, inputs) or f"{stage.reads or 'prompts'} changed"
+            changed = begun.changed(stage, inputs) or f"{'prompts' if stage.reads_prompts else stage.reads} changed"
             hosts.say(f"  begins again, as {changed}; earlier results are kept in {settings.path('before')}")
             stage.set_aside(settings)
         run_config.save(made, toml)

@@ -32,7 +32,7 @@ from treeflash_jax.models import verifier
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
 SMALL = [
-    "steps=6", "anyway=true", "head.loop.steps=4", "mesh.data=1", "block_size=4", "num_layers=1",
+    "questions=0", "steps=6", "anyway=true", "head.loop.steps=4", "mesh.data=1", "block_size=4", "num_layers=1",
     "respond.max_new_tokens=12", "respond.temperatures=[0]", "drafter.evaluate.prompts=0", "head.evaluate.prompts=0",
     "drafter.loop.save_every=2", "measure.prompts=2", "measure.new_tokens=6", "measure.nodes=4",
     "measure.temperatures=[0]",
@@ -240,6 +240,25 @@ def test_a_rerun_redoes_what_depends_on_the_change(prompts, tmp_path, rehearsed,
         assert first in before
 
 
+def test_the_verifier_asks_what_a_thousand_prompts_lack(prompts, tmp_path, rehearsed, monkeypatch):
+    """More prompts or questions extend the answers, fewer begin again; no question is written without a chat template."""
+    make = lambda *more: replace(settings_of(prompts, tmp_path / "pair", *more), questions=None)  # noqa: E731
+    assert rehearsed(make("num_prompts=10")) == ["ask", *EVERY] and rehearsed(make("num_prompts=10")) == []
+    first = rehearsed.seen["respond"]
+    assert rehearsed.seen["ask"].count == 990 and first.sources[1].path == rehearsed.seen["ask"].out
+    assert rehearsed(make("num_prompts=12")) == EVERY, "as many questions as before"
+    assert rehearsed(settings_of(prompts, tmp_path / "pair", "num_prompts=12", "questions=1000")) == ["ask", *EVERY]
+    before = tmp_path / "pair" / "before"
+    assert rehearsed.seen["ask"].count == 1000 and not {*before.glob("*.jsonl")}
+    assert rehearsed.seen["respond"].sources == (replace(first.sources[0], limit=12), first.sources[1])
+    assert rehearsed(settings_of(prompts, tmp_path / "pair", "num_prompts=12")) == EVERY
+    assert (before / "responses.jsonl").exists() and len(rehearsed.seen["respond"].sources) == 1
+    shutil.rmtree(tmp_path / "pair")
+    monkeypatch.setattr(compose.Composer, "tokenizer", None)
+    monkeypatch.setattr(compose, "encode_question", lambda *_: [1, 2])
+    assert rehearsed(make()) == EVERY
+
+
 def test_a_stage_that_goes_on_keeps_what_was_chosen_by_rule(prompts, tmp_path, rehearsed, monkeypatch):
     """Other answers would lead to another mask token; only size and mesh change."""
     make = partial(settings_of, prompts, tmp_path / "pair")
@@ -271,7 +290,7 @@ def test_another_verifier_is_refused(prompts, tmp_path, rehearsed, capsys):
 def test_every_setting_belongs_to_a_stage():
     given = {name for stage in stages.STAGES for name in (*stages.ALWAYS_GIVEN, *stage.given)}
     assert {field.name for field in fields(compose.PairConfig)} - given == {
-        "out", "num_prompts", "steps", "passes", "anyway", "mesh",
+        "out", "num_prompts", "questions", "steps", "passes", "anyway", "mesh",
     }  # fmt: skip
 
 

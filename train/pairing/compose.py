@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from train.ask import AskConfig, question_tokens
 from train.data import packing
 from train.data.documents import DataConfig
 from train.data.packing import Corpus
@@ -40,6 +41,7 @@ PASSES, USUAL_STEPS = 6, 200  # as the published backbones
 LEAST_STEPS = 50
 MEASURED_LENGTHS = 512  # number of prompts that decide which length is too long
 LEAST_PROMPTS = 8
+ENOUGH_PROMPTS = 1000  # of which the verifier writes those that are not given
 CHUNK = 8  # blocks of a sequence with logits in memory at a time
 EVALUATIONS = 4  # of a training stage
 MEASURE_SECONDS = 300.0
@@ -53,6 +55,12 @@ class PairConfig:
     prompts: str = setting(help="JSONL file of prompts or chats, a folder of them, a glob or a Hub data set")
     out: str = setting(help="folder of all settings and results; the drafter is written to OUT/model")
     num_prompts: int = setting(0, "largest number of prompts used; 0 uses all", least=0)
+    questions: int | None = setting(
+        None,
+        "number of questions that the verifier writes itself (`train.ask`) and answers, besides the prompts",
+        unset=f"as many as {ENOUGH_PROMPTS:,} prompts lack, if the verifier has a chat template",
+        least=0,
+    )
     block_size: int | None = setting(
         None, "tokens of a block, anchor included", unset="8 on a CPU, otherwise 16, as published", least=2, most=MAX_NODES
     )
@@ -77,6 +85,7 @@ class PairConfig:
     anyway: bool = setting(False, "trains for fewer than 50 steps, too")
     seed: int = setting(0, "random seed of all stages", least=0, most=run_config.MAX_SEED)
     mesh: MeshConfig = MeshConfig()
+    ask: dict[str, Any] = setting(help="settings of `train.ask` that replace the rules'", default_factory=dict)
     respond: dict[str, Any] = setting(help="settings of `train.respond` that replace the rules'", default_factory=dict)
     drafter: dict[str, Any] = setting(help="settings of `train.drafter` that replace the rules'", default_factory=dict)
     head: dict[str, Any] = setting(help="settings of `train.head` that replace the rules'", default_factory=dict)
@@ -111,6 +120,19 @@ class Composer:
         source = Source(path=self.settings.prompts, limit=self.settings.num_prompts, hold_out=0)
         return [*read_records(source, self.settings.seed, self.skipped)]
 
+    @cached_property
+    def num_questions(self) -> int:
+        """Number of questions that the verifier writes besides the prompts."""
+        if self.settings.questions is not None:
+            return self.settings.questions
+        if (begun := self.settings.path("ask.toml")).exists():  # more prompts do not change how many there are
+            return run_config.load(AskConfig, begun).count
+        try:
+            question_tokens(self.tokenizer)
+        except ValueError:  # it has no chats to write a turn of
+            return 0
+        return max(0, ENOUGH_PROMPTS - len(self.prompts))
+
     def prompts_digest(self) -> str:
         return hashlib.sha256(repr([prompt.content for prompt in self.prompts]).encode()).hexdigest()
 
@@ -128,6 +150,7 @@ class Composer:
 
     def check_settings(self) -> None:
         """Composes all stages without answers, so that a wrong setting is refused at once."""
+        self.stages["ask"] = self.ask()
         self.stages["respond"] = self.respond()
         self.stages["drafter"] = self.drafter()
         self.stages["head"] = self.head()
@@ -135,8 +158,13 @@ class Composer:
         self.stages["measure"] = self.measure()
         self.stages["drafter"].drafter_config(self.model, None)
 
+    def ask(self) -> AskConfig:
+        settings, out = self.settings, str(self.settings.path("questions.jsonl"))
+        made = AskConfig(verifier=settings.verifier, out=out, count=max(1, self.num_questions), seed=settings.seed)
+        return run_config.replaced(made, settings.ask)
+
     def respond(self) -> RespondConfig:
-        """Prompts that are longer than 95 % of all are left out; answers are cut at the length that suits the device."""
+        """Prompts that are longer than 95 % of those given are left out; answers are cut at a length for the device."""
         settings, context, prompts = self.settings, self.model.max_positions, self.prompts
         source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
         if len(prompts) < LEAST_PROMPTS:
@@ -148,13 +176,16 @@ class Composer:
             raise ValueError(f"{settings.prompts}: got no prompt that can be asked, expected chats that a user opens")
         longest = min(context // 2, math.ceil(np.percentile([*lengths.values()], 95) / 32) * 32)
         usable = [number for number, length in lengths.items() if length <= longest]
+        sources = [dataclasses.replace(source, hold_out=_hold_out(usable))]
+        if self.num_questions:
+            sources.append(Source(path=str(self.settings.path("questions.jsonl")), hold_out=0))
         made = RespondConfig(
             verifier=settings.verifier,
-            sources=(dataclasses.replace(source, hold_out=_hold_out(usable)),),
+            sources=tuple(sources),
             out=str(settings.path("responses.jsonl")),
             max_new_tokens=min(of_device(sharding.device()).training_tokens, context - longest),
             max_prompt_tokens=longest,
-            batch=min(64, len(prompts)),
+            batch=min(64, len(prompts) + self.num_questions),
             seed=settings.seed,
             mesh=MeshConfig(data=settings.mesh.data * settings.mesh.fsdp, model=settings.mesh.model),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from train import drafter, export, head, measure, respond
+from train import ask, drafter, export, head, measure, respond
 from train.pairing.compose import Composer, PairConfig
 from train.runtime import run_config
 from treeflash_jax.core import files
@@ -27,7 +27,8 @@ class Stage:
       main: runs it with its settings.
       compose: returns its settings.
       given: settings of the command that it depends on, in addition to ALWAYS_GIVEN.
-      reads: file or folder of OUT that it depends on; "" for the prompts.
+      reads: file or folder of OUT that it depends on, if it is there.
+      reads_prompts: whether it depends on the prompts.
       writes: pattern of the files or folders of OUT that it writes.
       size: returns the quantity that may grow when it continues, such as the number of steps; 0 if none may.
       follows: prefixes of the settings that may change when it continues.
@@ -40,6 +41,7 @@ class Stage:
     given: tuple[str, ...]
     reads: str
     writes: str
+    reads_prompts: bool = False
     size: Callable[[Composer, Any], int] = lambda composer, made: 0
     follows: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
@@ -47,7 +49,9 @@ class Stage:
     def inputs(self, composer: Composer, made: Any) -> dict[str, Any]:
         """Returns the inputs that decide a stage's results: given settings, the digest of what it reads, and its size."""
         values = run_config.to_dict(composer.settings)
-        digest = composer.prompts_digest() if not self.reads else digest_files(composer.settings.path(self.reads))
+        path = composer.settings.path(self.reads)
+        digest = digest_files(path) if self.reads and path.exists() else ""
+        digest = composer.prompts_digest() + digest if self.reads_prompts else digest
         given = {name: values[name] for name in (*ALWAYS_GIVEN, *self.given)}
         return {"given": given, "digest": digest, "size": self.size(composer, made)}
 
@@ -69,13 +73,25 @@ class Stage:
 
 STAGES = (
     Stage(
+        name="ask",
+        main=ask.main,
+        compose=Composer.ask,
+        given=("ask",),
+        reads="",
+        writes="questions.jsonl*",
+        size=lambda composer, made: made.count,
+        follows=("count",),
+        shown=("count",),
+    ),
+    Stage(
         name="respond",
         main=respond.main,
         compose=Composer.respond,
         given=("prompts", "respond"),
-        reads="",
+        reads="questions.jsonl",
+        reads_prompts=True,
         writes="responses.jsonl*",
-        size=lambda composer, made: len(composer.prompts),
+        size=lambda composer, made: len(composer.prompts) + composer.num_questions,
         follows=("sources.0.limit", "mesh."),
         shown=("sources.0.hold_out", "max_prompt_tokens", "max_new_tokens"),
     ),

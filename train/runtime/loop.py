@@ -71,7 +71,7 @@ def fit(
       params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
       inputs: frozen inputs, which checkpoints note; a run that continues must have the same.
       evaluate: metrics of the weights, added to the held-out sequences' metrics; it may report its progress.
-      on_timed: receives, at the first log line, the number of the step and the seconds that a step takes.
+      on_timed: receives the number of the second step and the seconds that it took; the first one compiles.
 
     Raises:
       ValueError: a run directory of other settings or inputs, or past the last step; a batch that does not divide; a loss
@@ -151,6 +151,9 @@ class _Run:
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
+            elif step == start + 2 and on_timed is not None:
+                jax.block_until_ready(self.state.step)
+                on_timed(step, time.perf_counter() - began)
             ends = step == steps or self.signals.requested()
             logs, evaluates = self.is_due(step, loop.log_every), self.is_due(step, loop.evaluate_every)
             pauses = ends or evaluates or self.is_due(step, loop.save_every)
@@ -166,9 +169,6 @@ class _Run:
                 seconds, count, began, timed = now - began, step - timed, now, step
             if logs:
                 line = means(window) | {"learning_rate": float(self.rate(step - 1))}
-            if on_timed is not None and logs and count:
-                on_timed(step, seconds / count)
-                on_timed = None
             if logs and count:
                 line |= {"tokens_per_second": count * loop.batch * batch.tokens_bt.shape[1] / seconds}
                 line |= {"mfu": count * self.task.flops / seconds / peak} if peak else {}
