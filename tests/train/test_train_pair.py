@@ -153,12 +153,12 @@ def test_some_prompts_are_held_out_and_others_are_not(numbers, hold_out):
 
 
 @pytest.mark.parametrize(("words", "sequences", "steps"), [
-    ((), 100, 200),
-    ((), 800, 600),
-    (("passes=4",), 100, 50),
-    (("steps=70",), 100, 70),
-    (("passes=3.5",), 100, None),
-    (("passes=3.5", "anyway=true"), 100, 44),
+    ((), 50, 200),
+    ((), 400, 600),
+    (("passes=4",), 50, 50),
+    (("steps=70",), 50, 70),
+    (("passes=3.5",), 50, None),
+    (("passes=3.5", "anyway=true"), 50, 44),
 ])  # fmt: skip
 def test_steps_follow_from_passes_and_too_few_are_refused(prompts, tmp_path, words, sequences, steps):
     settings = run_config.load(pair.PairConfig, None, ["verifier=tiny", f"prompts={prompts}", f"out={tmp_path}", *words])

@@ -30,7 +30,7 @@ from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine.settings.defaults import choose_dtype, of_device
+from treeflash_jax.engine.settings.defaults import DeviceDefaults, choose_dtype, of_device
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -144,9 +144,13 @@ class Composer:
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.load(locate(self.settings.verifier, "verifier"))
 
+    @cached_property
+    def defaults(self) -> DeviceDefaults:
+        return of_device(sharding.device(), choose_dtype(sharding.device()))
+
     @property
     def block_size(self) -> int:
-        return self.settings.block_size or of_device(sharding.device()).training_block
+        return self.settings.block_size or self.defaults.training_block
 
     def check_settings(self) -> None:
         """Composes all stages without answers, so that a wrong setting is refused at once."""
@@ -183,7 +187,7 @@ class Composer:
             verifier=settings.verifier,
             sources=tuple(sources),
             out=str(settings.path("responses.jsonl")),
-            max_new_tokens=min(of_device(sharding.device()).training_tokens, context - longest),
+            max_new_tokens=min(self.defaults.training_tokens, context - longest),
             max_prompt_tokens=longest,
             batch=min(64, len(prompts) + self.num_questions),
             seed=settings.seed,
@@ -199,7 +203,7 @@ class Composer:
     def drafter(self) -> DrafterStage:
         settings, model, answers = self.settings, self.model, self.answers
         passes, least = settings.passes or PASSES, 1 if settings.passes else USUAL_STEPS
-        steps = max(least, math.ceil(passes * answers.num_sequences / _batch_size(settings.mesh)))
+        steps = max(least, math.ceil(passes * answers.num_sequences / self._batch_size()))
         num_layers = settings.num_layers or choices.drafter_layers(model.num_layers)
         mask_token_id = settings.mask_token_id
         if mask_token_id is None:
@@ -233,9 +237,10 @@ class Composer:
 
     def _training(self, name: str, steps: int) -> dict[str, Any]:
         """Returns the settings that both training stages have."""
-        settings, data, is_head = self.settings, self._data(), name == "head"
+        settings, data, is_head, defaults = self.settings, self._data(), name == "head", self.defaults
+        optimizer, rate = defaults.training_optimizer
         hold_out = _hold_out(range(self.answers.num_documents))
-        sample = of_device(sharding.device()).training_vocabulary * data.sequence_length
+        sample = defaults.training_vocabulary * data.sequence_length
         objective = ObjectiveConfig(
             loss="forward-kl",
             decay=4.0 if self.block_size <= 8 else 7.0,
@@ -253,10 +258,10 @@ class Composer:
             objective=objective,
             evaluate=EvaluateConfig(nodes=(16,)),
             # The head has been trained with its backbone before.
-            optimizer=OptimizerConfig(name="muon", learning_rate=1e-3 if is_head else 6e-3, final=0.01),
+            optimizer=OptimizerConfig(name=optimizer, learning_rate=rate / 6 if is_head else rate, final=0.01),
             loop=LoopConfig(
                 steps=steps,
-                batch=_batch_size(settings.mesh),
+                batch=self._batch_size(),
                 seed=settings.seed,
                 save_every=50,
                 evaluate_every=math.ceil(steps / EVALUATIONS),
@@ -283,7 +288,17 @@ class Composer:
     def _data(self) -> DataConfig:
         responded = self.stages["respond"]
         whole = math.ceil((responded.max_prompt_tokens + responded.max_new_tokens) / 64) * 64
-        return DataConfig(sequence_length=min(self.model.max_positions, max(256, whole)), thinking=responded.thinking)
+        return DataConfig(
+            sequence_length=min(self.model.max_positions, max(256, whole)),
+            thinking=responded.thinking,
+            record=str(self.settings.path("recorded")) if self.defaults.records_training else "",
+        )
+
+    def _batch_size(self) -> int:
+        """Returns the smallest batch of at least the device's number of sequences that all devices share equally."""
+        mesh = self.settings.mesh
+        num_devices = mesh.data * mesh.fsdp or jax.device_count() // mesh.model
+        return math.ceil(self.defaults.training_batch / num_devices) * num_devices
 
 
 def _hold_out(numbers: Sequence[int]) -> int:
@@ -296,9 +311,3 @@ def _hold_out(numbers: Sequence[int]) -> int:
         if 0 < sum(number % n == n - 1 for number in numbers) < len(numbers):
             return n
     return usual
-
-
-def _batch_size(mesh: MeshConfig) -> int:
-    """Returns the smallest batch of at least 8 sequences that all devices share equally."""
-    num_devices = mesh.data * mesh.fsdp or jax.device_count() // mesh.model
-    return math.ceil(8 / num_devices) * num_devices

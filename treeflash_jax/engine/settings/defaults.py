@@ -42,6 +42,9 @@ class DeviceDefaults:
       training_block: block size of a new drafter.
       training_tokens: largest number of tokens of an answer that a new drafter is trained on.
       training_vocabulary: number of vocabulary tokens per token of a sequence that a backbone is trained on; 0: all.
+      training_batch: least number of sequences of a training step.
+      training_optimizer: optimiser of a backbone and its learning rate.
+      records_training: whether the verifier's outputs are recorded, which training then reads in every pass.
     """
 
     slots: int
@@ -57,6 +60,9 @@ class DeviceDefaults:
     training_block: int
     training_tokens: int
     training_vocabulary: int
+    training_batch: int
+    training_optimizer: tuple[str, float]
+    records_training: bool
 
 
 # CPUs whose products use no matrix instructions: every further token makes a pass longer.
@@ -76,9 +82,13 @@ PLAIN_CPU = DeviceDefaults(
     candidates=8,  # 16 add 3 ms to a round of 8 nodes and nothing to tau
     depths=4,  # with two lanes 3 to 5 % faster than the drafters' own
     lanes=2,
-    training_block=8,  # every drafted slot and every token costs time
+    # notebooks/results/recipe_smollm2.md has the evidence for the next six.
+    training_block=5,
     training_tokens=256,
     training_vocabulary=4,  # a sample saves most of a step's time
+    training_batch=4,
+    training_optimizer=("adamw", 1e-3),  # an update by Muon takes as long as the gradient of four sequences
+    records_training=True,
 )
 MATRIX_CPU = replace(PLAIN_CPU, slots=8, nodes=None, candidates=None, depths=None, lanes=None)
 ACCELERATOR = DeviceDefaults(
@@ -96,6 +106,9 @@ ACCELERATOR = DeviceDefaults(
     training_block=16,  # as published
     training_tokens=1024,
     training_vocabulary=0,  # a sample was never compared
+    training_batch=8,
+    training_optimizer=("muon", 6e-3),
+    records_training=False,  # its disk was never timed against a pass
 )
 
 
