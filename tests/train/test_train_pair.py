@@ -209,6 +209,12 @@ def rehearsed(tmp_path, monkeypatch):
     return run
 
 
+def composed(settings, name):
+    composer = compose.Composer(settings)
+    composer.check_settings()
+    return composer.stages[name]
+
+
 EVERY = ["respond", "drafter", "head", "export", "measure"]
 
 
@@ -245,7 +251,9 @@ def test_the_verifier_asks_what_a_thousand_prompts_lack(prompts, tmp_path, rehea
     make = lambda *more: replace(settings_of(prompts, tmp_path / "pair", *more), questions=None)  # noqa: E731
     assert rehearsed(make("num_prompts=10")) == ["ask", *EVERY] and rehearsed(make("num_prompts=10")) == []
     first = rehearsed.seen["respond"]
-    assert rehearsed.seen["ask"].count == 990 and first.sources[1].path == rehearsed.seen["ask"].out
+    asked, usual = rehearsed.seen["ask"], composed(settings_of(prompts, tmp_path / "without"), "respond")
+    assert asked.count == 990 and first.sources[1].path == asked.out
+    assert usual.max_prompt_tokens < asked.max_tokens < first.max_prompt_tokens, "questions are not too long"
     assert rehearsed(make("num_prompts=12")) == EVERY, "as many questions as before"
     assert rehearsed(settings_of(prompts, tmp_path / "pair", "num_prompts=12", "questions=1000")) == ["ask", *EVERY]
     before = tmp_path / "pair" / "before"

@@ -168,7 +168,7 @@ class Composer:
         return run_config.replaced(made, settings.ask)
 
     def respond(self) -> RespondConfig:
-        """Prompts that are longer than 95 % of those given are left out; answers are cut at a length for the device."""
+        """Prompts longer than 95 % of those given, and than questions, are left out; answers are cut for the device."""
         settings, context, prompts = self.settings, self.model.max_positions, self.prompts
         source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
         if len(prompts) < LEAST_PROMPTS:
@@ -178,7 +178,8 @@ class Composer:
         lengths = {number: len(ids) for number, ids in questions.items() if ids is not None}
         if not lengths:
             raise ValueError(f"{settings.prompts}: got no prompt that can be asked, expected chats that a user opens")
-        longest = min(context // 2, math.ceil(np.percentile([*lengths.values()], 95) / 32) * 32)
+        asked = min(lengths.values()) + self.ask().max_tokens if self.num_questions else 0  # with the chat template
+        longest = min(context // 2, math.ceil(max(asked, np.percentile([*lengths.values()], 95)) / 32) * 32)
         usable = [number for number, length in lengths.items() if length <= longest]
         sources = [dataclasses.replace(source, hold_out=_hold_out(usable))]
         if self.num_questions:
@@ -228,7 +229,7 @@ class Composer:
         return stage
 
     def head(self) -> HeadStage:
-        """Goes on from the head that was trained with the backbone, over the whole vocabulary."""
+        """Goes on from the head that was trained with the backbone."""
         trained = self.stages["drafter"]
         shared = self._training("head", math.ceil(trained.loop.steps / 2))
         folder = str(self.settings.path("drafter") / "model")
@@ -247,7 +248,7 @@ class Composer:
             base_weight=0.0 if is_head else 0.5,
             anchors=CHUNK * max(1, data.sequence_length // (8 * CHUNK)),
             chunk=CHUNK,
-            vocabulary=0 if is_head or sample >= self.model.vocab_size else sample,
+            vocabulary=0 if sample >= self.model.vocab_size else sample,
         )
         return dict(
             run=str(settings.path(name)),
