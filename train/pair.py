@@ -13,6 +13,7 @@ settings, the stages that depend on them begin again, and their earlier results 
 import json
 import math
 import shlex
+import shutil
 import time
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ def main(settings: PairConfig) -> None:
     composer.check_settings()
     with hosts.held(files.absolute(settings.path("pair.lock")), f"out={settings.out}"):
         run_stages(composer, begun)
+        shutil.rmtree(settings.path("recorded"), ignore_errors=True)  # gigabytes, recorded again if training goes on
         conclude(settings, composer.stages["respond"], read_json(composer.stages["measure"].out))
 
 

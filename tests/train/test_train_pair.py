@@ -246,12 +246,14 @@ def test_a_rerun_redoes_what_depends_on_the_change(prompts, tmp_path, rehearsed,
         assert first in before
 
 
-def test_the_verifier_asks_what_a_thousand_prompts_lack(prompts, tmp_path, rehearsed, monkeypatch):
+def test_the_verifier_asks_what_a_thousand_prompts_lack(prompts, tmp_path, rehearsed, monkeypatch, caplog):
     """More prompts or questions extend the answers, fewer begin again; no question is written without a chat template."""
     make = lambda *more: replace(settings_of(prompts, tmp_path / "pair", *more), questions=None)  # noqa: E731
     assert rehearsed(make("num_prompts=10")) == ["ask", *EVERY] and rehearsed(make("num_prompts=10")) == []
+    assert not caplog.records
     first = rehearsed.seen["respond"]
     asked, usual = rehearsed.seen["ask"], composed(settings_of(prompts, tmp_path / "without"), "respond")
+    assert "got 12 prompts and questions: a drafter that pays needs hundreds" in caplog.text
     assert asked.count == 990 and first.sources[1].path == asked.out
     assert usual.max_prompt_tokens < asked.max_tokens < first.max_prompt_tokens, "questions are not too long"
     assert rehearsed(make("num_prompts=12")) == EVERY, "as many questions as before"
@@ -259,7 +261,9 @@ def test_the_verifier_asks_what_a_thousand_prompts_lack(prompts, tmp_path, rehea
     before = tmp_path / "pair" / "before"
     assert rehearsed.seen["ask"].count == 1000 and not {*before.glob("*.jsonl")}
     assert rehearsed.seen["respond"].sources == (replace(first.sources[0], limit=12), first.sources[1])
+    (tmp_path / "pair" / "recorded").mkdir()
     assert rehearsed(settings_of(prompts, tmp_path / "pair", "num_prompts=12")) == EVERY
+    assert not (tmp_path / "pair" / "recorded").exists()
     assert (before / "responses.jsonl").exists() and len(rehearsed.seen["respond"].sources) == 1
     shutil.rmtree(tmp_path / "pair")
     monkeypatch.setattr(compose.Composer, "tokenizer", None)

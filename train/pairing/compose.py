@@ -29,6 +29,7 @@ from train.runtime import run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
+from treeflash_jax.core.checks import warn
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.settings.defaults import DeviceDefaults, choose_dtype, of_device
 from treeflash_jax.engine.settings.pairs import locate
@@ -40,7 +41,7 @@ from treeflash_jax.trees.shape import MAX_NODES
 PASSES, USUAL_STEPS = 6, 200  # as the published backbones
 LEAST_STEPS = 50
 MEASURED_LENGTHS = 512  # number of prompts that decide which length is too long
-LEAST_PROMPTS = 8
+LEAST_PROMPTS, FEW_PROMPTS = 8, 32
 ENOUGH_PROMPTS = 1000  # of which the verifier writes those that are not given
 CHUNK = 8  # blocks of a sequence with logits in memory at a time
 EVALUATIONS = 4  # of a training stage
@@ -154,6 +155,8 @@ class Composer:
 
     def check_settings(self) -> None:
         """Composes all stages without answers, so that a wrong setting is refused at once."""
+        if (count := len(self.prompts) + self.num_questions) < FEW_PROMPTS:
+            warn(f"got {count} prompts and questions: a drafter that pays needs hundreds; give more, or questions=")
         self.stages["ask"] = self.ask()
         self.stages["respond"] = self.respond()
         self.stages["drafter"] = self.drafter()
