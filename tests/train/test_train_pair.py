@@ -271,6 +271,12 @@ def test_the_verifier_asks_what_a_thousand_prompts_lack(prompts, tmp_path, rehea
     assert rehearsed(make()) == EVERY
 
 
+def test_other_prompts_are_answered_anew(tmp_path, rehearsed):
+    for number in range(2):
+        lines = [{"prompt": f"What is {number} and {other}?"} for other in range(9)]
+        assert rehearsed(settings_of(write_lines(tmp_path / "asked.jsonl", lines), tmp_path / "pair"))[:1] == ["respond"]
+
+
 def test_a_stage_that_goes_on_keeps_what_was_chosen_by_rule(prompts, tmp_path, rehearsed, monkeypatch):
     """Other answers would lead to another mask token; only size and mesh change."""
     make = partial(settings_of, prompts, tmp_path / "pair")
