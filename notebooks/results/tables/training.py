@@ -92,6 +92,31 @@ def small_runs_cpu() -> str:
 
 
 @shown
+def recipe() -> str:
+    """Formats short training runs of `train.pair`'s drafter on a CPU, by recipe."""
+    runs, rows = read("recipe_smollm2.json"), []
+    for row in runs["rows"]:
+        loss = f"{row['held_out_loss']:.2f}" if row["held_out_loss"] else ""
+        taus = [f"{tau:.2f}" for tau in (row["tau"], *row["tau_by_set"].values())] if row.get("tau") else [""] * 5
+        rows.append([row["name"], row["steps"], row["cpu_seconds"], loss, interval(row.get("over_base")), *taus])
+    header = "run | steps | CPU seconds | held-out loss | tau ratio | tau | GSM8K | HumanEval | MT-Bench | Vicuna"
+    return section(header, rows, f"{runs['note']}:", runs["commands"])
+
+
+@shown
+def recipe_speed() -> str:
+    """Formats the speed of the recipe's drafter over one-token decoding."""
+    rows = []
+    for entry in sorted(
+        read("recipe_smollm2.json")["speed"], key=lambda entry: (entry["set"], entry["system"] == "joined-8")
+    ):
+        way = "with n-grams" if entry["system"].startswith("joined") else "alone"
+        equal = f"{entry['identical']} of {entry['compared']}"
+        rows.append([entry["set"], way, f"{entry['tau']:.2f}", interval(entry["speedup"]), equal])
+    return table("prompts | drafter | tau | speedup | identical answers", rows)
+
+
+@shown
 def equal_seconds() -> str:
     """Formats drafters that trained for the same CPU seconds."""
     runs, rows = read("drafters_smollm2.json")["equal_seconds"], []
