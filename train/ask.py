@@ -117,7 +117,7 @@ def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> I
         if idle == MOST_IDLE:
             raise ValueError(
                 f"got no new question in {MOST_IDLE * tries:,} tries, expected some: {settings.verifier} does not write "
-                "users' turns; give prompts instead"
+                "users' turns; give prompts instead (in train.pair: questions=0)"
             )
         first += tries
         yield lines

@@ -4,7 +4,7 @@
 
 Mask token, tapped layers, block size, number of layers and steps are chosen by rule and printed, unless they are given
 (block_size=8 passes=4). Any setting of a stage can be given by its dotted name (drafter.optimizer.learning_rate=3e-3).
-The first training steps are timed, and a line estimates the time of the whole command. The settings of every stage are kept
+The second training step is timed, and a line estimates the time of the whole command. The settings of every stage are kept
 in OUT as a TOML file, so that a stage can be run alone: `python -m train.head OUT/head.toml`. A command that was stopped
 continues when it is run again. The same command with more prompts, passes or steps extends a finished OUT; with other
 settings, the stages that depend on them begin again, and their earlier results are kept in OUT/before.
@@ -65,7 +65,8 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
             hosts.say("  finished before")
             continue
         if action == "begin" and stage.name in begun.by_name:
-            changed = begun.changed(stage, inputs) or f"{'prompts' if stage.reads_prompts else stage.reads} changed"
+            read = "prompts or questions" if stage.reads_prompts else stage.reads
+            changed = begun.changed(stage, inputs) or f"{read} changed"
             hosts.say(f"  begins again, as {changed}; earlier results are kept in {settings.path('before')}")
             stage.set_aside(settings)
         run_config.save(made, toml)

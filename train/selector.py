@@ -112,7 +112,7 @@ def record(model: TreeFlash, settings: SelectorStage, plan: DecodePlan, prompts:
 
 @partial(jax.jit, static_argnames=("plan", "draws"))
 def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the selector's inputs [b, f], and the rule's expected tokens of each tree, a mean of draws [b, a]."""
+    """Returns the selector's inputs [b, f], and the expected tokens of each tree, a mean over draws [b, a]."""
     expander, config = rounds.draft_expander(weights, state, plan), plan.shape.selector
 
     def expected_length(numbers: jax.Array) -> jax.Array:

@@ -271,6 +271,15 @@ def test_the_verifier_asks_what_a_thousand_prompts_lack(prompts, tmp_path, rehea
     assert rehearsed(make()) == EVERY
 
 
+def test_questions_that_come_later_are_answered_too(prompts, tmp_path, rehearsed):
+    """A finished OUT without questions stays so until some are demanded."""
+    make = partial(settings_of, prompts, tmp_path / "pair")
+    assert rehearsed(make()) == EVERY and rehearsed(replace(make(), questions=None)) == []
+    assert rehearsed(make("questions=5")) == ["ask", *EVERY] and len(rehearsed.seen["respond"].sources) == 2
+    assert rehearsed(replace(make("ask.count=6"), questions=None)) == ["ask", *EVERY]
+    assert rehearsed.seen["ask"].count == 6
+
+
 def test_other_prompts_are_answered_anew(tmp_path, rehearsed):
     for number in range(2):
         lines = [{"prompt": f"What is {number} and {other}?"} for other in range(9)]

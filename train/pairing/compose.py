@@ -63,7 +63,7 @@ class PairConfig:
         least=0,
     )
     block_size: int | None = setting(
-        None, "tokens of a block, anchor included", unset="8 on a CPU, otherwise 16, as published", least=2, most=MAX_NODES
+        None, "tokens of a block, anchor included", unset="5 on a CPU, otherwise 16, as published", least=2, most=MAX_NODES
     )
     num_layers: int | None = setting(
         None, "layers of the drafter's backbone", unset="a tenth of the verifier's layers, from 2 to 5", least=1
@@ -124,10 +124,13 @@ class Composer:
     @cached_property
     def num_questions(self) -> int:
         """Number of questions that the verifier writes besides the prompts."""
-        if self.settings.questions is not None:
-            return self.settings.questions
-        if (begun := self.settings.path("ask.toml")).exists():  # more prompts do not change how many there are
+        given, begun = self.settings.ask.get("count", self.settings.questions), self.settings.path("ask.toml")
+        if given is not None:
+            return given
+        if begun.exists():  # more prompts do not change how many there are
             return run_config.load(AskConfig, begun).count
+        if self.settings.path("respond.toml").exists():  # begun without questions
+            return 0
         try:
             question_tokens(self.tokenizer)
         except ValueError:  # it has no chats to write a turn of
@@ -171,7 +174,7 @@ class Composer:
         return run_config.replaced(made, settings.ask)
 
     def respond(self) -> RespondConfig:
-        """Prompts longer than 95 % of those given, and than questions, are left out; answers are cut for the device."""
+        """Composes the settings of the answers, of prompts up to the longest question and to the length of 95 % of all."""
         settings, context, prompts = self.settings, self.model.max_positions, self.prompts
         source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
         if len(prompts) < LEAST_PROMPTS:
@@ -181,7 +184,8 @@ class Composer:
         lengths = {number: len(ids) for number, ids in questions.items() if ids is not None}
         if not lengths:
             raise ValueError(f"{settings.prompts}: got no prompt that can be asked, expected chats that a user opens")
-        asked = min(lengths.values()) + self.ask().max_tokens if self.num_questions else 0  # with the chat template
+        # The shortest prompt has at least the tokens that the chat template adds to a question.
+        asked = min(lengths.values()) + self.ask().max_tokens if self.num_questions else 0
         longest = min(context // 2, math.ceil(max(asked, np.percentile([*lengths.values()], 95)) / 32) * 32)
         usable = [number for number, length in lengths.items() if length <= longest]
         sources = [dataclasses.replace(source, hold_out=_hold_out(usable))]

@@ -28,7 +28,7 @@ class Stage:
       compose: returns its settings.
       given: settings of the command that it depends on, in addition to ALWAYS_GIVEN.
       reads: file or folder of OUT that it depends on, if it is there.
-      reads_prompts: whether it depends on the prompts.
+      reads_prompts: True if it depends on the prompts.
       writes: pattern of the files or folders of OUT that it writes.
       size: returns the quantity that may grow when it continues, such as the number of steps; 0 if none may.
       follows: prefixes of the settings that may change when it continues.
@@ -53,6 +53,8 @@ class Stage:
         digest = digest_files(path) if self.reads and path.exists() else ""
         digest = composer.prompts_digest() + digest if self.reads_prompts else digest
         given = {name: values[name] for name in (*ALWAYS_GIVEN, *self.given)}
+        if self.reads_prompts and composer.num_questions:
+            given["questions"] = True  # a second source of prompts
         return {"given": given, "digest": digest, "size": self.size(composer, made)}
 
     def continued(self, made: Any, settings: PairConfig) -> Any:

@@ -227,13 +227,15 @@ def make_task(
 ) -> TrainTask:
     """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention.
 
-    `weights` are the verifier's, in which those of quantised files have layouts of their own; None: as made by `quantize`.
+    Args:
+      weights: the verifier's, whose layout follows quantised files; None: the layout that `quantize` makes.
     """
     settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}
-    frozen["verifier"] = verifier.specs(model, settings.scheme, mesh=mesh, wide_tables=True)
-    if weights is not None:
+    if weights is None:
+        frozen["verifier"] = verifier.specs(model, settings.scheme, mesh=mesh, wide_tables=True)
+    else:
         frozen["verifier"] = quantized.specs_like(verifier.specs(model), weights)
     batch = abstract_batch(settings.loop.batch, settings.data.sequence_length)
     counted = replace(model, num_experts=model.experts_per_token)  # accelerators run more: all experts

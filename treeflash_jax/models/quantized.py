@@ -110,9 +110,11 @@ class Quantized:
         return tuple(size // count for size, count in zip(self.shape, self.scale.shape, strict=True))
 
     def reshape(self, *shape: int) -> Self:
-        """Folds or splits input axes, and folds those of blocks; output axes stay."""
+        """Folds or splits input axes, and folds those of blocks; output axes stay, and parts of a mesh."""
         folded = self if self.block is None else jax.tree.map(lambda part: part.reshape(part.shape[0], -1), self)
-        partition = self.partition and (self.partition[0], next(filter(None, self.partition[1:]), None))
+        partition = None
+        if self.partition and len(shape) == 2:
+            partition = self.partition[0], next(filter(None, self.partition[1:]), None)
         return folded.replace(values=self.values.reshape(*shape), order=self.order, partition=partition)
 
 

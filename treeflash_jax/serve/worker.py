@@ -69,7 +69,13 @@ class Submission:
 
 @dataclass
 class UnfinishedAnswer:
-    """An answer of a submission, with this index in it, and the times of its first token and of its last piece."""
+    """An answer that has not ended.
+
+    Attributes:
+      index: place of the answer in its submission.
+      first_time: time of its first token.
+      last_time: time of its last piece.
+    """
 
     submission: Submission
     index: int

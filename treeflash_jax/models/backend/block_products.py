@@ -14,7 +14,7 @@ outputs, and groups of G inputs:
 | output and group | TPU | n <= MOST_VECTORS_MASKED, or one per device | `_scale_sums_of_masked_inputs` |
 | output and group | TPU | more | `_scale_weight` |
 
-A TPU of a mesh multiplies by its own part of a weight (`_multiply_shards`).
+A TPU of a mesh multiplies by its own part of a layer's weight (`_multiply_shards`).
 With a scale for each block, a kernel may replace the function (`models.kernels`). A weight is a `quantized.Quantized` with
 blocks, whose inputs are in order.
 
