@@ -1,7 +1,7 @@
 """Best-first search over the continuations of an anchor, as one top-k per level: the default tree.
 
-Shape suffixes: b batch, n tree nodes (root included), c children kept per node, w nodes below the root (n - 1), l lanes:
-nodes of a level that are followed, x ledger entries (i w of them, depth-major).
+Shape suffixes: b batch, n tree nodes (root included), c children kept per node, u nodes under the root (n - 1), w lanes:
+nodes of a level that are followed, x ledger entries (i u of them, depth-major).
 """
 
 from typing import Any, NamedTuple
@@ -36,19 +36,19 @@ def best_first(inputs: TreeInputs) -> tuple[DraftTree, None]:
 class _Best(NamedTuple):
     """The best nodes after some levels, and the lanes: the nodes whose children are considered next.
 
-    A node is named by its entry: (the level that added it) * w + (its place among the best nodes after that level).
+    A node is named by its entry: (the level that added it) * u + (its place among the best nodes after that level).
 
     Attributes:
-      score_bw: log-probabilities of the paths, in decreasing order.
-      frontier_bl: log-probabilities of the lanes' paths; -inf if the node is not new.
-      entry_bl: entries of the lanes; None: the lanes are the nodes.
+      score_bu: log-probabilities of the paths, in decreasing order.
+      frontier_bw: log-probabilities of the lanes' paths; -inf if the node is not new.
+      entry_bw: entries of the lanes; None: the lanes are the nodes.
     """
 
-    score_bw: jax.Array
-    entry_bw: jax.Array
-    frontier_bl: jax.Array
-    entry_bl: jax.Array | None
-    state_bl: Any
+    score_bu: jax.Array
+    entry_bu: jax.Array
+    frontier_bw: jax.Array
+    entry_bw: jax.Array | None
+    state_bw: Any
 
 
 def best_first_search(
@@ -68,47 +68,47 @@ def best_first_search(
     places = jnp.arange(width, dtype=jnp.int32)
 
     def add_level(best: _Best, depth: jax.Array):
-        tokens_blc, log_probs_blc = expander.children(depth, best.state_bl)
-        grown_bx = (best.frontier_bl[..., None] + log_probs_blc).reshape(len(anchor_b), -1)
-        score_bw, place_bw = stable_top_k(jnp.concatenate([best.score_bw, grown_bx], axis=1), width)
-        is_new_bw, index_bw = place_bw >= width, jnp.maximum(place_bw - width, 0)
-        lane_bw, child_bw = jnp.divmod(index_bw, tokens_blc.shape[2])
-        token_bw = jnp.take_along_axis(tokens_blc.reshape(grown_bx.shape), index_bw, axis=1)
-        open_bw = jnp.take_along_axis(expander.continues(depth, best.state_bl).reshape(grown_bx.shape), index_bw, axis=1)
-        above_bw = pick(best.entry_bw if best.entry_bl is None else best.entry_bl, lane_bw)
-        entry_bw = jnp.where(is_new_bw, depth * width + places, pick(best.entry_bw, place_bw))
-        frontier_bl = jnp.where(is_new_bw, score_bw, -jnp.inf)
-        parent_bl, child_bl, entry_bl = lane_bw, child_bw, None
-        if best.entry_bl is not None:
-            frontier_bl, chosen_bl = stable_top_k(frontier_bl, lanes)
-            parent_bl, child_bl, entry_bl = (pick(x_bw, chosen_bl) for x_bw in (lane_bw, child_bw, entry_bw))
-        parent_state_bl = jax.tree.map(lambda x_bl: pick(x_bl, parent_bl), best.state_bl)
-        state_bl = expander.follow(depth, parent_state_bl, child_bl)
+        tokens_bwc, log_probs_bwc = expander.children(depth, best.state_bw)
+        grown_bx = (best.frontier_bw[..., None] + log_probs_bwc).reshape(len(anchor_b), -1)
+        score_bu, place_bu = stable_top_k(jnp.concatenate([best.score_bu, grown_bx], axis=1), width)
+        is_new_bu, index_bu = place_bu >= width, jnp.maximum(place_bu - width, 0)
+        lane_bu, child_bu = jnp.divmod(index_bu, tokens_bwc.shape[2])
+        token_bu = jnp.take_along_axis(tokens_bwc.reshape(grown_bx.shape), index_bu, axis=1)
+        open_bu = jnp.take_along_axis(expander.continues(depth, best.state_bw).reshape(grown_bx.shape), index_bu, axis=1)
+        above_bu = pick(best.entry_bu if best.entry_bw is None else best.entry_bw, lane_bu)
+        entry_bu = jnp.where(is_new_bu, depth * width + places, pick(best.entry_bu, place_bu))
+        frontier_bw = jnp.where(is_new_bu, score_bu, -jnp.inf)
+        parent_bw, child_bw, entry_bw = lane_bu, child_bu, None
+        if best.entry_bw is not None:
+            frontier_bw, chosen_bw = stable_top_k(frontier_bw, lanes)
+            parent_bw, child_bw, entry_bw = (pick(x_bu, chosen_bw) for x_bu in (lane_bu, child_bu, entry_bu))
+        parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), best.state_bw)
+        state_bw = expander.follow(depth, parent_state_bw, child_bw)
         # Without the barrier a GPU recomputes the states of all levels above for every child.
-        best = lax.optimization_barrier(_Best(score_bw, entry_bw, frontier_bl, entry_bl, state_bl))
-        return best, (above_bw, token_bw, child_bw, open_bw)
+        best = lax.optimization_barrier(_Best(score_bu, entry_bu, frontier_bw, entry_bw, state_bw))
+        return best, (above_bu, token_bu, child_bu, open_bu)
 
     anchor_depth, anchor_state_b1 = jnp.int32(0), expander.start(1)
     tokens_b1c, log_probs_b1c = expander.children(anchor_depth, anchor_state_b1)
     ranks = np.minimum(np.arange(width), tokens_b1c.shape[2] - 1)
-    score_bw = jnp.where(np.arange(width) == ranks, log_probs_b1c[:, 0, ranks], -jnp.inf)
-    score_bw = jnp.where(score_bw == 0, 0, score_bw)  # top-k ranks -0.0 below the 0.0 of a certain child
-    rank_bw, entry_bw = (jnp.broadcast_to(jnp.asarray(x_w, jnp.int32), score_bw.shape) for x_w in (ranks, places))
-    open_bw = expander.continues(anchor_depth, anchor_state_b1)[:, 0, ranks]
-    entry_bl = None if lanes == width else entry_bw[:, :lanes]
-    state_bl = expander.follow(anchor_depth, expander.start(lanes), rank_bw[:, :lanes])
-    best = _Best(score_bw, entry_bw, score_bw[:, :lanes], entry_bl, state_bl)
+    score_bu = jnp.where(np.arange(width) == ranks, log_probs_b1c[:, 0, ranks], -jnp.inf)
+    score_bu = jnp.where(score_bu == 0, 0, score_bu)  # top-k ranks -0.0 below the 0.0 of a certain child
+    rank_bu, entry_bu = (jnp.broadcast_to(jnp.asarray(x_u, jnp.int32), score_bu.shape) for x_u in (ranks, places))
+    open_bu = expander.continues(anchor_depth, anchor_state_b1)[:, 0, ranks]
+    entry_bw = None if lanes == width else entry_bu[:, :lanes]
+    state_bw = expander.follow(anchor_depth, expander.start(lanes), rank_bu[:, :lanes])
+    best = _Best(score_bu, entry_bu, score_bu[:, :lanes], entry_bw, state_bw)
     # `above` is not read in the first level: its nodes are children of the root.
-    best, ledger = over_depths(add_level, best, depths, goes_on=lambda best: jnp.any(best.frontier_bl > -jnp.inf))
+    best, ledger = over_depths(add_level, best, depths, goes_on=lambda best: jnp.any(best.frontier_bw > -jnp.inf))
     above_bx, token_bx, child_bx, open_bx = (
-        jnp.concatenate([x_bw, jnp.moveaxis(x_ibw, 0, 1).reshape(len(anchor_b), -1)], axis=1)
-        for x_bw, x_ibw in zip((entry_bw, tokens_b1c[:, 0, ranks], rank_bw, open_bw), ledger, strict=True)
+        jnp.concatenate([x_bu, jnp.moveaxis(x_ibu, 0, 1).reshape(len(anchor_b), -1)], axis=1)
+        for x_bu, x_ibu in zip((entry_bu, tokens_b1c[:, 0, ranks], rank_bu, open_bu), ledger, strict=True)
     )
 
-    kept_bw, depth_bw = best.entry_bw, best.entry_bw // width
-    node_bx = jax.vmap(lambda kept_w: jnp.zeros_like(above_bx[0]).at[kept_w].set(places + 1))(kept_bw)
-    parent_bw = jnp.where(depth_bw == 0, 0, pick(node_bx, pick(above_bx, kept_bw)))
-    tree = below_root(anchor_b, pick(token_bx, kept_bw), parent_bw, depth_bw + 1, best.score_bw)
+    kept_bu, depth_bu = best.entry_bu, best.entry_bu // width
+    node_bx = jax.vmap(lambda kept_u: jnp.zeros_like(above_bx[0]).at[kept_u].set(places + 1))(kept_bu)
+    parent_bu = jnp.where(depth_bu == 0, 0, pick(node_bx, pick(above_bx, kept_bu)))
+    tree = below_root(anchor_b, pick(token_bx, kept_bu), parent_bu, depth_bu + 1, best.score_bu)
     for_root = ((0, 0), (1, 0))
-    open_bn = jnp.pad(pick(open_bx, kept_bw), for_root, constant_values=True)
-    return tree, jnp.pad(pick(child_bx, kept_bw), for_root), open_bn & tree.valid_bn
+    open_bn = jnp.pad(pick(open_bx, kept_bu), for_root, constant_values=True)
+    return tree, jnp.pad(pick(child_bx, kept_bu), for_root), open_bn & tree.valid_bn

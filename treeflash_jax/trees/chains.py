@@ -1,6 +1,6 @@
 """Deterministic trees of one branch.
 
-Shape suffixes: b batch, c children kept per node, w nodes below the root.
+Shape suffixes: b batch, c children kept per node, u nodes under the root.
 """
 
 from collections.abc import Callable
@@ -47,6 +47,6 @@ def _one_branch(inputs: TreeInputs, follow: Callable) -> DraftTree:
 
     state_b1 = expander.start(1)
     dtype = jax.eval_shape(expander.children, jnp.int32(0), state_b1)[1].dtype
-    _, (tokens_wb, score_wb) = over_depths(step, (jnp.zeros(best_b1.shape, dtype), state_b1), range(length))
-    index_bw = jnp.broadcast_to(jnp.arange(length), (anchor_b.shape[0], length))
-    return below_root(anchor_b, tokens_wb.T, index_bw, index_bw + 1, score_wb.T)
+    _, (tokens_ub, score_ub) = over_depths(step, (jnp.zeros(best_b1.shape, dtype), state_b1), range(length))
+    index_bu = jnp.broadcast_to(jnp.arange(length), (anchor_b.shape[0], length))
+    return below_root(anchor_b, tokens_ub.T, index_bu, index_bu + 1, score_ub.T)

@@ -1,6 +1,6 @@
 """Draft trees as arrays: nodes and their parents.
 
-Shape suffixes: b batch, n tree nodes (root included), i depth, w nodes below the root.
+Shape suffixes: b batch, n tree nodes (root included), i depth, u nodes under the root, x words of 32 nodes.
 """
 
 import jax
@@ -36,20 +36,20 @@ def root_only(anchor_b: jax.Array) -> DraftTree:
     return DraftTree(anchor_b[:, None], zero_b1, zero_b1, log_prob_bn=zero_b1.astype(jnp.float32), valid_bn=zero_b1 == 0)
 
 
-def below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftTree:
+def below_root(anchor_b, tokens_bu, parent_bu, depth_bu, log_prob_bu) -> DraftTree:
     """Returns the tree of the anchor followed by the nodes; nodes of probability zero become padding."""
-    valid_bw = jnp.isfinite(log_prob_bw)
+    valid_bu = jnp.isfinite(log_prob_bu)
 
-    def with_root(root_b, nodes_bw, padding):
-        return jnp.concatenate([root_b[:, None], jnp.where(valid_bw, nodes_bw, padding).astype(root_b.dtype)], axis=1)
+    def with_root(root_b, nodes_bu, padding):
+        return jnp.concatenate([root_b[:, None], jnp.where(valid_bu, nodes_bu, padding).astype(root_b.dtype)], axis=1)
 
     zero_b = jnp.zeros_like(anchor_b)
     return DraftTree(
-        tokens_bn=with_root(anchor_b, tokens_bw, 0),
-        parent_bn=with_root(zero_b, parent_bw, 0),
-        depth_bn=with_root(zero_b, depth_bw, 0),
-        log_prob_bn=with_root(zero_b.astype(log_prob_bw.dtype), log_prob_bw, -jnp.inf),
-        valid_bn=with_root(zero_b == 0, valid_bw, False),
+        tokens_bn=with_root(anchor_b, tokens_bu, 0),
+        parent_bn=with_root(zero_b, parent_bu, 0),
+        depth_bn=with_root(zero_b, depth_bu, 0),
+        log_prob_bn=with_root(zero_b.astype(log_prob_bu.dtype), log_prob_bu, -jnp.inf),
+        valid_bn=with_root(zero_b == 0, valid_bu, False),
     )
 
 
@@ -62,13 +62,13 @@ def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
     """Returns True at [b, i, j] if node j is node i or one of its ancestors, [b, n, n]."""
     nodes = parent_bn.shape[1]
     word_n, bit_n = np.divmod(np.arange(nodes), 32)
-    self_nw = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
-    bits_bnw, above_bn = jnp.broadcast_to(self_nw, (*parent_bn.shape, self_nw.shape[1])), parent_bn
+    self_nx = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
+    bits_bnx, above_bn = jnp.broadcast_to(self_nx, (*parent_bn.shape, self_nx.shape[1])), parent_bn
     # Pointer doubling: `max_depth` gathers in a row would take XLA's GPU compiler exponential time.
     for _ in range(max_depth.bit_length()):
-        bits_bnw |= pick(bits_bnw, above_bn)
+        bits_bnx |= pick(bits_bnx, above_bn)
         above_bn = pick(above_bn, above_bn)
-    return (jnp.repeat(bits_bnw, 32, axis=2)[:, :, :nodes] >> bit_n.astype(np.uint32)) & 1 == 1
+    return (jnp.repeat(bits_bnx, 32, axis=2)[:, :, :nodes] >> bit_n.astype(np.uint32)) & 1 == 1
 
 
 def path_tokens(tree: DraftTree, depths: int) -> jax.Array:
