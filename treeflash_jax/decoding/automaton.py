@@ -1,9 +1,10 @@
 """Automata over tokens: answers that follow a schema, a pattern or a choice.
 
-Tokens that lead to the same states from every state form a class, so that the table of a pattern is small whatever the
-vocabulary is. The tables are data of each sequence: another pattern with tables of the same size runs the same programs.
-Efficient Guided Generation for Large Language Models (arXiv 2307.09702) has automata over tokens; here every path of a
-draft tree is followed, on the device.
+Tokens form a class if they lead to the same states from every state. The table of a pattern is thus small, whatever the
+vocabulary. Tables are data of each sequence: another pattern with tables of the same size runs the same programs.
+
+Source: Efficient Guided Generation for Large Language Models (arXiv 2307.09702). Here, the automaton follows every path of
+a draft tree, on the device.
 
 Shape suffixes: b batch, n tree nodes, q states, c classes, v vocabulary, x one or two axes.
 """

@@ -1,8 +1,8 @@
 """The compiled programs of a batch, as pure functions of a donated state.
 
-`init_state` allocates the caches or reuses earlier ones; `prefill_chunks` fills them with prompts in chunks of one size,
-so that all prompt lengths share a program. `decode` runs rounds (rounds.py) until every sequence is done, or a few for
-streaming.
+- `init_state` allocates the caches, or reuses earlier ones.
+- `prefill_chunks` reads prompts into the caches, in chunks of one size, so that all prompt lengths share a program.
+- `decode` runs rounds (rounds.py) until every sequence is done, or a few rounds for streaming.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
 """

@@ -1,17 +1,17 @@
 """Processors of logits: biases, penalties, minimum lengths, the user's own function, and automata.
 
-The text of a node is the text of its sequence up to the root, then the tokens of its path. Its logits are processed as
-one-token decoding would process them after that text, before any acceptance rule reads them, so every rule is lossless for
-the processed distribution. Drafters do not see processed logits.
+The text of a node is its sequence up to the root, then the tokens of its path. A node's logits are processed as one-token
+decoding would process them after that text. This happens before any acceptance rule reads them, so every rule is lossless
+for the processed distribution. Drafters do not see processed logits.
 
 The order is as in transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
 and `frequency_penalty`, `min_new_tokens`, the user's processor, the automaton; then temperature and filters
 (`acceptance.target`).
 
-A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns logits. An
-answer ends at a position without a logit above -inf. A processor is a jittable function, or a pytree with `__call__`, whose
-arrays are arguments of the programs: `jax.tree_util.Partial(function, *arrays)`, or a dataclass
-(`jax.tree_util.register_dataclass`). One with a state has two more methods:
+A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns logits. If no
+logit of a position is above -inf, the answer ends there. A processor is a jittable function, or a pytree with `__call__`
+whose arrays are arguments of the programs: `jax.tree_util.Partial(function, *arrays)`, or a dataclass
+(`jax.tree_util.register_dataclass`). A processor with a state has two more methods:
 
     start(tokens_bs, length_b): returns the state [b, ...] after each prompt.
     advance(state, tokens): returns the state after one more token; both have leading axes [b] or [b, n].

@@ -1,16 +1,17 @@
 """Attention of new positions over a cached prefix and over each other, under one softmax.
 
-Every new position sees the whole committed prefix and the new positions in its mask: ancestors in a draft tree, earlier
-positions in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context] mask
-exists.
+Every new position sees the whole committed prefix and those new positions that its mask allows: ancestors in a draft tree,
+earlier positions in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context]
+mask exists.
 
-"xla" reads the whole capacity of the cache and is the plain form. "streamed" and "blocked" read the blocks of it that hold
-the longest prefix one after the other, so that they keep the logits of one block only: quarters of the cache, for CPUs, or
-large blocks. Other names are those of kernels, which read each prefix block by block under an online softmax; operands that
-a kernel does not take run as by "xla".
+- "xla", the plain form, reads the whole capacity of the cache.
+- "streamed" and "blocked" read one block of the cache after the other, up to the longest prefix, and keep the logits of one
+  block only. Blocks are quarters of the cache ("streamed", for CPUs) or large ("blocked").
+- Other names are kernels. They read each prefix block by block under an online softmax. Operands that a kernel does not
+  take run as by "xla".
 
-Layers with a window run as by "xla", whatever the name, and read its positions alone: all slots of a ring, or a part of a
-whole cache, of which "xla" itself reads all slots and hides the others. Packed sequences in training: `packed_attention`.
+Layers with a window run as by "xla", whatever the name. Of a ring, they read all slots. Of a whole cache, they read only a
+part, but "xla" itself reads all slots and hides the others. For packed sequences in training, see `packed_attention`.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
 either kind, h query heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix,

@@ -1,11 +1,10 @@
-"""Keys and values of committed positions, the state of attention: slot s holds absolute position s, except in rings.
+"""Keys and values of committed positions: the state of attention.
 
-They are in one array for each layer, or in one for all (stacked). Kernels of attention read one layer of a stack where it
-lies, and a commit to a stack is one store for keys and one for values. Other implementations copy the layer out of a stack
-first.
+Slot s holds absolute position s, except in rings: a layer with a window keeps its last `window` positions in a ring
+(`KVRing`). In a cache that can be cut it keeps all positions, because the window begins earlier after a cut.
 
-A layer with a window keeps its last `window` positions in a ring (`KVRing`). In a cache that can be cut it keeps all: after
-a cut, the window begins earlier.
+Each layer has its own array, or one array holds all layers (a stack). Kernels of attention read one layer of a stack where
+it lies; other implementations copy the layer out first. A commit to a stack is one store for keys and one for values.
 
 Shape suffixes: b batch, n layers of an array, t new positions, p committed positions, k key/value heads, s slots, x slots
 that are read, e head dim.

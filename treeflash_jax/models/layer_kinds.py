@@ -1,4 +1,4 @@
-"""The kinds of layers, by their names in `ModelConfig.layer_types`: those of transformers if it has the kind."""
+"""The kinds of layers by name. `ModelConfig.layer_types` uses the same names: those of transformers, if it has the kind."""
 
 from treeflash_jax.models.attention_layer import AttentionLayer
 from treeflash_jax.models.config import ModelConfig
@@ -9,15 +9,16 @@ KINDS: dict[str, LayerKind] = {
     "full_attention": AttentionLayer(),
     "sliding_attention": AttentionLayer(is_windowed=True),
     "linear_attention": DeltaLayer(),
-    "shared_full_attention": AttentionLayer(shares="full_attention"),  # ours, as the next
+    "shared_full_attention": AttentionLayer(shares="full_attention"),  # not in transformers, nor is the next
     "shared_sliding_attention": AttentionLayer(is_windowed=True, shares="sliding_attention"),
 }
 
 
 def find_sources(config: ModelConfig) -> tuple[int, ...]:
-    """Returns, for each layer, the layer whose state it reads: itself, or the last one before it of the kind it shares.
+    """Returns, for each layer, the index of the layer whose state it reads.
 
-    A layer without one before it reads what its caller gives as its own: another model's.
+    A layer that shares reads the last layer before it of the kind it shares. All others read their own state, and so do
+    sharing layers with no such layer before them: their caller gives them another model's state as their own.
     """
     last: dict[str, int] = {}
     sources = []

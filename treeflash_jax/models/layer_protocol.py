@@ -1,9 +1,10 @@
 """The protocol of a layer kind: how a decoder layer mixes positions, and what it keeps of committed ones.
 
-A decoder layer computes x + mix(norm x), then x + mlp(norm x). The kind of a layer is its `mix`; attention is one. A kind
-reads sizes in `ModelConfig.of_kind`, so that layers of one model may differ in them. A pass
-reads the states of committed positions and never writes them. What `mix` computed for new positions is committed
-afterwards, as far as they were accepted, so one pass serves prompt chunks, single tokens, chains and trees.
+A decoder layer computes x + mix(norm x), then x + mlp(norm x). The kind of a layer is its `mix`; attention is one kind.
+Sizes come from `ModelConfig.of_kind`, so layers of one model may differ in them.
+
+A pass reads the states of committed positions and never writes them. What `mix` computed for new positions is committed
+afterwards, for accepted positions only. One pass therefore serves prompt chunks, single tokens, chains and trees.
 
 A new kind is a file of its own and a line in `layer_kinds.KINDS`; `ModelConfig.layer_types` names the kind of each layer.
 tests/test_extending_layer.py has a kind with a recurrent state.

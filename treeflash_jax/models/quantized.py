@@ -9,11 +9,12 @@ A weight is about values * scale:
 | int4 | int4 | output and group of 128 inputs | largest / 7 | norms, vocabulary tables |
 | mxfp4 | float4_e2m1fn | output and group of 32 inputs | a power of two | everything but experts |
 
-`largest` is the maximum of absolute weights; inputs are the axes that a product sums over (`Spec.inputs`). The power of two
+`largest` is the maximum of absolute weights. Inputs are the axes that a product sums over (`Spec.inputs`). The power of two
 makes the largest weight 4 to 8, rounded to 6 at most. Most published files do not quantise vocabulary tables either.
-Weights of quantised files have scales and groups of the files (`formats.kept_weights`). Products scale their inputs or
-outputs, parts of the weight in turn, or the weight as it is read: none stores a whole dequantised weight (but see
-`notebooks/results/four_bits.md` for groups of 32 on TPUs).
+
+Weights of quantised files keep the files' scales and groups (`formats.kept_weights`). Products apply scales to their inputs
+or outputs, to parts of the weight in turn, or to the weight as it is read. None stores a whole dequantised weight; for
+groups of 32 on TPUs, see `notebooks/results/four_bits.md`.
 
 The quantised verifier is another model: drafted output equals ITS one-token output, not that of the wider weights.
 """

@@ -1,12 +1,12 @@
 """The door of kernels: the operation that each replaces, the device it was written for, and whether it ever ran there.
 
-Models name an operation, ask `find` for its kernel, and run their plain form if there is none. A name of attention means
-that attention. Kernels of other operations form sets, of which a call may choose one (`use`). What a kernel does not take
-runs in the plain form, and one line says so. Forms that XLA compiles, and a device runs unasked: `models.backend`.
+A model names an operation, asks `find` for its kernel, and runs the plain form if there is none. A name of attention means
+that attention. Kernels of other operations form sets, of which a call may choose one (`use`). If a kernel does not take the
+operands, the plain form runs, and one line says so. Forms that XLA compiles and devices use unasked: `models.backend`.
 
-A kernel is a file of this folder and a line of KERNELS. The file, imported at first use since Pallas is slow to import, has
-`run`, which replaces the plain form; `supports`, which returns whether the kernel takes the operands; and TAKES, which says
-the same in words. A CPU interprets kernels, slowly.
+A kernel is a file of this folder and a line of KERNELS. The file is imported at first use, since importing Pallas is slow.
+It has `run`, which replaces the plain form; `supports`, which returns whether the kernel takes the operands; and TAKES,
+which says the same in words. A CPU interprets kernels, slowly.
 """
 
 import importlib
