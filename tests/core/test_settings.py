@@ -23,7 +23,7 @@ class Toy:
     rows: int | Literal["auto"] | None = setting(None, "how many rows it has", unit="rows", unset="as many as fit")
     kind: Literal["a", "b"] = setting("a", "what it is")
     colour: str | None = setting(None, "what it looks like", choices=lambda: tuple(COLOURS))
-    names: Sequence[str] = setting((), "what it is called", unit="name")
+    names: Sequence[str] = setting((), "what it is called", unset="no name", unit="name")
     ids: Sequence[int] | None = setting(None, "what it is made of", unit="ids")
     extra: Mapping[str, Any] | None = setting(None, "what else it has", unit="json")
     loud: bool = setting(False, "whether it is heard")
@@ -71,6 +71,7 @@ def test_help_has_units_defaults_and_what_must_be_given(capsys):
     assert text.startswith("usage: toy [options] --place FOLDER ")
     assert "--size STEPS how large it is, in 10 % steps (default: 3)" in text
     assert "--rows ROWS|auto how many rows it has (default: as many as fit)" in text
+    assert "--names NAME what it is called (default: no name)" in text
     assert "--loud whether it is heard" in text and "--kind {a,b} what it is (default: a)" in text
 
 

@@ -45,7 +45,7 @@ def setting(
       default: default value; a field without one, and without a `default_factory`, is required.
       help: description for `help` and command lines.
       unit: unit of a number, or kind of a text.
-      unset: meaning of the default None.
+      unset: meaning of the default None or ().
       basic: lists the field before the advanced ones.
       group: title under which help lists the field.
       dtype: int or float, of the array that holds the numbers of a batch; None: there is no such array.
@@ -88,10 +88,10 @@ def field_names(cls: type, *groups: str, basic: bool | None = None) -> list[str]
 
 
 def default_text(field: Field) -> str:
-    """Returns the default of a field as text; "" for False and empty values."""
-    if field.default is None:
+    """Returns the default of a field as text, `unset` for None and (); "" for False and an empty text."""
+    if field.default in (None, ()):
         return field.metadata.get("unset", "")
-    return "" if field.default in ((), "", MISSING) or field.default is False else f"{field.default}"
+    return "" if field.default in ("", MISSING) or field.default is False else f"{field.default}"
 
 
 def describe(cls: type, chosen: Collection[str] | None = None) -> str:

@@ -14,19 +14,21 @@ class ServeOptions:
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 lets other machines in", unit="address")
     allowed_hosts: Sequence[str] = setting(
         (),
-        "name by which clients may call the server, besides localhost and --host; give it again for others (default: "
-        "any if other machines are let in)",
+        "name by which clients may call the server, besides localhost and --host; give it again for others",
+        unset="any if other machines are let in",
         unit="name",
     )
     allowed_origins: Sequence[str] = setting(
         (),
         "origin of pages that browsers may call the server from (CORS), such as https://example.org, or * for all; give it "
-        "again for others (default: none)",
+        "again for others",
+        unset="none",
         unit="origin",
     )
     served_model_name: Sequence[str] = setting(
         (),
-        "name of the model for clients; give it again for others (default: that of --verifier, of a path its last part)",
+        "name of the model for clients; give it again for others",
+        unset="that of --verifier, of a path its last part",
         unit="name",
     )
     port: int = setting(8000, "port to listen at; 0 takes a free one", least=0, most=65535, unit="port")
