@@ -172,7 +172,7 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
     if drafter_shape in VERIFIERS:
         return model, LanguageModelDrafter(layers=VERIFIERS[drafter_shape]).fitted(model)
     if drafter_shape == MTP:
-        return model, find_mtp(model).fitted(model)
+        return model, make_included_drafter(model).fitted(model)
     path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
     return model, draft_vocabulary.limit(model_files.read_drafter_config(path).fitted(model), path, model.vocab_size)
 
@@ -186,7 +186,7 @@ def find_verifier(name: str) -> ModelConfig:
     return model_files.read_verifier_config(name)
 
 
-def find_mtp(verifier: ModelConfig) -> Drafter:
+def make_included_drafter(verifier: ModelConfig) -> Drafter:
     """Returns a layer of multi-token prediction for a verifier, or an assistant for a Gemma.
 
     Assistants have the sizes of those of E4B and 31B, with the verifier's heads.

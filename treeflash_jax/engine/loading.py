@@ -115,7 +115,7 @@ def _locate(options: ModelOptions) -> _Pair:
     if str(drafter) in (pairs.NO_DRAFTER, pairs.MTP):
         revision = options.drafter_revision
         expect(revision is None, "drafter_revision", revision, "none without a drafter in other files")
-        inside = model_files.find_mtp(verifier) if str(drafter) == pairs.MTP else None
+        inside = model_files.find_included_drafter(verifier) if str(drafter) == pairs.MTP else None
         expected = "a verifier whose files hold mtp.* tensors (Qwen3.5, Qwen3-Next) or a folder assistant (Gemma 4)"
         expect(inside is not None or str(drafter) == pairs.NO_DRAFTER, "drafter", drafter, expected)
         return _Pair(names, verifier, inside)

