@@ -18,8 +18,8 @@ from treeflash_jax.models.kernels import HOPPER
 from treeflash_jax.models.quantized import SCALE_BLOCK
 from treeflash_jax.trees import Builder
 
-# Above this tau, SmolLM2 is faster with trees of 8 nodes than one token at a time, whatever the prompts: the largest ratio
-# of tau to speedup of four sets of prompts. By the instructions of the products, then by number of sequences.
+# Smallest tau at which trees of 8 nodes beat one-token decoding of SmolLM2, on the worst of four prompt sets (tau /
+# speedup). Keyed by the instructions of the products, then by the number of sequences decoded together.
 BREAK_EVEN_TAU = {"bfloat16": {1: 1.75, 2: 2.2, 4: 3.3}, "float32": {1: 2.15, 2: 2.2, 4: 3.2}}
 USUAL_TAU = 2.0  # assumed if a drafter states none
 LARGE_VOCABULARY = 2**14  # from which on heads score a shortlist
@@ -252,8 +252,10 @@ def keeps_groups(device: Device, dtype: Any, tokens: int, fits: bool) -> bool:
       tokens: number of tokens of a pass over one sequence: the nodes of a tree.
       fits: whether devices have room for the expanded weights.
     """
-    if not fits or device.is_cpu:
-        return not fits
+    if not fits:
+        return True
+    if device.is_cpu:
+        return False
     return device.backend == "tpu" or 1 / 2 + 2 * 4 * tokens / SCALE_BLOCK < jnp.dtype(dtype).itemsize
 
 
