@@ -25,8 +25,8 @@ UNUSED = -1  # depth of a place without a node
 
 
 @struct.dataclass
-class Draws:
-    """Tokens that were drawn for the places of an outline.
+class DrawnPlaces:
+    """Places of an outline with the tokens that were drawn for them.
 
     Attributes:
       token_bn: drawn token.
@@ -89,7 +89,7 @@ def draw_noise(key_b: jax.Array, expander: Expander, num_nodes: int) -> jax.Arra
 
 
 def draw_tokens(
-    inputs: TreeInputs, outline: Outline, *, ranks: int = 1, skeleton: int = 0, deepest: int | None = None
+    inputs: TreeInputs, outline: Outline, *, ranks: int = 1, num_fixed: int = 0, deepest: int | None = None
 ) -> tuple[DraftTree, Proposal]:
     """Draws the nodes of an outline from q: the expander's distribution, restricted to tokens that continue, renormalised.
 
@@ -101,7 +101,7 @@ def draw_tokens(
     Args:
       inputs: inputs of the builder, with noise for every place of the outline or more.
       ranks: maximal number of children of a node drawn without replacement; static.
-      skeleton: places 1 to `skeleton` are deterministic and tested after their sampled siblings; static.
+      num_fixed: number of deterministic places, which follow the root and are tested after their sampled siblings; static.
       deepest: maximal depth of the places of any sequence; static. None: unknown.
 
     Source: DDTree and TreeFlash for q; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
@@ -129,7 +129,7 @@ def draw_tokens(
         )
         return (state_bn, draws), None
 
-    start = Draws(
+    start = DrawnPlaces(
         token_bn=jnp.broadcast_to(anchor_b[:, None], (batch, n)).astype(jnp.int32),
         slot_bn=jnp.zeros((batch, n), jnp.int32),
         is_alive_bn=jnp.broadcast_to(places == 0, (batch, n)),
@@ -139,7 +139,7 @@ def draw_tokens(
         log_q_bnc=jnp.full(support_bnc.shape, -jnp.inf, noise_bnc.dtype),
     )
     (_, draws), _ = over_depths(level, (expander.start(n), start), range(depths))
-    return _compact(anchor_b, outline, draws, skeleton, depths)
+    return _compact(anchor_b, outline, draws, num_fixed, depths)
 
 
 def _list_children(
@@ -177,7 +177,9 @@ def _mark_places(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, j
     return goes_on_bn, taken_bnc | ~jnp.any(is_drawn_bnn, axis=-1, keepdims=True)
 
 
-def _draw_level(outline: Outline, draws: Draws, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int) -> Draws:
+def _draw_level(
+    outline: Outline, draws: DrawnPlaces, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int
+) -> DrawnPlaces:
     """Returns the draws after drawing the tokens at `depth` + 1 from the distributions of their parents."""
     parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
     rank_bn = jnp.minimum(outline.rank_bn, ranks - 1)
@@ -196,7 +198,7 @@ def _draw_level(outline: Outline, draws: Draws, depth, tokens_bnc, log_p_bnc, lo
     first_bn = pick(draws.first_bn, parent_bn)
     same_bnn = (first_bn[:, None] == first_bn[..., None]) & (token_bn[:, None] == token_bn[..., None])
     same_bnn &= (below_bn & alive_bn)[:, None] & (below_bn & alive_bn)[..., None]
-    return Draws(
+    return DrawnPlaces(
         token_bn=token_bn,
         slot_bn=jnp.where(below_bn, slot_bn, draws.slot_bn),
         is_alive_bn=alive_bn,
@@ -207,7 +209,7 @@ def _draw_level(outline: Outline, draws: Draws, depth, tokens_bnc, log_p_bnc, lo
     )
 
 
-def _compact(anchor_b, outline: Outline, draws: Draws, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:
+def _compact(anchor_b, outline: Outline, draws: DrawnPlaces, num_fixed: int, depths: int) -> tuple[DraftTree, Proposal]:
     """Moves nodes to the front, and the places left empty by duplicates and ended branches to the end."""
     n = outline.parent_bn.shape[1]
     places = jnp.arange(n, dtype=jnp.int32)
@@ -226,7 +228,7 @@ def _compact(anchor_b, outline: Outline, draws: Draws, skeleton: int, depths: in
         log_prob_bn=moved(draws.log_prob_bn, -jnp.inf),
         valid_bn=valid_bn,
     )
-    tested_x = jnp.asarray([*range(skeleton + 1, n), *range(1, skeleton + 1)], jnp.int32)
+    tested_x = jnp.asarray([*range(num_fixed + 1, n), *range(1, num_fixed + 1)], jnp.int32)
     proposal = Proposal(
         support_bnc=pick(draws.support_bnc, order_bn),
         log_q_bnc=jnp.where(valid_bn[..., None], pick(draws.log_q_bnc, order_bn), -jnp.inf),

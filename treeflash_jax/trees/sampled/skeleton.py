@@ -24,7 +24,7 @@ def skeleton_chains(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """
     wanted = round(inputs.shape.skeleton * (inputs.num_nodes - 1))
     skeleton, slot_bk, open_bk = best_first_search(inputs, wanted + 1)
-    fixed = skeleton.tokens_bn.shape[1] - 1
+    num_fixed = skeleton.tokens_bn.shape[1] - 1
     depth_bk = jnp.where(skeleton.valid_bn, skeleton.depth_bn, UNUSED)
     kind_bk = jnp.full_like(depth_bk, DETERMINISTIC)
     outline = Outline(skeleton.parent_bn, depth_bk, kind_bk, jnp.zeros_like(depth_bk), slot_bk)
@@ -32,9 +32,9 @@ def skeleton_chains(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
         skeleton.parent_bn, skeleton.valid_bn.at[:, 0].set(False).astype(jnp.int32)
     )
     has_spare_bk = open_bk & (children_bk < inputs.noise_bnc.shape[2])  # none is left if all children are in the skeleton
-    chains = _chains(skeleton, has_spare_bk, inputs.num_nodes - 1 - fixed, inputs.expander.num_depths)
+    chains = _chains(skeleton, has_spare_bk, inputs.num_nodes - 1 - num_fixed, inputs.expander.num_depths)
     outline = jax.tree.map(lambda fixed_bk, drawn_bs: jnp.concatenate([fixed_bk, drawn_bs], axis=1), outline, chains)
-    return draw_tokens(inputs, outline, skeleton=fixed)
+    return draw_tokens(inputs, outline, num_fixed=num_fixed)
 
 
 def _chains(skeleton: DraftTree, has_spare_bk: jax.Array, count: int, depths: int) -> Outline:
