@@ -1,6 +1,7 @@
 """The protocol of file dialects."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ OUR_KEY = "treeflash_config"  # holds fields of a drafter that only files writte
 OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau")
 
 
-class Dialect:
+class Dialect(ABC):
     """A file format of verifiers or drafters: its marks, the meaning of its config, and the location of each weight.
 
     Tensors may be presented under other names, types or orders than the file's, as for GGUF files.
@@ -40,9 +41,9 @@ class Dialect:
         """Returns whether these files are in this dialect; `keys` of files without a config.json are empty."""
         return all(mark in keys.raw for mark in self.marks)
 
+    @abstractmethod
     def read_config(self, path: Path, keys: Keys) -> Any:
         """Returns the config. Raises ValueError for a key or value that is not implemented."""
-        raise NotImplementedError
 
     def copies(self, config: Any) -> dict[str, str]:
         """Returns the copies of the verifier's tensors: names in the verifier's specs, by their names in files."""
@@ -58,13 +59,13 @@ class Dialect:
         """Returns the tensors of `opened`, given all of a folder's. Raises ValueError for damaged ones."""
         return tensors
 
+    @abstractmethod
     def entries(self, config: Any, specs: Any, names: Collection[str]) -> Any:
         """Returns the location on disk of each weight: a tree of Entry, in the structure of the specs.
 
         Args:
           names: names of the file's tensors, which determine the layout; empty when files are written.
         """
-        raise NotImplementedError
 
     def without_head(self, config: Any, params: Any) -> tuple[Any, Any]:
         """Returns a drafter without its head. Raises ValueError if drafters in this dialect have none."""
