@@ -230,7 +230,7 @@ def can_answer(table: AutomatonTable, ids: list[int]) -> bool:
 
 def ids_of(tokenizer: Tokenizer, *pieces: str | bytes) -> list[int]:
     """Returns added tokens for texts that are one, otherwise and for bytes a token for each byte."""
-    by_byte = {text: id for id, text in tokenizer.token_bytes().items() if len(text) == 1}
+    by_byte = {text: id for id, text in tokenizer.token_bytes.items() if len(text) == 1}
     added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
     ids = []
     for piece in pieces:
@@ -254,7 +254,7 @@ def test_added_tokens_are_tokens_where_a_constraint_names_them(tokenizer):
     # A byte of no text, behind which the first marker's number would follow, is not the beginning of a marker.
     assert not can(b"\xff\x00\n5\n", END) and not can(b"\xff\x01\n5\n", END) and not can(b"\xff", CALL, "\n5\n", END)
     allowed = np.flatnonzero(table.next_qc[:, table.class_v].max(axis=0) >= 0)
-    texts = tokenizer.token_bytes()
+    texts = tokenizer.token_bytes
     assert not any(b"\xff" in texts.get(token, b"") for token in allowed)
 
 

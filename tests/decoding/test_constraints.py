@@ -299,7 +299,7 @@ def test_walks_through_a_table_are_matches(tiny, pattern):
 
 
 def test_bytes_of_both_kinds_of_tokenizers(tiny):
-    texts = tiny.tokenizer.token_bytes()
+    texts = tiny.tokenizer.token_bytes
     ids = tiny.tokenizer.encode("Caf\u00e9, 3\n\U0001f600")
     assert b"".join(texts[id] for id in ids).decode() == "Caf\u00e9, 3\n\U0001f600"
     assert not texts.keys() & tiny.tokenizer.inner.added_tokens_decoder.keys()

@@ -72,7 +72,7 @@ def make_table(
     is_final_q = automaton.is_final_q
     added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
     # A token with the byte of markers, which is no text, could begin one.
-    texts = {id: text for id, text in tokenizer.token_bytes().items() if NO_UTF8 not in text}
+    texts = {id: text for id, text in tokenizer.token_bytes.items() if NO_UTF8 not in text}
     texts |= {added[text]: marker(index) for index, text in enumerate(tokens)}
     columns, class_v = _token_classes(automaton, texts, vocab_size)
     complete_q = np.where(is_final_q, np.arange(is_final_q.size), NOWHERE)

@@ -78,7 +78,7 @@ class AnswerText:
         if not (self._half or self._prompt_half or text.endswith(REPLACEMENT_CHARACTER)):
             return text, text.encode()
         with suppress(ValueError):
-            return text, tokenizer.token_bytes().get(token, tokenizer.decode([token]).encode())
+            return text, tokenizer.token_bytes.get(token, tokenizer.decode([token]).encode())
         return text, None
 
     def _take_piece(self) -> str:

@@ -103,12 +103,9 @@ class Tokenizer:
         """Names of the tokens that `decode` skips, by id."""
         return {id: token.content for id, token in self.inner.added_tokens_decoder.items() if token.special}
 
-    def token_bytes(self) -> dict[int, bytes]:
-        """Returns the bytes that each token stands for, without added tokens. Raises ValueError for other tokenizers."""
-        return self._token_bytes
-
     @functools.cached_property
-    def _token_bytes(self) -> dict[int, bytes]:
+    def token_bytes(self) -> dict[int, bytes]:
+        """Bytes that each token stands for, without added tokens. Raises ValueError for other tokenizers."""
         decoder = self.inner.backend_tokenizer.decoder
         decoder = {} if decoder is None else json.loads(decoder.__getstate__())  # quicker than the whole tokenizer as JSON
         kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ())) if part}
