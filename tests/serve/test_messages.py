@@ -98,8 +98,8 @@ def test_bodies_become_calls(fields, tools, settings, template):
     ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "got tool_choice.name None"),
     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "got tool_choice 'sub', expected one of tools: add"),
     ({"tools": [SERVERS_TOOL], "tool_choice": {"type": "any"}}, "got tool_choice that demands a call, but no tools"),
-    ({"output_format": FORM, "output_config": {"format": FORM}}, "got output_format {"),
-    ({"output_config": {"format": FORM}, "guided_regex": "a"}, "got output_config.format {"),
+    ({"output_format": FORM, "output_config": {"format": FORM}}, "got output_config.format and output_format ["),
+    ({"output_config": {"format": FORM}, "guided_regex": "a"}, "got guided_regex and output_config.format ['a'"),
     ({"chat_template_kwargs": {"tokenize": True}}, "got chat_template_kwargs ['tokenize']"),
     ({"container": "x"}, "got container 'x', expected none: it is not supported"),
 ])  # fmt: skip

@@ -164,7 +164,7 @@ IMAGE = {"type": "input_image", "image_url": "x"}
     ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "got tool_choice.mode None"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["add"]}}, "got tool_choice.tools ['add']"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "got text.format.schema None"),
-    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "got text.format 'json_object'"),
+    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "got regex and text.format.schema ['a'"),
     ({"top_logprobs": 2}, "got top_logprobs 2, expected include"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "got top_logprobs 21, expected 0 to 20"),
     ({"n": 2}, "got n 2, expected 1"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
-from treeflash_jax.core.checks import expect, parse_json, quoted
+from treeflash_jax.core.checks import WrongValue, expect, parse_json, quoted
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Demands
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -89,14 +89,14 @@ def compile_constraint(
     """
     if tokenizer is None or not stop_ids:
         missing = "tokenizer.json" if tokenizer is None else "token that ends an answer"
-        raise ValueError(f"got {kind} {quoted(value)}, but the verifier's folder has no {missing}")
+        raise WrongValue(f"got {kind} {quoted(value)}, but the verifier's folder has no {missing}", kind)
     if kind in ("schema", "structural_tag"):
         parse_json(value)
     try:
         value = tuple(value) if kind == "choices" else value
         return _compile(kind, value, depth, tokenizer, tuple(stop_ids), vocab_size)
     except Unusable as error:
-        raise ValueError(f"got {kind} {quoted(value)}, {error}") from None
+        raise WrongValue(f"got {kind} {quoted(value)}, {error}", kind) from None
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,6 +1,5 @@
 """Calls of the model, read from HTTP requests: their bodies parsed, their prompts as ids, their constraints compiled."""
 
-import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,8 +98,7 @@ class CallReader:
 
 def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:
     """Returns an error about a setting with the name of the field that the client sent."""
-    match = re.match(r"got (\w+) ", str(error))
-    if match is None or match[1] not in sent_names:
+    if not isinstance(error, WrongValue) or error.name not in sent_names:
         return error
-    name = sent_names[match[1]]
-    return WrongValue(str(error).replace(match[1], name, 1), name)
+    name = sent_names[error.name]
+    return WrongValue(str(error).replace(error.name, name, 1), name)

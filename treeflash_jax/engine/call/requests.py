@@ -7,7 +7,7 @@ from typing import Any
 
 from treeflash_jax.constraints import compilation
 from treeflash_jax.constraints.tables import AutomatonTable
-from treeflash_jax.core.checks import clipped, coerce, expect, quoted
+from treeflash_jax.core.checks import WrongValue, clipped, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
@@ -145,7 +145,8 @@ def find_stops(
     if not stop:
         return (), tuple(stop_ids)
     if tokenizer is None:
-        raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
+        missing = "got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead"
+        raise WrongValue(missing, "stop")
     special = {token.content: i for i, token in tokenizer.inner.added_tokens_decoder.items() if token.special}
     ids = [special[text] for text in stop if text in special]
     return tuple(text for text in stop if text not in special), (*stop_ids, *ids)

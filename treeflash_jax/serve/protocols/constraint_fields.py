@@ -56,10 +56,10 @@ class ConstraintFields(BaseModel, extra="allow"):
     json_schema: dict[str, Any] | bool | str | None = None
     regex: str | None = None
 
-    def constraint(self) -> dict[str, Any]:
-        """Returns the constraint of the answer, by our name. Raises ValueError for several, and for fields that we lack."""
+    def constraints(self) -> dict[str, tuple[str, Any]]:
+        """Returns our name and the value of each given constraint, by its field. Raises ValueError for a missing schema."""
         outputs = self.structured_outputs or StructuredOutputs()
-        given = {
+        fields = {
             "response_format": (self.response_format or ResponseFormat(type="text")).constraint(),
             "structured_outputs.json": ("schema", outputs.schema_),
             "structured_outputs.json_object": ("schema", ANY_OBJECT if outputs.json_object else None),
@@ -72,10 +72,15 @@ class ConstraintFields(BaseModel, extra="allow"):
             "json_schema": ("schema", self.json_schema),
             "regex": ("pattern", self.regex),
         }
+        return {field: (name, value) for field, (name, value) in fields.items() if value is not None}
+
+    def constraint(self) -> dict[str, Any]:
+        """Returns the constraint of the answer, by our name. Raises ValueError for several, and for fields that we lack."""
+        outputs = self.structured_outputs or StructuredOutputs()
         others = {f"structured_outputs.{name}": value for name, value in outputs.model_extra.items()}
         others |= {name: value for name, value in self.model_extra.items() if OTHER_CONSTRAINTS.fullmatch(name)}
         for name, value in others.items():
             expect(value is None, name, value, "none: answers follow a JSON schema, a regular expression or choices")
-        given = {field: (name, value) for field, (name, value) in given.items() if value is not None}
+        given = self.constraints()
         expect(len(given) < 2, " and ".join(given), [value for _, value in given.values()], "one of them")
         return {name: value if isinstance(value, str | list) else json.dumps(value) for name, value in given.values()}

@@ -57,7 +57,8 @@ class Body(ConstraintFields):
 
     def sent_names(self) -> dict[str, str]:
         """Returns the names that clients give to our settings, by our names, if they differ."""
-        return {"max_new_tokens": self.length_field, "min_new_tokens": "min_tokens", "samples": "n"}
+        names = {"max_new_tokens": self.length_field, "min_new_tokens": "min_tokens", "samples": "n"}
+        return names | {name: field for field, (name, _) in self.constraints().items()}
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that the client gives, by our names. Raises ValueError for unsupported fields."""

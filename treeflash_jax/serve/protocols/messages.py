@@ -72,15 +72,11 @@ class MessagesBody(Body):
         settings = super().settings()
         return settings if self.stop_sequences is None else settings | {"stop": self.stop_sequences}
 
-    def constraint(self) -> dict[str, Any]:
-        given = super().constraint()
+    def constraints(self) -> dict[str, tuple[str, Any]]:
         config = self.output_config or OutputConfig()
         forms = {"output_config.format": config.format, "output_format": self.output_format}
-        for name, form in forms.items():
-            if form is not None:
-                expect(not given, name, form.schema_, "no other constraint beside it")
-                given = {"schema": json.dumps(form.schema_)}
-        return given
+        schemas = {field: ("schema", form.schema_) for field, form in forms.items() if form is not None}
+        return super().constraints() | schemas
 
     def template_arguments(self) -> dict[str, Any]:
         """Returns arguments of the chat template. Raises as `check_template`."""

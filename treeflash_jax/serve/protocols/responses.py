@@ -69,16 +69,13 @@ class ResponsesBody(Body):
         expect(self.n in (None, 1), "n", self.n, "1: a response is one answer")
         return super().settings()
 
-    def constraint(self) -> dict[str, Any]:
-        constraint, form = super().constraint(), self.text_format
+    def constraints(self) -> dict[str, tuple[str, Any]]:
+        form = self.text_format
         if form.type == "text":
-            return constraint
-        expect(not constraint, "text.format", form.type, "text beside another constraint")
+            return super().constraints()
         expect(form.type == "json_object" or form.schema_ is not None, "text.format.schema", None, "a JSON schema")
-        return {"schema": ANY_OBJECT if form.type == "json_object" else json.dumps(form.schema_)}
-
-    def sent_names(self) -> dict[str, str]:
-        return super().sent_names() | ({} if self.text_format.type == "text" else {"schema": "text.format.schema"})
+        schema = ANY_OBJECT if form.type == "json_object" else form.schema_
+        return super().constraints() | {"text.format.schema": ("schema", schema)}
 
     def template_arguments(self) -> dict[str, Any]:
         """Returns arguments of the chat template. Raises as `check_template`."""
