@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.data.packing import Corpus
-from train.pairing import choices
 from train.runtime import run_config
 from train.runtime.training_state import SumsFunction
+from train.stages import choices
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
 from train.stages.objective import ObjectiveConfig, drafting_sums

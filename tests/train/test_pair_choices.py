@@ -11,8 +11,8 @@ import toy_training
 from refusals import refused
 
 from train import drafter
-from train.pairing import choices
 from train.runtime import loop, run_config
+from train.stages import choices
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig

@@ -20,9 +20,9 @@ from toy_training import change_weights, read_lines, write_lines
 import treeflash_jax as tf
 from train import measure, pair
 from train.data import packing
-from train.pairing import choices, compose, stages
+from train.pairing import compose, stages
 from train.runtime import run_config, watch
-from train.stages import registry
+from train.stages import choices, registry
 from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights

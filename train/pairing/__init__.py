@@ -1,1 +1,1 @@
-"""Decisions of `train.pair`: choices by rule, and settings of every stage."""
+"""The stages of `train.pair`: their settings, and which of them a rerun redoes."""

@@ -23,10 +23,10 @@ from train.evaluate import EvaluateConfig
 from train.export import ExportConfig
 from train.head import HeadStage
 from train.measure import MeasureConfig
-from train.pairing import choices
 from train.respond import RespondConfig, encode_question
 from train.runtime import run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
+from train.stages import choices
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import warn

@@ -1,4 +1,4 @@
-"""Rules by which `train.pair` chooses the sizes of a drafter."""
+"""Rules for the sizes of a new block drafter."""
 
 import numpy as np
 
