@@ -10,9 +10,8 @@ from answers import make_assistant, make_pair, slow_unless, with_shared_layers, 
 from drafted_pairs import KINDS, ONE_LAYER
 
 import treeflash_jax as tf
-from treeflash_jax.core import clock
 from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.schedule import batching
+from treeflash_jax.engine.schedule import batching, prefill
 from treeflash_jax.engine.schedule.runner import Runner
 
 
@@ -92,7 +91,7 @@ def test_a_stream_has_the_caches_of_a_session_to_itself(small):
 
 
 def test_a_prompt_is_read_in_pieces_that_are_reported(small, monkeypatch, caplog):
-    monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(prefill, "REPORT_SECONDS", 0.0)
     config = tf.GenerateConfig(builder="none", max_new_tokens=4)
     chunk = small.plan(config).shared.prefill_chunk
     length = 2 * chunk + 5

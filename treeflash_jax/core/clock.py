@@ -10,7 +10,6 @@ from treeflash_jax.core.checks import clipped
 
 logger = logging.getLogger("treeflash_jax")
 SILENT_SECONDS = 1.0
-REPORT_SECONDS = 2.0  # between two log lines about the same prompt
 
 
 @contextmanager
@@ -37,19 +36,6 @@ class Clock:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self._since
-
-    def report_reading(self, position: int, length: int, reported: float) -> float:
-        """Logs the position in a prompt during prefill, every few seconds.
-
-        Args:
-          reported: time of the last report, or of the start (`time.perf_counter`).
-
-        Returns the time of the last report.
-        """
-        if time.perf_counter() - reported < REPORT_SECONDS:
-            return reported
-        logger.warning("reading the prompt: %s of %s tokens", f"{position:,}", f"{length:,}")
-        return time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Reading of prompts by the programs of a plan, a few chunks per dispatch."""
 
+import logging
 import time
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,9 @@ from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.schedule.batching import Batch
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.models.caches import Cache
+
+logger = logging.getLogger("treeflash_jax")
+REPORT_SECONDS = 2.0  # between two log lines about the same prompt
 
 
 class PrefixCaches(NamedTuple):
@@ -87,7 +91,9 @@ class Prefill:
 
     def read(self, passes: int) -> None:
         """Reads up to `passes` chunks of every prompt; waits until they are read."""
-        self._reported = self._runner.clock.report_reading(self._position, self._longest, self._reported)
+        if time.perf_counter() - self._reported >= REPORT_SECONDS:
+            logger.warning("reading the prompt: %s of %s tokens", f"{self._position:,}", f"{self._longest:,}")
+            self._reported = time.perf_counter()
         self.state = self._read(passes)
         jax.block_until_ready(self.state)
         self._position += passes * self._chunk
