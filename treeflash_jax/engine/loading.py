@@ -1,7 +1,6 @@
 """Loading a verifier with its drafter."""
 
 import argparse
-import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import programs, sharding
-from treeflash_jax.core.checks import clipping, coerce, expect, refuse_unknown
+from treeflash_jax.core.checks import clipping, coerce, expect, refuse_unknown, warn
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import field_names, option_values
 from treeflash_jax.decoding.state import Weights
@@ -34,8 +33,6 @@ from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.quantized import NONE
 from treeflash_jax.models.verifier import merge
-
-logger = logging.getLogger("treeflash_jax")
 
 
 @clipping
@@ -184,10 +181,10 @@ def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter
     config = draft_vocabulary.limit(config, pair.drafter, verifier.vocab_size)
     if config.thinking != "either" and bool(config.thinking) != thinking:
         states = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
-        logger.warning(f"the drafter {states[config.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
+        warn(f"the drafter {states[config.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
     if config.max_positions is not None and config.max_positions < verifier.max_positions:
         most = f"{config.max_positions:,} tokens, less than the verifier's {verifier.max_positions:,}"
-        logger.warning(f"the drafter's context is {most}: tau may be far lower in longer texts")
+        warn(f"the drafter's context is {most}: tau may be far lower in longer texts")
     return config
 
 

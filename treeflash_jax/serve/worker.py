@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from treeflash_jax.constraints.tables import allow_all
-from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.core.checks import clipped, expect, warn
 from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
@@ -110,7 +110,7 @@ class Worker(threading.Thread):
         self._stops = self._has_ended = False
         plan = model.plan(config, slots)
         if plan.why_plain is not None:
-            logger.warning("decoding one token at a time: %s", plan.why_plain)
+            warn(f"decoding one token at a time: {plan.why_plain}")
         # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
         room = 1 + max(plan.path_length, plan.shared.prefill_chunk)
         capacity = -(-(self.request_maker.context + room) // CAPACITY_STEP) * CAPACITY_STEP
