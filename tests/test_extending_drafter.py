@@ -66,7 +66,7 @@ class BigramDrafter(drafters.Drafter):
     def init(self, batch, capacity, dtype):
         return LastToken(jnp.full(batch, -1, jnp.int32))
 
-    def extend(self, params, tables, state, features_btj, tokens_bt, count_b, *, attention):
+    def extend(self, params, verifier_params, state, features_btj, tokens_bt, count_b, *, attention):
         last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
         return LastToken(jnp.where(count_b > 0, last_b, state.token_b))
 

@@ -66,10 +66,10 @@ def compiled(case: SimpleNamespace, function: Any = lambda expander: expander, *
 
     @jax.jit
     def run(params, tables, state):
-        here = replace(inputs, params=params, tables=tables, state=state)
+        here = replace(inputs, params=params, verifier_params=tables, state=state)
         return drafter.draft_block(here) if function is BLOCK else function(drafter.draft(here))
 
-    return run(inputs.params, inputs.tables, inputs.state)
+    return run(inputs.params, inputs.verifier_params, inputs.state)
 
 
 def walk(case: SimpleNamespace, **changes) -> np.ndarray:
@@ -88,7 +88,7 @@ def normed(case: SimpleNamespace, **changes) -> np.ndarray:
 
 
 def unembedding(case: SimpleNamespace) -> Unembed:
-    params, tables = case.inputs.params, case.inputs.tables
+    params, tables = case.inputs.params, case.inputs.verifier_params
     table = params.get("unembed", tables.get("unembed", tables["embed"]))
     return Unembed(tables["embed"], table, params["backbone"]["norm"], case.drafter.layers.rms_norm_eps)
 
@@ -235,7 +235,7 @@ def test_lilicorr_keeps_the_last_feature_of_a_context_in_parts():
     state = case.drafter.init(1, 32, jnp.float32)
     for start, count in ((0, 7), (7, 13), (20, 0)):
         features_btj = np.pad(case.features, ((0, 0), (0, 20), (0, 0)))[:, start : start + 16]
-        args = case.inputs.params, case.inputs.tables, state, features_btj, None, np.int32([count])
+        args = case.inputs.params, case.inputs.verifier_params, state, features_btj, None, np.int32([count])
         state = read_state(case.drafter, *args)
     np.testing.assert_allclose(state.hidden_bd, case.inputs.state.hidden_bd, atol=1e-5)
 
@@ -265,9 +265,9 @@ def test_windows_of_the_anchor_and_of_each_slot(shared_window):
         first = context.states[0]
         first = first.replace(keys_bnkse=first.keys_bnkse.at[:, :, :, position].add(1))
         state = case.inputs.state.replace(context=context.replace(states=(first,), groups=((0,),)))
-        return drafter.draft_block(replace(case.inputs, params=params, tables=tables, state=state))[0]
+        return drafter.draft_block(replace(case.inputs, params=params, verifier_params=tables, state=state))[0]
 
-    run = partial(run, params, case.inputs.tables, context)
+    run = partial(run, params, case.inputs.verifier_params, context)
     plain = run(30)  # past the end of the context
     last_q = np.full(8, length - 1) if shared_window else length + np.arange(8)
     for position in range(length):

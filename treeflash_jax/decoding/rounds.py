@@ -101,7 +101,7 @@ def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> tr
     """Runs the drafter; a network that runs once per level runs while the tree is built."""
     inputs = Inputs(
         params=weights.drafter,
-        tables=weights.verifier,
+        verifier_params=weights.verifier,
         state=state.drafter,
         anchor_b=find_anchor(state),
         temperature_b=state.sampling.drafter_temperature_b,

@@ -134,16 +134,18 @@ class AssistantDrafter(LaneDrafter):
     def init(self, batch: int, capacity: int, dtype: Any) -> LastHidden:
         return LastHidden(jnp.zeros((batch, self.target_hidden_size), dtype))
 
-    def extend(self, params, tables, state: LastHidden, features_btj, tokens_bt, count_b, *, attention: str) -> LastHidden:
+    def extend(
+        self, params, verifier_params, state: LastHidden, features_btj, tokens_bt, count_b, *, attention: str
+    ) -> LastHidden:
         """Keeps the hidden state of the last committed position."""
-        hidden_bj = layers.norm(self.layers, at_last(features_btj, count_b)[:, 0], tables["norm"])
+        hidden_bj = layers.norm(self.layers, at_last(features_btj, count_b)[:, 0], verifier_params["norm"])
         is_new_b1 = (count_b > 0)[:, None]
         return LastHidden(jnp.where(is_new_b1, hidden_bj.astype(state.hidden_bj.dtype), state.hidden_bj))
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layers that continue below them."""
         step, committed = AssistantStep(self, inputs.attention), committed_layers(inputs.cache, self.sources)
-        shared = inputs.params, {"embed": inputs.tables["embed"]}, committed, inputs.temperature_b
+        shared = inputs.params, {"embed": inputs.verifier_params["embed"]}, committed, inputs.temperature_b
         first = step.run(shared, inputs.anchor_b[:, None], inputs.state.hidden_bj[:, None])
         position_b = committed.length_b + 1
         lanes = LaneExpander(shared, position_b, first, step=step, scratch=(), num_depths=inputs.depths)

@@ -110,12 +110,12 @@ class Eagle3Drafter(LaneDrafter):
         return tree
 
     def extend(
-        self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
         """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
         prefix, length_b, length = state.context.layers[0], state.context.length_b, features_btj.shape[1]
         carried_btd = fuse(params, self, features_btj)
-        read_bt = layer_input(params, tables, self, tokens_bt, carried_btd)
+        read_bt = layer_input(params, verifier_params, self, tokens_bt, carried_btd)
         positions_bt = length_b[:, None] + jnp.arange(length)
         k_btke, v_btke = layers.keys_values(params["layer"], self.layers, read_bt, rotary_table(self, positions_bt))
 
@@ -132,7 +132,7 @@ class Eagle3Drafter(LaneDrafter):
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layer that continues below them."""
-        embed = {} if self.own_embedding else {"embed": inputs.tables["embed"]}
+        embed = {} if self.own_embedding else {"embed": inputs.verifier_params["embed"]}
         shared = inputs.params, embed, inputs.state.context, inputs.temperature_b
         return self.expand(inputs, shared, LayerStep(self, inputs.attention))
 

@@ -85,9 +85,9 @@ class LanguageModelDrafter(LaneDrafter):
         return SteeredState(**vars(state), shifts=tuple(jnp.zeros(shape, dtype) for _ in self.layers.kinds))
 
     def extend(
-        self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
-        """Reads the next tokens of the text, from the first of the prompt; reads no tables.
+        """Reads the next tokens of the text, from the first of the prompt; reads no weights of the verifier.
 
         With steering, features at the last position shift it and the next draft; positions before it keep the shifts that
         they were drafted with. Prompts come without features and are not shifted.

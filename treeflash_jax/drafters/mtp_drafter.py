@@ -74,14 +74,14 @@ class MtpDrafter(LaneDrafter):
         return tree | listed_specs(self.draft_vocab_size, width)
 
     def extend(
-        self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
         """Adds committed positions."""
         batch, length = tokens_bt.shape
-        hidden_btd = layers.norm(self.layers, features_btj, tables["norm"])
+        hidden_btd = layers.norm(self.layers, features_btj, verifier_params["norm"])
         positions_bt = state.context.length_b[:, None] + jnp.arange(length)
         mask_btt = verifier.causal_mask(batch, length)
-        x_btd = layer_input(params, tables, self, tokens_bt, hidden_btd)
+        x_btd = layer_input(params, verifier_params, self, tokens_bt, hidden_btd)
         out = verifier.through_layers(
             params, self.layers, x_btd, positions_bt, mask_btt, state.context, attention=attention
         )
@@ -89,7 +89,7 @@ class MtpDrafter(LaneDrafter):
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layer that continues below them."""
-        tables = {name: inputs.tables[name] for name in ("embed", "unembed") if name in inputs.tables}
+        tables = {name: inputs.verifier_params[name] for name in ("embed", "unembed") if name in inputs.verifier_params}
         shared = inputs.params, tables, inputs.state.context, inputs.temperature_b
         return self.expand(inputs, shared, MtpStep(self, inputs.attention))
 

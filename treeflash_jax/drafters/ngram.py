@@ -78,7 +78,9 @@ class NgramDrafter(Drafter):
     def init(self, batch: int, capacity: int, dtype: Any) -> NoState:
         return NoState()
 
-    def extend(self, params, tables, state: NoState, features_btj, tokens_bt, count_b, *, attention: str) -> NoState:
+    def extend(
+        self, params, verifier_params, state: NoState, features_btj, tokens_bt, count_b, *, attention: str
+    ) -> NoState:
         return state
 
     def draft(self, inputs: Inputs) -> "Continuations":

@@ -63,7 +63,7 @@ class Inputs:
 
     Attributes:
       params: the drafter's weights.
-      tables: the verifier's weights, whose embedding and vocabulary tables drafters share.
+      verifier_params: the verifier's weights, whose embedding and vocabulary tables drafters share.
       state: the drafter's state.
       anchor_b: the last committed token of each sequence.
       temperature_b: temperature of the draft distribution, above 0.
@@ -75,7 +75,7 @@ class Inputs:
     """
 
     params: Any
-    tables: Any
+    verifier_params: Any
     state: Any
     anchor_b: jax.Array
     temperature_b: jax.Array
@@ -156,7 +156,7 @@ class Drafter(ABC):
     def extend(
         self,
         params: Any,
-        tables: Any,
+        verifier_params: Any,
         state: Any,
         features_btj: jax.Array,
         tokens_bt: jax.Array,
@@ -167,7 +167,7 @@ class Drafter(ABC):
         """Adds the next committed positions to the state.
 
         Args:
-          params, tables: weights of the drafter and of the verifier.
+          params, verifier_params: weights of the drafter and of the verifier.
           features_btj: verifier features at the positions that follow those of the state.
           tokens_bt: the token that follows each of these positions.
           count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.

@@ -185,7 +185,7 @@ class BlockDrafter(Drafter):
         return ContextState(context, hidden_bd)
 
     def extend(
-        self, params, tables, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
         """Adds verifier features of the next committed positions to the context; keeps the last fused feature if read."""
         positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
@@ -199,8 +199,8 @@ class BlockDrafter(Drafter):
     def draft(self, inputs: Inputs) -> Expander:
         """Returns next-token distributions at every depth, given the tokens before; with `ngrams`, joined with n-grams."""
         hidden_bid = self.draft_block(inputs)[:, self.first_slot :]
-        embed_vd, norm = inputs.tables["embed"], inputs.params["backbone"]["norm"]
-        unembed = Unembed(embed_vd, inputs.tables.get("unembed", embed_vd), norm, self.layers.rms_norm_eps)
+        embed_vd, norm = inputs.verifier_params["embed"], inputs.params["backbone"]["norm"]
+        unembed = Unembed(embed_vd, inputs.verifier_params.get("unembed", embed_vd), norm, self.layers.rms_norm_eps)
         unembed = unembed.replace(logit_cap=self.logit_cap, embedding_factor=self.embedding_factor)
         if self.draft_vocab_size:
             unembed = unembed.replace(unembed_vd=inputs.params["unembed"], ids_v=draft_ids(inputs.params))
@@ -215,7 +215,7 @@ class BlockDrafter(Drafter):
         batch, size, length_b = anchor_b.shape[0], self.block_size, context.length_b
         masks_bq = jnp.full((batch, size - 1), self.mask_token_id, anchor_b.dtype)
         tokens_bq = jnp.concatenate([anchor_b[:, None], masks_bq], axis=1)
-        x_bqd = vocab.embed(inputs.tables["embed"], tokens_bq, self.embedding_factor)
+        x_bqd = vocab.embed(inputs.verifier_params["embed"], tokens_bq, self.embedding_factor)
         positions_bq = length_b[:, None] + jnp.arange(size)
         everything_bqq, earlier_bqq = (jnp.broadcast_to(x_qq, (batch, size, size)) for x_qq in (True, jnp.tri(size) > 0))
         first_bq = (length_b[:, None] if self.shared_window else positions_bq + 1) - self.window
