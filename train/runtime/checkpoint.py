@@ -50,7 +50,7 @@ class Checkpoints:
         )
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Metrics of every checkpoint by its step, oldest first; {} without an evaluation."""
+        """Returns the metrics of every checkpoint by its step, oldest first; {} without an evaluation."""
         return {saved.step: saved.metrics or {} for saved in sorted(self.inner.checkpoints, key=lambda saved: saved.step)}
 
     def restore(self, abstract: Any) -> Any:

@@ -148,7 +148,7 @@ def sum_chunks(function: Callable[[Any], Any], chunks: Any) -> Any:
 
 
 def split_chunks(tree: Any, size: int) -> Any:
-    """[b, n, ...] -> [n / size, b, size, ...], for `sum_chunks`."""
+    """Splits [b, n, ...] into [n / size, b, size, ...], for `sum_chunks`."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0), tree)
 
 
@@ -213,7 +213,7 @@ def by_batch(function: Callable[..., Any], task: TrainTask, *, scatters: bool = 
 
 
 def shared_axes() -> tuple[str, ...]:
-    """Mesh axes over which the enclosing `by_batch` splits the batch."""
+    """Returns the mesh axes over which the enclosing `by_batch` splits the batch."""
     return tuple(sorted(sharding.manual_axes(sharding.current())))
 
 
@@ -231,7 +231,7 @@ def gather(tree: Any, specs: Any, dtype: Any) -> Any:
 
 
 def gather_trained(tree: Any, specs: Any, dtype: Any) -> Any:
-    """Like `gather`, but keeps the values in float32, so that chunks and devices add up gradients in float32.
+    """Gathers like `gather`, but keeps float32, so that chunks and devices add up gradients in float32.
 
     Readers cast them back, which loses nothing. The gradient of a gathered weight is scattered over fsdp.
     """
@@ -264,7 +264,7 @@ def total_gradients(grads: Any, specs: Any) -> Any:
 
 
 def _fsdp_axis(spec: Spec) -> int | None:
-    """Axis of a weight that is split over fsdp."""
+    """Returns the axis of a weight that is split over fsdp."""
     mesh = sharding.current()
     size = 1 if mesh is None else mesh.shape.get("fsdp", 1)
     axis = spec.axes.index("embed") if "embed" in spec.axes else None

@@ -53,7 +53,7 @@ class Bar(Progress):
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: "41 s", "12 min 3 s", "3 h 20 min"."""
+    """Formats seconds in words: "41 s", "12 min 3 s", "3 h 20 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
 
 
 def read_log(folder: Any) -> list[Metrics]:
-    """The lines of RUN/log.jsonl; a last line cut by a kill is left out, any other wrong line raises ValueError."""
+    """Reads the lines of RUN/log.jsonl without a last one cut by a kill. Raises ValueError for any other wrong line."""
     path = files.absolute(folder) / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""
     try:

@@ -27,7 +27,7 @@ NORMS = ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm") 
 
 
 def specs(config: ModelConfig) -> dict[str, Spec]:
-    """Weights of the experts of one layer and of their router, which is never quantised."""
+    """Returns specs of the experts of one layer and of their router, which is never quantised."""
     d, x, f = config.hidden_size, config.num_experts, config.expert_size
     into, back = ("experts", "embed", "expert_ffn"), ("experts", "expert_ffn", "embed")
     weights = {
@@ -50,7 +50,7 @@ def specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def shared_specs(config: ModelConfig) -> dict[str, Spec]:
-    """Weights of the expert that sees every token, and of its gate; none in models without one."""
+    """Returns specs of the expert that sees every token, and of its gate; none in models without one."""
     d, f = config.hidden_size, config.shared_expert_size
     if not f:
         return {}
@@ -113,7 +113,7 @@ def _local_mixture(
     experts: str | None = None,
     ffn: str | None = None,
 ) -> jax.Array:
-    """`mixture` on one device; `experts`, `ffn`: mesh axes that split the experts and the width of each, if any."""
+    """Computes `mixture` on one device; `experts`, `ffn`: mesh axes that split the experts and their width, if any."""
     if quantized.quantization_scheme(weights):  # as in `quantized.product`: no wide copy outlives its layer
         inputs, weights = lax.optimization_barrier((inputs, weights))
     x_btd, routed_btd = inputs[0], inputs[-1]

@@ -45,7 +45,7 @@ class Harmony(MessageFormat):
         return HarmonyReader(self.tokenizer, prompt_ids, stop)
 
     def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
-        """A message has one call; the model ends it, with a token that ends the answer."""
+        """Returns the tag of the answer. A message has one call; the model ends it, with a token that ends the answer."""
         header = self._header(prompt_ids)
         content = demands.content or tags.any_text()
         if header is None or CHANNEL in header:  # a text to continue

@@ -165,7 +165,7 @@ def _scale_sums(x_ni: jax.Array, weight: Any) -> jax.Array:
 
 
 def _scale_sums_of_masked_inputs(x_ni: jax.Array, weight: Any) -> jax.Array:
-    """Like `_scale_sums`, but multiplies the whole values by a vector per group, with zeros in place of other inputs."""
+    """Computes `_scale_sums` from the whole values and a vector per group, with zeros in place of other inputs."""
     scale = block_scales.compute_scales(weight, at_least_float32(x_ni.dtype))
     count, (groups, group) = x_ni.shape[0], (scale.shape[-1], weight.block[-1])
     is_in_group_ki = jnp.arange(x_ni.shape[1]) // group == jnp.arange(groups)[:, None]

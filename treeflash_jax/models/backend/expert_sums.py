@@ -184,7 +184,7 @@ def clamped_join(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 
 
 def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow: bool = True) -> jax.Array:
-    """An einsum summed in float32 at least; `narrow` rounds it to the dtype of x. A scale has the weight's outer axes."""
+    """Computes an einsum in float32 at least; `narrow` rounds it to the dtype of x. A scale has the weight's outer axes."""
     if _has_blocks(weight):
         y = expert_products.product(x, weight)
         return y.astype(x.dtype) if narrow else y

@@ -61,7 +61,7 @@ def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
     wide = at_least_float32(q_bkqe.dtype)
 
     def keys_first(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
-        """Keys on the left: on the right, a CPU would copy all of them. The barrier keeps XLA from swapping the sides."""
+        """Has keys on the left: on the right, a CPU would copy all. The barrier keeps XLA from swapping the sides."""
         scores_bkxq = jnp.einsum("bkxe,bkqe->bkxq", keys_bkxe, q_bkqe, preferred_element_type=wide)
         return jnp.swapaxes(lax.optimization_barrier(scores_bkxq), 2, 3)
 

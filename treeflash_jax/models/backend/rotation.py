@@ -25,7 +25,7 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def by_swap(x_bthe: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """One operation, for accelerators, which would launch one for each half."""
+        """Rotates in one operation, for accelerators, which would launch one for each half."""
         swapped_bthe = jnp.flip(x_bthe.reshape(*x_bthe.shape[:-1], 2, -1), axis=-2).reshape(x_bthe.shape)
         return x_bthe * cos + swapped_bthe * sin
 

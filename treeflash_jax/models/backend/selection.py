@@ -24,7 +24,7 @@ def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _flat_top_k(scores_nv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`. XLA:CPU sorts scores in full unless they are a float32 matrix."""
+    """Calls `lax.top_k`; XLA:CPU sorts scores in full unless they are a float32 matrix."""
 
     def in_float32(scores_nv: jax.Array) -> list[jax.Array]:
         values_nk, ids_nk = lax.top_k(scores_nv.astype(at_least_float32(scores_nv.dtype)), k)
@@ -58,7 +58,7 @@ def argmax(scores: jax.Array) -> jax.Array:
 
 
 def plain_argmax(scores: jax.Array) -> jax.Array:
-    """`argmax` as two reductions: faster on a CPU than `jnp.argmax`, and XLA partitions them over a vocabulary."""
+    """Computes `argmax` by two reductions: faster on a CPU than `jnp.argmax`, and XLA partitions them over a vocabulary."""
     ids = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     first = jnp.min(jnp.where(scores == peak, ids, scores.shape[-1]), axis=-1)
