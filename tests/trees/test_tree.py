@@ -98,7 +98,7 @@ def test_best_first_is_the_heap(kind, budget):
 
 @pytest.mark.parametrize("budget", [1, 3, DEPTHS + 4])
 @pytest.mark.parametrize("kind", ["plain", "leaves", "missing"])
-def test_chain_is_the_walk(kind, budget):
+def test_walk_takes_the_likeliest_child(kind, budget):
     tables, anchor_b = random_tables(kind), anchors()
     built = build("walk", tables, anchor_b, budget)
     assert built.tokens_bn.shape == (TABLES, min(budget, DEPTHS + 1))

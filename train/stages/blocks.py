@@ -81,7 +81,7 @@ def hidden_states(
     anchors_bn: jax.Array,
     attention: str = "chunked",
 ) -> jax.Array:
-    """Returns the hidden states of `block.draft_block` at every anchor, [b, n, i, d], before the final norm."""
+    """Returns the hidden states of `BlockDrafter.draft_block` at every anchor, [b, n, i, d], before the final norm."""
     size = config.block_size
     batch_size, count = anchors_bn.shape
     positions_bni = pick(batch.positions_bt, anchors_bn)[:, :, None] + jnp.arange(size)

@@ -18,7 +18,7 @@ from treeflash_jax.engine.model import TreeFlash
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Options of a conversation; two of them replace options of `generate`."""
+    """Options of a conversation; both replace options of `generate`."""
 
     max_new_tokens: int | None = setting(
         None, "largest number of tokens in an answer", unset="up to the context's end", least=1, unit="tokens"

@@ -231,7 +231,7 @@ class Worker(threading.Thread):
             self._observe_piece(answer, now)
         for slot, answer in answers.items():
             request = requests.get(slot)
-            if request is None:  # an answer to the same request failed
+            if request is None:  # another answer of its submission failed, which dropped this one
                 continue
             if slot not in finished and not answer.submission.streams:
                 continue
