@@ -13,6 +13,7 @@ from treeflash_jax.core.checks import expect, refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.engine.settings.defaults import LARGE_VOCABULARY, PLAIN_CPU
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.attention import IMPLEMENTATIONS
 from treeflash_jax.models.kernels import SETS
@@ -22,12 +23,12 @@ from treeflash_jax.trees.shape import MAX_NODES
 MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
 MAX_DEPTH = 16
 MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 would leave float32
-# Settings of other libraries, rejected with an explanation.
-REFUSED = {
+REFUSED = {  # settings of other libraries, rejected with an explanation
     "num_beams": "is not supported: beam search does not sample from the verifier",
     "grammar": "is not supported: answers can follow a schema, pattern, choices, structural tag or a processor of your own",
     "raw": 'is not supported: text to be continued is given as tf.Text("...") in Python, with --prompt on command lines',
 }
+ON_PLAIN_CPU = "on a CPU not using amx_bf16"  # the device of the table PLAIN_CPU
 GROUPS = {  # titles in help texts
     "sampling": "sampling",
     "drafting": "drafting (affects the speed, never the distribution of the output)",
@@ -178,14 +179,14 @@ class GenerateConfig:
         None,
         "length of a block drafter's block, the last token of the text included, at most the drafter's; shorter blocks "
         "make rounds faster and trees shallower",
-        unset="the drafter's, but at most the number of nodes on a CPU not using amx_bf16",
+        unset=f"the drafter's, but at most the number of nodes {ON_PLAIN_CPU}",
         least=2,
         unit="tokens",
     )
     depths: int | None = drafting_setting(
         None,
         "deepest level of the tree, or length of the chain, for drafters whose network runs once per level",
-        unset="the drafter's, but at most 4 in trees of up to 8 nodes on a CPU not using amx_bf16",
+        unset=f"the drafter's, but at most {PLAIN_CPU.depths} in trees of up to {PLAIN_CPU.nodes} nodes {ON_PLAIN_CPU}",
         least=1,
         most=MAX_NODES - 1,
         unit="levels",
@@ -193,7 +194,7 @@ class GenerateConfig:
     candidates: int | None = drafting_setting(
         None,
         "most likely tokens per depth of a block drafter, from which trees are built (M in the TreeFlash paper)",
-        unset="the drafter's: 16, or 64 if its head follows the path; on a CPU not using amx_bf16 8",
+        unset=f"the drafter's: 16, or 64 if its head follows the path; {ON_PLAIN_CPU} {PLAIN_CPU.candidates}",
         least=1,
         unit="tokens",
     )
@@ -203,7 +204,7 @@ class GenerateConfig:
     shortlist: int | None = drafting_setting(
         None,
         "most likely tokens per depth that a head scores, at every depth those of all depths; 0: the whole vocabulary",
-        unset="0; on a CPU 32 if the vocabulary has 16,384 tokens or more",
+        unset=f"0; on a CPU {PLAIN_CPU.shortlist} if the vocabulary has {LARGE_VOCABULARY:,} tokens or more",
         least=0,
         unit="tokens",
     )
@@ -216,7 +217,7 @@ class GenerateConfig:
     ngrams: int | None = drafting_setting(
         None,
         "number of earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup)",
-        unset="0; for trees on a CPU 8",
+        unset=f"0; for trees on a CPU {PLAIN_CPU.ngrams}",
         least=0,
         unit="matches",
     )
@@ -233,8 +234,8 @@ class GenerateConfig:
     nodes: int | None = tree_setting(
         None,
         "tree nodes verified per round, the root (the last token of the text) included",
-        unset="for one path its full length; for a tree the drafter's, usually 16, but at most 8 on a CPU not using "
-        "amx_bf16; fewer for large batches on known accelerators",
+        unset="for one path its full length; for a tree the drafter's, usually 16, but at most "
+        f"{PLAIN_CPU.nodes} {ON_PLAIN_CPU}; fewer for large batches on known accelerators",
         least=1,
         most=MAX_NODES,
         unit="nodes",
@@ -272,8 +273,8 @@ class GenerateConfig:
     lanes: int | None = tree_setting(
         None,
         "nodes per level that a best-first tree may expand; equal to the number of children: EAGLE-2's tree",
-        unset="all if the drafter drafts all levels in one pass; otherwise the drafter's, but 2 in trees of up to 8 nodes "
-        "on a CPU not using amx_bf16",
+        unset="all if the drafter drafts all levels in one pass; otherwise the drafter's, but "
+        f"{PLAIN_CPU.lanes} in trees of up to {PLAIN_CPU.nodes} nodes {ON_PLAIN_CPU}",
         least=1,
         most=MAX_NODES,
         unit="nodes",
@@ -349,5 +350,4 @@ def number_types(config: type[GenerateConfig] = GenerateConfig) -> dict[str, typ
     Those are the settings with a `dtype`. Such a setting needs nothing else but its arithmetic
     (`decoding.processors.PROCESSORS`): servers take a field of its name, and `decoding.state.Sampling` has its numbers.
     """
-    dtypes = {field.name: field.metadata["dtype"] for field in fields(config)}
-    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+    return {field.name: field.metadata["dtype"] for field in fields(config) if field.metadata["dtype"]}
