@@ -184,7 +184,7 @@ or, on the command line (the second path is this folder, wherever it lies):
 | reads verifier layers | {", ".join(map(str, drafter.taps))} |
 | depths | {drafter.num_depths} |
 | drafter temperature | {drafter.drafter_temperature} |
-| tau of 8 nodes | {drafter.tau or "not stored"} |
+| tau of {TAU_NODES} nodes | {drafter.tau or "not stored"} |
 | trained with thinking | {"not known" if trained.data.thinking is None else trained.data.thinking} |
 
 ## Held out, at step {step}

@@ -31,7 +31,7 @@ from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import warn
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine.settings.defaults import DeviceDefaults, choose_dtype, of_device
+from treeflash_jax.engine.settings.defaults import ACCELERATOR, PLAIN_CPU, DeviceDefaults, choose_dtype, of_device
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -63,7 +63,11 @@ class PairConfig:
         least=0,
     )
     block_size: int | None = setting(
-        None, "tokens of a block, anchor included", unset="5 on a CPU, otherwise 16, as published", least=2, most=MAX_NODES
+        None,
+        "tokens of a block, anchor included",
+        unset=f"{PLAIN_CPU.training_block} on a CPU, otherwise {ACCELERATOR.training_block}, as published",
+        least=2,
+        most=MAX_NODES,
     )
     num_layers: int | None = setting(
         None, "layers of the drafter's backbone", unset="a tenth of the verifier's layers, from 2 to 5", least=1
@@ -81,9 +85,11 @@ class PairConfig:
         0, "training steps of backbone and head together; the head is then trained alone for half as many", least=0
     )
     passes: float = setting(
-        0.0, "passes over the answers, in place of `steps`. Without either: 6 passes, and at least 200 steps", least=0
+        0.0,
+        f"passes over the answers, in place of `steps`. Without either: {PASSES} passes, and at least {USUAL_STEPS} steps",
+        least=0,
     )
-    anyway: bool = setting(False, "trains for fewer than 50 steps, too")
+    anyway: bool = setting(False, f"trains for fewer than {LEAST_STEPS} steps, too")
     seed: int = setting(0, "random seed of all stages", least=0, most=run_config.MAX_SEED)
     mesh: MeshConfig = MeshConfig()
     ask: dict[str, Any] = setting(help="settings of `train.ask` that replace the rules'", default_factory=dict)

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treeflash_jax.core.settings import setting, validate
+from treeflash_jax.engine.settings.defaults import ACCELERATOR, PLAIN_CPU
 from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES
+
+DEFAULT_CONTEXT = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class ServeOptions:
     slots: int | None = setting(
         None,
         "answers decoded together",
-        unset="8; 1 on most CPUs",
+        unset=f"{ACCELERATOR.slots}; {PLAIN_CPU.slots} on most CPUs",
         least=1,
         most=MAX_SEQUENCES,
         unit="answers",
@@ -43,7 +46,7 @@ class ServeOptions:
     context: int | None = setting(
         None,
         "largest number of tokens of a prompt and its answer together, for which memory is reserved in every slot",
-        unset="the verifier's, but at most 8192",
+        unset=f"the verifier's, but at most {DEFAULT_CONTEXT}",
         least=3,
         unit="tokens",
     )

@@ -16,8 +16,8 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import TOKEN_CLASSES, SamplingSizes
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.text_limit import TextLimit
+from treeflash_jax.serve.options import DEFAULT_CONTEXT
 
-DEFAULT_CONTEXT = 8192
 MAX_STOP_IDS = 32
 MAX_BIASES = 304
 
