@@ -18,7 +18,7 @@ from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.attention import IMPLEMENTATIONS
 from treeflash_jax.models.kernels import SETS
 from treeflash_jax.trees import BUILDERS
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.shape import MAX_NODES, TreeShape
 
 MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
 MAX_DEPTH = 16
@@ -38,6 +38,7 @@ GROUPS = {  # titles in help texts
 sampling_setting = partial(setting, group="sampling")
 drafting_setting = partial(setting, group="drafting")
 tree_setting = partial(setting, group="tree")
+nodes_setting = partial(tree_setting, least=1, most=MAX_NODES, unit="nodes")
 running_setting = partial(setting, group="running")
 
 
@@ -231,14 +232,11 @@ class GenerateConfig:
         choices=lambda: ("none", *BUILDERS),
         basic=True,
     )
-    nodes: int | None = tree_setting(
+    nodes: int | None = nodes_setting(
         None,
         "tree nodes verified per round, the root (the last token of the text) included",
         unset="for one path its full length; for a tree the drafter's, usually 16, but at most "
         f"{PLAIN_CPU.nodes} {ON_PLAIN_CPU}; fewer for large batches on known accelerators",
-        least=1,
-        most=MAX_NODES,
-        unit="nodes",
         basic=True,
     )
     acceptance: str | None = tree_setting(
@@ -247,12 +245,10 @@ class GenerateConfig:
         unset="sample-and-match, but block for one sampled path and traversal for other sampled trees",
         choices=lambda: tuple(RULES),
     )
-    branches: int = tree_setting(
-        2, "number of sampled paths, or largest number of sampled children of a node", least=1, most=MAX_NODES, unit="nodes"
+    branches: int = nodes_setting(
+        TreeShape.branches, "number of sampled paths, or largest number of sampled children of a node"
     )
-    trunk: int = tree_setting(
-        2, "nodes before the first branching of a delayed tree", least=0, most=MAX_NODES, unit="nodes"
-    )
+    trunk: int = nodes_setting(TreeShape.trunk, "nodes before the first branching of a delayed tree", least=0)
     selector: str | Path | None = tree_setting(
         None,
         "folder of a selector (`python -m train.selector`), a small network that chooses the trunk of a delayed tree, its "
@@ -261,23 +257,24 @@ class GenerateConfig:
         unit="folder",
     )
     skeleton: float = tree_setting(
-        0.25, "share of the nodes of a skeleton tree that best-first search chooses", least=0, most=1, unit="share"
+        TreeShape.skeleton,
+        "share of the nodes of a skeleton tree that best-first search chooses",
+        least=0,
+        most=1,
+        unit="share",
     )
-    leaves: bool = tree_setting(False, "let sampled trees contain tokens that the drafter cannot continue")
+    leaves: bool = tree_setting(TreeShape.leaves, "let sampled trees contain tokens that the drafter cannot continue")
     drafter_temperature: float | None = tree_setting(
         None,
         "temperature of the draft",
         unset="the larger of the drafter's own temperature and min(sampling temperature, 1)",
         above=0,
     )
-    lanes: int | None = tree_setting(
+    lanes: int | None = nodes_setting(
         None,
         "nodes per level that a best-first tree may expand; equal to the number of children: EAGLE-2's tree",
         unset="all if the drafter drafts all levels in one pass; otherwise the drafter's, but "
         f"{PLAIN_CPU.lanes} in trees of up to {PLAIN_CPU.nodes} nodes {ON_PLAIN_CPU}",
-        least=1,
-        most=MAX_NODES,
-        unit="nodes",
     )
 
     schema_states: int = running_setting(
