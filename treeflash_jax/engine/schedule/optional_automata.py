@@ -27,7 +27,7 @@ class OptionalAutomata:
 
     def make_batch(self, rows: Sequence[Request | None], sizes: SamplingSizes, **options: Any) -> Batch:
         """Pads the requests of rows, as `batching.make_batch` does with these options."""
-        if not self._is_open or not has_no_constraints(rows):
+        if not self._is_open or has_constraint(rows):
             return make_batch(rows, sizes, **options)
         batch = make_batch(rows, sizes, **options, automaton=self._allow_all.get(len(rows)))
         _, _, sampling = batch
@@ -44,14 +44,13 @@ class OptionalAutomata:
           decode: function that runs the rounds, to which the state is donated.
           requests: requests that have a slot.
         """
-        runs_without_automata = self._is_open and has_no_constraints(requests)
-        if not runs_without_automata:
+        if not self._is_open or has_constraint(requests):
             return decode(state)
         return replace_automata(decode(replace_automata(state)), state.sampling.automaton, state.automaton_b)
 
 
-def has_no_constraints(requests: Iterable[Request | None]) -> bool:
-    return not any(request and request.automaton for request in requests)
+def has_constraint(requests: Iterable[Request | None]) -> bool:
+    return any(request and request.automaton for request in requests)
 
 
 def replace_automata(
