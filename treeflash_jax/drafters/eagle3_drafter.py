@@ -146,9 +146,8 @@ def fuse(params: Params, config: Eagle3Drafter, features_btj: jax.Array) -> jax.
     """Maps the features of all tapped layers to the drafter's width, [b, t, d]."""
     eps = config.layers.rms_norm_eps
     if config.fc_norm:
-        parts = jnp.split(features_btj, config.num_taps, axis=-1)
-        normed = [layers.rms_norm(part, scale, eps) for part, scale in zip(parts, params["fc_norm"], strict=True)]
-        features_btj = jnp.concatenate(normed, axis=-1)
+        parts = zip(jnp.split(features_btj, config.num_taps, axis=-1), params["fc_norm"], strict=True)
+        features_btj = jnp.concatenate([layers.rms_norm(part, scale, eps) for part, scale in parts], axis=-1)
     if config.norm_before_fc:
         features_btj = layers.rms_norm(features_btj, params["input_norm"], eps)
     return quantized.product("btj,jd->btd", features_btj, params["fc"])

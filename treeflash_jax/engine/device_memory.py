@@ -138,8 +138,8 @@ def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:
     """Raises ValueError if weights and caches exceed `limit` bytes; None disables the check."""
     if limit is None or needs.total <= limit:
         return
-    caches = needs.verifier_cache + needs.drafter_cache
-    parts = {"verifier": needs.verifier, "drafter": needs.drafter, "caches": caches}
+    cache_bytes = needs.verifier_cache + needs.drafter_cache
+    parts = {"verifier": needs.verifier, "drafter": needs.drafter, "caches": cache_bytes}
     shown = "1 device" if mesh is None else "mesh " + " x ".join(str(size) for size in dict(mesh.shape).values())
     raise ValueError(
         f"got {' + '.join(f'{in_units(size)} {name}' for name, size in parts.items() if size)} = {in_units(needs.total)} "

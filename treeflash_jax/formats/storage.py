@@ -137,11 +137,11 @@ def all_finite(values: np.ndarray) -> bool:
     NumPy has no fast `isfinite` for bfloat16: exponent bits are compared, all set if a number is not finite, in pieces that
     fit into a processor's cache. float8_e4m3fn has no infinity: its NaN has all bits set, to which infinity is cast.
     """
-    bits = values.ravel(order="K").view(f"u{values.dtype.itemsize}")
-    exponent = np.asarray(np.inf, values.dtype).view(bits.dtype)[()]
+    patterns = values.ravel(order="K").view(f"u{values.dtype.itemsize}")
+    exponent = np.asarray(np.inf, values.dtype).view(patterns.dtype)[()]
     return not any(
-        (bits[begin : begin + CHECKED_AT_ONCE] & exponent).max() == exponent
-        for begin in range(0, bits.size, CHECKED_AT_ONCE)
+        (patterns[begin : begin + CHECKED_AT_ONCE] & exponent).max() == exponent
+        for begin in range(0, patterns.size, CHECKED_AT_ONCE)
     )
 
 

@@ -103,12 +103,12 @@ class SamplingSizes:
 
         given = {name for request in requests for name in changed(request.settings)}
         automaton = None
-        tables = [request.automaton for request in requests if request.automaton is not None]
-        if tables:
+        automata = [request.automaton for request in requests if request.automaton is not None]
+        if automata:
             least = requests[0].settings.schema_states, TOKEN_CLASSES
-            largest = np.max([least, *(table.next_qc.shape for table in tables)], axis=0).tolist()
+            largest = np.max([least, *(table.next_qc.shape for table in automata)], axis=0).tolist()
             states, classes = (1 << (size - 1).bit_length() for size in largest)
-            automaton = states, classes, tables[0].class_v.size
+            automaton = states, classes, automata[0].class_v.size
         return SamplingSizes(
             config=type(requests[0].settings),
             stop_ids=pad(len(request.settings.stop_ids) for request in requests),
@@ -151,17 +151,18 @@ def make_batch(
     def column(name: str, dtype: Any) -> np.ndarray:
         return np.array([getattr(request.settings, name) for request in requests], dtype)
 
-    length_b, dtype = np.array([len(request.ids) for request in requests], np.int32), at_least_float32(dtype)
+    length_b = np.array([len(request.ids) for request in requests], np.int32)
+    wide = at_least_float32(dtype)
     numbers = np.array([(request.settings.seed, request.index, request.sample) for request in requests], np.uint32)
     settings: dict[str, Any] = {
-        name: column(name, np.int32 if kind is int else dtype)
+        name: column(name, np.int32 if kind is int else wide)
         for name, kind in number_types(sizes.config).items()
         if name in sizes.processed or name not in chain(*PROCESSORS)
     }
     if "logit_bias" in sizes.processed:
         biases = [tuple((request.settings.logit_bias or {}).items()) for request in requests]
         ids, values = np.moveaxis(_pad(biases, sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
-        settings["logit_bias"] = ids.astype(np.int32), values.astype(dtype)
+        settings["logit_bias"] = ids.astype(np.int32), values.astype(wide)
     if "min_new_tokens" in sizes.processed:
         settings["min_new_tokens"] = length_b + column("min_new_tokens", np.int32)
     if sizes.automaton and automaton is None:
@@ -170,7 +171,7 @@ def make_batch(
         key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
         limit_b=length_b + column("max_new_tokens", np.int32),
         stop_ids_bx=_pad([request.settings.stop_ids for request in requests], sizes.stop_ids, -1).astype(np.int32),
-        drafter_temperature_b=column("drafter_temperature", dtype),
+        drafter_temperature_b=column("drafter_temperature", wide),
         settings=settings,
         automaton=automaton,
     )
