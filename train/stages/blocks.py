@@ -18,6 +18,7 @@ from flax import struct
 
 from train.data.packing import Batch
 from treeflash_jax.core import sharding
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.models import packed_attention, vocab
@@ -125,7 +126,7 @@ def block_attention(
         return packed_attention.run_kernel(attention, q_bthe, k_bxke, v_bxke, mask)
     before_bns = jnp.arange(segments_bs.shape[1]) < anchors_bn[:, :, None]
     seen_bns = before_bns & (segments_bs[:, None] == segments_bn[:, :, None])
-    sum_dtype = jnp.promote_types(q_bthe.dtype, jnp.float32)
+    sum_dtype = at_least_float32(q_bthe.dtype)
     q_bnikhe = q_bthe.reshape(batch_size, count, -1, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
     k_bntke, v_bntke = (x.reshape(batch_size, count, -1, kv_heads, head_dim) for x in (k_btke, v_btke))
     past_bkhnis = jnp.einsum("bnikhe,bske->bkhnis", q_bnikhe, context_k_bske, preferred_element_type=sum_dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from train.runtime.training_state import Sums
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import vocab
 
 LossName = Literal["cross-entropy", "forward-kl", "cross-entropy-l1"]  # all but the first read the verifier's distribution
@@ -56,7 +57,7 @@ def overlap(logits: jax.Array, log_p: jax.Array) -> jax.Array:
 
 def log_softmax(logits: jax.Array) -> jax.Array:
     """Computes in float32 at least."""
-    return jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    return jax.nn.log_softmax(logits.astype(at_least_float32(logits.dtype)))
 
 
 def dpace_weights(label_probs_bni: jax.Array, real_bni: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import numpy as np
 
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
 from treeflash_jax.decoding.state import DecodeState, Sampling, without_caches
@@ -201,7 +202,7 @@ def find_divergence(
     rounding = np.spacing(np.abs(logits_v[tokens]).max().astype(model.dtype))  # logits may have more bits
     tolerance = max(NEAR_TIE, ROUNDINGS * float(rounding))
 
-    logits_bnv = jnp.asarray(logits_v, jnp.promote_types(logits_v.dtype, jnp.float32))[None, None]
+    logits_bnv = jnp.asarray(logits_v, at_least_float32(logits_v.dtype))[None, None]
     sizes = SamplingSizes.fit([request])
     tokens_bs, length_b, sampling = make_batch([request], sizes, capacity=len(request.ids), dtype=logits_bnv.dtype)
     state = without_caches(tokens_bs, length_b, sampling)

@@ -19,6 +19,7 @@ from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, processors, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights, pin
+from treeflash_jax.drafters.protocol import at_last
 from treeflash_jax.models import caches, kernels, verifier
 
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
@@ -166,8 +167,7 @@ def _run_chunks(
             drafter = _extend_drafter(weights, drafter, plan, *visible, known_b)
 
         def at_end(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
-            end_bd = jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
-            return jnp.where((count_b > 0)[:, None], end_bd, before_bd)
+            return jnp.where((count_b > 0)[:, None], at_last(x_btd, count_b)[:, 0], before_bd)
 
         last = jax.tree.map(at_end, (out.hidden_btd, out.features_btj), last)
         if plan.scores_prompts:
