@@ -218,7 +218,7 @@ def test_chat_streams_turns_and_survives_mistakes(converse):
     printed = converse(*turns, options=["--max-new-tokens", "24", "--ngrams", "0"])
     assert "no draft tree yet" in printed and "tau" in printed and "(anchor; " in printed
     assert "context" in printed and "error: got command /hepl; did you mean /help?\n" in printed
-    assert [line.split()[0] for line in printed.splitlines() if line.startswith("/")] == ["/help", *COMMANDS]
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("/")] == ["/help", *COMMANDS, "/quit"]
 
 
 @pytest.fixture

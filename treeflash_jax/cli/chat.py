@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from treeflash_jax.cli.chat_commands import Conversation, obey
+from treeflash_jax.cli.chat_commands import QUIT, Conversation, obey
 from treeflash_jax.cli.line_editor import LineEditor
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.settings import setting
@@ -46,7 +46,7 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
             turn = editor.read()
         except (EOFError, KeyboardInterrupt):
             return console.print()
-        if turn and turn.split()[0] in ("/quit", "/exit"):
+        if turn and turn.split()[0] in QUIT:
             return
         try:
             if turn and not obey(conversation, turn):

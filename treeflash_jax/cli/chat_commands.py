@@ -20,6 +20,7 @@ from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.settings.generate_config import REFUSED, GenerateConfig
 
 COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # not /usr/bin or // in pasted text
+QUIT = ("/quit", "/exit")  # turns that end a conversation
 SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value
 HELLO = {"role": "user", "content": "Hello"}
 LEAST_ROOM = 128  # tokens of an answer for which context and memory must have room
@@ -145,6 +146,7 @@ class Conversation:
     def show_help(self, _: str) -> None:
         for name, (argument, description, _) in COMMANDS.items():
             self.console.print(f"{f'{name} {argument}':<18}{description}", markup=False)
+        self.console.print(f"{QUIT[0]:<18}leaves, as do {QUIT[1]} and Ctrl-D; Ctrl-C ends an answer", markup=False)
 
 
 # By name: the argument, a line of help, and the function.
@@ -155,7 +157,6 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
     "/tree": ("", "draws the round of the last answer that accepted most", Conversation.draw_tree),
     "/reset": ("", "forgets the messages, keeps settings and system message", Conversation.reset),
     "/help": ("", "lists the commands; the option --help-all lists the settings", Conversation.show_help),
-    "/quit": ("", "leaves, as do /exit and Ctrl-D; Ctrl-C ends an answer", Conversation.reset),
 }
 
 
@@ -182,6 +183,6 @@ def obey(conversation: Conversation, turn: str) -> bool:
         return False
     name, argument = match[1], (match[2] or "").strip()
     if name not in COMMANDS:
-        raise ValueError(f"got command {name}{hint(name, COMMANDS) or ', expected one that /help lists'}")
+        raise ValueError(f"got command {name}{hint(name, [*COMMANDS, *QUIT]) or ', expected one that /help lists'}")
     COMMANDS[name][2](conversation, argument)
     return True
