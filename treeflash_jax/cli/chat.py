@@ -79,11 +79,12 @@ def answer(conversation: Conversation, message: str) -> None:
     conversation.messages.append({"role": "assistant", "content": text})
     conversation.last = result
     if result is not None:
-        console.print(
-            f"[dim]{len(result.ids)} tokens, {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
-            f"{result.tokens_per_second:.0f} tokens/s, "
-            f"{ending(result, model.verifier.max_positions, '/set max_new_tokens')}[/dim]"
-        )
+        end = ending(result, model.verifier.max_positions, "/set max_new_tokens")
+        console.print(f"[dim]{format_statistics(result)}, {result.tokens_per_second:.0f} tokens/s, {end}[/dim]")
+
+
+def format_statistics(result: Result) -> str:
+    return f"{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}"
 
 
 def ending(result: Result, context: int, option: str = "--max-new-tokens") -> str:

@@ -26,7 +26,7 @@ from treeflash_jax.bench.check import (
 )
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_settings, note_single_choice
-from treeflash_jax.cli.chat import ChatOptions, converse, ending
+from treeflash_jax.cli.chat import ChatOptions, converse, ending, format_statistics
 from treeflash_jax.cli.chat_commands import NOT_IN_CHAT
 from treeflash_jax.cli.prompt_options import add_prompts, describe_prompt, parse_prompts
 from treeflash_jax.core import programs
@@ -165,9 +165,7 @@ def _stream(model: TreeFlash, prompts: list[Any], settings: dict[str, Any]) -> R
         if isinstance(piece, Chunk):
             show(piece.text, end="")
     print()
-    _print_note(
-        f"{_format_statistics(piece)}, {_format_speed(model, piece)}, {ending(piece, model.verifier.max_positions)}"
-    )
+    _print_note(f"{format_statistics(piece)}, {_format_speed(model, piece)}, {ending(piece, model.verifier.max_positions)}")
     return piece
 
 
@@ -179,7 +177,7 @@ def _print_answers(model: TreeFlash, prompts: list[Any], results: list[Result]) 
             show(f"--- {place}: {describe_prompt(prompts[prompt])}")
         show(result.text if model.tokenizer else " ".join(map(str, result.ids)))
         speed = "" if len(results) > 1 else f"{_format_speed(model, result)}, "
-        _print_note(f"{_format_statistics(result)}, {speed}{ending(result, model.verifier.max_positions)}")
+        _print_note(f"{format_statistics(result)}, {speed}{ending(result, model.verifier.max_positions)}")
     if len(results) > 1:
         tokens = sum(len(result.ids) for result in results)
         _print_note(f"{len(results)} answers, {tokens} tokens, {_format_speed(model, results[0])}")
@@ -189,10 +187,6 @@ def number_answers(prompts: list[Any], results: list[Result]) -> list[tuple[int,
     """Returns the numbers of the prompt and of the sample of every answer."""
     samples = len(results) // len(prompts)
     return [divmod(number, samples) for number in range(len(results))]
-
-
-def _format_statistics(result: Result) -> str:
-    return f"{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}"
 
 
 def _format_speed(model: TreeFlash, result: Result) -> str:
