@@ -78,19 +78,18 @@ def resolve(
     name = config.builder or "best-first"
     builder = BUILDERS[name]
     _check_settings(config, drafter, name, builder)
-    shape, rule, nodes = _choose_tree(config, verifier, drafter, builder)
-    if nodes is None:
-        usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, table)  # `size` cuts a chain
-        nodes = max(2, defaults.nodes_within_ridge(device, usual, sequences), 1 + (config.lanes or 0))
-    expect((config.lanes or 0) < nodes, "lanes", config.lanes, f"at most {nodes - 1}: the nodes below the root")
+    shape, rule, requested = _choose_tree(config, verifier, drafter, builder)
+    usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, table)  # `size` cuts a chain
+    limit = requested or max(2, defaults.nodes_within_ridge(device, usual, sequences), 1 + (config.lanes or 0))
+    expect((config.lanes or 0) < limit, "lanes", config.lanes, f"at most {limit - 1}: the nodes below the root")
     if "lanes" in builder.reads and config.lanes is None:
-        shape = replace(shape, lanes=defaults.choose_lanes(drafter, nodes, table))
+        shape = replace(shape, lanes=defaults.choose_lanes(drafter, limit, table))
     given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
-    by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, nodes, table)
+    by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, limit, table)
     draft = drafter.configured(**by_device | given)
-    nodes = builder.size(draft.num_depths, nodes, shape)
+    num_nodes = builder.size(draft.num_depths, limit, shape)
     shared = replace(shared, drafter=drafter)
-    return replace(plan, shared=shared, drafter=draft, builder=name, num_nodes=nodes, shape=shape, rule=rule)
+    return replace(plan, shared=shared, drafter=draft, builder=name, num_nodes=num_nodes, shape=shape, rule=rule)
 
 
 def _why_plain(config: GenerateConfig, drafter: Drafter | None, dtype: Any, device: Device, sequences: int) -> str | None:
