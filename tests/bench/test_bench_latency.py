@@ -51,10 +51,10 @@ def test_a_draft_is_timed_without_copying_what_it_passes_on():
     """A drafter that runs once per level passes its weights on to the tree."""
     pair = make_pair(LAYERS, LanguageModelDrafter(layers=LAYERS))
     plan, state = prefilled(pair, [[1, 2, 3]], nodes=4, children=4)
-    computed = phases.DRAFT(pair.weights, state, plan=plan)
+    computed = phases.compute_draft(pair.weights, state, plan=plan)
     assert sum(x.nbytes for x in computed) < 500 < pair.weights.drafter["embed"].nbytes
     expected = jax.jit(rounds.draft_tree, static_argnums=2)(pair.weights, state, plan)
-    assert_same(phases.TREE(pair.weights, state, computed, plan=plan), expected)
+    assert_same(phases.compute_tree(pair.weights, state, computed, plan=plan), expected)
 
 
 @pytest.mark.slow

@@ -44,14 +44,14 @@ copied = programs.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 @partial(jax.jit, static_argnames="plan")
-def DRAFT(weights, state, plan):
+def compute_draft(weights, state, plan):
     """Returns the arrays that a draft computes. Weights and caches that its expander passes on would be copied."""
     return computed_leaves(draft_expander(weights, state, plan), (weights, state))
 
 
 @partial(jax.jit, static_argnames="plan")
-def TREE(weights, state, computed, plan):
-    """Builds the tree from the arrays that DRAFT computed. The compiler drops the draft that is traced here again."""
+def compute_tree(weights, state, computed, plan):
+    """Builds the tree from the arrays of `compute_draft`. The compiler drops the draft that is traced here again."""
     expander = draft_expander(weights, state, plan)
     leaves = computed_leaves(expander, (weights, state))
     given = {id(leaf): array for leaf, array in zip(leaves, computed, strict=True)}
@@ -138,8 +138,8 @@ class Bench:
         self._add_rounds("step", None, state.replace(drafter=None), self.plans[0].one_token())
         for plan in self.plans:
             add = partial(self._add, plan=plan, nodes=plan.num_nodes)
-            computed = add("draft", DRAFT, weights, state)
-            tree, proposal = add("tree", TREE, weights, state, computed)
+            computed = add("draft", compute_draft, weights, state)
+            tree, proposal = add("tree", compute_tree, weights, state, computed)
             verified = add("verify", VERIFY, weights, state, tree)
             accepted = add("accept", ACCEPT, state, tree, proposal, verified.logits_bnv)
             self._add_commits(plan, verified, accepted)
