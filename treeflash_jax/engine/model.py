@@ -112,10 +112,9 @@ class TreeFlash:
             the tokenizer has one; `tf.Text("...")` is continued as it is. A prompt may also be a list of token ids, or a
             chat: a list of {"role", "content"} messages whose content is text or a list of {"type": "text", "text"} parts;
             `tf.Chat` adds tools, and continues the last message.
-          config: settings; keyword arguments override its fields.
+          config, **settings: fields of GenerateConfig; keyword arguments override those of `config`.
           indices: one index per prompt, used for its random numbers in place of its position in the list. With them,
             prompts of a larger set get the same answers however the set is split into calls.
-          **settings: fields of GenerateConfig.
 
         Returns:
           One Result per prompt and sample, in the order of the prompts; notebooks show the list as a page.
@@ -142,15 +141,13 @@ class TreeFlash:
     ) -> Iterator[tuple[int, Result]]:
         """Yields each answer as soon as it is finished, in any order.
 
-        The answers equal `generate`'s, which describes the arguments. When a sequence finishes, a waiting prompt takes
-        its place in the batch (continuous batching), so short answers do not wait for long ones.
+        The answers equal `generate`'s, which describes arguments and exceptions; these are raised when the first answer
+        is requested. When a sequence finishes, a waiting prompt takes its place in the batch (continuous batching), so
+        short answers do not wait for long ones.
 
         Yields:
           Pairs of an index into the list that `generate` would return, and the Result. `Result.seconds` counts from the
           start of the call, without compilation.
-
-        Raises:
-          TypeError, ValueError: see `generate`; raised when the first answer is requested.
         """
         yield from self.prepare(prompts, config, indices=indices, **settings).answer()
 
@@ -165,12 +162,10 @@ class TreeFlash:
     ) -> Iterator[Chunk | Result]:
         """Yields the answer to one prompt piece by piece: Chunks while it is generated, then the Result.
 
-        The tokens are the same as from `generate`, whatever `rounds_per_dispatch` is.
-
         Args:
           prompt: one prompt, alone or in a list; see `generate`.
           config, **settings: see `generate`.
-          rounds_per_dispatch: number of decoding rounds between two chunks.
+          rounds_per_dispatch: number of decoding rounds between two chunks; the tokens are `generate`'s, whatever it is.
           session: caches of the conversation, reused and updated for its next prompt; None prefills the whole prompt.
 
         Raises:
@@ -211,6 +206,8 @@ class TreeFlash:
     ) -> float:
         """Compiles the programs that `generate` or `stream` would run with the same settings, without decoding.
 
+        Returns the seconds spent compiling; 0 if all programs were compiled before.
+
         Streams of a session have other caches, and so other programs, if the verifier has layers with windows or states.
         Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus room
         for new tokens, rounded up) and on the drafting settings, but not on prompts, `max_new_tokens`, temperatures,
@@ -224,9 +221,6 @@ class TreeFlash:
           prompt_tokens: length of the longest prompt of the later call.
           num_prompts: number of prompts in the later call; 1 for `stream`.
           config, **settings: settings of the later call; see `generate`.
-
-        Returns:
-          Seconds spent compiling; 0 if all programs were compiled before.
         """
         prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
