@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_pair, read_texts, slow_unless, with_recurrent_layers
+from answers import TREE, make_pair, read_texts, slow_unless, with_recurrent_layers
 from conftest import FEW_TOKENS, needs_8_devices, random_pair
 from refusals import refused
 
@@ -71,9 +71,9 @@ def test_scores_on_eight_devices(float64, kind):
 
 def test_an_answer_has_the_same_log_probs_when_it_is_scored(tiny):
     prompt = tf.Text("Sam has 2 cats and 3 dogs. How many animals?")
-    how = {"max_new_tokens": 100, "stop_ids": [], "nodes": 8, "top_log_probs": 2}
+    how = {"max_new_tokens": 100, "stop_ids": [], "top_log_probs": 3, **TREE}  # the programs of test_generate
     answer = tiny.generate(prompt, prompt_log_probs=True, **how)[0]
-    [score] = tiny.score(answer.prompt_ids + answer.ids, top_log_probs=2)
+    [score] = tiny.score(answer.prompt_ids + answer.ids, top_log_probs=3)
     start = len(answer.prompt_ids)
     np.testing.assert_allclose(score.log_probs[start:], answer.log_probs, atol=1e-4)
     np.testing.assert_allclose(score.log_probs[1:start], answer.prompt_score.log_probs[1:], atol=1e-4)
@@ -82,23 +82,24 @@ def test_an_answer_has_the_same_log_probs_when_it_is_scored(tiny):
     assert (plain.ids, plain.prompt_score) == (answer.ids, None)
 
 
-def test_a_session_reads_a_prompt_again_whose_log_probs_are_wanted(tiny):
-    session, text = tf.Session(), [*range(5, 90)]
+def test_a_session_reads_a_prompt_again_whose_log_probs_are_wanted(float64):
+    model, session, text = pair("attention"), tf.Session(), RNG.integers(0, FEW_TOKENS.vocab_size, 85).tolist()
     for how, is_reused in (({}, False), ({}, True), ({"prompt_log_probs": True}, False), ({}, True)):
-        *_, result = tiny.stream(text, session=session, max_new_tokens=4, log_probs=True, **how)
+        *_, result = model.stream(text, session=session, max_new_tokens=4, log_probs=True, **how)
         assert (result.reused > 0) == is_reused
         if how:
-            expected = tiny.score(text)[0].log_probs
+            expected = model.score(text)[0].log_probs
             np.testing.assert_allclose(result.prompt_score.log_probs[1:], expected[1:], atol=1e-4)
         text = text + result.ids + [7, 8]
 
 
-def test_only_scores_have_no_new_tokens(tiny):
-    refused(lambda: tiny.generate([5], max_new_tokens=0), "got max_new_tokens 0, expected at least 1")
-    refused(lambda: tiny.generate([[5], [6]], max_new_tokens=[1, 0]), "expected at least 1 (0 only scores a prompt)")
-    refused(lambda: tiny.score([[]]), "prompt")
-    refused(lambda: tiny.score([5] * (tiny.verifier.max_positions + 1)), "(the verifier's context)")
-    assert len(tiny.score([5] * tiny.verifier.max_positions)[0].log_probs) == tiny.verifier.max_positions
+def test_only_scores_have_no_new_tokens(float64):
+    model = pair("attention")
+    refused(lambda: model.generate([5], max_new_tokens=0), "got max_new_tokens 0, expected at least 1")
+    refused(lambda: model.generate([[5], [6]], max_new_tokens=[1, 0]), "expected at least 1 (0 only scores a prompt)")
+    refused(lambda: model.score([[]]), "prompt")
+    refused(lambda: model.score([5] * (model.verifier.max_positions + 1)), "(the verifier's context)")
+    assert len(model.score([5] * model.verifier.max_positions)[0].log_probs) == model.verifier.max_positions
 
 
 def test_nan_is_an_error():
