@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import draw
+from answers import draw, slow_unless
 from conftest import needs_8_devices, needs_cpu
 
 from treeflash_jax import make_mesh
@@ -124,9 +124,15 @@ def test_on_accelerators_products_are_einsums(platform):
     assert got == expected and any("bf16" in line for line in got) and not any("f32" in line for line in got)
 
 
-@pytest.mark.parametrize("sizes, batch", [(None, 1), (None, 2), pytest.param((8, 1), 8, marks=needs_8_devices)])
-@pytest.mark.parametrize("dtype, wide", [("bfloat16", None), ("float16", None), ("float32", None), ("bfloat16", "float32")])
-def test_a_tpu_multiplies_two_vectors_at_least(sizes, batch, dtype, wide, monkeypatch):
+WIDTHS = [("bfloat16", None), ("float16", None), ("float32", None), ("bfloat16", "float32")]
+VECTORS = [slow_unless(True, *width, None, 1) for width in WIDTHS]
+VECTORS += [slow_unless(width == WIDTHS[0], *width, None, 2) for width in WIDTHS]
+VECTORS += [pytest.param(*WIDTHS[0], (8, 1), 8, marks=needs_8_devices)]
+VECTORS += [pytest.param(*width, (8, 1), 8, marks=[needs_8_devices, pytest.mark.slow]) for width in WIDTHS[1:]]
+
+
+@pytest.mark.parametrize("dtype, wide, sizes, batch", VECTORS)
+def test_a_tpu_multiplies_two_vectors_at_least(dtype, wide, sizes, batch, monkeypatch):
     """One vector is multiplied with a vector of zeros beside it; on a mesh, if every device has one."""
     is_single = sizes is not None or batch == 1
     for equation in (*EQUATIONS, "...d,vd->...v"):
