@@ -59,12 +59,14 @@ def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
     assert trained.generate(PROMPT, max_new_tokens=before + 1, **TREE)[0].cut == greedy.accept_lengths[last] - 1 > 0
 
 
-def test_log_probs_are_the_verifiers(trained, greedy):
-    settings = {"max_new_tokens": 30, "log_probs": True, "temperature": 0.9, "top_p": 0.8}
-    tree = trained.generate(PROMPT, **settings, **TREE)[0]
-    ids = jnp.asarray([PROMPT + tree.ids])
-    log_probs_tv = jax.nn.log_softmax(read_texts(trained.weights.verifier, trained.verifier, ids)[1][0])
-    expected = log_probs_tv[jnp.arange(len(PROMPT) - 1, ids.size - 1), ids[0, len(PROMPT) :]]
+def test_log_probs_are_the_verifiers(greedy):
+    model, prompt = small_pair(), [3, 4, 5, 7, 9] * 4
+    settings = {"max_new_tokens": 30, "log_probs": True, "temperature": 0.9, "top_p": 0.8, "nodes": 4, "children": 4}
+    tree = model.generate(prompt, **settings)[0]
+    assert max(tree.accept_lengths) > 1, "control: drafts are accepted"
+    ids = jnp.asarray([prompt + tree.ids])
+    log_probs_tv = jax.nn.log_softmax(read_texts(model.weights.verifier, model.verifier, ids)[1][0])
+    expected = log_probs_tv[jnp.arange(len(prompt) - 1, ids.size - 1), ids[0, len(prompt) :]]
     np.testing.assert_allclose(tree.log_probs, expected, atol=1e-4)
     assert greedy.log_probs is None
 
@@ -91,7 +93,10 @@ def test_prefill_and_rounds_in_bfloat16_make_float32_logits_on_a_cpu(monkeypatch
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), pair.weights)
     model = TreeFlash(RANDOM_MODEL, weights, drafter=RANDOM_DRAFTER)
     monkeypatch.setattr(verifier, "logits", lambda *args: seen.append(logits(*args).dtype.name) or logits(*args))
-    model.generate(PROMPT, max_new_tokens=2, **drafts)
+    plan, batch = planned_batch(model, [PROMPT], **drafts)
+    state = jax.eval_shape(partial(loops.init_state, plan=plan.shared, dtype=model.dtype), *batch)
+    loops.prefill_chunks.trace(weights, state, batch[1], jnp.int32(1), plan=plan.shared)
+    loops.decode.trace(weights, state, jnp.int32(1), plan=plan)
     assert seen == ["float32"] * 2
 
 
