@@ -8,14 +8,15 @@ import httpx
 import jax
 import jax.numpy as jnp
 import pytest
-from answers import drafted_as_plain
-from extending import SMALL
+from answers import drafted_as_plain, make_pair
+from conftest import FEW_TOKENS
 from refusals import refused
 from serve.servers import CHAT, running
 
 import treeflash_jax as tf
 from treeflash_jax.core.settings import add_options
 from treeflash_jax.decoding.processors import PROCESSORS, Nodes
+from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.settings.generate_config import sampling_setting
 
 PROMPT = [3, 4, 5]
@@ -39,14 +40,14 @@ def registered(monkeypatch):
     monkeypatch.setitem(PROCESSORS, ("even_penalty",), penalize_even)
 
 
-def test_python_takes_it_and_drafted_answers_obey_it(trained):
-    how = {"max_new_tokens": 12, "stop_ids": ()}
-    draft = SMALL | {"ngrams": 0}
-    free, odd = drafted_as_plain(trained, [PROMPT] * 2, draft, config=Settings(), even_penalty=[0.0, 1e4], **how)
-    assert all(token % 2 for token in odd.ids)
-    assert not all(token % 2 for token in free.ids) and free.ids == trained.generate(PROMPT, **draft, **how)[0].ids
-    refused(lambda: trained.generate(PROMPT, Settings(), even_penalty=-1.0), "got even_penalty -1.0, expected at least 0")
-    refused(lambda: trained.generate(PROMPT, even_penalty=1.0), "got unknown argument 'even_penalty'")
+def test_python_takes_it_and_drafted_answers_obey_it():
+    model, draft = make_pair(FEW_TOKENS, NgramDrafter(shortest=1, num_depths=3)), {"nodes": 8}
+    how = {"max_new_tokens": 24, "stop_ids": ()}
+    free, odd = drafted_as_plain(model, [PROMPT] * 2, draft, config=Settings(), even_penalty=[0.0, 1e4], **how)
+    assert all(token % 2 for token in odd.ids) and max(odd.accept_lengths) > 1
+    assert not all(token % 2 for token in free.ids) and free.ids == model.generate(PROMPT, **draft, **how)[0].ids
+    refused(lambda: model.generate(PROMPT, Settings(), even_penalty=-1.0), "got even_penalty -1.0, expected at least 0")
+    refused(lambda: model.generate(PROMPT, even_penalty=1.0), "got unknown argument 'even_penalty'")
 
 
 def test_commands_have_its_option():
