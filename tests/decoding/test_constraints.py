@@ -33,7 +33,7 @@ ODD = {"enum": ['a "quoted"\\ word', "\u00e9\U0001f600", 3, None]}
 FLAGS = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
 CHATS = ["Tom has 3 apples.", "Add 5 and 6.", "Name a colour.", "Why?"]
 SCHEMAS = [PERSON, ODD, None, FLAGS]  # of these chats
-DRAFTS = [{"nodes": 8}, {"builder": "walk", "ngrams": 8}, {"builder": "chain"}]
+DRAFTS = [{"nodes": 8, "ngrams": 0}, {"nodes": 8}, {"builder": "walk", "ngrams": 8}, {"builder": "chain"}]
 
 
 def assert_valid(results, schemas) -> None:
@@ -101,7 +101,7 @@ def test_patterns_choices_and_every_form_of_a_schema(small):
             pattern=[pattern, None, None, None, None],
             choices=[None, choices, None, None, None],
             schema=[None, None, flags, json.dumps(flags), Person],
-            max_new_tokens=120, temperature=1.0, batch_size=5, builder="none",
+            max_new_tokens=400, temperature=1.0, batch_size=5, builder="none",
         )  # fmt: skip
 
     pattern, choices = r"[0-9]{3}-(ab|\u00e9)", ["yes.", "no (really)", "a\nb \u4e2d"]
@@ -265,7 +265,8 @@ def test_models_inside_models_are_followed(small):
     inner, tag = create_model("Inner", value=(bool, ...)), (Literal["\u00e9"], Field(description="a letter"))
     for name in "EDCBA":
         inner = create_model(name, inside=(inner, ...), pair=(tuple[bool, None], ...), tag=tag)
-    [result] = small.generate("x", schema=inner, max_new_tokens=400, temperature=1.0, builder="none")
+    how = {"max_new_tokens": 400, "temperature": 1.0, "batch_size": 5, "builder": "none"}  # programs of the other forms
+    [result] = small.generate("x", schema=inner, **how)
     assert result.finished == "stop" and result.text.count("inside") == 5
     inner.model_validate_json(result.text)
 
