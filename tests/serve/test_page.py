@@ -8,6 +8,7 @@ import pytest
 from servers import CHAT
 
 from treeflash_jax.core import programs
+from treeflash_jax.serve import answering
 from treeflash_jax.serve.page import describe_rounds
 
 KEPT = 64
@@ -99,9 +100,11 @@ def test_an_answer_without_drafts_has_no_trees(tiny):
     assert not describe_rounds(result, tiny.tokenizer)["drafts"]
 
 
-def test_the_server_forgets_old_answers(server, answer):
+def test_the_server_forgets_old_answers(server, answer, monkeypatch):
+    assert answering.KEPT_ANSWERS == KEPT
+    monkeypatch.setattr(answering, "KEPT_ANSWERS", 8)
     body = {"prompt": "x", "max_tokens": 1}
     assert fetch(server, answer["id"]).status_code == 200
-    for _ in range(KEPT):
+    for _ in range(8):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=600)
     assert fetch(server, answer["id"]).status_code == 404
