@@ -71,7 +71,7 @@ def compilers(process: subprocess.Popen) -> list[int]:
 @pytest.mark.parametrize("work", ["answer", "schema", *(slow_unless(False, work) for work in ("requests", "dispatch"))])
 def test_a_signal_ends_the_process_within_the_grace(work):
     """In one line, whatever it is doing; the client gets an error."""
-    with stub(work, grace=2) as (process, lines):
+    with stub(work, grace=1) as (process, lines):
         if work == "schema":
             wait_for(lambda: compilers(process))
         [*children] = compilers(process)
