@@ -176,7 +176,8 @@ class Composer:
 
     def ask(self) -> AskConfig:
         settings, out = self.settings, str(self.settings.path("questions.jsonl"))
-        made = AskConfig(verifier=settings.verifier, out=out, count=max(1, self.num_questions), seed=settings.seed)
+        batch, count = self.defaults.training_slots, max(1, self.num_questions)
+        made = AskConfig(verifier=settings.verifier, out=out, count=count, batch=batch, seed=settings.seed)
         return run_config.replaced(made, settings.ask)
 
     def respond(self) -> RespondConfig:
@@ -203,7 +204,7 @@ class Composer:
             out=str(settings.path("responses.jsonl")),
             max_new_tokens=min(self.defaults.training_tokens, context - longest),
             max_prompt_tokens=longest,
-            batch=min(64, len(prompts) + self.num_questions),
+            batch=min(self.defaults.training_slots, len(prompts) + self.num_questions),
             seed=settings.seed,
             mesh=MeshConfig(data=settings.mesh.data * settings.mesh.fsdp, model=settings.mesh.model),
         )

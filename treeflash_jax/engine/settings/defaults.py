@@ -39,6 +39,7 @@ class DeviceDefaults:
       nodes: largest default number of tree nodes; a block is then no longer than the tree.
       candidates: most likely tokens per depth of a block drafter.
       depths, lanes: sizes of trees of up to `nodes` nodes, of a drafter whose network runs once per level.
+      training_slots: number of answers to training prompts that are decoded together.
       training_block: block size of a new drafter.
       training_tokens: largest number of tokens of an answer that a new drafter is trained on.
       training_vocabulary: number of vocabulary tokens per token of a sequence that a backbone is trained on; 0: all.
@@ -57,6 +58,7 @@ class DeviceDefaults:
     candidates: int | None
     depths: int | None
     lanes: int | None
+    training_slots: int
     training_block: int
     training_tokens: int
     training_vocabulary: int
@@ -82,6 +84,8 @@ PLAIN_CPU = DeviceDefaults(
     candidates=8,  # 16 add 3 ms to a round of 8 nodes and nothing to tau
     depths=4,  # with two lanes 3 to 5 % faster than the drafters' own
     lanes=2,
+    # SmolLM2 writes 265 tokens per CPU second (Zen 5, bfloat16) of 32 answers together, 234 of 16, 225 of 64.
+    training_slots=32,
     training_block=5,  # as good as 8 in less time: notebooks/results/recipe_smollm2.md, also for optimiser and records
     training_tokens=256,
     training_vocabulary=4,  # a sample saves most of a step's time
@@ -102,6 +106,7 @@ ACCELERATOR = DeviceDefaults(
     candidates=None,
     depths=None,
     lanes=None,
+    training_slots=64,
     training_block=16,  # as published
     training_tokens=1024,
     training_vocabulary=0,  # a sample was never compared
