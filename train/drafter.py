@@ -65,9 +65,9 @@ class BlockStage(DraftingStage):
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
     def make_held_out_sums(self, verifier: ModelConfig, drafter: BlockDrafter) -> SumsFunction:
-        """Returns the objective over the whole vocabulary without D-PACE's weights, so that losses of steps compare."""
+        """Returns the objective on answers, over the whole vocabulary, without D-PACE's weights: losses of runs compare."""
         decay = 0.0 if self.objective.dpace else self.objective.decay
-        objective = dataclasses.replace(self.objective, vocabulary=0, dpace=False, decay=decay)
+        objective = dataclasses.replace(self.objective, vocabulary=0, dpace=False, decay=decay, prompts=False)
         return dataclasses.replace(self, objective=objective).make_sums(verifier, drafter)
 
     def check_corpus(self, drafter: BlockDrafter, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:

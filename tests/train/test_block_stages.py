@@ -157,10 +157,11 @@ def test_runs_over_a_quantised_verifier_keep_its_weights(toy, tmp_path, mesh):
     refused(lambda: run_stage(toy, tmp_path / "none", *words, "quantize=int4"), "quantize")
 
 
-def test_held_out_slots_weigh_the_same_at_every_step(toy):
-    equal, paced = (toy_training.settings(toy, f"objective.{word}") for word in ("decay=0", "dpace=true"))
-    sums = [settings.make_held_out_sums(MODEL, WITH_HEAD) for settings in (equal, paced)]
-    assert sums[0].keywords == sums[1].keywords != paced.make_sums(MODEL, WITH_HEAD).keywords
+@pytest.mark.parametrize("word", ["dpace=true", "prompts=true"])
+def test_held_out_slots_are_those_of_answers_and_weigh_the_same(toy, word):
+    equal, other = (toy_training.settings(toy, "objective.decay=0", *words) for words in ((), (f"objective.{word}",)))
+    sums = [settings.make_held_out_sums(MODEL, WITH_HEAD) for settings in (equal, other)]
+    assert sums[0].keywords == sums[1].keywords != other.make_sums(MODEL, WITH_HEAD).keywords
 
 
 def test_of_experts_those_of_a_token_are_counted(toy):

@@ -98,6 +98,19 @@ def test_anchors_are_answers_followed_by_answers(case):
     np.testing.assert_array_equal(alone.anchors_bn[0], chosen.anchors_bn[1])
 
 
+def test_blocks_of_prompts_are_those_of_documents_that_are_answers(case):
+    frozen, batch, keys, _ = case
+    whole = dataclasses.replace(batch, weights_bt=np.float32(batch.positions_bt > 0))
+    assert (whole.weights_bt > batch.weights_bt).any()
+    everywhere = dataclasses.replace(OBJECTIVE, prompts=True)
+    sums, expected, answers = (
+        run_sums({}, frozen, of, keys, settings=settings, drafter=DRAFTER)["loss"]
+        for settings, of in ((everywhere, batch), (OBJECTIVE, whole), (OBJECTIVE, batch))
+    )
+    np.testing.assert_array_equal(sums, expected)
+    assert sums[0] != answers[0]
+
+
 @pytest.mark.parametrize("decay", [0.0, 4.0])
 def test_slots_weigh_by_their_decay_up_to_the_end_of_the_document(decay):
     """Full sequences: a block that starts q slots before an end has q slots that weigh, whatever follows."""

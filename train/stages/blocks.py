@@ -50,25 +50,25 @@ def draw_anchors(candidates_bs: jax.Array, count: int, keys_b: jax.Array) -> tup
 
 
 def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
-    """Draws anchors without replacement, among answer tokens that another answer token of the same document follows.
+    """Draws anchors without replacement, among weighted tokens that another weighted token of the same document follows.
 
     Args:
-      batch: packed answers; a positive weight marks tokens that the verifier wrote.
+      batch: packed documents; a positive weight marks the tokens to train on, such as those that the verifier wrote.
       num_anchors: anchors per sequence; a sequence with fewer candidates has empty blocks.
       size: block size, anchor included.
       decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally.
       keys_b: one random key per sequence, so that anchors do not depend on the distribution of sequences over devices.
     """
-    is_answer_bs = batch.weights_bt > 0
-    follows_bs = is_answer_bs[:, 1:] & (batch.segments_bt[:, 1:] == batch.segments_bt[:, :-1])
-    candidates_bs = is_answer_bs & jnp.pad(follows_bs, ((0, 0), (0, 1)))
+    is_trained_bs = batch.weights_bt > 0
+    follows_bs = is_trained_bs[:, 1:] & (batch.segments_bt[:, 1:] == batch.segments_bt[:, :-1])
+    candidates_bs = is_trained_bs & jnp.pad(follows_bs, ((0, 0), (0, 1)))
     anchors_bn, is_drawn_bn = draw_anchors(candidates_bs, num_anchors, keys_b)
     slot_i, length = jnp.arange(size), batch.tokens_bt.shape[1]
     targets_bni = anchors_bn[:, :, None] + slot_i
     inside_bni = targets_bni < length
     targets_bni = jnp.minimum(targets_bni, length - 1)
     same_bni = pick(batch.segments_bt, targets_bni) == pick(batch.segments_bt, anchors_bn)[:, :, None]
-    kept_bni = inside_bni & same_bni & pick(is_answer_bs, targets_bni) & is_drawn_bn[:, :, None] & (slot_i > 0)
+    kept_bni = inside_bni & same_bni & pick(is_trained_bs, targets_bni) & is_drawn_bn[:, :, None] & (slot_i > 0)
     share_i = jnp.exp(-(slot_i - 1) / decay) if decay > 0 else jnp.ones(size)
     return Blocks(anchors_bn, targets_bni, jnp.where(kept_bni, share_i, 0.0))
 

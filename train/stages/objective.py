@@ -13,7 +13,7 @@ Source: TreeFlash (arXiv 2606.03819); DFlash (arXiv 2602.06036) section 4; `over
 sampled softmax (arXiv 1412.2007).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -61,6 +61,11 @@ class ObjectiveConfig:
         least=0,
     )
     anchors: int = setting(help="blocks per sequence", least=1)
+    prompts: bool = setting(
+        False,
+        "draw blocks from prompts too: the verifier's distribution is known there as well. Held-out sequences are measured "
+        "on answers alone",
+    )
     chunk: int = setting(16, "blocks per sequence processed at a time; divides `anchors`", least=1, most=MAX_BLOCKS)
     vocabulary: int = setting(
         0,
@@ -145,7 +150,8 @@ def drafting_sums(
     tables, backbone = frozen["verifier"], (frozen | params)["backbone"]
     dtype = tables["embed"].dtype
     teacher = teach(tables, verifier, drafter.taps, batch, attention)
-    chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
+    trained = replace(batch, weights_bt=(batch.positions_bt > 0).astype(jnp.float32)) if settings.prompts else batch
+    chosen = blocks.sample_blocks(trained, settings.anchors, drafter.block_size, settings.decay, keys_b)
     context = context_kv(optax.tree.cast(backbone, dtype), drafter.layers, teacher.features_btj, batch.positions_bt)
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
 
