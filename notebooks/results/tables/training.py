@@ -117,6 +117,29 @@ def recipe_speed() -> str:
 
 
 @shown
+def recipe_curve() -> str:
+    """Formats a run of the recipe's drafter while it trained."""
+    curve, rows = read("recipe_smollm2.json")["curve"], []
+    for row in curve["rows"]:
+        minutes = [f"{row['step'] * seconds / 60:.0f}" for seconds in curve["seconds_per_step"].values()]
+        measured = "loss", "tau_estimate", "tau_marginal_8", "tau_8"
+        rows.append([row["step"], *minutes, *(f"{row[f'held_out/{name}']:.2f}" for name in measured)])
+    header = "steps | minutes, one core | two cores | held-out loss | estimated tau | tau without head | tau"
+    return section(header, rows, f"{curve['note']}.")
+
+
+@shown
+def recipe_arms() -> str:
+    """Formats runs of the recipe's drafter that differ in one thing."""
+    arms, rows = read("recipe_smollm2.json")["arms"], []
+    for row in arms["rows"]:
+        tau = f"{row['tau_8']:.2f}" if row["tau_8"] else ""
+        losses = f"{row['held_out_loss']:.2f}", f"{row['tau_estimate']:.2f}"
+        rows.append([row["answers"], row["step"], row["name"], *losses, tau])
+    return section("answers | step | run | held-out loss | estimated tau | tau", rows, f"{arms['note']}.")
+
+
+@shown
 def equal_seconds() -> str:
     """Formats drafters that trained for the same CPU seconds."""
     runs, rows = read("drafters_smollm2.json")["equal_seconds"], []
