@@ -61,7 +61,7 @@ def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
 @pytest.mark.parametrize(("stage", "size"), [("drafter", "mask_token_id=3"), ("head", "loop.steps=1")])
 def test_commands_for_a_pod_compile(small_shape, capsys, stage, size):
     """With their settings and as many parts, on eight devices for sixteen."""
-    page = Path(ROOT, "train", "README.md").read_text()
+    page = Path(ROOT, "train", "pod", "README.md").read_text()
     [words] = re.findall(rf"^train/launch\.sh pod run python -m train\.{stage} (\S+qwen3-4b.*)$", page, flags=re.MULTILINE)
     file, *overrides = words.split()
     parts = int(re.search(r"loop\.accumulate=(\d+)", words)[1])
