@@ -166,16 +166,17 @@ class Scheduler:
         """Reads prompts of the next group, which gets its slots after the last chunk; returns False if no group is due.
 
         Args:
-          passes: number of chunks per dispatch. An open scheduler reads one dispatch, any other the whole prompts.
+          passes: number of chunks that an open scheduler reads now; any other reads the whole prompts.
         """
         if self._group is None:
             self._begin_group()
         if self._group is None:
             return False
         prefill = self._group.prefill
-        prefill.read(passes)
-        while not (prefill.is_complete or self.is_open):
+        if self.is_open:
             prefill.read(passes)
+        else:
+            prefill.read_all()
         if prefill.is_complete:
             self._admit(self._group)
             self._group = None
