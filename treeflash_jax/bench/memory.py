@@ -102,7 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     plan = resolve(config, model, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
-    needs = footprint(model, plan.shared.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
+    needs = footprint(
+        model, plan.shared.loaded_drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize
+    )
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
@@ -163,7 +165,7 @@ def compile_programs(
     specs = verifier.specs(plan.shared.verifier, quantize, is_merged, mesh)
     weights = Weights(parameters.abstract(specs, dtype, mesh))
     if plan.drafts:
-        weights = weights.replace(drafter=parameters.abstract(plan.shared.drafter.specs(), dtype, mesh))
+        weights = weights.replace(drafter=parameters.abstract(plan.shared.loaded_drafter.specs(), dtype, mesh))
     inputs = make_batch([None] * batch, sizes or SamplingSizes(), capacity=capacity, dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         print_progress("compiling the prefill")

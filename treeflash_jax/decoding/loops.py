@@ -81,11 +81,11 @@ def init_state(
     """
     batch, capacity = tokens_bs.shape
     if kept is not None:
-        cache, drafter = kept[0].cut(kept_b), kept[1].cut(kept_b) if plan.drafter else None
+        cache, drafter = kept[0].cut(kept_b), kept[1].cut(kept_b) if plan.loaded_drafter else None
     else:
         stacked = plan.stacks_cache
         cache = caches.allocate(plan.verifier, batch, capacity, dtype, stacked=stacked, can_cut=can_cut)
-        drafter = plan.drafter.init(batch, capacity, dtype) if plan.drafter else None
+        drafter = plan.loaded_drafter.init(batch, capacity, dtype) if plan.loaded_drafter else None
     log_probs = None
     if plan.log_probs:
         top_bsk = jnp.zeros((batch, capacity, plan.top_log_probs), jnp.float32)
@@ -128,7 +128,7 @@ def prefill_chunks(
         state = state.replace(log_probs=scores)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
     state = accepting.emit_first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
-    if plan.drafter and plan.drafter.reads_tokens:  # the token after the last prompt position
+    if plan.loaded_drafter and plan.loaded_drafter.reads_tokens:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
         drafter = _extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)
     return pin(state.replace(drafter=drafter))
@@ -144,8 +144,8 @@ def _run_chunks(
     """
     batch, chunk = state.end_b.size, plan.chunk_size(state.capacity)
     dtype, width = weights.dtype, plan.verifier.hidden_size
-    reads_prompt = plan.drafter and plan.drafter.reads_prompt
-    reads_tokens = plan.drafter and plan.drafter.reads_tokens
+    reads_prompt = plan.loaded_drafter and plan.loaded_drafter.reads_prompt
+    reads_tokens = plan.loaded_drafter and plan.loaded_drafter.reads_tokens
     last = jnp.zeros((batch, width), plan.residual_dtype or dtype), jnp.zeros((batch, width * len(plan.taps)), dtype)
     mask_btt = verifier.causal_mask(batch, chunk)
 
@@ -160,7 +160,7 @@ def _run_chunks(
                 weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
                 taps=plan.taps, attention=plan.prefill_attention, residual_dtype=plan.residual_dtype,
             )  # fmt: skip
-        if plan.drafter:
+        if plan.loaded_drafter:
             known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if reads_tokens and not reads_prompt else count_b
             visible = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
             drafter = _in_row_order(sharding.pin(drafter, drafter.axes()))
@@ -188,7 +188,7 @@ def _extend_drafter(
     weights: Weights, drafter: Any, plan: SharedPlan, features_btj: Any, tokens_bt: jax.Array, count_b: jax.Array
 ) -> Any:
     """Returns the drafter's state after the positions of a pass; see `Drafter.extend`."""
-    return plan.drafter.extend(
+    return plan.loaded_drafter.extend(
         weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.prefill_attention
     )
 

@@ -170,7 +170,7 @@ def commit_path(
         drafter = state.drafter
         if plan.drafts:
             features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
-            drafter = plan.shared.drafter.extend(
+            drafter = plan.shared.loaded_drafter.extend(
                 weights.drafter,
                 weights.verifier,
                 drafter,

@@ -23,7 +23,7 @@ class SharedPlan:
     """The settings that prefill and decoding share, and those of prefill; equal plans share the programs.
 
     Attributes:
-      drafter: the drafter as it was loaded, whose state prefill and commits extend; None if nothing is drafted.
+      loaded_drafter: the drafter as it was loaded, whose state prefill and commits extend; None if nothing is drafted.
       prefill_attention: attention implementation of prefill.
       prefill_chunk: maximal number of prompt tokens per prefill pass.
       prefill_passes: number of prefill passes per dispatch.
@@ -37,7 +37,7 @@ class SharedPlan:
     """
 
     verifier: ModelConfig
-    drafter: Drafter | None = None
+    loaded_drafter: Drafter | None = None
     prefill_attention: str = "xla"
     prefill_chunk: int = 128
     prefill_passes: int = 16
@@ -51,7 +51,7 @@ class SharedPlan:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return () if self.drafter is None else self.drafter.taps
+        return () if self.loaded_drafter is None else self.loaded_drafter.taps
 
     def chunk_size(self, capacity: int) -> int:
         """Returns the number of prompt tokens per prefill pass, a divisor of the capacity."""
@@ -93,7 +93,7 @@ class DecodePlan:
 
     def one_token(self) -> Self:
         """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""
-        return DecodePlan(shared=replace(self.shared, drafter=None), attention=self.attention)
+        return DecodePlan(shared=replace(self.shared, loaded_drafter=None), attention=self.attention)
 
 
 @struct.dataclass

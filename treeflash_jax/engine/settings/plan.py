@@ -88,7 +88,7 @@ def resolve(
     by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, limit, table)
     draft = drafter.configured(**by_device | given)
     num_nodes = builder.size(draft.num_depths, limit, shape)
-    shared = replace(shared, drafter=drafter)
+    shared = replace(shared, loaded_drafter=drafter)
     return replace(plan, shared=shared, drafter=draft, builder=name, num_nodes=num_nodes, shape=shape, rule=rule)
 
 
