@@ -61,19 +61,20 @@ class Prefill:
         tokens_bs, self._length_b, _ = batch
         self._runner, self._first_b, self._plan = runner, first_b, replace(runner.plan.shared, scores_prompts=scores)
         length_b = sharding.to_host(self._length_b)
-        earlier: tuple[Any, ...] = None, None
+        kept = kept_b = None
         unread = self._longest = int(np.max(length_b))
         if prefixes is not None:
             unread = int(np.max(length_b - prefixes.count_b))
-            count_b = sharding.place(jax.device_put(prefixes.count_b.astype(np.int32)), runner.mesh)
-            earlier = (prefixes.cache, prefixes.drafter), count_b
+            kept = prefixes.cache, prefixes.drafter
+            kept_b = sharding.place(jax.device_put(prefixes.count_b.astype(np.int32)), runner.mesh)
         self._position = self._longest - unread
         self._chunk = self._plan.chunk_size(tokens_bs.shape[1])
         start = partial(
             runner.call,
             loops.init_state,
             *batch,
-            *earlier,
+            kept,
+            kept_b,
             runner.weights.processor,
             plan=runner.plan.shared,
             dtype=runner.weights.dtype,
