@@ -3,6 +3,12 @@
 - `init_state` allocates the caches, or reuses earlier ones.
 - `prefill_chunks` reads prompts into the caches, in chunks of one size, so that all prompt lengths share a program.
 - `decode` runs rounds (rounds.py) until every sequence is done, or a few rounds for streaming.
+- `admit` moves prefilled sequences into done slots; `copy_slots` copies caches that later prompts begin with;
+  `grow_caches` makes room for longer texts.
+- `draft` returns the tree of the next round, for pictures.
+
+`make_keys` makes the random keys. `prefill` reads whole prompts in one program, for benchmarks, tests and the training of
+selectors.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
 """
@@ -47,7 +53,7 @@ def prefill(
     *,
     plan: SharedPlan,
 ) -> DecodeState:
-    """Prefills whole prompts in one program: `init_state`, then `prefill_chunks`; for benchmarks and tests.
+    """Prefills whole prompts in one program: `init_state`, then `prefill_chunks`.
 
     Prompts are right-padded to the cache capacity. `generate` reads a few chunks at a time, for Ctrl-C.
     """
