@@ -50,7 +50,7 @@ class Builder:
     one_path: str | None = None
     is_chain: bool = False
     takes_ngrams: bool = True
-    size: Callable[[int, int, TreeShape], int] = lambda depths, nodes, shape: nodes
+    size: Callable[[int, int, TreeShape], int] = lambda depths, num_nodes, shape: num_nodes
 
     @property
     def draws(self) -> bool:
@@ -60,12 +60,12 @@ class Builder:
         return self.one_path if self.one_path and shape.branches == 1 else self.distribution
 
 
-def _chain_size(depths: int, nodes: int, shape: TreeShape) -> int:
-    return min(nodes, depths + 1)
+def _chain_size(depths: int, num_nodes: int, shape: TreeShape) -> int:
+    return min(num_nodes, depths + 1)
 
 
-def _paths_size(depths: int, nodes: int, shape: TreeShape) -> int:
-    return delayed_size(depths, nodes, replace(shape, trunk=0))
+def _paths_size(depths: int, num_nodes: int, shape: TreeShape) -> int:
+    return delayed_size(depths, num_nodes, replace(shape, trunk=0))
 
 
 BUILDERS: dict[str, Builder] = {

@@ -66,9 +66,9 @@ def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: in
     return sum(sharding.pad_batch_size(size, mesh) for size in sizes), capacity + before
 
 
-def choose_batch_size(requests: int) -> int:
+def choose_batch_size(num_requests: int) -> int:
     """Returns the default number of slots: the smallest of BATCH_SIZES with room for all requests, or the last."""
-    return next((size for size in BATCH_SIZES if size >= requests), BATCH_SIZES[-1])
+    return next((size for size in BATCH_SIZES if size >= num_requests), BATCH_SIZES[-1])
 
 
 def refill_size(batch_size: int) -> int:

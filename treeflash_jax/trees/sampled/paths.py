@@ -42,9 +42,9 @@ def delayed(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     return draw_tokens(inputs, outline, deepest=max(trunk + length for trunk, _, length in sizes))
 
 
-def delayed_size(depths: int, nodes: int, shape: TreeShape) -> int:
+def delayed_size(depths: int, num_nodes: int, shape: TreeShape) -> int:
     """Returns the number of nodes of a delayed tree, or of the largest that a selector may choose."""
-    return max(1 + trunk + branches * length for trunk, branches, length in _list_sizes(depths, nodes, shape))
+    return max(1 + trunk + branches * length for trunk, branches, length in _list_sizes(depths, num_nodes, shape))
 
 
 def _list_sizes(depths: int, num_nodes: int, shape: TreeShape) -> Sequence[tuple[int, int, int]]:
