@@ -250,8 +250,8 @@ def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
 def keeps_groups(device: Device, dtype: Any, tokens: int, fits: bool) -> bool:
     """Returns whether weights of a file with a scale per group of inputs are kept as they are instead of expanded.
 
-    Expanded weights are read faster on CPUs (`notebooks/results/four_bits.md`), and so are they on GPUs if a pass writes
-    more bytes of sums over groups of 128 inputs than it saves (`backend.block_products`).
+    CPUs read expanded weights faster (`notebooks/results/four_bits.md`). So do GPUs, if a pass over kept weights would
+    write and read more bytes of sums over groups of 128 inputs than it saves (`backend.block_products`).
 
     Args:
       tokens: number of tokens of a pass over one sequence: the nodes of a tree.
