@@ -33,7 +33,7 @@ class Cache:
 
     @property
     def layers(self) -> tuple[Any, ...]:
-        """Returns the part of a state that each layer keeps, in order of layers; None for a layer that keeps none."""
+        """The part of a state that each layer keeps, in order of layers; None for a layer that keeps none."""
         pairs = zip(self.states, self.groups, strict=True)
         by_layer = {layer: state.layer(index) for state, group in pairs for index, layer in enumerate(group)}
         return tuple(by_layer.get(layer) for layer in range(max(by_layer) + 1))

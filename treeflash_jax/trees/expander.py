@@ -102,8 +102,8 @@ class TransitionTable(Expander):
         return self._below(depth, context_bw, tokens_bwx) >= 0
 
     def _below(self, depth: jax.Array, context_bw: jax.Array, tokens_bwx: jax.Array) -> jax.Array:
-        listed_bwc, log_p_bwc = self.children(depth, context_bw)
-        same_bwxc = (tokens_bwx[..., None] == listed_bwc[..., None, :]) & jnp.isfinite(log_p_bwc)[..., None, :]
+        listed_bwc, log_probs_bwc = self.children(depth, context_bw)
+        same_bwxc = (tokens_bwx[..., None] == listed_bwc[..., None, :]) & jnp.isfinite(log_probs_bwc)[..., None, :]
         return jnp.max(jnp.where(same_bwxc, self.next_contexts(depth, context_bw)[..., None, :], -1), axis=-1)
 
     def next_contexts(self, depth: jax.Array, context_bw: jax.Array) -> jax.Array:

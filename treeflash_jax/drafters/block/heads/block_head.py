@@ -96,7 +96,7 @@ class Head(ABC):
 
     @property
     def is_trainable(self) -> bool:
-        """Returns whether the head has `logits`."""
+        """Whether the head has `logits`."""
         return type(self).logits is not Head.logits
 
     def sizes(self, drafter: Any) -> Any:
