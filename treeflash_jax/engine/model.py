@@ -180,7 +180,8 @@ class TreeFlash:
     def score(self, prompts: Prompt | Sequence[Prompt], *, top_log_probs: int = 0) -> list[Score]:
         """Returns the log-probabilities of the tokens of prompts under the verifier (temperature 1, unprocessed).
 
-        Prompts are read a chunk at a time, so no more than a chunk's logits exist at once.
+        Takes prompts and raises as `generate`, but KeyboardInterrupt after Ctrl-C. Prompts are read a chunk at a time, so
+        no more than a chunk's logits exist at once.
 
         Example:
           >>> [score] = model.score(tf.Text("Paris is in France."))
@@ -188,8 +189,6 @@ class TreeFlash:
 
         Args:
           top_log_probs: number of likeliest tokens in the place of every token, up to 20.
-
-        Takes prompts and raises as `generate`, but KeyboardInterrupt after Ctrl-C.
         """
         scoring = {"builder": "none", "max_new_tokens": 0, "prompt_log_probs": True, "top_log_probs": top_log_probs}
         scores = [result.prompt_score for result in self.generate(prompts, **scoring)]
@@ -266,10 +265,11 @@ class TreeFlash:
         self.check_memory(batch=batch, capacity=capacity, drafts=plan.drafts, can_cut=for_session)
         return PreparedCall(self, self.call_weights(config, plan), requests, plan, batch_size)
 
-    def check_memory(self, **sizes: Any) -> None:
+    def check_memory(self, *, batch: int, capacity: int, drafts: bool, can_cut: bool) -> None:
         """Raises ValueError if weights and caches have no room on the devices; see `footprint`."""
-        known = {"dtype": self.dtype, "mesh": self.mesh, "weight_bytes": self._weight_bytes}
-        check_memory(footprint(self.verifier, self.drafter, **known, **sizes), usable_memory(self.mesh), self.mesh)
+        sizes = {"batch": batch, "capacity": capacity, "drafts": drafts, "can_cut": can_cut, "dtype": self.dtype}
+        needs = footprint(self.verifier, self.drafter, mesh=self.mesh, weight_bytes=self._weight_bytes, **sizes)
+        check_memory(needs, usable_memory(self.mesh), self.mesh)
 
     @cached_property
     def _weight_bytes(self) -> tuple[int, int]:
