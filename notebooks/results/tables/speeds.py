@@ -61,7 +61,8 @@ def speeds() -> str:
     note = (
         "Tokens per second; T = 0, batch 1, 64 new tokens, prompts included; bfloat16 with 8 nodes, float32 with 16. "
         "Drafting slows the toy pair `tiny`. llama.cpp: 4-bit weights. "
-        "Commands: [SmolLM2](notebooks/results/peers_smollm2.md), [tiny](notebooks/results/drafters_tiny.md), [Qwen3-4B](notebooks/results/published_h100.md)."
+        "Commands: [SmolLM2](notebooks/results/peers_smollm2.md), "
+        "[tiny](notebooks/results/drafters_tiny.md), [Qwen3-4B](notebooks/results/published_h100.md)."
     )
     return section("model | device | one token at a time | drafted | llama.cpp", rows, note)
 
