@@ -228,11 +228,6 @@ def test_rules_that_are_equal_on_one_path_or_on_fixed_nodes():
 SMALL = {name: CASES[name] for name in ("one path", "paths", "delayed")}
 SMALL |= {"without-replacement": cases.without_replacement_case(5, 4), "skeleton": cases.skeleton_case(6, 0.4)}
 SMALL_LOSSLESS = [(name, rule) for name, rule in TESTED if name in SMALL]
-# Of paths, the quick tests have the last kind that a rule fits: it goes through a single path and a trunk as well.
-PATHS = {rule: name for name, rule in SMALL_LOSSLESS if SMALL[name].builder in ("paths", "delayed")}
-SMALL_QUICK = [
-    pair for pair in SMALL_LOSSLESS if SMALL[pair[0]].builder not in ("paths", "delayed") or PATHS[pair[1]] == pair[0]
-]
 COINS = np.concatenate([[0.0, 1 - 2**-24], np.random.default_rng(0).random(510)]).astype(np.float32)
 P = np.array([0.5, 0.3, 0.1, 0.06, 0.04])
 GUMBEL = np.random.default_rng(1).gumbel(size=(len(COINS), len(P))).astype(np.float32)
@@ -266,11 +261,7 @@ def taken_by(rule: str, drawn, proposal, logits, coins, gumbel, temperature, top
 
 
 # Of several paths multi-path-block takes the one p favours most; where p = q that order is arbitrary.
-EQUAL = [pair for pair in SMALL_LOSSLESS if pair != ("paths", "multi-path-block")]
-EQUAL_QUICK = [*SMALL_QUICK, ("one path", "multi-path-block")]
-
-
-@pytest.mark.parametrize(("name", "rule"), [slow_unless(pair in EQUAL_QUICK, *pair) for pair in EQUAL])
+@pytest.mark.parametrize(("name", "rule"), [pair for pair in SMALL_LOSSLESS if pair != ("paths", "multi-path-block")])
 def test_equal_distributions_accept_everything(name, rule):
     inputs = small(name, P, np.log(P))
     weights_bn, length_b, _ = map(np.asarray, taken_by(rule, *inputs, 1.0, 1.0))
@@ -280,7 +271,7 @@ def test_equal_distributions_accept_everything(name, rule):
     assert np.all(length_b == depth_bn.max(1) + 1 if name != "skeleton" else length_b >= 2)
 
 
-@pytest.mark.parametrize(("name", "rule"), [slow_unless(pair in SMALL_QUICK, *pair) for pair in SMALL_LOSSLESS])
+@pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
 def test_peaked_nodes_exhausted_proposals_and_cut_tokens(name, rule):
     """Weights are probabilities, and no coin makes the walk accept or emit a token that the verifier gives no chance."""
     peaked = np.array([1 - 1e-7, 2e-8, 2e-8, 3e-8, 3e-8])
@@ -304,7 +295,7 @@ def test_peaked_nodes_exhausted_proposals_and_cut_tokens(name, rule):
             assert (weights_bn * first).sum(1)[length_b > 1].min() > 0
 
 
-@pytest.mark.parametrize(("name", "rule"), [slow_unless(pair in SMALL_QUICK, *pair) for pair in SMALL_LOSSLESS])
+@pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
 def test_greedy_keeps_the_likeliest_path_and_emits_the_argmax(name, rule):
     inputs = small(name, np.array([0.4, 0.3, 0.2, 0.1, 0]), np.log(P))
     weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, *inputs, 0.0, 1.0))

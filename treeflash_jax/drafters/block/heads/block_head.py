@@ -96,7 +96,7 @@ class Head(ABC):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the head has `logits`."""
+        """True if the head has `logits`."""
         return type(self).logits is not Head.logits
 
     def sizes(self, drafter: Any) -> Any:
