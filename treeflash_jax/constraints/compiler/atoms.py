@@ -16,7 +16,7 @@ EVERY_TYPE = frozenset().union(*TYPES.values())
 NUMBERS = frozenset(TYPES["number"])
 
 
-class Place(NamedTuple):
+class SchemaLocation(NamedTuple):
     """Position of a schema in its document.
 
     Attributes:
@@ -29,16 +29,16 @@ class Place(NamedTuple):
     path: str
     is_resolved: bool = False
 
-    def inside(self, *steps: str | int) -> "Place":
+    def inside(self, *steps: str | int) -> "SchemaLocation":
         names = [str(step).replace("~", "~0").replace("/", "~1") for step in steps]
-        return Place(self.resolver, "/".join([self.path, *names]))
+        return SchemaLocation(self.resolver, "/".join([self.path, *names]))
 
 
 class Part(NamedTuple):
     """A schema inside a schema, or its opposite."""
 
     schema: Any
-    place: Place
+    place: SchemaLocation
     is_negated: bool = False
 
     def opposite(self) -> "Part":

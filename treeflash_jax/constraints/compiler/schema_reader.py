@@ -21,8 +21,8 @@ from treeflash_jax.constraints.compiler.atoms import (
     Atom,
     Items,
     Part,
-    Place,
     Required,
+    SchemaLocation,
     Values,
     only,
     types_of,
@@ -69,7 +69,7 @@ class SchemaReader:
             raise Refused("a schema that contains itself without a value around it cannot be followed", part.place.path)
         return self._known[key]
 
-    def combine(self, parts: Iterable[Alternatives], place: Place) -> Alternatives:
+    def combine(self, parts: Iterable[Alternatives], place: SchemaLocation) -> Alternatives:
         """Returns every combination of alternatives, one from each part, except combinations that leave no type."""
         combined = ALWAYS
         for alternatives in parts:
@@ -81,7 +81,7 @@ class SchemaReader:
                 raise Refused(f"more than {MOST_ALTERNATIVES} alternatives cannot be followed", place and place.path)
         return combined
 
-    def _read(self, schema: Any, place: Place, is_negated: bool) -> Alternatives:
+    def _read(self, schema: Any, place: SchemaLocation, is_negated: bool) -> Alternatives:
         if not isinstance(schema, dict):
             raise Refused(f"{schema!r} is no JSON schema", place.path)
         if not isinstance(schema.get("$id", ""), str):
@@ -104,7 +104,7 @@ class SchemaReader:
             ]
         return alternatives
 
-    def _read_keyword(self, name: str, schema: dict[str, Any], place: Place, is_negated: bool) -> Alternatives:
+    def _read_keyword(self, name: str, schema: dict[str, Any], place: SchemaLocation, is_negated: bool) -> Alternatives:
         value = schema[name]
         try:
             if name in KEYWORDS:
@@ -117,15 +117,15 @@ class SchemaReader:
             raise Refused(f"{name} {value!r} is no part of a JSON schema", place.path) from None
         raise Refused(f"keyword {name!r} cannot be followed", place.path)
 
-    def read_any_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_any_of(self, value: list, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         parts = [self.read(Part(part, place.inside("anyOf", i), is_negated)) for i, part in enumerate(value)]
         return self.combine(parts, place) if is_negated else [*itertools.chain(*parts)]
 
-    def read_all_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_all_of(self, value: list, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         parts = [self.read(Part(part, place.inside("allOf", i), is_negated)) for i, part in enumerate(value)]
         return [*itertools.chain(*parts)] if is_negated else self.combine(parts, place)
 
-    def read_one_of(self, value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_one_of(self, value: list, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         parts = [Part(part, place.inside("oneOf", i)) for i, part in enumerate(value)]
         holds = [self.read(part) for part in parts]
         if is_negated:
@@ -143,10 +143,10 @@ class SchemaReader:
                 exactly_one += self.combine([[atoms], *others_fail], place)
         return exactly_one
 
-    def read_not(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_not(self, value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         return self.read(Part(value, place.inside("not"), not is_negated))
 
-    def read_if(self, value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_if(self, value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         condition = Part(value, place.inside("if"))
         alternatives = []
         for name, holds in ("then", condition), ("else", condition.opposite()):
@@ -155,7 +155,9 @@ class SchemaReader:
                 alternatives += self.combine([self.read(holds), branch], place)
         return alternatives
 
-    def read_dependent(self, value: dict, schema: dict, place: Place, is_negated: bool, *, keyword: str) -> Alternatives:
+    def read_dependent(
+        self, value: dict, schema: dict, place: SchemaLocation, is_negated: bool, *, keyword: str
+    ) -> Alternatives:
         if keyword == "dependencies" and is_negated:  # of older drafts; by the present one, it never fails
             raise Refused("dependencies cannot be followed where a schema must not hold")
         parts = []
@@ -169,17 +171,17 @@ class SchemaReader:
             parts.append(present if is_negated else missing + present)
         return [*itertools.chain(*parts)] if is_negated else self.combine(parts, place)
 
-    def read_ref(self, value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_ref(self, value: str, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         if self.dynamic_anchors[value.partition("#")[2]] > 1:
             raise Refused(f"$ref {value!r} to one of several $dynamicAnchor cannot be followed")
         return self.read_dynamic_ref(value, schema, place, is_negated)
 
-    def read_dynamic_ref(self, value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read_dynamic_ref(self, value: str, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         try:
             target = place.resolver.lookup(value)
         except Unresolvable:
             raise Refused(f"reference {value!r} names nothing in this schema", place.path) from None
-        return self.read(Part(target.contents, Place(target.resolver, value, is_resolved=True), is_negated))
+        return self.read(Part(target.contents, SchemaLocation(target.resolver, value, is_resolved=True), is_negated))
 
 
 def _without_evaluation(atom: Atom) -> Atom:

@@ -17,8 +17,8 @@ from treeflash_jax.constraints.compiler.atoms import (
     NumberIn,
     OneOf,
     Part,
-    Place,
     Required,
+    SchemaLocation,
     SizeIn,
     TextIn,
     Unique,
@@ -43,7 +43,7 @@ def _requirement(
     return [only(kind, *atoms) for atoms in fails] if is_negated else [(holds,)]
 
 
-def _type(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _type(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     names = [value] if isinstance(value, str) else value
     if not names:
         raise TypeError
@@ -55,20 +55,20 @@ def _type(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternati
     return [only(types)] if types else []
 
 
-def _enum(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _enum(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     if not isinstance(value, list):
         raise TypeError
     return [(OneOf(tuple(value), is_negated),)]
 
 
-def _const(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _const(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     return [(OneOf((value,), is_negated),)]
 
 
 def _text(make: Callable[[Any], Term | None]) -> Callable[..., Alternatives]:
     """Returns the reader of a keyword of texts."""
 
-    def read(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         term = make(value)
         if term is None:
             return NEVER if is_negated else ALWAYS
@@ -77,7 +77,7 @@ def _text(make: Callable[[Any], Term | None]) -> Callable[..., Alternatives]:
     return read
 
 
-def _format(value: str, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _format(value: str, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     if not isinstance(value, str):
         raise TypeError
     term = format_texts(value, quoted)
@@ -91,7 +91,7 @@ def _format(value: str, schema: dict, place: Place, is_negated: bool) -> Alterna
 def _number(make: Callable[[Number], Term]) -> Callable[..., Alternatives]:
     """Returns the reader of a keyword of numbers."""
 
-    def read(value: Number, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read(value: Number, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         if isinstance(value, bool) or not isinstance(value, Number):
             raise TypeError
         term = make(value)
@@ -115,7 +115,7 @@ def _count(value: Any) -> int:
 def _limit(kind: str, make: type[Atom], is_least: bool) -> Callable[..., Alternatives]:
     """Returns the reader of a limit of the size of arrays or objects."""
 
-    def read(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+    def read(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         value = _count(value)
         if is_least:
             return _requirement(kind, make(value, None), [(make(0, value - 1),)] if value else [], is_negated)
@@ -124,7 +124,7 @@ def _limit(kind: str, make: type[Atom], is_least: bool) -> Callable[..., Alterna
     return read
 
 
-def _items(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _items(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     if isinstance(value, list):
         raise TypeError
     first = len(schema.get("prefixItems", []))
@@ -132,14 +132,14 @@ def _items(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternat
     return _requirement("array", Items(first, None, part), [(Contains(first, part.opposite(), 1, None),)], is_negated)
 
 
-def _prefix_items(value: list, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _prefix_items(value: list, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     parts = [Part(item, place.inside("prefixItems", i)) for i, item in enumerate(value)]
     if is_negated:
         return [only("array", LengthIn(i + 1, None), Items(i, i, part.opposite())) for i, part in enumerate(parts)]
     return [tuple(Items(i, i, part) for i, part in enumerate(parts))]
 
 
-def _contains(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _contains(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     least = _count(schema.get("minContains", 1))
     most = _count(schema["maxContains"]) if "maxContains" in schema else None
     part = Part(value, place.inside("contains"))
@@ -149,7 +149,7 @@ def _contains(value: Any, schema: dict, place: Place, is_negated: bool) -> Alter
     return _requirement("array", Contains(0, part, least, most), fails, is_negated)
 
 
-def _unique(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _unique(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     if not value:
         return NEVER if is_negated else ALWAYS
     if is_negated:
@@ -157,7 +157,7 @@ def _unique(value: Any, schema: dict, place: Place, is_negated: bool) -> Alterna
     return [(Unique(),)]
 
 
-def required(value: list[str], schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def required(value: list[str], schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise TypeError
     if is_negated:
@@ -165,21 +165,21 @@ def required(value: list[str], schema: dict, place: Place, is_negated: bool) -> 
     return [tuple(map(Required, value))]
 
 
-def _properties(value: dict[str, Any], schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _properties(value: dict[str, Any], schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     parts = [(name, Part(part, place.inside("properties", name))) for name, part in value.items()]
     if is_negated:
         return [only("object", Required(name), Values(Keys((name,)), part.opposite())) for name, part in parts]
     return [tuple(Values(Keys((name,)), part) for name, part in parts)]
 
 
-def _pattern_properties(value: dict[str, Any], schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _pattern_properties(value: dict[str, Any], schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     parts = [(Keys(None, name), Part(part, place.inside("patternProperties", name))) for name, part in value.items()]
     if is_negated:
         return [only("object", Values(keys, part.opposite(), True)) for keys, part in parts]
     return [tuple(Values(keys, part) for keys, part in parts)]
 
 
-def _additional(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _additional(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     covered = (
         Keys(tuple(schema.get("properties", {}))),
         *(Keys(None, name) for name in schema.get("patternProperties", {})),
@@ -188,7 +188,7 @@ def _additional(value: Any, schema: dict, place: Place, is_negated: bool) -> Alt
     return _requirement("object", Values(keys, part), [(Values(keys, part.opposite(), True),)], is_negated)
 
 
-def _property_names(value: Any, schema: dict, place: Place, is_negated: bool) -> Alternatives:
+def _property_names(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     part = Part(value, place.inside("propertyNames"))
     return _requirement("object", KeysIn(part), [(KeysIn(part.opposite(), True),)], is_negated)
 

@@ -29,7 +29,7 @@ from treeflash_jax.constraints.compiler.atoms import (
     OfType,
     OneOf,
     Part,
-    Place,
+    SchemaLocation,
     TextIn,
     Values,
     types_of,
@@ -78,7 +78,7 @@ def schema_texts(schema: Any, depth: int, *steps: str) -> Term:
     reader = SchemaReader("$dynamicRef" in text, anchors, lambda a, b: is_nothing(bounding.write_atoms((*a, *b), 1)))
     bounding = Writer(reader, is_superset=True)
     with decimal.localcontext(EXACT):  # limits are exact
-        place = Place(resolver, "#", is_resolved=True)
+        place = SchemaLocation(resolver, "#", is_resolved=True)
         part = Part(reduce(getitem, steps, schema), place.inside(*steps) if steps else place)
         return Writer(reader).write([part], depth)
 
