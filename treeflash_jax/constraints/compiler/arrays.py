@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from treeflash_jax.constraints.compiler.atoms import Atom, Contains, Items, LengthIn, Part, Unique, size_limits
+from treeflash_jax.constraints.compiler.atoms import Atom, Contains, Items, LengthIn, Subschema, Unique, size_limits
 from treeflash_jax.constraints.compiler.json_texts import COMMA, finite_values
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, concat, intersect, literal, repeat, union
@@ -13,7 +13,7 @@ from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, conca
 MOST_COUNTED = 1_000  # items of an array in which some are counted
 
 
-def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term]) -> Term:
+def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Subschema]], Term]) -> Term:
     """Returns the texts of the arrays that have all atoms.
 
     Args:
@@ -29,7 +29,7 @@ def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term]) 
     ends = [atom.first if atom.last is None else atom.last + 1 for atom in items]
     alike = max([*ends, *(atom.first for atom in kinds)], default=0)  # index from which all items have the same schemas
 
-    def item(index: int, more: Sequence[Part] = ()) -> Term:
+    def item(index: int, more: Sequence[Subschema] = ()) -> Term:
         parts = [atom.part for atom in items if atom.first <= index and (atom.last is None or index <= atom.last)]
         return write([*parts, *more])
 

@@ -34,14 +34,14 @@ class SchemaLocation(NamedTuple):
         return SchemaLocation(self.resolver, "/".join([self.path, *names]))
 
 
-class Part(NamedTuple):
+class Subschema(NamedTuple):
     """A schema inside a schema, or its opposite."""
 
     schema: Any
     place: SchemaLocation
     is_negated: bool = False
 
-    def opposite(self) -> "Part":
+    def opposite(self) -> "Subschema":
         return self._replace(is_negated=not self.is_negated)
 
 
@@ -114,7 +114,7 @@ class Items(Atom):
 
     first: int
     last: int | None
-    part: Part
+    part: Subschema
     evaluates: bool = True
 
 
@@ -126,7 +126,7 @@ class Contains(Atom):
     is_approximate = True
 
     first: int
-    part: Part
+    part: Subschema
     least: int
     most: int | None
 
@@ -173,7 +173,7 @@ class Values(Atom):
     kind = "object"
 
     keys: Keys
-    part: Part
+    part: Subschema
     is_some: bool = False
     evaluates: bool = True
 
@@ -189,7 +189,7 @@ class KeysIn(Atom):
     kind = "object"
     is_approximate = True
 
-    part: Part
+    part: Subschema
     is_some: bool = False
 
 

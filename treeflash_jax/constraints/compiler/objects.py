@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from treeflash_jax.constraints.compiler.atoms import Atom, Keys, KeysIn, Part, Required, SizeIn, Values, size_limits
+from treeflash_jax.constraints.compiler.atoms import Atom, Keys, KeysIn, Required, SizeIn, Subschema, Values, size_limits
 from treeflash_jax.constraints.compiler.characters import quote, quoted, texts
 from treeflash_jax.constraints.compiler.json_texts import COLON, COMMA, QUOTE, key_text
 from treeflash_jax.constraints.compiler.patterns import search
@@ -27,7 +27,10 @@ MOST_PATTERNS = 4  # of keys, in one object
 
 
 def object_texts(
-    atoms: Iterable[Atom], write: Callable[[Sequence[Part]], Term], key_texts: Callable[[Part], Term], is_open: bool
+    atoms: Iterable[Atom],
+    write: Callable[[Sequence[Subschema]], Term],
+    key_texts: Callable[[Subschema], Term],
+    is_open: bool,
 ) -> Term:
     """Returns the texts of the objects that have all atoms.
 
@@ -45,8 +48,8 @@ def object_texts(
 class _Objects:
     """Writes objects; see `object_texts`."""
 
-    write: Callable[[Sequence[Part]], Term]
-    key_texts: Callable[[Part], Term]
+    write: Callable[[Sequence[Subschema]], Term]
+    key_texts: Callable[[Subschema], Term]
     is_open: bool
 
     def write_all(self, atoms: tuple[Atom, ...], last: tuple[Atom, ...]) -> Term:

@@ -20,9 +20,9 @@ from treeflash_jax.constraints.compiler.atoms import (
     Alternatives,
     Atom,
     Items,
-    Part,
     Required,
     SchemaLocation,
+    Subschema,
     Values,
     only,
     types_of,
@@ -53,7 +53,7 @@ class SchemaReader:
     are_disjoint: Callable[[tuple[Atom, ...], tuple[Atom, ...]], bool]
     _known: dict[tuple, Alternatives | None] = field(default_factory=dict)
 
-    def read(self, part: Part) -> Alternatives:
+    def read(self, part: Subschema) -> Alternatives:
         """Returns the alternatives of a schema, or of its opposite.
 
         Raises Refused for what is no schema, cannot be followed, or contains itself without a value around it.
@@ -100,7 +100,7 @@ class SchemaReader:
         alternatives = self.combine(parts, place)
         for name in late:
             alternatives = [
-                (*atoms, *unevaluated(name, atoms, Part(schema[name], place.inside(name)))) for atoms in alternatives
+                (*atoms, *unevaluated(name, atoms, Subschema(schema[name], place.inside(name)))) for atoms in alternatives
             ]
         return alternatives
 
@@ -118,15 +118,15 @@ class SchemaReader:
         raise Refused(f"keyword {name!r} cannot be followed", place.path)
 
     def read_any_of(self, value: list, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-        parts = [self.read(Part(part, place.inside("anyOf", i), is_negated)) for i, part in enumerate(value)]
+        parts = [self.read(Subschema(part, place.inside("anyOf", i), is_negated)) for i, part in enumerate(value)]
         return self.combine(parts, place) if is_negated else [*itertools.chain(*parts)]
 
     def read_all_of(self, value: list, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-        parts = [self.read(Part(part, place.inside("allOf", i), is_negated)) for i, part in enumerate(value)]
+        parts = [self.read(Subschema(part, place.inside("allOf", i), is_negated)) for i, part in enumerate(value)]
         return [*itertools.chain(*parts)] if is_negated else self.combine(parts, place)
 
     def read_one_of(self, value: list, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-        parts = [Part(part, place.inside("oneOf", i)) for i, part in enumerate(value)]
+        parts = [Subschema(part, place.inside("oneOf", i)) for i, part in enumerate(value)]
         holds = [self.read(part) for part in parts]
         if is_negated:
             no_part = self.combine([self.read(part.opposite()) for part in parts], place)
@@ -144,13 +144,13 @@ class SchemaReader:
         return exactly_one
 
     def read_not(self, value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-        return self.read(Part(value, place.inside("not"), not is_negated))
+        return self.read(Subschema(value, place.inside("not"), not is_negated))
 
     def read_if(self, value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-        condition = Part(value, place.inside("if"))
+        condition = Subschema(value, place.inside("if"))
         alternatives = []
         for name, holds in ("then", condition), ("else", condition.opposite()):
-            branch = self.read(Part(schema.get(name, True), place.inside(name), is_negated))
+            branch = self.read(Subschema(schema.get(name, True), place.inside(name), is_negated))
             if branch:  # without alternatives, a condition that cannot be negated need not be read
                 alternatives += self.combine([self.read(holds), branch], place)
         return alternatives
@@ -166,7 +166,7 @@ class SchemaReader:
             if isinstance(needed, list):
                 dependency = required(needed, schema, place, is_negated)
             else:
-                dependency = self.read(Part(needed, place.inside(keyword, name), is_negated))
+                dependency = self.read(Subschema(needed, place.inside(keyword, name), is_negated))
             present = self.combine([[only("object", Required(name))], dependency], place)
             parts.append(present if is_negated else missing + present)
         return [*itertools.chain(*parts)] if is_negated else self.combine(parts, place)
@@ -181,7 +181,7 @@ class SchemaReader:
             target = place.resolver.lookup(value)
         except Unresolvable:
             raise Refused(f"reference {value!r} names nothing in this schema", place.path) from None
-        return self.read(Part(target.contents, SchemaLocation(target.resolver, value, is_resolved=True), is_negated))
+        return self.read(Subschema(target.contents, SchemaLocation(target.resolver, value, is_resolved=True), is_negated))
 
 
 def _without_evaluation(atom: Atom) -> Atom:

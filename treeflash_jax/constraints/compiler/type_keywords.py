@@ -16,10 +16,10 @@ from treeflash_jax.constraints.compiler.atoms import (
     LengthIn,
     NumberIn,
     OneOf,
-    Part,
     Required,
     SchemaLocation,
     SizeIn,
+    Subschema,
     TextIn,
     Unique,
     Values,
@@ -128,12 +128,12 @@ def _items(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) ->
     if isinstance(value, list):
         raise TypeError
     first = len(schema.get("prefixItems", []))
-    part = Part(value, place.inside("items"))
+    part = Subschema(value, place.inside("items"))
     return _requirement("array", Items(first, None, part), [(Contains(first, part.opposite(), 1, None),)], is_negated)
 
 
 def _prefix_items(value: list, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-    parts = [Part(item, place.inside("prefixItems", i)) for i, item in enumerate(value)]
+    parts = [Subschema(item, place.inside("prefixItems", i)) for i, item in enumerate(value)]
     if is_negated:
         return [only("array", LengthIn(i + 1, None), Items(i, i, part.opposite())) for i, part in enumerate(parts)]
     return [tuple(Items(i, i, part) for i, part in enumerate(parts))]
@@ -142,7 +142,7 @@ def _prefix_items(value: list, schema: dict, place: SchemaLocation, is_negated: 
 def _contains(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     least = _count(schema.get("minContains", 1))
     most = _count(schema["maxContains"]) if "maxContains" in schema else None
-    part = Part(value, place.inside("contains"))
+    part = Subschema(value, place.inside("contains"))
     fails = [(Contains(0, part, 0, least - 1),)] if least else []
     if most is not None:
         fails.append((Contains(0, part, most + 1, None),))
@@ -166,14 +166,14 @@ def required(value: list[str], schema: dict, place: SchemaLocation, is_negated: 
 
 
 def _properties(value: dict[str, Any], schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-    parts = [(name, Part(part, place.inside("properties", name))) for name, part in value.items()]
+    parts = [(name, Subschema(part, place.inside("properties", name))) for name, part in value.items()]
     if is_negated:
         return [only("object", Required(name), Values(Keys((name,)), part.opposite())) for name, part in parts]
     return [tuple(Values(Keys((name,)), part) for name, part in parts)]
 
 
 def _pattern_properties(value: dict[str, Any], schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-    parts = [(Keys(None, name), Part(part, place.inside("patternProperties", name))) for name, part in value.items()]
+    parts = [(Keys(None, name), Subschema(part, place.inside("patternProperties", name))) for name, part in value.items()]
     if is_negated:
         return [only("object", Values(keys, part.opposite(), True)) for keys, part in parts]
     return [tuple(Values(keys, part) for keys, part in parts)]
@@ -184,16 +184,16 @@ def _additional(value: Any, schema: dict, place: SchemaLocation, is_negated: boo
         Keys(tuple(schema.get("properties", {}))),
         *(Keys(None, name) for name in schema.get("patternProperties", {})),
     )
-    keys, part = Keys(covered=covered), Part(value, place.inside("additionalProperties"))
+    keys, part = Keys(covered=covered), Subschema(value, place.inside("additionalProperties"))
     return _requirement("object", Values(keys, part), [(Values(keys, part.opposite(), True),)], is_negated)
 
 
 def _property_names(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-    part = Part(value, place.inside("propertyNames"))
+    part = Subschema(value, place.inside("propertyNames"))
     return _requirement("object", KeysIn(part), [(KeysIn(part.opposite(), True),)], is_negated)
 
 
-def unevaluated(name: str, atoms: Sequence[Atom], part: Part) -> tuple[Atom, ...]:
+def unevaluated(name: str, atoms: Sequence[Atom], part: Subschema) -> tuple[Atom, ...]:
     """Returns the atoms of unevaluatedItems or unevaluatedProperties beside the atoms that evaluate."""
     if name == "unevaluatedProperties":
         covered = tuple(atom.keys for atom in atoms if isinstance(atom, Values) and atom.evaluates)

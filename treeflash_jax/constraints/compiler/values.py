@@ -28,8 +28,8 @@ from treeflash_jax.constraints.compiler.atoms import (
     NumberIn,
     OfType,
     OneOf,
-    Part,
     SchemaLocation,
+    Subschema,
     TextIn,
     Values,
     types_of,
@@ -79,7 +79,7 @@ def schema_texts(schema: Any, depth: int, *steps: str) -> Term:
     bounding = Writer(reader, is_superset=True)
     with decimal.localcontext(EXACT):  # limits are exact
         place = SchemaLocation(resolver, "#", is_resolved=True)
-        part = Part(reduce(getitem, steps, schema), place.inside(*steps) if steps else place)
+        part = Subschema(reduce(getitem, steps, schema), place.inside(*steps) if steps else place)
         return Writer(reader).write([part], depth)
 
 
@@ -97,7 +97,7 @@ class Writer:
     _known: dict[tuple, Term] = field(default_factory=dict)
     _open: set[frozenset[Atom]] = field(default_factory=set)  # atoms of the values around the current value
 
-    def write(self, parts: Sequence[Part], depth: int) -> Term:
+    def write(self, parts: Sequence[Subschema], depth: int) -> Term:
         """Returns the texts of values that satisfy all parts."""
         place = parts[0].place if parts else None
         try:
@@ -152,7 +152,7 @@ class Writer:
         excluded = [value for atom in atoms if isinstance(atom, OneOf) and atom.is_negated for value in atom.values]
         return intersect(union(*ways), *(complement(cover(value)) for value in excluded))
 
-    def _key_texts(self, part: Part) -> Term:
+    def _key_texts(self, part: Subschema) -> Term:
         """Returns the keys, without quotes, that satisfy a schema."""
         ways = []
         for atoms in self.reader.read(part):
