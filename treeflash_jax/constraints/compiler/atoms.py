@@ -150,7 +150,7 @@ class Required(Atom):
 
 
 @atom_type
-class Keys:
+class KeySet:
     """A set of keys: those of `names`, or those that `pattern` is found in; with `names` None and no pattern, all.
 
     Attributes:
@@ -159,7 +159,7 @@ class Keys:
 
     names: tuple[str, ...] | None = None
     pattern: str | None = None
-    covered: tuple["Keys", ...] = ()
+    covered: tuple["KeySet", ...] = ()
 
     def all_names(self) -> list[str]:
         """Returns the names that stand in the set or are not in it."""
@@ -172,7 +172,7 @@ class Values(Atom):
 
     kind = "object"
 
-    keys: Keys
+    keys: KeySet
     part: Subschema
     is_some: bool = False
     evaluates: bool = True

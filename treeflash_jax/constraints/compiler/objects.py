@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from treeflash_jax.constraints.compiler.atoms import Atom, Keys, KeysIn, Required, SizeIn, Subschema, Values, size_limits
+from treeflash_jax.constraints.compiler.atoms import Atom, KeySet, KeysIn, Required, SizeIn, Subschema, Values, size_limits
 from treeflash_jax.constraints.compiler.characters import quote, quoted, texts
 from treeflash_jax.constraints.compiler.json_texts import COLON, COMMA, QUOTE, key_text
 from treeflash_jax.constraints.compiler.patterns import search
@@ -140,14 +140,14 @@ def _end(count: int, other: Term, final: Term | None, least: int, most: int | No
 
 def _with_name(some: Values | KeysIn, name: str) -> list[Atom]:
     """Returns the atoms of an object in which a key of this name satisfies `some`."""
-    return [Required(name), *([Values(Keys((name,)), some.part)] if isinstance(some, Values) else [])]
+    return [Required(name), *([Values(KeySet((name,)), some.part)] if isinstance(some, Values) else [])]
 
 
-def _patterns(keys: Keys) -> set[str]:
+def _patterns(keys: KeySet) -> set[str]:
     return {keys.pattern, *(inner.pattern for inner in keys.covered)} - {None}
 
 
-def _has_other(keys: Keys, is_found: dict[str, bool]) -> bool:
+def _has_other(keys: KeySet, is_found: dict[str, bool]) -> bool:
     """Returns whether a key that is none of the names is in a set, by the patterns that are found in it."""
     if keys.names is not None:
         return False
@@ -156,7 +156,7 @@ def _has_other(keys: Keys, is_found: dict[str, bool]) -> bool:
     )
 
 
-def has_key(keys: Keys, name: str) -> bool:
+def has_key(keys: KeySet, name: str) -> bool:
     """Returns whether a set has a key."""
     if keys.names is not None:
         return name in keys.names

@@ -11,7 +11,7 @@ from treeflash_jax.constraints.compiler.atoms import (
     Atom,
     Contains,
     Items,
-    Keys,
+    KeySet,
     KeysIn,
     LengthIn,
     NumberIn,
@@ -168,12 +168,12 @@ def required(value: list[str], schema: dict, place: SchemaLocation, is_negated: 
 def _properties(value: dict[str, Any], schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     parts = [(name, Subschema(part, place.inside("properties", name))) for name, part in value.items()]
     if is_negated:
-        return [only("object", Required(name), Values(Keys((name,)), part.opposite())) for name, part in parts]
-    return [tuple(Values(Keys((name,)), part) for name, part in parts)]
+        return [only("object", Required(name), Values(KeySet((name,)), part.opposite())) for name, part in parts]
+    return [tuple(Values(KeySet((name,)), part) for name, part in parts)]
 
 
 def _pattern_properties(value: dict[str, Any], schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
-    parts = [(Keys(None, name), Subschema(part, place.inside("patternProperties", name))) for name, part in value.items()]
+    parts = [(KeySet(None, name), Subschema(part, place.inside("patternProperties", name))) for name, part in value.items()]
     if is_negated:
         return [only("object", Values(keys, part.opposite(), True)) for keys, part in parts]
     return [tuple(Values(keys, part) for keys, part in parts)]
@@ -181,10 +181,10 @@ def _pattern_properties(value: dict[str, Any], schema: dict, place: SchemaLocati
 
 def _additional(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
     covered = (
-        Keys(tuple(schema.get("properties", {}))),
-        *(Keys(None, name) for name in schema.get("patternProperties", {})),
+        KeySet(tuple(schema.get("properties", {}))),
+        *(KeySet(None, name) for name in schema.get("patternProperties", {})),
     )
-    keys, part = Keys(covered=covered), Subschema(value, place.inside("additionalProperties"))
+    keys, part = KeySet(covered=covered), Subschema(value, place.inside("additionalProperties"))
     return _requirement("object", Values(keys, part), [(Values(keys, part.opposite(), True),)], is_negated)
 
 
@@ -197,7 +197,7 @@ def unevaluated(name: str, atoms: Sequence[Atom], part: Subschema) -> tuple[Atom
     """Returns the atoms of unevaluatedItems or unevaluatedProperties beside the atoms that evaluate."""
     if name == "unevaluatedProperties":
         covered = tuple(atom.keys for atom in atoms if isinstance(atom, Values) and atom.evaluates)
-        return (Values(Keys(covered=covered), part),)
+        return (Values(KeySet(covered=covered), part),)
     if name != "unevaluatedItems":
         raise Refused(f"keyword {name!r} cannot be followed", part.place.path)
     items = [atom for atom in atoms if isinstance(atom, Items) and atom.evaluates]
