@@ -8,7 +8,7 @@ from model_files import assert_same, change_json
 from refusals import refused
 
 from treeflash_jax.formats import messages, model_files
-from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.grouped_tensors import ComputedTensor, GroupedTensor
 from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import Content, Demands, MessageFormat, Thought, TokenReader
 from treeflash_jax.formats.quant_methods import METHODS
@@ -32,7 +32,7 @@ class ByChannel(QuantMethod):
         codes = module.checked_tensor("codes", ("I8",), (None, None))
         outputs, inputs = codes.get_shape()
         step = module.checked_tensor("step", ("F32",), (outputs,))
-        scales = Part((outputs, 1), "F32", lambda rows: step[rows[0]][:, None])
+        scales = ComputedTensor((outputs, 1), "F32", lambda rows: step[rows[0]][:, None])
         return GroupedTensor(code_book="int8", group=inputs, codes=codes, scales=scales)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from treeflash_jax.formats import gguf_reader
-from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.grouped_tensors import ComputedTensor, GroupedTensor
 from treeflash_jax.formats.storage import Tensor
 
 
@@ -97,8 +97,8 @@ def grouped(tensor: gguf_reader.Tensor) -> Tensor:
         numbers = meaning(blocks[rows][..., span])
         return numbers.reshape(*numbers.shape[:-2], -1)
 
-    def part(span: slice, meaning: Callable[[np.ndarray], np.ndarray], dtype: str) -> Part:
+    def part(span: slice, meaning: Callable[[np.ndarray], np.ndarray], dtype: str) -> ComputedTensor:
         count = meaning(np.zeros((1, 256), np.uint8)[:, span]).shape[-1]
-        return Part((*shape[:-1], shape[-1] // block * count), dtype, partial(read, span, meaning))
+        return ComputedTensor((*shape[:-1], shape[-1] // block * count), dtype, partial(read, span, meaning))
 
     return GroupedTensor(**{name: part(*x) if isinstance(x, tuple) else x for name, x in fields.items()})

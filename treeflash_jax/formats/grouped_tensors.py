@@ -22,7 +22,7 @@ E2M1 = np.array(_HALF + [-value for value in _HALF], np.float32)
 
 
 @dataclass(frozen=True)
-class Part:
+class ComputedTensor:
     """A tensor that is computed from stored ones when it is sliced.
 
     Attributes:

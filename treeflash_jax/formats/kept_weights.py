@@ -16,7 +16,7 @@ import numpy as np
 
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
 from treeflash_jax.formats import storage
-from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.grouped_tensors import ComputedTensor, GroupedTensor
 from treeflash_jax.formats.scaled_tensors import BlockScales, ScaledTensor
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models import quantized
@@ -103,7 +103,7 @@ def _parts(spec: Spec, tensor: Tensor | None, mesh: Any, dtype: Any) -> tuple[Qu
         counts = spec.shape if field == "values" else _count(spec, mesh, inputs, 1, inputs // part.get_shape()[-1])
         made[field] = Spec(counts, spec.axes, "ones", dtype=jnp.dtype(_DTYPES[part.get_dtype()]))
     if is_permuted:
-        parts["order"] = Part((inputs,), "I32", lambda _: tensor.order)
+        parts["order"] = ComputedTensor((inputs,), "I32", lambda _: tensor.order)
         made["order"] = Spec((inputs,), (None,), dtype=jnp.dtype(jnp.int32))
     return Quantized(**made, is_divisor=tensor.is_divisor, compute_dtype=jnp.dtype(dtype)), parts
 
@@ -119,7 +119,7 @@ def _numbers(tensor: GroupedTensor) -> dict[str, Tensor]:
     """Returns values and zero points of codes."""
     codes, zeros = tensor.codes, tensor.zeros
     if tensor.code_book == "e2m1":
-        return {"values": Part(codes.get_shape(), "F4", lambda rows: codes[rows].view(ml_dtypes.float4_e2m1fn))}
+        return {"values": ComputedTensor(codes.get_shape(), "F4", lambda rows: codes[rows].view(ml_dtypes.float4_e2m1fn))}
     if tensor.code_book == "int8":
         values, center = codes, 0
     else:
@@ -129,12 +129,13 @@ def _numbers(tensor: GroupedTensor) -> dict[str, Tensor]:
     if zeros == center:
         return {"values": values}
     zero = np.broadcast_to(np.int8(zeros - center), (*codes.get_shape()[:-1], 1))
-    return {"values": values, "zero": Part(zero.shape, "I8", lambda rows: zero[rows])}
+    return {"values": values, "zero": ComputedTensor(zero.shape, "I8", lambda rows: zero[rows])}
 
 
-def _less(part: Tensor, center: int, dtype: str) -> Part:
+def _less(part: Tensor, center: int, dtype: str) -> ComputedTensor:
     """Returns whole numbers less `center`."""
-    return Part(part.get_shape(), dtype, lambda rows: (part[rows].astype(np.int16) - center).astype(_DTYPES[dtype]))
+    target = _DTYPES[dtype]
+    return ComputedTensor(part.get_shape(), dtype, lambda rows: (part[rows].astype(np.int16) - center).astype(target))
 
 
 def _fitted(part: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -143,7 +144,7 @@ def _fitted(part: Tensor, shape: tuple[int, ...]) -> Tensor:
         sizes = zip(part.get_shape(), shape, strict=True)
         return BlockScales(part, tuple(size // count for size, count in sizes))
     times = shape[-1] // part.get_shape()[-1] if len(shape) > 1 else 1
-    return part if times == 1 else Part(shape, part.get_dtype(), lambda rows: part[rows].repeat(times, axis=-1))
+    return part if times == 1 else ComputedTensor(shape, part.get_dtype(), lambda rows: part[rows].repeat(times, axis=-1))
 
 
 def _drop_inputs(spec: Spec, weight: Any) -> Any:

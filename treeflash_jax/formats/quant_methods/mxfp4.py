@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.grouped_tensors import ComputedTensor, GroupedTensor
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.quant_methods.quant_method import QuantMethod, unpack_nibbles
 from treeflash_jax.formats.storage import Tensor
@@ -50,6 +50,6 @@ def _join_weight(blocks: Tensor, scales: Tensor) -> GroupedTensor:
     return GroupedTensor(
         code_book="e2m1",
         group=32,
-        codes=Part((*shape[:-1], 32 * shape[-1]), "U8", read_codes),
-        scales=Part(shape, "F8_E8M0", lambda rows: scales[rows].view(ml_dtypes.float8_e8m0fnu)),
+        codes=ComputedTensor((*shape[:-1], 32 * shape[-1]), "U8", read_codes),
+        scales=ComputedTensor(shape, "F8_E8M0", lambda rows: scales[rows].view(ml_dtypes.float8_e8m0fnu)),
     )

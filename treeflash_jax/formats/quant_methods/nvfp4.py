@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.grouped_tensors import ComputedTensor, GroupedTensor
 from treeflash_jax.formats.quant_methods.quant_method import Module, unpack_nibbles
 from treeflash_jax.formats.storage import FLOAT8
 
@@ -33,8 +33,8 @@ def join_module(module: Module, packed: str, outer: str, is_divisor: bool) -> Gr
     return GroupedTensor(
         code_book="e2m1",
         group=GROUP,
-        codes=Part((*outputs, inputs), "U8", lambda rows: unpack_nibbles(codes[rows])),
+        codes=ComputedTensor((*outputs, inputs), "U8", lambda rows: unpack_nibbles(codes[rows])),
         scales=scales,
-        outer=Part(factors.shape, "F32", lambda rows: factors[rows]),
+        outer=ComputedTensor(factors.shape, "F32", lambda rows: factors[rows]),
         is_divisor=is_divisor,
     )

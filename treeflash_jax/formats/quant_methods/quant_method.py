@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from treeflash_jax.formats.grouped_tensors import GroupedTensor, Part
+from treeflash_jax.formats.grouped_tensors import ComputedTensor, GroupedTensor
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
@@ -133,7 +133,7 @@ class Packing(NamedTuple):
     """Numbers without a sign in words of 32 bits, the first one lowest; of 8 bits, 128 is subtracted from all.
 
     Attributes:
-      code_book, dtype: as in GroupedTensor and Part.
+      code_book, dtype: as in GroupedTensor and ComputedTensor.
       factor: numbers per word.
       unpack: function of words [..., n] that returns numbers [..., n * factor].
     """
@@ -152,7 +152,7 @@ def unpack_inputs(
     packing: Packing,
     order: np.ndarray | None,
     read: Callable[[tuple[slice, ...]], np.ndarray],
-) -> Part:
+) -> ComputedTensor:
     """Returns codes that are packed along the inputs, in group order.
 
     Args:
@@ -165,10 +165,12 @@ def unpack_inputs(
         codes = packing.unpack(read(rows))[..., : shape[-1]]
         return codes if order is None else codes.take(order, axis=-1)
 
-    return Part(shape, packing.dtype, unpack)
+    return ComputedTensor(shape, packing.dtype, unpack)
 
 
-def unpack_outputs(shape: tuple[int, ...], packing: Packing, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Part:
+def unpack_outputs(
+    shape: tuple[int, ...], packing: Packing, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> ComputedTensor:
     """Returns numbers that are packed along the outputs.
 
     Args:
@@ -182,10 +184,10 @@ def unpack_outputs(shape: tuple[int, ...], packing: Packing, read: Callable[[tup
         numbers = packing.unpack(read((*rows[:-1], slice(begin, -(-last // packing.factor)))))
         return numbers[..., first - begin * packing.factor : last - begin * packing.factor].swapaxes(-1, -2)
 
-    return Part(shape, packing.dtype, unpack)
+    return ComputedTensor(shape, packing.dtype, unpack)
 
 
-def transpose(tensor: Tensor) -> Part:
+def transpose(tensor: Tensor) -> ComputedTensor:
     """Returns a tensor [groups, outputs] as [outputs, groups]."""
     groups, outputs = tensor.get_shape()
-    return Part((outputs, groups), tensor.get_dtype(), lambda rows: tensor[(slice(None), *rows)].T)
+    return ComputedTensor((outputs, groups), tensor.get_dtype(), lambda rows: tensor[(slice(None), *rows)].T)
