@@ -84,7 +84,7 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def grouped(tensor: gguf_reader.Tensor) -> Tensor:
+def grouped(tensor: gguf_reader.GgufTensor) -> Tensor:
     """Returns a matrix, or stack of matrices, of one of TYPES as a GroupedTensor, and any other tensor as it is."""
     fields, shape = TYPES.get(tensor.type.name), tensor.shape
     if fields is None or len(shape) == 1:

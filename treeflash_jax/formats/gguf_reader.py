@@ -27,7 +27,7 @@ JOINED_BYTES = 2**13
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GgufTensor:
     """A matrix, stack of matrices or vector of a file, dequantised to float32 when it is sliced.
 
     Attributes:
@@ -85,7 +85,7 @@ class File:
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GgufTensor]
 
     @property
     def keys(self) -> Keys:
@@ -132,7 +132,7 @@ def _read(path: Path, size: int, changed: int) -> File:
     infos = [header.tensor_info() for _ in range(num_tensors)]
     alignment = Keys(metadata, str(path)).whole("general.alignment", 32)
     start, end = math.ceil(header.at / alignment) * alignment, 0
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, GgufTensor] = {}
     for name, at, shape, kind in sorted(infos, key=lambda info: info[1]):
         if at % alignment or at < end or name in tensors:
             what = f"tensor {clipped(name, QUOTED)} at byte {at}"
@@ -204,7 +204,7 @@ class _Header:
         return name, self.number(_UINT64), shape, kind
 
 
-def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> Tensor:
+def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> GgufTensor:
     gguf, name = package(), clipped(name, QUOTED)
     try:
         kind = gguf.GGMLQuantizationType(number)
@@ -219,7 +219,7 @@ def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[in
     end = start + count * width
     if end > data.size:
         raise ValueError(f"{path} is cut off: tensor {name} ends at byte {end}, the file at {data.size}; download it again")
-    return Tensor(np.asarray(data[start:end]).reshape(count, width), kind, shape)
+    return GgufTensor(np.asarray(data[start:end]).reshape(count, width), kind, shape)
 
 
 def package() -> Any:

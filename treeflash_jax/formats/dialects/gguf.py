@@ -16,7 +16,7 @@ from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats import gguf_blocks, gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
 from treeflash_jax.formats.dialects.dialect import Dialect
-from treeflash_jax.formats.gguf_reader import File, Tensor
+from treeflash_jax.formats.gguf_reader import File, GgufTensor
 from treeflash_jax.formats.gguf_tokenizer import end_ids
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
@@ -63,7 +63,7 @@ class Gguf(Dialect):
         return replace(config, eos_token_ids=tuple(sorted({*config.eos_token_ids})))
 
     @contextmanager
-    def opened(self, path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
+    def opened(self, path: Path, config: ModelConfig) -> Iterator[dict[str, GgufTensor]]:
         """Opens the tensors by the file's names, with the outputs of matrices in Hugging Face's order.
 
         llama.cpp rotates neighbouring elements of a Llama head against each other, not its halves, and orders outputs so.
