@@ -14,7 +14,7 @@ from treeflash_jax.engine.schedule.slots import Slots
 
 
 @dataclass
-class Group:
+class PrefillGroup:
     """Requests whose prompts are read together.
 
     Attributes:
@@ -78,7 +78,7 @@ class Admission:
     def add(self, requests: Iterable[Request]) -> None:
         self.waiting.extend(requests)
 
-    def make_group(self, preferred: Sequence[int | None], *, has_row_per_slot: bool = False) -> Group:
+    def make_group(self, preferred: Sequence[int | None], *, has_row_per_slot: bool = False) -> PrefillGroup:
         """Takes as many requests as there are preferred slots, and reserves a slot for each.
 
         Args:
@@ -89,7 +89,7 @@ class Admission:
         slots = self.slots.reserve(preferred)
         requests = {slot: self.waiting.popleft() for slot in slots}
         unused = [None] * (self.refill_size - len(slots))
-        return Group(requests, [*range(self.slots.size)] if has_row_per_slot else [*slots, *unused])
+        return PrefillGroup(requests, [*range(self.slots.size)] if has_row_per_slot else [*slots, *unused])
 
     def remove(self, request: Request) -> None:
         """Drops a request, if it waits."""

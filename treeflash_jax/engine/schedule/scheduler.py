@@ -16,7 +16,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.schedule.admission import Admission, Group
+from treeflash_jax.engine.schedule.admission import Admission, PrefillGroup
 from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity
 from treeflash_jax.engine.schedule.optional_automata import OptionalAutomata, replace_automata
 from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches
@@ -66,7 +66,7 @@ class Scheduler:
         self._has_fixed_capacity = capacity is not None
         self._capacity = capacity or 0
         self._session_caches: PrefixCaches | None = None  # of a session, for the first prompt
-        self._group: Group | None = None  # whose prompts are being read
+        self._group: PrefillGroup | None = None  # whose prompts are being read
         self._automata = OptionalAutomata(is_open)
 
     @property
@@ -215,7 +215,7 @@ class Scheduler:
         batch = self._make_batch(group.row_requests(), self.state.capacity)
         group.set_prefill(Prefill(self.runner, batch, prefixes, scores=group.scores), prefixes)
 
-    def _admit(self, group: Group) -> None:
+    def _admit(self, group: PrefillGroup) -> None:
         """Moves the sequences of a group into its slots; they are the whole batch if there is none."""
         if self.state is None:
             self.state = group.prefill.state
