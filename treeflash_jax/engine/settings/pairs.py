@@ -10,7 +10,7 @@ from treeflash_jax.core import files
 from treeflash_jax.core.checks import LONGEST_PATH, clipped, expect, hint, quoted
 from treeflash_jax.formats import gguf_reader, hub, model_files
 
-Part = Literal["verifier", "drafter"]
+PairMember = Literal["verifier", "drafter"]
 
 NO_DRAFTER = "none"  # name of a drafter: decode one token at a time
 MTP = "mtp"  # name of a drafter: the one in the verifier's own files (`model_files.find_included_drafter`)
@@ -20,7 +20,9 @@ _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
 DRAFTERS = {name: _ASSETS / name / "drafter" for name in ("tiny", "smollm2")} | {"ngram": _ASSETS / "ngram"}
 
 
-def locate(name: str | Path, part: Part = "verifier", revision: str | None = None, local_files_only: bool = False) -> Path:
+def locate(
+    name: str | Path, part: PairMember = "verifier", revision: str | None = None, local_files_only: bool = False
+) -> Path:
     """Returns the folder or GGUF file of a model, downloading Hub ids and URLs.
 
     Args:
@@ -72,7 +74,7 @@ def default_drafter(verifier: str | Path, path: Path) -> str:
     return NO_DRAFTER if model_files.find_included_drafter(path) is None else MTP
 
 
-def _refuse_revision(revision: str | None, name: str | Path, part: Part) -> None:
+def _refuse_revision(revision: str | None, name: str | Path, part: PairMember) -> None:
     argument = "drafter_revision" if part == "drafter" else "revision"
     expect(revision is None, argument, revision, f"none with {quoted(str(name), LONGEST_PATH)}, which is not from the Hub")
 
