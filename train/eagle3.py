@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from train.data.packing import Batch
+from train.data.packing import PackedBatch
 from train.runtime import run_config
 from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_chunks
 from train.stages import blocks, losses
@@ -182,7 +182,7 @@ class Eagle3Network:
 def rollout_sums(
     params: Any,
     frozen: Any,
-    batch: Batch,
+    batch: PackedBatch,
     keys_b: jax.Array,
     *,
     settings: RolloutConfig,
@@ -261,7 +261,7 @@ def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network, logit
     return loss_bn, (drafted_bn == label_bn).astype(overlap_bn.dtype), overlap_bn, known_bn
 
 
-def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def draw_positions(batch: PackedBatch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draws positions [b, n] at which the first step predicts an answer token, and whether each exists: fewer may do."""
     everywhere_bs = jnp.broadcast_to(jnp.arange(batch.tokens_bt.shape[1]), batch.tokens_bt.shape)
     starts_bs = _loss_weights(batch, everywhere_bs, 1)[..., 0] > 0
@@ -270,7 +270,7 @@ def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> 
     return blocks.draw_anchors(starts_bs, settings.anchors, keys_b)
 
 
-def _loss_weights(batch: Batch, index_bn: jax.Array, steps: int) -> jax.Array:
+def _loss_weights(batch: PackedBatch, index_bn: jax.Array, steps: int) -> jax.Array:
     """Returns loss weights [b, n, i] of the steps from these positions."""
     segment_bn1 = pick(batch.segments_bt, index_bn)[..., None]
     is_inside_bni = (_after(batch.segments_bt, index_bn, 2, steps) == segment_bn1) & (segment_bn1 > 0)

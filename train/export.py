@@ -23,7 +23,7 @@ from train.data import packing
 from train.evaluate import assemble, held_out_prompts
 from train.runtime import picture, run_config, watch
 from train.runtime.checkpoint import Checkpoints
-from train.runtime.frozen_inputs import Inputs
+from train.runtime.frozen_inputs import FrozenInputs
 from train.runtime.run_config import LoopConfig
 from train.stages.drafting import DraftingStage, read_drafter_config, read_inputs, read_stored, read_verifier
 from train.stages.registry import read_stage
@@ -104,7 +104,7 @@ def main(settings: ExportConfig) -> None:
     terminal.show(f"wrote {settings.out} from step {step}\n{line}")
 
 
-def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any, inputs: Inputs) -> tuple[int, Any]:
+def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any, inputs: FrozenInputs) -> tuple[int, Any]:
     """Returns the chosen step and its trained weights, whole, on one device. Raises ValueError as `Checkpoints.load`."""
     abstract = parameters.abstract(specs, jnp.float32, sharding.make_mesh(devices=jax.devices()[:1]))
     with closing(Checkpoints(settings.run, loop, inputs=inputs)) as checkpoints:
@@ -150,7 +150,7 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
 
 
 def card(
-    settings: ExportConfig, trained: DraftingStage, drafter: Any, dialect: str, step: int, lines: list[watch.Metrics]
+    settings: ExportConfig, trained: DraftingStage, drafter: Any, dialect: str, step: int, lines: list[watch.StepMetrics]
 ) -> str:
     """Returns a model card: the drafter, the settings of its run, and the last held-out metrics of its log's lines."""
     last: dict[str, Any] = {}

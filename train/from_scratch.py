@@ -73,7 +73,9 @@ def train_tokenizer(settings: FromScratchConfig) -> None:
     hosts.say(f"tokenizer of {len(trained)} entries in {settings.tokenizer}")
 
 
-def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any, *, model: ModelConfig, dtype: Any) -> Sums:
+def next_token_sums(
+    params: Any, frozen: Any, batch: packing.PackedBatch, keys_b: Any, *, model: ModelConfig, dtype: Any
+) -> Sums:
     """Returns the weighted sum of -log p(token | document so far), and of the weights."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)

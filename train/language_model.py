@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train.data.packing import Batch
+from train.data.packing import PackedBatch
 from train.runtime import run_config
 from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_chunks
 from train.stages import losses
@@ -122,7 +122,7 @@ class LanguageModelStage(DraftingStage):
 def language_model_sums(
     params: Any,
     frozen: Any,
-    batch: Batch,
+    batch: PackedBatch,
     keys_b: jax.Array,
     *,
     settings: LanguageModelStage,
@@ -174,7 +174,7 @@ def language_model_sums(
 
 
 def drafted_shifts(
-    params: Any, batch: Batch, keys_b: jax.Array, features_btj: jax.Array, depths: int
+    params: Any, batch: PackedBatch, keys_b: jax.Array, features_btj: jax.Array, depths: int
 ) -> tuple[jax.Array, ...]:
     """Returns the shift of each layer at every token, [b, t, f].
 

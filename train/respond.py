@@ -79,7 +79,7 @@ class RespondConfig:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SourcePrompt:
     """Token ids to be continued, and the name of their source."""
 
     source: str
@@ -110,7 +110,7 @@ def load_model(settings: RespondConfig) -> TreeFlash:
     )
 
 
-def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool = False) -> list[Prompt]:
+def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool = False) -> list[SourcePrompt]:
     """Returns the prompts of all sources, sorted by length to reduce padding.
 
     Args:
@@ -119,7 +119,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     Raises ValueError for a source that cannot be read, no prompt that is short enough, more tokens than the context holds,
     or prompts to exclude and no tokenizer.
     """
-    prompts: list[Prompt] = []
+    prompts: list[SourcePrompt] = []
     left_out: Counter[str] = Counter()
     if settings.exclude and model.tokenizer is None:
         raise ValueError(f"got exclude and a verifier without a tokenizer, expected tokenizer.json in {settings.verifier}")
@@ -140,7 +140,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
             elif excluded and not excluded.isdisjoint(word_sequences(model.tokenizer.decode(ids))):
                 left_out["excluded"] += 1
             else:
-                prompts.append(Prompt(source.name, ids))
+                prompts.append(SourcePrompt(source.name, ids))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not prompts:
         expected = "at least one that is held out; give the source hold_out=8" if held_out else "at least one"
@@ -187,7 +187,7 @@ def _question(content: Any) -> Any:
     return content[: roles.index("assistant")] if "assistant" in roles else content
 
 
-def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path) -> None:
+def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[SourcePrompt], out: epath.Path) -> None:
     """Answers the prompts missing in `out`, and merges the answers of all hosts in order."""
     by_host = settings.replicas == "host" and jax.process_count() > 1
     prompts, done = answers.match(out, prompts)

@@ -82,7 +82,7 @@ def always(config: SelectorConfig, index: Any) -> dict[str, jax.Array]:
     return weights | {f"bias_{len(tree_selector.WIDTHS)}": jax.nn.one_hot(index, len(config.trees))}
 
 
-def record(model: TreeFlash, settings: SelectorStage, plan: DecodePlan, prompts: Sequence[respond.Prompt]) -> Labels:
+def record(model: TreeFlash, settings: SelectorStage, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]) -> Labels:
     """Answers the prompts, each batch with one of the trees; returns labels of every `settings.every`-th round."""
     capacity = round_capacity(len(prompts[-1].ids) + settings.max_new_tokens + 1 + plan.path_length)
     samplings, trees = [*product(settings.temperatures, settings.top_p)], cycle(range(len(settings.trees)))

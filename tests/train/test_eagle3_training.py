@@ -15,7 +15,7 @@ from refusals import refused
 from train import eagle3 as stage
 from train import mtp
 from train.data import packing
-from train.data.packing import Batch, Document
+from train.data.packing import Document, PackedBatch
 from train.runtime import run_config
 from train.stages import drafting
 from train.stages.registry import read_stage
@@ -34,7 +34,7 @@ MTP = MtpDrafter(layers=mtp_drafter.layer_sizes(GATED), num_depths=3).fitted(GAT
 LENGTHS, SIZE, STEPS = (7, 4), 12, 3
 
 
-def make_batch() -> Batch:
+def make_batch() -> PackedBatch:
     """One sequence with two documents and padding; the first two tokens of each are a prompt."""
     rng = np.random.default_rng(0)
     documents = [Document(rng.integers(0, 12, n), np.arange(n) >= 2) for n in LENGTHS]

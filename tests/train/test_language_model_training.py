@@ -22,7 +22,7 @@ from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import quantized, verifier
 
-ROWS = packing.Batch(
+ROWS = packing.PackedBatch(
     tokens_bt=np.int32([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]),
     segments_bt=np.int32([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2]]),
     positions_bt=np.int32([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]),

@@ -24,7 +24,7 @@ def make_batch(step):
     rng = np.random.default_rng(step)
     zeros = np.zeros((BATCH, WIDTH), np.int32)
     share = rng.uniform(0.5, 2, zeros.shape).astype(np.float32)
-    return packing.Batch(rng.integers(0, 64, zeros.shape).astype(np.int32), zeros, zeros, share)
+    return packing.PackedBatch(rng.integers(0, 64, zeros.shape).astype(np.int32), zeros, zeros, share)
 
 
 def run(task, steps, sizes=None, *, accumulate=1, batches=make_batch):

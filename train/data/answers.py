@@ -13,7 +13,7 @@ from typing import Any
 from etils import epath
 
 from train.runtime import frozen_inputs, hosts, run_config
-from train.runtime.frozen_inputs import Inputs
+from train.runtime.frozen_inputs import FrozenInputs
 from treeflash_jax.core import files
 from treeflash_jax.engine.settings.pairs import locate
 
@@ -28,7 +28,7 @@ def inputs_path(out: epath.Path) -> epath.Path:
     return out.with_name(f"{out.name}.inputs.json")
 
 
-def read_inputs(settings: Any) -> Inputs:
+def read_inputs(settings: Any) -> FrozenInputs:
     return {"verifier": frozen_inputs.note(settings.verifier, locate(settings.verifier, "verifier"))}
 
 

@@ -26,7 +26,7 @@ PREFETCH_THREADS, PREFETCHED_STEPS = 2, 8
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Packed sequences.
 
     Attributes:
@@ -54,7 +54,7 @@ class PackedDataset:
       documents: all documents in the order of the source.
       sequences: indices of the documents of each sequence.
       sequence_length: tokens of a sequence, padding included.
-      outputs: `Batch.outputs_bto` of all sequences.
+      outputs: `PackedBatch.outputs_bto` of all sequences.
     """
 
     documents: Sequence[Document]
@@ -70,12 +70,12 @@ class PackedDataset:
         """Ids of all documents, one after another."""
         return np.concatenate([document.tokens_n for document in self.documents])
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> PackedBatch:
         return self.take([index])
 
-    def take(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def take(self, indices: Sequence[int] | np.ndarray) -> PackedBatch:
         shape = (len(indices), self.sequence_length)
-        out = Batch(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, np.float32)))
+        out = PackedBatch(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, np.float32)))
         if self.outputs is not None:
             out = replace(out, outputs_bto=self.outputs[indices])
         for b, index in enumerate(indices):
@@ -180,7 +180,7 @@ def load_corpus(
 
 def batches(
     corpus: Corpus, *, batch: int, seed: int, start: int, stop: int, members: Sequence[int] | None = None
-) -> Iterator[Batch]:
+) -> Iterator[PackedBatch]:
     """Yields the batch of every step in [start, stop), prefetched by threads.
 
     Sources contribute their shares in a fixed pattern, each with its sequences in a new random order every epoch. Yields
@@ -196,7 +196,7 @@ def batches(
         streams.append(grain.MapDataset.source(packed).seed(int(source_seed)).shuffle().repeat())
     mixed = grain.MapDataset.mix(streams, list(corpus.weights.values()))
 
-    def form(step: int) -> Batch:
+    def form(step: int) -> PackedBatch:
         return jax.tree.map(lambda *x_bt: np.concatenate(x_bt), *(mixed[step * batch + i] for i in members))
 
     if start >= stop:

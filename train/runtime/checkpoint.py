@@ -12,7 +12,7 @@ from typing import Any
 from etils import epath
 
 from train.runtime import frozen_inputs, hosts, run_config
-from train.runtime.frozen_inputs import Inputs
+from train.runtime.frozen_inputs import FrozenInputs
 from train.runtime.run_config import LoopConfig
 from treeflash_jax.core import files
 
@@ -31,7 +31,7 @@ class Checkpoints:
       inputs: frozen inputs of the run as they are now.
     """
 
-    def __init__(self, run: str, loop: LoopConfig, documents: str | None = None, inputs: Inputs | None = None):
+    def __init__(self, run: str, loop: LoopConfig, documents: str | None = None, inputs: FrozenInputs | None = None):
         from orbax.checkpoint import v1 as ocp  # slow to import; compiling a step alone does not need it
 
         self.folder, self.loop, self.documents, self.orbax = files.absolute(run), loop, documents, ocp
@@ -123,7 +123,7 @@ class Checkpoints:
             ) from error
 
 
-def check_inputs(run: str, loop: LoopConfig, inputs: Inputs) -> None:
+def check_inputs(run: str, loop: LoopConfig, inputs: FrozenInputs) -> None:
     """Raises ValueError as `Checkpoints.notes` does for the newest checkpoint of a run, if there is one."""
     if (files.absolute(run) / "checkpoints").exists():
         with closing(Checkpoints(run, loop, inputs=inputs)) as checkpoints:

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from train.data.packing import Batch
+from train.data.packing import PackedBatch
 from treeflash_jax.core import parameters, sharding
 
 
-def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: Batch) -> float:
+def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: PackedBatch) -> float:
     """Counts the products of a step without recomputation.
 
     The gradient is counted as the derivative along one direction, which has the same number. Products that the attention

@@ -13,7 +13,7 @@ from treeflash_jax.formats import tensor_files
 
 PIECE = 2**24  # bytes that a thread reads and digests at a time
 
-Inputs = Mapping[str, Mapping[str, str]]  # for each input, by name: its "path" as given and its "digest"
+FrozenInputs = Mapping[str, Mapping[str, str]]  # for each input, by name: its "path" as given and its "digest"
 
 
 def note(path: str, files: Path, *, weights: bool = True) -> dict[str, str]:
@@ -49,7 +49,7 @@ def _digest_piece(piece: tuple[Path, int]) -> bytes:
         return hashlib.sha256(file.read(PIECE)).digest()
 
 
-def compare(noted: Inputs, now: Inputs, run: str) -> None:
+def compare(noted: FrozenInputs, now: FrozenInputs, run: str) -> None:
     """Raises ValueError naming the first input that changed since it was noted; inputs that were not noted may be any.
 
     Args:

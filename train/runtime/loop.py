@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from train.data import packing
 from train.runtime import flops, hosts, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
-from train.runtime.frozen_inputs import Inputs
+from train.runtime.frozen_inputs import FrozenInputs
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import files, programs, sharding
@@ -60,7 +60,7 @@ def fit(
     params: Any,
     frozen: Any,
     corpus: packing.Corpus,
-    inputs: Inputs | None = None,
+    inputs: FrozenInputs | None = None,
     evaluate: Callable[[Any, Report], dict[str, Any]] | None = None,
     on_timed: Callable[[int, float], None] | None = None,
 ) -> Any:
@@ -212,7 +212,7 @@ def make_held_out_measure(
     members = hosts.local_members(loop.batch, mesh)
     sources = {name: packed for name, packed in corpus.held_out.items() if len(packed)}
 
-    def local(params: Any, frozen: Any, batch: packing.Batch, keys_b: jax.Array) -> Sums:
+    def local(params: Any, frozen: Any, batch: packing.PackedBatch, keys_b: jax.Array) -> Sums:
         params = training_state.gather(params, task.specs, task.compute_dtype)
         frozen = training_state.gather(frozen, task.frozen_specs, task.compute_dtype)
         function = partial(task.held_out_sums or task.sums, params, frozen)
@@ -220,7 +220,7 @@ def make_held_out_measure(
         return lax.psum(sums, training_state.shared_axes())
 
     @programs.jit
-    def sums(params: Any, frozen: Any, batch: packing.Batch, number: jax.Array) -> Sums:
+    def sums(params: Any, frozen: Any, batch: packing.PackedBatch, number: jax.Array) -> Sums:
         keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), batch.tokens_bt.shape[0])
         return training_state.by_batch(local, task)(params, frozen, batch, keys_b)
 

@@ -18,14 +18,14 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.data.packing import Batch
+from train.data.packing import PackedBatch
 from train.runtime.run_config import OptimizerConfig
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
 
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
-SumsFunction = Callable[[Any, Any, Batch, jax.Array], Sums]  # of trained weights, frozen weights, a batch, keys_b
+SumsFunction = Callable[[Any, Any, PackedBatch, jax.Array], Sums]  # of trained weights, frozen weights, a batch, keys_b
 
 
 @struct.dataclass
@@ -115,15 +115,15 @@ def initial_state(task: TrainTask, transform: optax.GradientTransformation, para
     return TrainState(jnp.int32(0), params, transform.init(params), window)
 
 
-def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Batch:
+def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> PackedBatch:
     """Returns the shapes of a batch, with shardings if there is a mesh."""
     shape = (batch_size, length)
     layout = None if mesh is None else sharding.sharding(("batch", None), shape, mesh)
     dtypes = (jnp.int32, jnp.int32, jnp.int32, jnp.float32)
-    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for dtype in dtypes))
+    return PackedBatch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for dtype in dtypes))
 
 
-def abstract_state(task: TrainTask, transform: optax.GradientTransformation, batch: Batch, mesh: Mesh) -> TrainState:
+def abstract_state(task: TrainTask, transform: optax.GradientTransformation, batch: PackedBatch, mesh: Mesh) -> TrainState:
     """Returns shapes and shardings of the state: weights by their specs, the memory of the optimiser like its weights."""
     params = parameters.abstract(task.specs, jnp.float32)
     shapes = jax.eval_shape(lambda params: initial_state(task, transform, params, batch), params)
@@ -161,24 +161,24 @@ def sum_parts(function: Callable[[Any], Any], batch: Any, count: int) -> Any:
 
 def make_update(
     task: TrainTask, transform: optax.GradientTransformation, *, steps: int, accumulate: int, seed: int, log_every: int
-) -> Callable[[TrainState, Any, Batch], TrainState]:
+) -> Callable[[TrainState, Any, PackedBatch], TrainState]:
     """Builds the step: gradients of the mean loss over all parts of a batch, one update, metrics added to the window.
 
     Every group of devices that shares sequences works alone until its gradients are summed, once per part: left to
     automatic partitioning, each chunk of anchors would reduce the gradient of every weight.
     """
 
-    def gradients(params: Any, frozen: Any, batch: Batch, keys_b: jax.Array) -> tuple[Any, Sums]:
+    def gradients(params: Any, frozen: Any, batch: PackedBatch, keys_b: jax.Array) -> tuple[Any, Sums]:
         frozen = gather(frozen, task.frozen_specs, task.compute_dtype)
 
-        def loss(params: Any, part: tuple[Batch, jax.Array]) -> tuple[jax.Array, Sums]:
+        def loss(params: Any, part: tuple[PackedBatch, jax.Array]) -> tuple[jax.Array, Sums]:
             sums = task.sums(gather_trained(params, task.specs, task.compute_dtype), frozen, *part)
             return sums["loss"][0], sums
 
         grads, sums = sum_parts(partial(jax.grad(loss, has_aux=True), params), (batch, keys_b), accumulate)
         return total_gradients(grads, task.specs), lax.psum(sums, shared_axes())
 
-    def update(state: TrainState, frozen: Any, batch: Batch) -> TrainState:
+    def update(state: TrainState, frozen: Any, batch: PackedBatch) -> TrainState:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         keys_b = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(batch.tokens_bt.shape[0]))
         batch = replace(batch, progress_b=jnp.full(keys_b.shape, state.step / steps))

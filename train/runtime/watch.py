@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from train.runtime import hosts, run_config
 from treeflash_jax.core import files
 
-Metrics = dict[str, Any]
+StepMetrics = dict[str, Any]
 Sink = Callable[[int, Mapping[str, float]], None]  # receives a step and its metrics
 SHOWN = {  # metric -> its form in printed lines; the other metrics are in the log
     "loss": "loss {:.3f}",
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def read_log(folder: Any) -> list[Metrics]:
+def read_log(folder: Any) -> list[StepMetrics]:
     """Reads the lines of RUN/log.jsonl without a last one cut by a kill. Raises ValueError for any other wrong line."""
     path = files.absolute(folder) / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""
@@ -93,7 +93,7 @@ class Watch(Bar):
             hosts.say(f"continuing at step {resumed_at} of {steps}")
         self.show(note="compiling")
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write(self, step: int, metrics: StepMetrics) -> None:
         """Adds a line to the log and prints its most important metrics."""
         if not hosts.is_first():
             return
@@ -108,7 +108,7 @@ class Watch(Bar):
             hosts.say(f"step {step} of {self.steps}: {words}")
 
 
-def describe(metrics: Metrics) -> str:
+def describe(metrics: StepMetrics) -> str:
     """Returns the most important metrics in words, tau by number of nodes beside the marginals' tau."""
     words = [form.format(metrics[name]) for name, form in SHOWN.items() if metrics.get(name) is not None]
     for name, value in metrics.items():

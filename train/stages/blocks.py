@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from train.data.packing import Batch
+from train.data.packing import PackedBatch
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.drafters.block import backbone
@@ -49,7 +49,7 @@ def draw_anchors(candidates_bs: jax.Array, count: int, keys_b: jax.Array) -> tup
     return index_bn, drawn_bn >= 0
 
 
-def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
+def sample_blocks(batch: PackedBatch, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
     """Draws anchors without replacement, among weighted tokens that another weighted token of the same document follows.
 
     Args:
@@ -77,7 +77,7 @@ def hidden_states(
     params: Any,
     config: BlockDrafter,
     embed_vd: jax.Array,
-    batch: Batch,
+    batch: PackedBatch,
     context: NewKV,
     anchors_bn: jax.Array,
     attention: str = "chunked",

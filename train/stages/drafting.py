@@ -33,7 +33,7 @@ from train.evaluate import EvaluateConfig, assemble, make_tau_measure
 from train.runtime import frozen_inputs, hosts, loop, picture, run_config, watch
 from train.runtime.checkpoint import check_inputs
 from train.runtime.flops import step_flops
-from train.runtime.frozen_inputs import Inputs
+from train.runtime.frozen_inputs import FrozenInputs
 from train.runtime.training_state import SumsFunction, TrainTask, abstract_batch, place
 from train.stages.teacher import record
 from treeflash_jax.core import files, parameters, sharding
@@ -195,7 +195,7 @@ def read_derived(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | N
     return derived
 
 
-def read_inputs(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> Inputs:
+def read_inputs(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> FrozenInputs:
     """Returns the frozen inputs of a run: the verifier, the drafter that it starts from, and the weights of `read_derived`.
 
     If all weights of that drafter are trained further, checkpoints hold them, and only its config is an input.

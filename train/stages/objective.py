@@ -23,7 +23,7 @@ import optax
 from flax import struct
 from jax import lax
 
-from train.data.packing import Batch
+from train.data.packing import PackedBatch
 from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
@@ -107,7 +107,7 @@ def counted(logits_btv: jax.Array, sample: Sample | None) -> jax.Array:
     return logits_btv if sample is None else logits_btv + sample.log_counts_bc[:, None].astype(logits_btv.dtype)
 
 
-def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample | None:
+def sample_vocabulary(batch: PackedBatch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample | None:
     """Returns all tokens of a sequence, and random others drawn without replacement; None if `size` is 0."""
     if not size:
         return None
@@ -127,7 +127,7 @@ def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Arra
 def drafting_sums(
     params: Any,
     frozen: Any,
-    batch: Batch,
+    batch: PackedBatch,
     keys_b: jax.Array,
     *,
     settings: ObjectiveConfig,
@@ -185,7 +185,7 @@ def score_sums(
     head: Any,
     norm: jax.Array,
     tables: Any,
-    batch: Batch,
+    batch: PackedBatch,
     teacher: Teacher,
     chunk: blocks.Blocks,
     hidden_bnid: jax.Array,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from train.data.packing import Batch, Corpus, PackedDataset
+from train.data.packing import Corpus, PackedBatch, PackedDataset
 from train.runtime import hosts, watch
 from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.models import quantized, verifier
@@ -38,7 +38,9 @@ class Teacher:
     logit_cap: float = struct.field(pytree_node=False, default=0.0)
 
 
-def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch, attention: str = "chunked") -> Teacher:
+def teach(
+    params: Any, config: ModelConfig, taps: tuple[int, ...], batch: PackedBatch, attention: str = "chunked"
+) -> Teacher:
     """Runs the verifier over packed sequences, unless the batch contains its outputs.
 
     `taps` are 0-based layers, in the order in which the drafter reads them; `attention` is a name of `packed_attention`.
@@ -75,7 +77,7 @@ def record(
     key = hashlib.sha256(repr((model, dtype.name, taps, corpus.digest(), digest, *schemes)).encode())
 
     @programs.jit
-    def run(weights: Any, batch: Batch) -> jax.Array:
+    def run(weights: Any, batch: PackedBatch) -> jax.Array:
         parts = jax.tree.leaves(teach(weights, model, tuple(taps), batch, attention))
         return jnp.concatenate(parts, axis=-1)
 

@@ -14,7 +14,7 @@ import treeflash_jax as tf
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import clipped, parse_json, quoted, read_json, warn
 
-Record = dict[str, Any]
+BenchRecord = dict[str, Any]
 
 SCHEMA = 4
 # Settings that are equal in all records of a file. Other settings differ between systems; temperature and seed may vary.
@@ -27,7 +27,7 @@ def print_progress(text: str) -> None:
     print(clipped(text), file=sys.stderr)
 
 
-def environment(model: tf.TreeFlash) -> Record:
+def environment(model: tf.TreeFlash) -> BenchRecord:
     """Returns versions and hardware. Records that differ in them are never compared."""
     versions = {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()}
     device, count = model.device, 1 if model.mesh is None else model.mesh.size
@@ -35,7 +35,7 @@ def environment(model: tf.TreeFlash) -> Record:
     return {"versions": versions, "hardware": hardware}
 
 
-def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[int, Record]]:
+def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[int, BenchRecord]]:
     """Reads the objects of a JSONL file with their line numbers.
 
     If `start`, with which all lines begin, is given, a last line that was cut off is left out, with a warning.
@@ -64,7 +64,7 @@ def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[in
     return objects
 
 
-def read_records(path: str | Path) -> list[Record]:
+def read_records(path: str | Path) -> list[BenchRecord]:
     """Reads the records of one run. A last record that was cut off is left out.
 
     Raises ValueError for malformed lines, another schema version, or records of several runs.
@@ -81,9 +81,9 @@ def read_records(path: str | Path) -> list[Record]:
     return records
 
 
-def check_one_run(records: Sequence[Record], path: str | Path) -> None:
+def check_one_run(records: Sequence[BenchRecord], path: str | Path) -> None:
     """Raises ValueError if records differ in settings, versions or hardware, so that they cannot be compared."""
-    firsts: dict[str, Record] = {}
+    firsts: dict[str, BenchRecord] = {}
     for record in records:
         system = record["system"]
         for other in (records[0], firsts.setdefault(system, record)):
@@ -94,20 +94,20 @@ def check_one_run(records: Sequence[Record], path: str | Path) -> None:
                     raise ValueError(f"{path}: {change} in earlier records; write to another file")
 
 
-def _conditions(record: Record, is_same_system: bool) -> Record:
+def _conditions(record: BenchRecord, is_same_system: bool) -> BenchRecord:
     """Returns the fields that are equal in all records of a run, or of one system."""
     settings = record["settings"]
     names = settings.keys() - {"temperature", "seed"} if is_same_system else SHARED
     return {name: settings.get(name) for name in names} | record["versions"] | record["hardware"]
 
 
-def record_key(record: Record) -> tuple[str, str, float, int]:
+def record_key(record: BenchRecord) -> tuple[str, str, float, int]:
     """Returns (prompt, system, temperature, seed), which identify a record of a file."""
     settings = record["settings"]
     return record["prompt_id"], record["system"], settings["temperature"], settings["seed"]
 
 
-def is_comparable(record: Record, other: Record) -> bool:
+def is_comparable(record: BenchRecord, other: BenchRecord) -> bool:
     """Returns whether one record is a one-token answer and the other a drafted one that must equal it up to near-ties."""
     ours, theirs = record["settings"], other["settings"]
     builders = {ours["builder"], theirs["builder"]}

@@ -15,7 +15,15 @@ from itertools import product
 from typing import Any
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bench_records import PEER, SCHEMA, Record, environment, is_comparable, print_progress, record_key
+from treeflash_jax.bench.bench_records import (
+    PEER,
+    SCHEMA,
+    BenchRecord,
+    environment,
+    is_comparable,
+    print_progress,
+    record_key,
+)
 from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
@@ -140,9 +148,9 @@ def measure(
     *,
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
-    known: Sequence[Record] = (),
+    known: Sequence[BenchRecord] = (),
     notify: Callable[[str], None] = print_progress,
-) -> Iterator[Record]:
+) -> Iterator[BenchRecord]:
     """Answers every prompt with every system at all combinations of temperature and seed.
 
     Every prompt has its own seed, made from the given seed and its id: prompts are independent, and all systems use the
@@ -191,7 +199,9 @@ def answer_turns(system: System, prompts: Sequence[BenchPrompt], temperature: fl
     return answers
 
 
-def make_record(system: System, prompt: BenchPrompt, results: Sequence[tf.Result], temperature: float, seed: int) -> Record:
+def make_record(
+    system: System, prompt: BenchPrompt, results: Sequence[tf.Result], temperature: float, seed: int
+) -> BenchRecord:
     """Makes the record of one answered prompt. Lists of lists are by turn.
 
     `accept_lengths` count what rounds added to the answers, and `cut` what the last round of a turn accepted after its end;
@@ -209,7 +219,11 @@ def make_record(system: System, prompt: BenchPrompt, results: Sequence[tf.Result
 
 
 def find_differences(
-    model: tf.TreeFlash, record: Record, others: Iterable[Record], prompt: BenchPrompt, results: Sequence[tf.Result]
+    model: tf.TreeFlash,
+    record: BenchRecord,
+    others: Iterable[BenchRecord],
+    prompt: BenchPrompt,
+    results: Sequence[tf.Result],
 ) -> dict[str, dict[str, Any]]:
     """Compares a drafted with a one-token answer to the same prompt, and prints how they differ.
 

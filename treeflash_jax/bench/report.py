@@ -16,14 +16,14 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from treeflash_jax.bench.bench_records import PEER, SHARED, Record, is_comparable, read_records, record_key
+from treeflash_jax.bench.bench_records import PEER, SHARED, BenchRecord, is_comparable, read_records, record_key
 from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, conclude
 from treeflash_jax.core.settings import add_options, setting
 from treeflash_jax.core.terminal import Console
 
 RESAMPLES = 2000  # of the bootstrap
 WIDTH = 140  # of tables that do not go to a terminal
-Answers = dict[tuple[str, int], Record]  # records of one system at one temperature, by (prompt, seed)
+Answers = dict[tuple[str, int], BenchRecord]  # records of one system at one temperature, by (prompt, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def print_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def summarise(records: Sequence[Record], *, against: str | None = None) -> dict[str, Any]:
+def summarise(records: Sequence[BenchRecord], *, against: str | None = None) -> dict[str, Any]:
     """Computes all that the tables show.
 
     Args:
@@ -120,7 +120,7 @@ def _find_other(name: str, systems: dict[str, Answers], against: str) -> str | N
     return None
 
 
-def _acceptance_by_depth(records: Sequence[Record]) -> list[float]:
+def _acceptance_by_depth(records: Sequence[BenchRecord]) -> list[float]:
     """Returns the share of rounds that accept at least 1, 2, ... draft tokens, also beyond the end of an answer."""
     lengths = []
     for record in records:
@@ -129,7 +129,7 @@ def _acceptance_by_depth(records: Sequence[Record]) -> list[float]:
     return [sum(length > depth for length in lengths) / len(lengths) for depth in range(1, max(lengths, default=1))]
 
 
-def _compare_answers(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
+def _compare_answers(pairs: Sequence[tuple[BenchRecord, BenchRecord]]) -> dict[str, Any]:
     """Sums up how answers differ from the one-token answers to the same prompts, with which they are paired.
 
     Returns {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to

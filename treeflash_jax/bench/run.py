@@ -19,7 +19,7 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 from treeflash_jax.bench import bench_records, harness, report
-from treeflash_jax.bench.bench_records import Record
+from treeflash_jax.bench.bench_records import BenchRecord
 from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.prompt_sets import BUNDLED, BenchPrompt, choose_prompts, make_chat
 from treeflash_jax.core import files
@@ -189,7 +189,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
 
 
 def refuse_mismatches(
-    systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[Record], path: str
+    systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[BenchRecord], path: str
 ) -> None:
     """Refuses settings and prompts that differ from earlier records, and prompts that exceed the verifier's context."""
     for system in systems:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 import treeflash_jax as tf
 from treeflash_jax.bench import check, harness, report
-from treeflash_jax.bench.bench_records import Record
+from treeflash_jax.bench.bench_records import BenchRecord
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
@@ -168,7 +168,7 @@ def _draw(results: Sequence[tf.Result]) -> str:
     return max(pictures, key=lambda picture: picture.count("├"), default="none")
 
 
-def _table(pair: str, records: Sequence[Record]) -> Table:
+def _table(pair: str, records: Sequence[BenchRecord]) -> Table:
     table = report.make_table(f"{pair}: greedy, batch 1", COLUMNS)
     summary, order = report.summarise(records), list(PROMPTS[pair])
     for entry in sorted(summary["systems"], key=lambda entry: (order.index(entry["set"]), entry["system"] != PLAIN)):

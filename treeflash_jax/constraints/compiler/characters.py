@@ -95,10 +95,10 @@ def quote(text: str) -> str:
     return "".join(map(escape, text))
 
 
-Writer = Callable[[Ranges], Term]  # `plain` or `quoted`
+RangeWriter = Callable[[Ranges], Term]  # `plain` or `quoted`
 
 
-def texts(writer: Writer, least: int = 0, most: int | None = None) -> Term:
+def texts(writer: RangeWriter, least: int = 0, most: int | None = None) -> Term:
     """Returns all texts of `least` to `most` characters."""
     return repeat(writer(EVERY), least, most)
 

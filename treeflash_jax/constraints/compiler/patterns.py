@@ -10,7 +10,7 @@ import unicodedata
 from functools import cache
 from typing import NamedTuple, NoReturn
 
-from treeflash_jax.constraints.compiler.characters import LAST, Ranges, Writer, invert, merge, texts
+from treeflash_jax.constraints.compiler.characters import LAST, Ranges, RangeWriter, invert, merge, texts
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, concat, repeat, union
 
@@ -44,13 +44,13 @@ Item = Term | Anchor | Group
 
 
 @cache
-def search(pattern: str, writer: Writer) -> Term:
+def search(pattern: str, writer: RangeWriter) -> Term:
     """Returns the texts in which a pattern is found, as JSON Schema's `pattern` asks. Raises Refused as `full_match`."""
     return _read(pattern, writer, texts(writer))
 
 
 @cache
-def full_match(pattern: str, writer: Writer) -> Term:
+def full_match(pattern: str, writer: RangeWriter) -> Term:
     """Returns the texts that a pattern matches as a whole.
 
     Raises Refused for what is no pattern or cannot be followed.
@@ -58,7 +58,7 @@ def full_match(pattern: str, writer: Writer) -> Term:
     return _read(pattern, writer, EMPTY)
 
 
-def _read(pattern: str, writer: Writer, around: Term) -> Term:
+def _read(pattern: str, writer: RangeWriter, around: Term) -> Term:
     """Returns the texts that match, with any of the texts `around` on sides without an anchor."""
     parser = _Parser(pattern, writer)
     alternatives = parser.read_alternatives()
@@ -81,7 +81,7 @@ def _match(sequence: list[Term | Anchor], around: Term) -> Term:
 class _Parser:
     """Reads one pattern from left to right; `at` is the position of what comes next."""
 
-    def __init__(self, pattern: str, writer: Writer):
+    def __init__(self, pattern: str, writer: RangeWriter):
         self.pattern, self.writer, self.at = pattern, writer, 0
 
     def refuse(self, what: str, at: int | None = None) -> NoReturn:

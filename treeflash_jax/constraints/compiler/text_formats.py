@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from treeflash_jax.constraints.compiler.characters import Writer, texts
+from treeflash_jax.constraints.compiler.characters import RangeWriter, texts
 from treeflash_jax.constraints.compiler.patterns import full_match
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import Term, concat, intersect, literal, repeat, union
@@ -41,7 +41,7 @@ REFUSED = ("regex",)
 
 
 @cache
-def format_texts(name: str, writer: Writer) -> Term | None:
+def format_texts(name: str, writer: RangeWriter) -> Term | None:
     """Returns texts of a format; None for one that the standard does not know, which says nothing of a text.
 
     Raises Refused for a format that cannot be followed.

@@ -37,7 +37,7 @@ STAGES = 3  # blocks of keys and values in shared memory
 HIDDEN = -1e30  # logit of a hidden key: finite, so that a row is not NaN if all keys of its first block are hidden
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a tile
 TAKES = "bfloat16 or float16, heads of 64 or 128, caches of a multiple of 8 slots, and no sinks"
-Sums = tuple[jax.Array, jax.Array, jax.Array]  # sum exp(l - peak) v [r, e], sum exp(l - peak) [r], peak = max l [r]
+SoftmaxSums = tuple[jax.Array, jax.Array, jax.Array]  # sum exp(l - peak) v [r, e], sum exp(l - peak) [r], peak = max l [r]
 
 
 class _New(NamedTuple):
@@ -261,13 +261,13 @@ def _logits(q_smem, k_smem) -> jax.Array:
     return multiply_tiles(q_smem, k_smem.transpose((1, 0))) * q_smem.shape[1] ** -0.5
 
 
-def _nothing(rows: int, head_dim: int) -> Sums:
+def _nothing(rows: int, head_dim: int) -> SoftmaxSums:
     mixed_re = plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), plgpu.Layout.WGMMA)
     total_r, peak_r = (plgpu.layout_cast(jnp.full(rows, x, jnp.float32), ROW) for x in (0.0, HIDDEN))
     return mixed_re, total_r, peak_r
 
 
-def _add_block(sums: Sums, logits_rx: jax.Array, v_smem, weights_smem) -> Sums:
+def _add_block(sums: SoftmaxSums, logits_rx: jax.Array, v_smem, weights_smem) -> SoftmaxSums:
     """Adds the values of a block under an online softmax."""
     mixed_re, total_r, before_r = sums
     peak_r = jnp.maximum(before_r, jnp.max(logits_rx, axis=1))
