@@ -70,7 +70,7 @@ def choices(cls: type) -> dict[str, tuple[str, list[str]]]:
     for name, kind in inspect.get_annotations(cls).items():
         known = cls.__dataclass_fields__[name].metadata["checks"].get("choices")
         if known and kind == str | None:
-            found[name] = "".join(word.title() for word in name.split("_")), [*known()]
+            found[name] = "".join(word.title() for word in name.split("_")) + "Choice", [*known()]
     return found
 
 

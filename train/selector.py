@@ -1,4 +1,4 @@
-"""Trains a selector, which chooses the delayed tree of every answer and round from a list of trees.
+"""Trains a tree selector, which chooses the delayed tree of every answer and round from a list of trees.
 
     python -m train.selector configs/tiny/selector.toml out=runs/selector
 
@@ -39,9 +39,9 @@ from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, ro
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import digest_pair
-from treeflash_jax.formats import selector_folder
+from treeflash_jax.formats import tree_selector_folder
 from treeflash_jax.trees.sampled import tree_selector
-from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 
 TAIL_WEIGHT, TAIL_SHARE = 1.0, 0.1
 LEARNING_RATE, STEPS = 3e-3, 1000  # of the fit, on all labels at once
@@ -49,7 +49,7 @@ Labels = tuple[np.ndarray, np.ndarray, np.ndarray]  # features_of, expected_oa, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectorStage(respond.RespondConfig):
+class TreeSelectorStage(respond.RespondConfig):
     """Settings that this stage adds to those of `train.respond`, which say what prompts are answered, and how."""
 
     out: str = setting(help="folder of the selector")
@@ -62,27 +62,29 @@ class SelectorStage(respond.RespondConfig):
     draws: int = setting(4, "draws of every tree that a label averages", least=1)
 
 
-def main(settings: SelectorStage) -> None:
+def main(settings: TreeSelectorStage) -> None:
     with files.filled(files.absolute(settings.out) / "model", overwrite=True) as folder:
         model = respond.load_model(settings)
         pair = digest_pair(model.verifier, model.drafter)
-        config = SelectorConfig(trees=settings.trees, rule=settings.acceptance, pair=pair)
+        config = TreeSelectorConfig(trees=settings.trees, rule=settings.acceptance, pair=pair)
         plan = model.plan(GenerateConfig(builder="delayed", acceptance=config.rule, nodes=config.num_nodes))
         plan = replace(plan, num_nodes=config.num_nodes, shape=replace(plan.shape, selector=config))
         prompts = [respond.collect_prompts(settings, model, held_out=is_held_out) for is_held_out in (False, True)]
         train, held_out = (record(model, settings, plan, part) for part in prompts)
         weights = fit(train, config)
-        selector_folder.save(folder, config, weights)
+        tree_selector_folder.save(folder, config, weights)
     hosts.say(f"{describe(weights, train, held_out)}; selector in {settings.out}/model, for builder=delayed")
 
 
-def always(config: SelectorConfig, index: Any) -> dict[str, jax.Array]:
+def always(config: TreeSelectorConfig, index: Any) -> dict[str, jax.Array]:
     """Returns the weights of a selector that always chooses the same tree."""
     weights = {name: jnp.zeros(spec.shape) for name, spec in tree_selector.specs(config).items()}
     return weights | {f"bias_{len(tree_selector.WIDTHS)}": jax.nn.one_hot(index, len(config.trees))}
 
 
-def record(model: TreeFlash, settings: SelectorStage, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]) -> Labels:
+def record(
+    model: TreeFlash, settings: TreeSelectorStage, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]
+) -> Labels:
     """Answers the prompts, each batch with one of the trees; returns labels of every `settings.every`-th round."""
     capacity = round_capacity(len(prompts[-1].ids) + settings.max_new_tokens + 1 + plan.path_length)
     samplings, trees = [*product(settings.temperatures, settings.top_p)], cycle(range(len(settings.trees)))
@@ -141,7 +143,7 @@ def find_best(expected_oa: np.ndarray, setting_o: np.ndarray) -> np.ndarray:
     return np.argmax(is_setting_so @ expected_oa, axis=1)
 
 
-def fit(labels: Labels, config: SelectorConfig) -> dict[str, jax.Array]:
+def fit(labels: Labels, config: TreeSelectorConfig) -> dict[str, jax.Array]:
     """Returns the weights of a selector that is fitted to the labels."""
     features_of, expected_oa, setting_o = labels
     base_o = expected_oa[np.arange(setting_o.size), find_best(expected_oa, setting_o)[setting_o]]
@@ -172,4 +174,4 @@ def describe(weights: Any, train: Labels, held_out: Labels) -> str:
 
 
 if __name__ == "__main__":
-    run_config.run_command(main, SelectorStage, __doc__)
+    run_config.run_command(main, TreeSelectorStage, __doc__)

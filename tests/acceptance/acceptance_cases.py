@@ -18,7 +18,7 @@ from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance.target import TargetDistribution
 from treeflash_jax.trees import TransitionTable, TreeShape
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITH_REPLACEMENT
-from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 from treeflash_jax.trees.sampled.without_replacement import best_outline
 
 FORCED = 1e3  # noise that outweighs any log-probability
@@ -47,7 +47,7 @@ def paths_case(nodes: int, branches: int, trunk: int = 0) -> Case:
 
 
 def selected_case(listed: tuple[tuple[int, int, int], ...], choice: int) -> Case:
-    config, (trunk, branches, length) = SelectorConfig(trees=listed, rule="any", pair="any"), listed[choice]
+    config, (trunk, branches, length) = TreeSelectorConfig(trees=listed, rule="any", pair="any"), listed[choice]
     draft = partial(toys.draft_paths, num_nodes=1 + trunk + branches * length, branches=branches, trunk=trunk)
     return Case("delayed", config.num_nodes, TreeShape(selector=config), draft, choice)
 

@@ -28,7 +28,7 @@ from treeflash_jax.drafters import MtpDrafter, NgramDrafter
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.sampled import tree_selector
-from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every token occurs often: n-grams match
 BATCH = 20_000
@@ -158,7 +158,7 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(monkeypatch, model, ki
 @pytest.mark.slow
 def test_answers_have_it_whatever_a_selector_chooses(pair, exact, monkeypatch):
     """Random weights, so that the trees of the next rounds depend on the lengths of the earlier ones and on the draft."""
-    config = SelectorConfig(trees=((3, 1, 0), (0, 2, 1), (1, 2, 2), (0, 3, 1)), rule=IN_TURN, pair="any")
+    config = TreeSelectorConfig(trees=((3, 1, 0), (0, 2, 1), (1, 2, 2), (0, 3, 1)), rule=IN_TURN, pair="any")
     plan = planned(pair, IN_TURN, DRAFT | TREES["delayed"])
     plan = replace(plan, num_nodes=config.num_nodes, shape=replace(plan.shape, selector=config))
     weights = parameters.initialize(tree_selector.specs(config), jax.random.key(0), scale=2.0)

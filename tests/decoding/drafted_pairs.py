@@ -18,7 +18,7 @@ from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL
 from treeflash_jax import TreeFlash
 from treeflash_jax.drafters import Eagle3Drafter, LanguageModelDrafter, MtpDrafter, NgramDrafter
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
-from treeflash_jax.drafters.block.heads.selector import SelectorSizes
+from treeflash_jax.drafters.block.heads.selector_head import SelectorHeadSizes
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.models.config import ModelConfig
@@ -48,7 +48,13 @@ ACCEPTED = {
     "frequent": replace(FEW, layers=replace(FEW_TOKENS, num_layers=1), draft_vocab_size=10),
     "gru": replace(FEW, head="gru", shifted=True, causal_layers=(0, 1), draft_vocab_size=10),
     "selector": replace(
-        FEW, head="selector", head_sizes=SelectorSizes(8), conv_group=2, causal_layers=(0,), sliding_layers=(0,), window=4
+        FEW,
+        head="selector",
+        head_sizes=SelectorHeadSizes(8),
+        conv_group=2,
+        causal_layers=(0,),
+        sliding_layers=(0,),
+        window=4,
     ),
     "lilicorr": replace(FEW, head="lilicorr", sliding_layers=(1,), window=7, shared_window=True),
     "eagle3": Eagle3Drafter(

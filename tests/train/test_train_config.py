@@ -19,7 +19,7 @@ STAGES = {
     "from_scratch": from_scratch.FromScratchConfig,
     "ask": ask.AskConfig,
     "respond": respond.RespondConfig,
-    "selector": selector.SelectorStage,
+    "selector": selector.TreeSelectorStage,
 }
 FILES = sorted(CONFIGS.rglob("*.toml"))
 HEAD, DRAFTER = CONFIGS / "tiny" / "head.toml", CONFIGS / "tiny" / "drafter.toml"

@@ -1,4 +1,4 @@
-"""The choice of a selector of delayed trees (`trees.sampled.tree_selector`), from the state of decoding.
+"""The choice of a tree selector (`trees.sampled.tree_selector`), from the state of decoding.
 
 Shape suffixes: b batch, s token slots, c children of the anchor, f features.
 """

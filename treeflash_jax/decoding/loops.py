@@ -8,7 +8,7 @@
 - `draft` returns the tree of the next round, for pictures.
 
 `make_keys` makes the random keys. `prefill` reads whole prompts in one program, for benchmarks, tests and the training of
-selectors.
+tree selectors.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
 """

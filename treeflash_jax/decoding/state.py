@@ -98,7 +98,7 @@ class DecodePlan:
 
 @struct.dataclass
 class Weights:
-    """Weights of verifier and drafter, if there is one; in a call, also those of the user's processor and of a selector."""
+    """Weights of the verifier and the drafter, if any; in a call, also of the user's processor and of the tree selector."""
 
     verifier: Any
     drafter: Any = None

@@ -26,7 +26,7 @@ from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
 from treeflash_jax.engine.settings.keywords import GenerateSettings
 from treeflash_jax.engine.settings.plan import resolve
-from treeflash_jax.formats import selector_folder
+from treeflash_jax.formats import tree_selector_folder
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
@@ -237,9 +237,9 @@ class TreeFlash:
         return resolve(config, self.verifier, self.drafter, dtype=self.dtype, device=self.device, sequences=sequences)
 
     def call_weights(self, config: GenerateConfig, plan: DecodePlan) -> Weights:
-        """Returns the weights of a call's programs: the model's, and those of its processor and of its selector, if any."""
+        """Returns the weights for a call's programs: the model's, and those of the call's processor and tree selector."""
         processor = None if config.processor is None else processors.as_pytree(config.processor)
-        selector = None if plan.shape.selector is None else selector_folder.load(config.selector, self.mesh)
+        selector = None if plan.shape.selector is None else tree_selector_folder.load(config.selector, self.mesh)
         return self.weights.replace(processor=sharding.place(processor, self.mesh, over_batch=False), selector=selector)
 
     def prepare(

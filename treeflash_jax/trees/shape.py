@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 
 MAX_NODES = 4096  # largest draft tree
 
@@ -14,7 +14,7 @@ class TreeShape:
     Attributes:
       branches: number of paths, or maximal number of children per node.
       trunk: number of nodes drafted as one path before the branches (delayed expansion).
-      selector: list of delayed trees from which a selector chooses; None: all have `trunk` and `branches`.
+      selector: list of delayed trees from which a tree selector chooses; None: all have `trunk` and `branches`.
       skeleton: share of the nodes, without the root, that best-first search chooses (builder "skeleton").
       leaves: whether tokens that end their branch may be drawn although the tree continues below.
       lanes: number of nodes per level whose children best-first search considers; None: all.
@@ -22,7 +22,7 @@ class TreeShape:
 
     branches: int = 2
     trunk: int = 2
-    selector: SelectorConfig | None = None
+    selector: TreeSelectorConfig | None = None
     skeleton: float = 0.25
     leaves: bool = False
     lanes: int | None = None

@@ -251,8 +251,8 @@ class GenerateConfig:
     trunk: int = nodes_setting(TreeShape.trunk, "nodes before the first branching of a delayed tree", least=0)
     selector: str | Path | None = tree_setting(
         None,
-        "folder of a selector (`python -m train.selector`), a small network that chooses the trunk of a delayed tree, its "
-        "branches and their length, for every answer and round",
+        "folder of a tree selector (`python -m train.selector`), a small network that chooses the trunk of a delayed tree, "
+        "its branches and their length, for every answer and round",
         unset="none",
         unit="folder",
     )

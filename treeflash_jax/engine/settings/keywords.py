@@ -7,15 +7,15 @@ from typing import Any, Literal, TypedDict
 from jax.sharding import Mesh
 
 # Names that editors offer. Type checkers accept any other text, too: programs can register kinds of their own.
-Quantize = Literal[
+QuantizeChoice = Literal[
     "int8",
     "fp8",
     "int4",
     "mxfp4",
     "none",
 ]
-Sampling = Literal["model"]
-Head = Literal[
+SamplingChoice = Literal["model"]
+HeadChoice = Literal[
     "marginal",
     "mlp",
     "linear",
@@ -26,11 +26,11 @@ Head = Literal[
     "selector",
     "lilicorr",
 ]
-DraftVocabulary = Literal[
+DraftVocabularyChoice = Literal[
     "frequent",
     "all",
 ]
-Builder = Literal[
+BuilderChoice = Literal[
     "none",
     "best-first",
     "walk",
@@ -40,7 +40,7 @@ Builder = Literal[
     "without-replacement",
     "skeleton",
 ]
-Acceptance = Literal[
+AcceptanceChoice = Literal[
     "sample-and-match",
     "rejection",
     "recursive",
@@ -50,14 +50,14 @@ Acceptance = Literal[
     "traversal",
     "multi-path-block",
 ]
-Attention = Literal[
+AttentionChoice = Literal[
     "xla",
     "streamed",
     "blocked",
     "pallas-gpu",
     "mosaic-gpu",
 ]
-Kernels = Literal[
+KernelsChoice = Literal[
     "mosaic-gpu",
     "pallas-tpu",
 ]
@@ -71,7 +71,7 @@ class LoadOptions(TypedDict, total=False):
     drafter_revision: str | None
     local_files_only: bool
     dtype: Any
-    quantize: Quantize | str | None
+    quantize: QuantizeChoice | str | None
     mesh: Mesh | str | None
     thinking: bool
     template: Mapping[str, Any] | None
@@ -170,7 +170,7 @@ class GenerateSettings(TypedDict, total=False):
       branches: number of sampled paths, or largest number of sampled children
         of a node (default: 2).
       trunk: nodes before the first branching of a delayed tree (default: 2).
-      selector: folder of a selector (`python -m train.selector`), a small
+      selector: folder of a tree selector (`python -m train.selector`), a small
         network that chooses the trunk of a delayed tree, its branches and their
         length, for every answer and round (default: none).
       skeleton: share of the nodes of a skeleton tree that best-first search
@@ -224,18 +224,18 @@ class GenerateSettings(TypedDict, total=False):
     choices: Sequence[str] | Sequence[Sequence[str] | None] | None
     structural_tag: str | Sequence[str | None] | None
     processor: Callable[..., Any] | None
-    sampling: Sampling | str | None
-    head: Head | str | None
+    sampling: SamplingChoice | str | None
+    head: HeadChoice | str | None
     block_size: int | None
     depths: int | None
     candidates: int | None
     children: int
     shortlist: int | None
-    draft_vocabulary: DraftVocabulary | str | None
+    draft_vocabulary: DraftVocabularyChoice | str | None
     ngrams: int | None
-    builder: Builder | str | None
+    builder: BuilderChoice | str | None
     nodes: int | None
-    acceptance: Acceptance | str | None
+    acceptance: AcceptanceChoice | str | None
     branches: int
     trunk: int
     selector: str | Path | None
@@ -245,8 +245,8 @@ class GenerateSettings(TypedDict, total=False):
     lanes: int | None
     schema_states: int
     batch_size: int | None
-    attention: Attention | str | None
-    kernels: Kernels | str | None
+    attention: AttentionChoice | str | None
+    kernels: KernelsChoice | str | None
     log_probs: bool
     top_log_probs: int
     prompt_log_probs: bool

@@ -17,11 +17,11 @@ from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.formats import selector_folder
+from treeflash_jax.formats import tree_selector_folder
 from treeflash_jax.models import kernels
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, Builder, TreeShape
-from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
 NO_DRAFTER_ADVICE = (
@@ -50,8 +50,8 @@ def resolve(
       device: device that runs the programs, which need not be present.
       sequences: number of sequences decoded together; on a mesh, by each data-parallel group (`sharding.per_shard`).
 
-    Reads no file but a selector's config. Raises ValueError for a setting that the pair, the builder or the device does not
-    support.
+    Reads no file but a tree selector's config. Raises ValueError for a setting that the pair, the builder or the device
+    does not support.
     """
     head_dims = (verifier.head_dim, *(drafter.head_dims if drafter else ()))
     kernels.check_device("attention", config.attention, device)
@@ -127,28 +127,31 @@ def _choose_tree(
 ) -> tuple[TreeShape, str, int | None]:
     """Returns the shape of the tree, the acceptance rule, and the number of nodes; None: the default number.
 
-    Raises ValueError for a rule that would not be lossless, or a selector that does not fit the call.
+    Raises ValueError for a rule that would not be lossless, or a tree selector that does not fit the call.
     """
     shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
     distribution = builder.distribution_for(shape)
     if config.selector is None:
         rule, nodes = config.acceptance or DEFAULT_RULES.get(distribution, "traversal"), config.nodes
     else:
-        selector = _read_selector(config, digest_pair(verifier, drafter))
+        selector = _read_tree_selector(config, digest_pair(verifier, drafter))
         shape, rule, nodes = replace(shape, selector=selector), selector.rule, selector.num_nodes
     check_lossless(rule, distribution)
     return shape, rule, nodes
 
 
 def digest_pair(verifier: ModelConfig, drafter: Drafter) -> str:
-    """Returns a digest of the configs of a pair, with which a selector names the pair that it was trained for."""
+    """Returns a digest of a pair's configs. A tree selector names the pair that it was trained for by it."""
     return hashlib.sha256(repr((verifier, drafter)).encode()).hexdigest()[:16]
 
 
-def _read_selector(config: GenerateConfig, pair: str) -> SelectorConfig:
-    """Reads the config of a call's selector. Raises ValueError for another pair or rule, or settings that it decides."""
+def _read_tree_selector(config: GenerateConfig, pair: str) -> TreeSelectorConfig:
+    """Reads the config of a call's tree selector.
+
+    Raises ValueError if it was trained for another pair or rule, or if the call gives settings that the selector chooses.
+    """
     _refuse(config, ["trunk", "branches"], "the selector chooses it; leave it out")
-    selector = selector_folder.read_config(config.selector)
+    selector = tree_selector_folder.read_config(config.selector)
     trained = "one that python -m train.selector trained for this verifier and drafter, with this version of the library"
     expect(selector.pair == pair, "selector", config.selector, trained)
     for name, value in {"acceptance": selector.rule, "nodes": selector.num_nodes}.items():

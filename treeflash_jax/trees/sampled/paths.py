@@ -43,12 +43,12 @@ def delayed(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
 
 
 def delayed_size(depths: int, num_nodes: int, shape: TreeShape) -> int:
-    """Returns the number of nodes of a delayed tree, or of the largest that a selector may choose."""
+    """Returns the number of nodes of a delayed tree, or of the largest that a tree selector may choose."""
     return max(1 + trunk + branches * length for trunk, branches, length in _list_sizes(depths, num_nodes, shape))
 
 
 def _list_sizes(depths: int, num_nodes: int, shape: TreeShape) -> Sequence[tuple[int, int, int]]:
-    """Returns trunk, number of branches and their length of a selector's trees, or of the largest tree that fits."""
+    """Returns trunk, number of branches and their length of a tree selector's trees, or of the largest tree that fits."""
     if shape.selector is not None:
         return shape.selector.trees
     trunk = min(shape.trunk, num_nodes - 1, depths)

@@ -1,4 +1,4 @@
-"""The selector of delayed trees: a small network that chooses a tree from a list, for every sequence and round.
+"""The tree selector: a small network that chooses a tree from a list, for every sequence and round.
 
 It reads what is known before the round's tokens are drawn (FEATURES), so that the nodes of the chosen tree have the
 distribution that acceptance rules test, whatever it chooses.
@@ -28,7 +28,7 @@ FEATURES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectorConfig:
+class TreeSelectorConfig:
     """Trees to choose from, and the pair and rule that the selector was trained for."""
 
     trees: tuple[tuple[int, int, int], ...] = setting(
@@ -50,7 +50,7 @@ class SelectorConfig:
         return max(1 + trunk + branches * length for trunk, branches, length in self.trees)
 
 
-def specs(config: SelectorConfig) -> dict[str, Spec]:
+def specs(config: TreeSelectorConfig) -> dict[str, Spec]:
     """Returns the weights: of layers with WIDTHS outputs, and of the last with a score per tree."""
     weights = {}
     for layer, sizes in enumerate(pairwise((len(FEATURES), *WIDTHS, len(config.trees)))):

@@ -10,7 +10,7 @@ from treeflash_jax.drafters.block.heads.linear import LinearHead
 from treeflash_jax.drafters.block.heads.lowrank import GatedLowRankHead, LowRankHead, RnnLowRankHead
 from treeflash_jax.drafters.block.heads.marginal import MarginalHead
 from treeflash_jax.drafters.block.heads.mlp import MlpHead
-from treeflash_jax.drafters.block.heads.selector import SelectorHead
+from treeflash_jax.drafters.block.heads.selector_head import SelectorHead
 
 MARGINAL = "marginal"  # has no weights: every block drafter can draft with it
 HEADS: dict[str, Head] = {

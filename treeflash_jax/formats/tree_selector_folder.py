@@ -1,4 +1,4 @@
-"""Folder of a selector of delayed trees: config.json, and float32 weights in model.safetensors."""
+"""Folder of a tree selector: config.json, and float32 weights in model.safetensors."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from treeflash_jax.core.parameters import Entry
 from treeflash_jax.core.settings import build
 from treeflash_jax.formats import storage, tensor_files
 from treeflash_jax.trees.sampled import tree_selector
-from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 
 
-def read_config(folder: str | Path) -> SelectorConfig:
+def read_config(folder: str | Path) -> TreeSelectorConfig:
     """Reads the config of a selector. Raises ValueError, or UnknownSetting, for any other folder."""
     path = Path(folder, "config.json")
     expect(os.path.exists(path), "selector", str(folder), "a folder that `python -m train.selector` wrote")
-    return build(SelectorConfig, read_json(path), str(path))
+    return build(TreeSelectorConfig, read_json(path), str(path))
 
 
 def load(folder: str | Path, mesh: Any = None) -> dict[str, Any]:
@@ -31,10 +31,10 @@ def load(folder: str | Path, mesh: Any = None) -> dict[str, Any]:
         return storage.load(Path(folder), tensors, tree_selector.specs(config), _entries(config), jnp.float32, mesh)
 
 
-def save(folder: Path, config: SelectorConfig, weights: dict[str, Any]) -> None:
+def save(folder: Path, config: TreeSelectorConfig, weights: dict[str, Any]) -> None:
     storage.save(folder / "model.safetensors", tree_selector.specs(config), _entries(config), weights, jnp.float32)
     files.write(folder / "config.json", json.dumps(asdict(config)) + "\n")
 
 
-def _entries(config: SelectorConfig) -> dict[str, Entry]:
+def _entries(config: TreeSelectorConfig) -> dict[str, Entry]:
     return {name: Entry(name, tuple(range(len(spec.shape)))) for name, spec in tree_selector.specs(config).items()}

@@ -19,9 +19,9 @@ from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding import choosing, rounds
 from treeflash_jax.engine.settings.plan import digest_pair
-from treeflash_jax.formats import selector_folder
+from treeflash_jax.formats import tree_selector_folder
 from treeflash_jax.trees.sampled import tree_selector
-from treeflash_jax.trees.sampled.tree_selector import FEATURES, SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import FEATURES, TreeSelectorConfig
 
 TREES = (2, 1, 0), (0, 2, 1), (1, 2, 2), (0, 3, 2)
 HOW = {"builder": "delayed", "stop_ids": [], "max_new_tokens": 24} | SIZES
@@ -30,12 +30,12 @@ HOW = {"builder": "delayed", "stop_ids": [], "max_new_tokens": 24} | SIZES
 def written(folder, model: TreeFlash, seed: int = 0, **changes) -> dict:
     """Settings of a call with a selector, written to the folder, whose choice depends on every feature."""
     config = {"trees": TREES, "rule": "recursive", "pair": digest_pair(model.verifier, model.drafter)} | changes
-    config = SelectorConfig(**config)
+    config = TreeSelectorConfig(**config)
     folder.mkdir()
     weights = parameters.initialize(tree_selector.specs(config), jax.random.key(seed), scale=1.0)
     usual_f = jnp.asarray([2, 2, 1.5, 0.4, 2.5, 0.7, 0.9])
     weights |= {"matrix_0": 9 * weights["matrix_0"], "bias_0": -9 * usual_f @ weights["matrix_0"]}
-    selector_folder.save(folder, config, weights)
+    tree_selector_folder.save(folder, config, weights)
     return HOW | {"selector": folder}
 
 

@@ -1,4 +1,4 @@
-"""The selector of DFlash2: pairwise scores of adjacent candidates, added to the marginal logits.
+"""The candidate selector of DFlash2, a head: pairwise scores of adjacent candidates, added to the marginal logits.
 
     logits(v | previous token a) = marginal(v) + <A[a] * P z, B[v]>
 
@@ -23,7 +23,7 @@ from treeflash_jax.models.quantized import product
 
 
 @dataclass(frozen=True)
-class SelectorSizes:
+class SelectorHeadSizes:
     """Number of candidates per depth."""
 
     top_k: int = 16
@@ -39,8 +39,8 @@ class SelectorHead(LowRankHead):
 
     trains_candidates = True
 
-    def sizes(self, drafter) -> SelectorSizes:
-        return drafter.head_sizes or SelectorSizes()
+    def sizes(self, drafter) -> SelectorHeadSizes:
+        return drafter.head_sizes or SelectorHeadSizes()
 
     def specs(self, drafter) -> dict[str, Any]:
         hidden = Spec((drafter.layers.hidden_size, head_rank(drafter)), (None, None), inputs=(0,), outputs=(1,))

@@ -20,7 +20,7 @@ from train.runtime import run_config
 from treeflash_jax import acceptance
 from treeflash_jax.decoding import loops
 from treeflash_jax.trees.sampled import tree_selector
-from treeflash_jax.trees.sampled.tree_selector import SelectorConfig
+from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
 import acceptance_cases as cases  # noqa: E402
@@ -29,7 +29,7 @@ import acceptance_toys as toys  # noqa: E402
 
 TREES = (1, 2, 1), (0, 2, 2), (2, 1, 0)
 SPLIT = slice(400), slice(400, 600)  # of rounds: for training, held out
-CONFIG = SelectorConfig(trees=TREES, rule="traversal", pair="any")
+CONFIG = TreeSelectorConfig(trees=TREES, rule="traversal", pair="any")
 
 
 @pytest.mark.parametrize("choice", [slow_unless(choice == 0, choice) for choice in range(len(TREES))])
@@ -105,7 +105,7 @@ def test_from_prompts_to_answers(tmp_path, capsys):
     )
     words = [f"out={tmp_path / 'run'}", f"sources=[{{path='{prompts}', hold_out=4}}]", "trees=[[2,1,0],[0,2,1]]"]
     words += ["verifier=tiny", "drafter=tiny", "max_new_tokens=12", "draws=1", "batch=4", "acceptance=recursive"]
-    train = lambda *more: stage.main(run_config.load(stage.SelectorStage, None, [*words, *more]))  # noqa: E731
+    train = lambda *more: stage.main(run_config.load(stage.TreeSelectorStage, None, [*words, *more]))  # noqa: E731
     train()
     made = tmp_path / "run" / "model" / "model.safetensors"
     weights, out = made.read_bytes(), capsys.readouterr().out
