@@ -2,5 +2,5 @@
 
 `settings/`: settings, their defaults, and the plan of the programs. `call/`: prompts and requests. `schedule/`: slots, and
 the reading of prompts. `answers/`: results, texts and drawn trees. Each folder imports from the folders before it.
-`device_memory.py` counts the bytes that a model needs; the compiled rounds are below, in `decoding/`.
+`device_memory.py` counts the bytes that a model needs. The compiled rounds are not here, but in `decoding/`.
 """

@@ -56,8 +56,9 @@ def footprint(
       mesh: concrete or abstract mesh; None for one device.
       batch: number of sequences decoded together on all devices.
       drafts: whether the batch has caches of the drafter.
-      can_cut: whether caches keep what a session goes on from.
-      weight_bytes: bytes of the weights of verifier and drafter, if they are known; None: counted by `quantize`.
+      can_cut: whether caches also hold the states from which a session can continue.
+      quantize: scheme of the verifier's matrices, to count their bytes; None: no quantization.
+      weight_bytes: bytes of the weights of verifier and drafter; None: counted.
     """
     cache = jax.eval_shape(lambda: caches.allocate(verifier, batch, capacity, dtype, can_cut=can_cut))
     drafter_cache = 0
@@ -81,7 +82,7 @@ def count_bytes(specs: Any, dtype: Any, mesh: Any = None) -> int:
 
 
 def device_bytes(tree: Any) -> int:
-    """Returns the bytes that arrays, abstract or not, take on each device; those without a sharding are on one device."""
+    """Returns the bytes that arrays, concrete or abstract, take on each device. Arrays without a sharding count fully."""
 
     def size(x: Any) -> int:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
@@ -91,7 +92,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def _state_bytes(state: Any, mesh: Any) -> int:
-    """Returns the bytes of a state on each device, without its vectors, which do not grow."""
+    """Returns the bytes of a state on each device. Vectors are left out: they do not grow with the capacity."""
 
     def placed(x: jax.ShapeDtypeStruct, axes: sharding.Axes) -> jax.ShapeDtypeStruct | None:
         layout = None if mesh is None else sharding.sharding(axes, x.shape, mesh)
@@ -105,7 +106,7 @@ def host_memory() -> int | None:
     """Returns the bytes of host memory available to this process, swap included; None if unknown."""
 
     def number(path: str, name: str) -> int | None:
-        """Reads an entry of /proc in KiB or, without a name, the number in a control group's file."""
+        """Returns the bytes that an entry of /proc states in KiB or, if `name` is empty, a control group's file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError:
@@ -121,7 +122,7 @@ def host_memory() -> int | None:
 def usable_memory(mesh=None) -> int | None:
     """Returns the bytes that JAX may use on a device of the mesh or the default device; None if not known.
 
-    On CPUs, a device has its share of the host's memory.
+    On CPUs, each device has an equal share of the host's memory.
     """
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     if sharding.device(mesh).is_cpu:
@@ -129,7 +130,7 @@ def usable_memory(mesh=None) -> int | None:
         return total and total // max(len(devices), 1)
     limits = []
     for device in devices:
-        with suppress(jax.errors.JaxRuntimeError, NotImplementedError):  # abstract devices do not say
+        with suppress(jax.errors.JaxRuntimeError, NotImplementedError):  # abstract devices have no statistics
             limits.append((device.memory_stats() or {}).get("bytes_limit"))
     return min(filter(None, limits), default=sharding.device(mesh).memory)
 

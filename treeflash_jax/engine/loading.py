@@ -62,13 +62,14 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
         float32, float64; default: bfloat16, but float32 on a CPU without
         bfloat16 instructions).
       quantize: store the verifier's matrices in fewer bits: int8, with a scale
-        per output channel; fp8, with a scale per block of 128 x 128 or those of
-        FP8 files; int4, with a scale per output and 128 inputs, or as files
-        quantised to groups have them; mxfp4, the experts as in gpt-oss. Drafted
-        output then equals the one-token output of the quantized verifier. none
-        expands quantised files to the dtype (one of int8, fp8, int4, mxfp4,
-        none; default: none, but quantised files as they are, on GPUs and TPUs
-        if that reads fewer bytes, or if expanded ones do not fit).
+        per output channel; fp8, with a scale per block of 128 x 128, or with
+        the scales of an FP8 file; int4, with a scale per output and 128 inputs,
+        or with the groups of a quantised file; mxfp4, for the experts, as in
+        gpt-oss. Drafted output then equals the one-token output of the
+        quantized verifier. none expands quantised files to the dtype (one of
+        int8, fp8, int4, mxfp4, none; default: none; but quantised files are
+        kept as they are on GPUs and TPUs if that reads fewer bytes, or if
+        expanded weights do not fit).
       mesh: devices to use: DxM splits the batch D ways, weights and vocabulary
         M ways; with DxMxE, experts E ways. In Python also a mesh of `make_mesh`
         (default: one device).
@@ -148,9 +149,10 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
 def _choose_schemes(
     pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, dtype: Any, mesh: Any
 ) -> tuple[str | None, str | None]:
-    """Returns the schemes of the matrices of verifier and drafter: as requested, or those of quantised files if it pays.
+    """Returns the quantization schemes of the verifier's and of the drafter's matrices.
 
-    No scheme rounds a drafter's matrices: they are kept as its files have them, or expanded.
+    If none is requested, matrices of quantised files are kept as they are when that pays, and expanded otherwise. A
+    drafter's matrices are never rounded: a scheme only decides whether quantised ones are kept or expanded.
     """
 
     def keep_if_it_pays(stored: str | None) -> str | None:
@@ -173,7 +175,7 @@ def _choose_schemes(
 def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:
     """Returns the drafter for this verifier, without its weights; None without a drafter.
 
-    Warns if the drafter was trained for the other value of `thinking`, or has a shorter context.
+    Warns if the drafter was trained with the opposite value of `thinking`, or if its context is shorter.
     """
     if pair.drafter is None:
         return None
@@ -209,7 +211,7 @@ def _available_dtype(name: str) -> Any:
 
 
 def choose_verifier(name: str | None) -> str:
-    """Returns the name of the verifier, by default smollm2; prints a line if that is not on this machine."""
+    """Returns the name of the verifier. None: smollm2, or tiny with a printed note if smollm2 is not on this machine."""
     if name is None and (name := pairs.default_verifier()) == "tiny":
         why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
         print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
@@ -217,7 +219,7 @@ def choose_verifier(name: str | None) -> str:
 
 
 def load_model(arguments: argparse.Namespace, **changed: Any) -> TreeFlash:
-    """Loads the model of the options; `changed` replaces some of them."""
+    """Loads the model that command-line options name; `changed` overrides some of the options."""
     given = option_values(arguments, ModelOptions) | changed
     given["verifier"] = choose_verifier(given.get("verifier"))
     return load(**given)

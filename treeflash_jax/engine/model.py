@@ -1,7 +1,7 @@
 """`TreeFlash`, the public model: generates answers to prompts, with statistics of their decoding.
 
-`prepare` makes requests (call/) and the plan of their programs (settings/plan.py). A `PreparedCall` decodes them together
-(schedule/, decoding/), and results are read from the state of their batch (answers/).
+`prepare` makes requests (call/) and the plan of their programs (settings/plan.py). A `PreparedCall` decodes the requests
+together (schedule/, decoding/). Results are then read from the state of the batch (answers/).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,8 @@ from treeflash_jax.models.config import ModelConfig
 class TreeFlash:
     """A verifier and its drafter, ready to generate.
 
-    `generate`, `generate_each` and `stream` answer prompts; `encode`, `plan` and `prepare` show what they read and run.
+    `generate`, `generate_each` and `stream` answer prompts. `encode`, `plan` and `prepare` return the token ids that these
+    methods read and the programs that they run.
 
     Example:
       >>> import treeflash_jax as tf
@@ -47,7 +48,7 @@ class TreeFlash:
     Attributes:
       verifier: config of the verifier.
       weights: weights of verifier and drafter; training replaces them before every evaluation. On accelerators, `load`
-        joins some of the verifier's (`verifier.merge`).
+        joins some of the verifier's matrices (`verifier.merge`).
       drafter: the drafter; None decodes one token at a time.
       tokenizer: tokenizer of the verifier; None takes and returns token ids only.
       mesh: mesh of the weights; None for one device.
@@ -92,7 +93,7 @@ class TreeFlash:
 
     @property
     def quantize(self) -> str | None:
-        """Quantization scheme of the verifier's matrices; None for none."""
+        """Quantization scheme of the verifier's matrices; None if they are not quantized."""
         return quantized.quantization_scheme(self.weights.verifier)
 
     def generate(
@@ -141,9 +142,9 @@ class TreeFlash:
     ) -> Iterator[tuple[int, Result]]:
         """Yields each answer as soon as it is finished, in any order.
 
-        The answers equal `generate`'s, which describes arguments and exceptions; these are raised when the first answer
-        is requested. When a sequence finishes, a waiting prompt takes its place in the batch (continuous batching), so
-        short answers do not wait for long ones.
+        The answers equal those of `generate`, and so do arguments and exceptions. Exceptions are raised when the first
+        answer is requested. When a sequence finishes, a waiting prompt takes its place in the batch (continuous
+        batching), so short answers do not wait for long ones.
 
         Yields:
           Pairs of an index into the list that `generate` would return, and the Result. `Result.seconds` counts from the
@@ -165,12 +166,12 @@ class TreeFlash:
         Args:
           prompt: one prompt, alone or in a list; see `generate`.
           config, **settings: see `generate`.
-          rounds_per_dispatch: number of decoding rounds between two chunks; the tokens are `generate`'s, whatever it is.
+          rounds_per_dispatch: number of decoding rounds between two chunks. It does not change the tokens.
           session: caches of the conversation, reused and updated for its next prompt; None prefills the whole prompt.
 
         Raises:
-          TypeError, ValueError: see `generate`, or there is more than one prompt, or a `batch_size` other than 1 with a
-            session; raised when the first chunk is requested.
+          TypeError, ValueError: as in `generate`, and for more than one prompt, or a `batch_size` other than 1 with a
+            session. Raised when the first chunk is requested.
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         coerce(Session | None, session, "session", says="a tf.Session")
@@ -180,15 +181,15 @@ class TreeFlash:
     def score(self, prompts: Prompt | Sequence[Prompt], *, top_log_probs: int = 0) -> list[Score]:
         """Returns the log-probabilities of the tokens of prompts under the verifier (temperature 1, unprocessed).
 
-        Takes prompts and raises as `generate`, but KeyboardInterrupt after Ctrl-C. Prompts are read a chunk at a time, so
-        no more than a chunk's logits exist at once.
+        Prompts and exceptions are as in `generate`, except that Ctrl-C raises KeyboardInterrupt. Prompts are read in
+        chunks, so that the logits of only one chunk exist at a time.
 
         Example:
           >>> [score] = model.score(tf.Text("Paris is in France."))
           >>> sum(score.log_probs[1:])  # the first token has None
 
         Args:
-          top_log_probs: number of likeliest tokens in the place of every token, up to 20.
+          top_log_probs: number of likeliest tokens to return for the position of every token, up to 20.
         """
         scoring = {"builder": "none", "max_new_tokens": 0, "prompt_log_probs": True, "top_log_probs": top_log_probs}
         scores = [result.prompt_score for result in self.generate(prompts, **scoring)]
@@ -207,10 +208,11 @@ class TreeFlash:
 
         Returns the seconds spent compiling; 0 if all programs were compiled before.
 
-        Streams of a session have other caches, and so other programs, if the verifier has layers with windows or states.
         Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus room
-        for new tokens, rounded up) and on the drafting settings, but not on prompts, `max_new_tokens`, temperatures,
-        filters or seeds. An answer that outgrows its caches needs programs for larger ones, which compile then.
+        for new tokens, rounded up) and on the drafting settings. They do not depend on prompts, `max_new_tokens`,
+        temperatures, filters or seeds. An answer that outgrows its caches compiles programs for larger ones while it is
+        decoded. If the verifier has layers with windows or states, streams of a session have caches of another shape:
+        their programs are not compiled here.
 
         Example:
           >>> model.warmup(prompt_tokens=200, max_new_tokens=256)
@@ -253,8 +255,8 @@ class TreeFlash:
     ) -> PreparedCall:
         """Checks a call against the pair and the memory of its device; computes nothing.
 
-        Arguments and exceptions are as in `generate`; with `for_session`, caches are a session's. Logs once why
-        nothing is drafted, and what the model recommends.
+        Arguments and exceptions are as in `generate`. `for_session` makes caches from which a session can continue. Logs
+        once why nothing is drafted, and which of the model's recommended settings apply.
         """
         config, requests = self.settings_and_requests(prompts, config, indices=indices, **settings)
         batch_size = config.batch_size or choose_batch_size(len(requests))
@@ -266,14 +268,14 @@ class TreeFlash:
         return PreparedCall(self, self.call_weights(config, plan), requests, plan, batch_size)
 
     def check_memory(self, *, batch: int, capacity: int, drafts: bool, can_cut: bool) -> None:
-        """Raises ValueError if weights and caches have no room on the devices; see `footprint`."""
+        """Raises ValueError if weights and caches do not fit on the devices; `footprint` describes the arguments."""
         sizes = {"batch": batch, "capacity": capacity, "drafts": drafts, "can_cut": can_cut, "dtype": self.dtype}
         needs = footprint(self.verifier, self.drafter, mesh=self.mesh, weight_bytes=self._weight_bytes, **sizes)
         check_memory(needs, usable_memory(self.mesh), self.mesh)
 
     @cached_property
     def _weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the weights of verifier and drafter on each device; other weights of the same pair have as many."""
+        """Bytes of the weights of verifier and drafter on each device. Other weights of the same pair have equal sizes."""
         return device_bytes(self.weights.verifier), device_bytes(self.weights.drafter)
 
     def settings_and_requests(
@@ -284,7 +286,7 @@ class TreeFlash:
         indices: Sequence[int] | None = None,
         **settings: Unpack[GenerateSettings],
     ) -> tuple[GenerateConfig, list[Request]]:
-        """Returns the checked settings of a call, and a request for every answer; the first part of `prepare`."""
+        """Returns the checked settings of a call, and a request for every answer. This is the first part of `prepare`."""
         coerce(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
         config = with_settings(config, settings)
         if config.sampling == "model":

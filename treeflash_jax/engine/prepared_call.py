@@ -23,8 +23,8 @@ class PreparedCall:
     """A validated call of a model.
 
     Attributes:
-      weights: the model's, with those of the call (`TreeFlash.call_weights`).
-      requests: one per prompt and sample.
+      weights: weights of the model and of the call's settings (`TreeFlash.call_weights`).
+      requests: one request per prompt and sample.
       batch_size: number of sequences decoded together.
     """
 
@@ -42,7 +42,7 @@ class PreparedCall:
         return scheduler
 
     def answer(self) -> Iterator[tuple[int, Result]]:
-        """Decodes the call; yields each answer with its number."""
+        """Decodes the call; yields each answer with the number of its request."""
         unanswered = {request.number: request for request in self.requests}
         rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in self.requests) else ROUNDS_PER_DISPATCH
         try:
@@ -62,7 +62,7 @@ class PreparedCall:
             yield number, Result.unanswered(request.ids)
 
     def stream(self, rounds_per_dispatch: int, session: Session | None = None) -> Iterator[Chunk | Result]:
-        """Decodes the only request; yields its chunks, then the result. The session keeps the caches.
+        """Decodes the only request; yields its chunks, then the result. A session keeps the caches.
 
         Raises ValueError if there are several requests, or several slots with a session.
         """
@@ -79,7 +79,7 @@ class PreparedCall:
                 [(chunk, result)] = reader.read_chunks([0], finished)
                 with scheduler.runner.clock.paused():
                     yield chunk
-        finally:  # also of a stream that is not read to its end
+        finally:  # also if the caller stops reading before the stream's end
             if session is not None and not scheduler.is_lost:
                 session.keep_caches(scheduler.runner, scheduler.state)
         yield result

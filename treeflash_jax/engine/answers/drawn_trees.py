@@ -24,7 +24,7 @@ from treeflash_jax.trees import DraftTree
 
 
 class AnsweringModel(Protocol):
-    """The part of a `TreeFlash` that its answers read; attributes as there."""
+    """The attributes of a `TreeFlash` that its answers read; `TreeFlash` describes them."""
 
     verifier: ModelConfig
     weights: Weights
@@ -35,8 +35,8 @@ class AnsweringModel(Protocol):
 class DraftAgain:
     """Drafts trees of an answer again. Holds the model weakly; copies and pickles become None.
 
-    Sizes are those of the scheduler that decoded the answer: all its trees need the same programs, and its programs that
-    read a single prompt read it again.
+    Arrays have the sizes that the answer's scheduler used. All trees of the answer then share one program, and a scheduler
+    of a single prompt has already compiled the program that reads it.
     """
 
     def __init__(self, model: AnsweringModel, scheduler: Scheduler, request: Request):
@@ -94,12 +94,18 @@ class DraftAgain:
 
 
 def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automaton: int, before: list[int]) -> DraftTree:
-    """Returns the tree below `anchor`, the next token, in state `automaton`, after rounds of the lengths `before`."""
+    """Returns the draft tree whose root is the next token.
+
+    Args:
+      anchor: the next token.
+      automaton: state of the request's automaton at the anchor.
+      before: number of tokens that each earlier round accepted.
+    """
     plan, mesh = runner.plan, runner.mesh
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
         first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
         state = Prefill(runner, batch, first_b=first_b).read_all()
-    else:  # by the program that reads any prompt
+    else:  # uses the program that reads any prompt
         state = Prefill(runner, batch).read_all()
         state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(anchor))
     if plan.shape.selector is not None:
@@ -115,7 +121,8 @@ class DrawnTree:
     """A draft tree as text.
 
     Attributes:
-      labels: text of each node's token behind its parent's, or bytes of a part of a character; the anchor first.
+      labels: text that each node's token adds to its parent's, or bytes if it is only a part of a character; the anchor
+        comes first.
       parents: index of each node's parent; 0 for the anchor.
       probabilities: drafted probability of the path from the anchor to each node.
     """

@@ -22,13 +22,13 @@ DAMAGED = "weights are damaged, or activations leave the range of the dtype; try
 
 @dataclass
 class GrowingAnswer:
-    """Everything read so far of an answer that grows, before any cut.
+    """The part of an answer that was read so far, not yet cut at stops.
 
     Attributes:
       text: text of `ids`; None without a tokenizer.
       accepted: number of tokens that each round accepted.
       score: log-probabilities of the prompt; None unless requested.
-      num_sent: numbers of tokens and of characters in the chunks so far.
+      num_sent: number of tokens, and number of characters, in the chunks so far.
     """
 
     text: AnswerText | None
@@ -44,7 +44,7 @@ class GrowingAnswer:
 
 
 class ResultReader:
-    """Reads Results and their Chunks from the state of a scheduler, whose requests have different numbers.
+    """Reads Results and their Chunks from the state of a scheduler. No two of its requests have the same number.
 
     It keeps the answers so far until `forget`, so that only new tokens and rounds are converted.
     """
@@ -79,7 +79,7 @@ class ResultReader:
     def read_results(self, slots: Sequence[int]) -> list[Result]:
         """Returns the answers so far in these slots.
 
-        Raises ValueError for NaN logits. Warns of an answer that the processor of the call ends.
+        Raises ValueError for NaN logits. Warns if an answer ended because the call's processor allowed no token.
         """
         scheduler = self._scheduler
         runner, plan, clock = scheduler.runner, scheduler.runner.plan, scheduler.runner.clock
@@ -128,7 +128,7 @@ class ResultReader:
             ids = tokens_bs[slot, tokens].tolist()
             answer.is_done = bool(done_b[slot])
             answer.is_blocked = bool(ids) and ids[-1] >= self._model.verifier.vocab_size
-            if answer.is_blocked:  # no logit of the last token was above -inf, and rounds ended there
+            if answer.is_blocked:  # every logit for the last token was -inf or NaN, which ended its rounds
                 ids.pop()
             answer.ids += ids
             if answer.text is not None:
@@ -195,7 +195,7 @@ def _read_score(ids: list[int], slot: int, log_probs: LogProbs) -> Score:
 
 
 def _explain_no_token(request: Request, index: int, processor: Any) -> None:
-    """Warns that the user's processor allows no token. Raises ValueError without one: the logits are NaN."""
+    """Warns that the user's processor allows no token. Raises ValueError without a processor: the logits are then NaN."""
     if processor is None:
         raise ValueError(f"got NaN as logits of token {index} of an answer, expected numbers: {DAMAGED}")
     prompt = request.number // request.settings.samples

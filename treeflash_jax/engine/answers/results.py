@@ -32,22 +32,22 @@ class Result:
     """An answer and its statistics.
 
     Attributes:
-      text: the answer without special tokens, up to a stop string, as it follows the prompt's text (a space before its
-        first word stays); empty without a tokenizer.
+      text: the answer without special tokens, up to a stop string. It continues the prompt's text, so a space before its
+        first word stays. Empty without a tokenizer.
       ids: generated token ids, the stop token included.
       builder: builder of the draft trees, as in GenerateConfig; "none" if nothing was drafted.
-      accept_lengths: number of tokens that each round added to the answer: the accepted ones and the bonus token, which the
-        verifier itself chooses after them. The first token comes from prefill and is not counted, so that
+      accept_lengths: number of tokens that each round added to the answer: the accepted ones, and the bonus token that the
+        verifier chooses after them. The first token comes from prefill and is not counted, so that
         `1 + sum(accept_lengths) == len(ids)`.
       cut: number of tokens that the last round accepted beyond the end of the answer (a stop or `max_new_tokens`).
         Published acceptance counts include them; `accept_lengths` and `tau` do not.
       finished: "stop" (a stop id or string), "length" (the limit; also of an unfinished answer in pieces of a stream),
         "blocked" (a processor allowed no token), or "interrupted" (Ctrl-C).
-      seconds: decoding time of the call, prefill included, `compile_seconds` excluded; from `generate_each`, until this
-        answer.
-      compile_seconds: time spent compiling, and running new programs once on nothing, until this answer.
-      tokens_per_second: generated tokens of all answers of the call over `seconds`; from `generate_each` and `stream`,
-        tokens of this answer.
+      seconds: decoding time of the call, prefill included, `compile_seconds` excluded. With `generate_each`, the time ends
+        with this answer.
+      compile_seconds: time until this answer that was spent on compiling, and on first runs of new programs without data.
+      tokens_per_second: generated tokens of all answers of the call, divided by `seconds`. With `generate_each` and
+        `stream`, only the tokens of this answer count.
       log_probs: log-probability of every generated token under the verifier (temperature 1, unprocessed); None unless
         requested.
       top_log_probs: the likeliest tokens in the place of every generated token, as pairs of id and log-probability by
@@ -91,7 +91,7 @@ class Result:
         return [*self.accept_lengths[:-1], self.accept_lengths[-1] + self.cut] if self.accept_lengths else []
 
     def __repr__(self) -> str:
-        """Formats the text first, and six numbers of every list."""
+        """Formats the text first. Long lists are shortened."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
         values["tau"] = round(self.tau, 2)
         show = lambda value: reprlib.repr(value) if isinstance(value, list) else repr(value)  # noqa: E731
@@ -111,14 +111,14 @@ class Result:
         )
 
     def tree(self, round_index: int | None = None) -> DrawnTree:
-        """Drafts the tree of a round again, by default of the one that accepted most; `print` draws it.
+        """Drafts the tree of a round again; `print` draws it.
 
-        A steered drafter reads the answer without its earlier shifts: its tree may differ from the one that was verified.
+        A steered drafter no longer has the shifts of earlier rounds, so its tree may differ from the one that was verified.
 
         Args:
-          round_index: number of the round, from 0.
+          round_index: number of the round, from 0; None: the round that accepted most tokens.
 
-        Raises ValueError if there is none, or the model that drafted it is gone.
+        Raises ValueError if there is no such round, or if the model that drafted the tree is gone.
         """
         if self.builder == "none":
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")

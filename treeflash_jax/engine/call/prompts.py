@@ -26,7 +26,7 @@ class Text(str):
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat with more than its messages; a plain list of messages is answered with the template's defaults.
+    """A chat with tools, template arguments or a last message to continue. A plain list of messages has none of these.
 
     Example:
       >>> model.generate(tf.Chat(messages, tools=[get_weather]))
@@ -34,8 +34,8 @@ class Chat:
 
     Attributes:
       tools: tools described to the chat template: JSON schemas as in OpenAI's API, or functions with types and a docstring.
-      continued: whether the answer continues the last message, instead of following it.
-      template: further arguments of the chat template, over those of `tf.load`.
+      continued: whether the answer continues the last message, instead of being a new one.
+      template: further arguments of the chat template; they override those of `tf.load`.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -56,7 +56,7 @@ Prompt = str | Chat | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 def parse_ids(text: str) -> list[int]:
-    """Parses token ids such as "3 4 5", those of the option --prompt-ids."""
+    """Parses a text of token ids such as "3 4 5", the value of the option --prompt-ids."""
     return coerce(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)
 
 
@@ -70,7 +70,7 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def encode_each(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limit: TextLimit | None = None) -> list[list[int]]:
-    """Returns the token ids of every prompt. Raises `encode`'s ValueError; it names the prompt if there are several."""
+    """Returns the token ids of every prompt. Errors are those of `encode`, and name the prompt if there are several."""
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
@@ -88,7 +88,8 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, limit: TextLimit | None 
 
     Args:
       tokenizer: tokenizer of the verifier; not needed for ids.
-      limit: checks a text before it is encoded, and a chat as its template writes it, which may leave texts out.
+      limit: limit on the length of a text, checked before it is encoded. For a chat, the text that its template writes
+        counts, since templates may leave some of its texts out.
 
     Raises ValueError for no prompt, an empty prompt, text without a tokenizer or beyond the limit, text that the tokenizer
     or its chat template rejects, or messages with content other than text.
@@ -138,8 +139,8 @@ def read_messages(record: Any) -> list[dict[str, str]]:
     """Returns the messages of one record of a prompt or training file, with the role names of `ROLES`.
 
     The forms are {"messages": [{"role", "content"}, ...]} (OpenAI), the same under "conversations" or with the keys "from"
-    and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns, between which the model answers), and
-    {"prompt": text} or {"prompt": [messages]}. Raises ValueError for any other form, and for no message.
+    and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns; the model answers each of them), and
+    {"prompt": text} or {"prompt": [messages]}. Raises ValueError for any other form, and if there is no message.
     """
     if not isinstance(record, dict):
         raise ValueError(f"got {type(record).__name__}, expected an object; in it, {RECORD_FORMS}")

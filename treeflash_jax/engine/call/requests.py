@@ -15,8 +15,8 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
-# Keys of generation_config.json: settings that `sampling="model"` takes, and keys without an effect on the distribution of
-# a token. Lengths and stop ids have settings of their own.
+# Keys of generation_config.json: first the settings that `sampling="model"` takes, then keys that do not change the
+# distribution of a token. Lengths and stop ids are separate settings.
 RECOMMENDED_SETTINGS = "temperature top_k top_p min_p repetition_penalty".split()
 IGNORED_KEYS = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
     transformers_version use_cache cache_implementation num_return_sequences output_scores output_logits
@@ -30,8 +30,8 @@ class Request:
     Attributes:
       ids: token ids of the prompt.
       settings: settings of the call with one value each, and the stops and temperatures that apply.
-      automaton: tokens that may follow each other; None without a constraint.
-      index: part of the random key; index of the prompt in its call unless prompts have their own seeds.
+      automaton: automaton of the tokens that the constraint allows; None without a constraint.
+      index: number that the random key depends on; by default the index of the prompt in its call.
       sample: index of the answer among those to the same prompt.
       number: index of the answer in its call.
     """
@@ -62,8 +62,8 @@ def make_requests(
       indices: one index per prompt for its random key; None counts from 0, or is 0 with a list of seeds.
 
     Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length,
-    `min_new_tokens` above `max_new_tokens`, stops as `find_stops` does, and constraints as `find_constraint`,
-    `answer_constraint` and `compile_constraint` do.
+    and `min_new_tokens` above `max_new_tokens`. It also raises the errors of `find_stops` for stops, and those of
+    `find_constraint`, `answer_constraint` and `compile_constraint` for constraints.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")
@@ -84,7 +84,7 @@ def make_requests(
             automaton = compilation.compile_constraint(
                 *constraint, tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth
             )
-            end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # which it allows after a complete answer
+            end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # an automaton allows `stop_ids` after a whole answer
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
@@ -97,7 +97,10 @@ def make_requests(
 
 
 def _split(config: GenerateConfig, num_prompts: int) -> list[GenerateConfig]:
-    """Returns the settings of each prompt, without lists of values. Raises ValueError for a list of another length."""
+    """Returns the settings of each prompt, with single values instead of lists.
+
+    Raises ValueError for a list that has not one value per prompt.
+    """
     lists = {}
     for name, values in changed(config).items():
         is_shared = name in ("stop", "stop_ids", "choices") and all(isinstance(value, str | int) for value in values)
@@ -136,7 +139,7 @@ def find_stops(
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Returns the strings and the token ids that end an answer.
 
-    A special token among the strings becomes an id, since it is not part of the text.
+    If a stop string is a special token, its id is returned instead, because texts contain no special tokens.
 
     Raises ValueError for strings without a tokenizer, and for ids outside the vocabulary.
     """
@@ -160,7 +163,7 @@ def take_recommended(
     Args:
       recommended: content of a generation_config.json. As in transformers, its temperature applies only if `do_sample` is
         true, and is then 1 if it is absent.
-      given: names of the settings of the call, which stay also if they have their defaults.
+      given: names of the settings that the call gives. They stay as they are, even if they equal the defaults.
 
     Raises ValueError for values outside the limits of the settings.
     """
@@ -178,7 +181,7 @@ def take_recommended(
     others = [
         name for name in recommended if not name.startswith("_") and name not in (*RECOMMENDED_SETTINGS, *IGNORED_KEYS)
     ]
-    # 0, 1 and empty values turn every setting of transformers off.
+    # In transformers, 0, 1 and empty values turn a setting off.
     others = [name for name in others if recommended[name] not in (None, False, 0, 1, "", [], {})]
     ignored = f"; not implemented and ignored: {', '.join(others)}" if others else ""
     return config, clipped(f"sampling 'model' takes {note} from generation_config.json{ignored}")

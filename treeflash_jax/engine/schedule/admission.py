@@ -1,4 +1,4 @@
-"""Admission: the order and the number of waiting requests that get slots."""
+"""Admission: in which order waiting requests get slots, and how many get one at a time."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ class PrefillGroup:
 
     Attributes:
       requests: request of each slot that is reserved for the group.
-      rows: slot of each row of the prefill; the row is unused if that is None or not in `requests`.
+      rows: slot of each row of the prefill. A row is unused if its slot is None, or is not in `requests`.
       num_reused: number of prompt tokens of each row that are reused from caches.
       prefill: the reading of the prompts.
     """
@@ -70,7 +70,7 @@ class Admission:
 
     @property
     def enough_done(self) -> int:
-        """Number of slots that are done or empty at which rounds stop, so that others can be admitted."""
+        """Number of done or empty slots at which rounds stop, so that waiting requests can be admitted."""
         if not self.waiting:
             return self.slots.size
         return max(self.num_next, self.slots.size - len(self.slots.requests) + 1)
@@ -83,8 +83,8 @@ class Admission:
 
         Args:
           preferred: slot that each request should get, if it is free; None: any.
-          has_row_per_slot: True gives the group a row for every slot of the batch, in their order; False a row for each
-            request, padded to the size of a refill.
+          has_row_per_slot: True gives the group a row for every slot of the batch, in the order of slots. False gives it a
+            row for each request, padded to the size of a refill.
         """
         slots = self.slots.reserve(preferred)
         requests = {slot: self.waiting.popleft() for slot in slots}
@@ -92,5 +92,5 @@ class Admission:
         return PrefillGroup(requests, [*range(self.slots.size)] if has_row_per_slot else [*slots, *unused])
 
     def remove(self, request: Request) -> None:
-        """Drops a request, if it waits."""
+        """Drops a request if it is waiting."""
         self.waiting = deque(other for other in self.waiting if other is not request)

@@ -21,9 +21,9 @@ from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
 from treeflash_jax.trees import NO_TOKEN
 
-# Numbers of slots by default, each compiled once. SmolLM2 on two CPU cores, one token at a time: 3 prompts take 14 % longer
-# in 4 slots than in 3, and 5 take 20 % longer in 8 slots than in 5. That is 0.2 s for 48 tokens; programs of another size
-# take 2 s to load.
+# Default numbers of slots; the programs of each are compiled once. With SmolLM2 on two CPU cores, one token at a time,
+# 3 prompts take 14 % longer in 4 slots than in 3, and 5 take 20 % longer in 8 slots than in 5. That is 0.2 s for 48 tokens,
+# while programs of another size take 2 s to load.
 BATCH_SIZES = (1, 2, 4, 8)
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles
@@ -40,21 +40,22 @@ def round_capacity(positions: int) -> int:
 
 
 def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
-    """Returns the initial capacity of caches: the longest prompt and ROOM new tokens, however long answers may be.
+    """Returns the initial capacity of caches: the longest prompt plus ROOM new tokens.
 
-    So a call that changes `max_new_tokens` alone compiles nothing.
+    It does not depend on `max_new_tokens`, so a call that changes only this setting compiles nothing.
     """
     room = ROOM + 1 + plan.path_length
     if plan.drafts and plan.drafter.reads_prompt:
-        # Such a drafter has read one token more than the prompt when longer prompts of the batch are still read.
+        # Such a drafter reads one token beyond a prompt. It needs room for a chunk if longer prompts are still being read.
         room = max(room, 1 + plan.shared.prefill_chunk)
     return round_capacity(max(len(request.ids) for request in requests) + room)
 
 
 def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: int, mesh: Any = None) -> tuple[int, int]:
-    """Returns the most sequences and positions that the caches of requests, decoded `batch_size` at a time, have at once.
+    """Returns the largest numbers of sequences and of positions whose caches exist at the same time.
 
-    The caches of a refill exist beside those of the batch, and the last capacity beside the one before, which is copied.
+    `batch_size` requests are decoded at a time. The caches of a refill exist beside those of the batch. When caches grow,
+    the old ones exist beside the new ones until they are copied.
     """
     sizes = [batch_size]
     if 1 < batch_size < len(requests):
@@ -82,9 +83,9 @@ class SamplingSizes:
 
     Attributes:
       config: class of the requests' settings.
-      stop_ids, biases: number of them in a request, padding included.
-      processed: settings of processors (`processors.PROCESSORS`) that requests may change, with those that a processor
-        reads together; programs contain nothing of others.
+      stop_ids, biases: number of stop ids, and of biases, per request, padding included.
+      processed: names of the settings whose processors (`processors.PROCESSORS`) the programs contain: if a request may
+        change one setting of a processor, all settings of that processor.
       automaton: numbers of states, classes and tokens of an automaton; None for programs without automata.
     """
 
@@ -131,14 +132,14 @@ def make_batch(
     """Pads prompts and sampling settings into device arrays for `prefill`.
 
     Args:
-      rows: request of each row; None for an unused row, which gets a one-token prompt that finishes immediately. Padded
-        with unused rows to a multiple of the mesh's data-parallel groups.
+      rows: request of each row; None for an unused row, which gets a one-token prompt that finishes immediately. Unused
+        rows are added up to a multiple of the mesh's data-parallel groups.
       sizes: sizes that fit all requests.
       capacity: KV-cache capacity per sequence, in tokens.
       dtype: dtype of the model; settings are at least float32.
       mesh: mesh that shards the batch; None for one device.
-      clock: counts the compilation of keys.
-      automaton: automata of the rows, if they are on the device already.
+      clock: clock that counts the compilation of random keys.
+      automaton: automata of the rows, if they are already on the device.
     """
     programs.check_process()
     unused = [None] * (sharding.pad_batch_size(len(rows), mesh) - len(rows))
@@ -167,7 +168,7 @@ def make_batch(
         settings["min_new_tokens"] = length_b + column("min_new_tokens", np.int32)
     if sizes.automaton and automaton is None:
         automaton = tables.stack([request.automaton for request in requests], *sizes.automaton)
-    sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
+    sampling = Sampling(  # NumPy converts the dtypes, because JAX would compile a program for each conversion
         key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
         limit_b=length_b + column("max_new_tokens", np.int32),
         stop_ids_bx=_pad([request.settings.stop_ids for request in requests], sizes.stop_ids, -1).astype(np.int32),

@@ -12,13 +12,13 @@ from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, make_ba
 
 
 class OptionalAutomata:
-    """Spares an open scheduler the automata of answers without constraints: their tables are large.
+    """Leaves automata, whose tables are large, out of an open scheduler's batches and rounds if no answer needs them.
 
     Batches without constraints share one automaton on the device, which allows everything. Rounds without constraints run
     a program without automata.
 
     Args:
-      is_open: False: every batch and round has automata if its sizes have them.
+      is_open: whether the scheduler is open. If it is not, every batch and round has automata if its sizes have them.
     """
 
     def __init__(self, is_open: bool):

@@ -17,11 +17,11 @@ from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.models.caches import Cache
 
 logger = logging.getLogger("treeflash_jax")
-REPORT_SECONDS = 2.0  # between two log lines about the same prompt
+REPORT_SECONDS = 2.0  # time between two log lines about the same prompt
 
 
 class PrefixCaches(NamedTuple):
-    """Caches of earlier texts with which the prompts of a batch begin.
+    """Caches of earlier texts that begin like the prompts of a batch.
 
     Attributes:
       cache, drafter: as in `DecodeState`, one sequence for each prompt; donated.
@@ -36,12 +36,14 @@ class PrefixCaches(NamedTuple):
 
 
 class Prefill:
-    """Reads the prompts of a batch into its caches, some chunks per dispatch; between two, other sequences can be decoded.
+    """Reads the prompts of a batch into its caches, some chunks per dispatch.
+
+    Other sequences can be decoded between two dispatches.
 
     Args:
       prefixes: caches of the same capacity to begin with; None: empty ones.
       first_b: first tokens of the answers if they are known; None: sampled.
-      will_decode: whether rounds of the same batch follow, whose program is then compiled at the same time.
+      will_decode: whether rounds of the same batch follow; if so, their program is compiled at the same time.
       scores: whether to record the log-probabilities of the prompts' tokens.
 
     Attributes:
@@ -114,11 +116,11 @@ class Prefill:
     def _compile(self, will_decode: bool, can_run: bool) -> bool:
         """Compiles the programs; returns whether it also ran them once, which takes the state.
 
-        It does so if one had never run: XLA for CPUs loads the code of the bodies of loops in a first run, which the clock
-        counts as compilation. That of the prefill overlaps with the compilation of rounds.
+        It runs them if one of them never ran. XLA for CPUs loads the code of loop bodies in the first run, and the clock
+        counts this run as compilation. The first run of the prefill overlaps with the compilation of rounds.
         """
         runner, unit = self._runner, jax.device_put(np.int32(1))
-        # XLA compiles the first, or reads it from JAX's cache, while Python traces the second.
+        # While XLA compiles the first program, or reads it from JAX's cache, Python traces the second.
         arguments = runner.weights, self.state, self._length_b, unit, self._first_b
         compiled = [runner.start_compiling(loops.prefill_chunks, *arguments, plan=self._plan)]
         if will_decode:

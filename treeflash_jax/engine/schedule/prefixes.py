@@ -1,4 +1,4 @@
-"""Reuse of prefixes: prompts that begin like a text whose caches exist go on from copies of these caches."""
+"""Reuse of prefixes: a prompt that begins like an earlier text continues from a copy of that text's caches."""
 
 from collections.abc import Sequence
 
@@ -12,32 +12,32 @@ from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.prefill import PrefixCaches
 from treeflash_jax.engine.schedule.runner import Runner
 
-LEAST_REUSED = 64  # tokens; a shorter beginning is read again
+LEAST_REUSED = 64  # tokens; a shorter common beginning is read again
 
 
 def count_reusable(state: DecodeState, ids: list[int], vocab_size: int) -> np.ndarray:
-    """Returns the number of leading tokens of a prompt that the caches of each slot hold and can be cut to, [b]."""
+    """Returns the number of leading tokens of a prompt to which the caches of each slot can be cut, [b]."""
     tokens_bs, length_b = sharding.to_host((state.tokens_bs, state.cache.length_b))
     prompt_s = np.full(state.capacity, -1)
     prompt_s[: len(ids)] = ids[: state.capacity]
     is_known_bs = np.arange(state.capacity) <= length_b[:, None]  # the anchor too, which no cache holds yet
     same_b = np.cumprod((tokens_bs == prompt_s) & is_known_bs, axis=1).sum(axis=1)
     is_damaged_b = np.take_along_axis(tokens_bs, length_b[:, None], axis=1)[:, 0] >= vocab_size  # NaN ended the answer
-    count_b = np.where(is_damaged_b, 0, np.maximum(same_b - 1, 0))  # a drafter's state may depend on the token after it
+    count_b = np.where(is_damaged_b, 0, np.maximum(same_b - 1, 0))  # a drafter's state may depend on the next token
     return sharding.to_host(state.cache.longest_cut(count_b.astype(np.int32)))
 
 
 def copy_prefixes(
     runner: Runner, state: DecodeState, requests: Sequence[Request], num_rows: int
 ) -> tuple[list[int | None], PrefixCaches | None]:
-    """Returns the slot that each request should get, and copies of the caches that the rows of their prefill go on from.
+    """Returns the preferred slot of each request, and copies of the caches from which the rows of their prefill continue.
 
-    A request should get a slot if it shares at least half of that slot's text; None: any. Copies nothing, and returns None
-    for the caches, if no prompt has LEAST_REUSED tokens in common with a slot. Prompts whose log-probabilities are wanted
-    are read from their start.
+    A request prefers a slot if it shares at least half of that slot's text; None: any slot. If no prompt shares
+    LEAST_REUSED tokens with a slot, nothing is copied and the caches are None. Prompts whose log-probabilities are
+    requested are read from their start.
 
     Args:
-      num_rows: number of rows of the prefill; the first are those of the requests.
+      num_rows: number of rows of the prefill; the requests have the first ones.
     """
     known_b = sharding.to_host(state.cache.length_b)
     source_a, count_a = np.zeros((2, num_rows), np.int32)

@@ -15,7 +15,7 @@ class Runner:
     Attributes:
       mesh: mesh of weights and states; None for one device.
       can_cut: whether later prompts may begin with parts of the caches; see `caches.allocate`.
-      clock: time since the start, without compilation.
+      clock: clock of the time since the start, without compilation.
     """
 
     plan: DecodePlan

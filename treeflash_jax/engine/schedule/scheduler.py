@@ -31,16 +31,16 @@ FindStopped = Callable[[list[int]], list[int]]
 class Scheduler:
     """Decodes requests in the slots of one batch, by the compiled programs of one plan.
 
-    `submit` takes requests at any time. A `step` reads a part of the prompts that are admitted, or runs rounds; the caller
-    reads the answers of finished slots from `state`, and releases the slots.
+    `submit` takes requests at any time. `step` reads a part of the admitted prompts, or runs rounds. The caller then reads
+    the answers of finished slots from `state`, and releases the slots.
 
     Args:
       sizes: sizes of the requests' sampling settings.
       capacity: capacity of the caches, large enough for every request; None: large enough for the prompts, and doubled when
         an answer outgrows it.
-      is_open: whether requests keep coming, as in a server. Then prompts go on from the caches of any slot, a chunk of a
-        prompt alternates with a round of the running answers, and rounds of answers without constraints run a program
-        without automata. Otherwise throughput comes first: an empty batch is filled at once, and rounds wait for prompts.
+      is_open: whether requests keep coming, as in a server. If so, prompts continue from the caches of any slot, a chunk of
+        a prompt alternates with a round of the running answers, and rounds of answers without constraints run a program
+        without automata. If not, throughput comes first: an empty batch is filled at once, and rounds wait for prompts.
 
     Attributes:
       state: decoding state, donated to programs that return it; None before the first prompts are read.
@@ -65,13 +65,13 @@ class Scheduler:
         self.is_interrupted = False
         self._has_fixed_capacity = capacity is not None
         self._capacity = capacity or 0
-        self._session_caches: PrefixCaches | None = None  # of a session, for the first prompt
-        self._group: PrefillGroup | None = None  # whose prompts are being read
+        self._session_caches: PrefixCaches | None = None  # caches of a session, for the first prompt
+        self._group: PrefillGroup | None = None  # group whose prompts are being read
         self._automata = OptionalAutomata(is_open)
 
     @property
     def is_lost(self) -> bool:
-        """True if no state can be read: there is none yet, or an interrupt fell between its donation and the result."""
+        """True if no state can be read: there is none yet, or an interrupt came after the old state was donated."""
         return self.state is None or self.state.end_b.is_deleted()
 
     @property
@@ -82,7 +82,7 @@ class Scheduler:
         """Queues requests; those without a free slot wait for one.
 
         Args:
-          session: session whose caches the only request goes on from; they move to the scheduler.
+          session: session from whose caches the only request continues. The caches move to the scheduler.
         """
         if not self._has_fixed_capacity:
             self._capacity = max(self._capacity, first_capacity(self.runner.plan, requests))
@@ -92,7 +92,7 @@ class Scheduler:
         self.admission.add(requests)
 
     def cancel(self, request: Request) -> None:
-        """Drops a request of an open scheduler, whether it waits, its prompt is being read, or its answer is decoded."""
+        """Drops a request of an open scheduler in any phase: waiting, reading of its prompt, or decoding."""
         self.admission.remove(request)
         decoding = [slot for slot, other in self.slots.requests.items() if other is request]
         if decoding:
@@ -113,10 +113,12 @@ class Scheduler:
         return [*lost.values()]
 
     def step(self, max_rounds: int, find_stopped: FindStopped = lambda slots: []) -> list[int]:
-        """Reads prompts or runs up to `max_rounds` rounds, or a chunk and one round; returns the slots of finished answers.
+        """Reads prompts, runs up to `max_rounds` rounds, or reads a chunk and runs one round.
+
+        Returns the slots of finished answers.
 
         Args:
-          find_stopped: function of slots, which returns those whose answers contain a stop string.
+          find_stopped: function that returns, of some slots, those whose answers contain a stop string.
         """
         alternates = self.is_open and bool(self.slots.requests)
         if self.state is None and self.is_open:
@@ -138,9 +140,9 @@ class Scheduler:
         self.state = self.state.replace(done_b=sharding.place(jnp.asarray(done_b), self.runner.mesh))
 
     def decode_all(self, max_rounds: int, find_stopped: FindStopped) -> Iterator[list[int]]:
-        """Decodes all requests; yields the slots of finished answers after every `step`, and releases them.
+        """Decodes all requests; yields the slots of finished answers after every `step`, then releases them.
 
-        After Ctrl-C, it yields the slots of all unfinished answers, if the state can still be read.
+        After Ctrl-C, it yields the slots of all unfinished answers if the state can still be read.
         """
         try:
             while self.has_work:
@@ -154,7 +156,7 @@ class Scheduler:
             yield sorted(self.slots.requests)
 
     def compile_programs(self) -> None:
-        """Compiles the programs of the submitted requests, except for larger caches, without decoding."""
+        """Compiles the programs of the submitted requests without decoding, except those for larger caches."""
         passes = self.runner.plan.shared.prefill_passes
         self._read_prompts(passes)
         self._run_rounds(0)
@@ -163,10 +165,10 @@ class Scheduler:
             self._read_prompts(passes)
 
     def _read_prompts(self, passes: int) -> bool:
-        """Reads prompts of the next group, which gets its slots after the last chunk; returns False if no group is due.
+        """Reads prompts of the next group, which gets its slots after the last chunk. Returns False if no group is due.
 
         Args:
-          passes: number of chunks that an open scheduler reads now; any other reads the whole prompts.
+          passes: number of chunks to read if the scheduler is open; otherwise whole prompts are read.
         """
         if self._group is None:
             self._begin_group()
@@ -192,7 +194,7 @@ class Scheduler:
             self._refill()
 
     def _fill_batch(self) -> None:
-        """Begins a group for an empty batch: slots are its rows, and the group's state becomes that of the batch."""
+        """Begins a group for an empty batch: it has a row per slot, and its state becomes the state of the batch."""
         prefixes, self._session_caches = self._session_caches, None
         if self.state is not None:
             self._capacity = max(self._capacity, self.state.capacity)
@@ -216,7 +218,7 @@ class Scheduler:
         group.set_prefill(Prefill(self.runner, batch, prefixes, scores=group.scores), prefixes)
 
     def _admit(self, group: PrefillGroup) -> None:
-        """Moves the sequences of a group into its slots; they are the whole batch if there is none."""
+        """Moves the sequences of a group into its slots. Without a running batch, they become the batch."""
         if self.state is None:
             self.state = group.prefill.state
         else:
@@ -229,7 +231,7 @@ class Scheduler:
                 self.num_reused[slot] = group.num_reused[row]
 
     def _run_rounds(self, max_rounds: int) -> None:
-        """Runs rounds until enough sequences are done; caches without room for a round are doubled before."""
+        """Runs rounds until enough sequences are done. First doubles caches that have no room for a round."""
         if np.max(sharding.to_host(self.state.end_b)) + self.runner.plan.path_length > self.state.capacity:
             self._grow(2 * self.state.capacity)
         limits = jax.device_put((np.int32(max_rounds), np.int32(self.admission.enough_done)))

@@ -20,8 +20,8 @@ class Session:
     """A conversation whose caches are kept: prefill skips the tokens of a prompt that they already contain.
 
     The answers are the same as without a session. If the chat template or the tokenizer encodes earlier messages
-    differently, the tokens before the first difference are reused. A stream has the caches to itself until it ends: another
-    one that starts meanwhile reads its whole prompt. A session keeps no weights.
+    differently, the tokens before the first difference are reused. A stream takes the caches out of the session until it
+    ends: a second stream that starts meanwhile reads its whole prompt. A session keeps no weights.
 
     Example:
       >>> session = tf.Session()
@@ -40,13 +40,14 @@ class Session:
         self._last = state, runner.plan.shared, [*map(weakref.ref, _arrays(runner.weights))]
 
     def take_caches(self, runner: Runner, request: Request, capacity: int) -> PrefixCaches | None:
-        """Takes the caches out of the session, for a prompt in slot 0 that begins like their text; None if it does not.
+        """Takes the caches out of the session, for a prompt in slot 0.
 
-        None also for a prompt whose log-probabilities are wanted: it is read from its start.
+        Returns None if the prompt does not begin like the text of the caches, if the weights or the plan changed, or if
+        the prompt's log-probabilities are requested: such a prompt is read from its start.
 
         Args:
-          capacity: least capacity; that of the result also has room for the last chunk of the prompt, which may begin at
-            any position.
+          capacity: smallest capacity of the result. It is raised if the last chunk of the prompt, which may begin at any
+            position, would not fit.
         """
         with self._lock:
             last, self._last = self._last, None

@@ -6,7 +6,7 @@ from treeflash_jax.engine.call.requests import Request
 
 
 class Slots:
-    """The only owner of slot numbers. Slot s is row s of every array of the decoding state.
+    """Owner of all slot numbers. Slot s is row s of every array of the decoding state.
 
     A slot is free, reserved for a request whose prompt is being read, or held by a request whose answer is being decoded.
 
@@ -23,7 +23,7 @@ class Slots:
         self._reserved: set[int] = set()
 
     def reserve(self, preferred: Sequence[int | None]) -> list[int]:
-        """Reserves a slot for each of `preferred`: that one if it is free; otherwise, and for None, the longest free."""
+        """Reserves a slot for each entry of `preferred`: that slot if it is free, else the one that is free the longest."""
         reserved = []
         for slot in preferred:
             if slot not in self.free:
@@ -39,7 +39,7 @@ class Slots:
         self.requests[slot] = request
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees slots that are reserved or held. Raises KeyError for one that is free already."""
+        """Frees slots that are reserved or held. Raises KeyError for a slot that is already free."""
         for slot in slots:
             if slot in self.requests:
                 del self.requests[slot]

@@ -1,8 +1,8 @@
 """Defaults that depend on the device: a table per kind of device, and rules that a table cannot hold.
 
-Other defaults are constants of `GenerateConfig`, of a drafter, or of `train`'s settings. Those of a draft depend on the
-number of nodes, whether a call gives it or not. Times of SmolLM2-135M are at batch 1 on two cores with avx512_bf16; the
-tables of measurements are in notebooks/results.
+Other defaults are constants of `GenerateConfig`, of a drafter, or of `train`'s settings. Defaults of drafting depend on the
+number of nodes, given or default. Times of SmolLM2-135M below are at batch 1 on two cores with avx512_bf16. The tables of
+measurements are in notebooks/results.
 """
 
 import math
@@ -19,33 +19,33 @@ from treeflash_jax.models.quantized import SCALE_BLOCK
 from treeflash_jax.trees import Builder
 
 # Smallest tau at which trees of 8 nodes beat one-token decoding of SmolLM2, on the worst of four prompt sets (tau /
-# speedup). Keyed by the instructions of the products, then by the number of sequences decoded together.
+# speedup). Keys: the instructions that compute matrix products, then the number of sequences decoded together.
 BREAK_EVEN_TAU = {"bfloat16": {1: 1.75, 2: 2.2, 4: 3.3}, "float32": {1: 2.15, 2: 2.2, 4: 3.2}}
 USUAL_TAU = 2.0  # assumed if a drafter states none
-LARGE_VOCABULARY = 2**14  # from which on heads score a shortlist
+LARGE_VOCABULARY = 2**14  # least size for which heads score a shortlist
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceDefaults:
-    """Defaults of one kind of device. None: those of the drafter, or no such limit.
+    """Defaults of one kind of device. None: the drafter's default, or no limit.
 
     Attributes:
       slots: number of answers that a server decodes together. Rounds compute all slots, held or not.
       prefill_attention: attention implementation of prefill, which reads only the filled part of a cache.
       prefill_chunk: number of prompt tokens per prefill pass; None: about the ridge of the device, or 128.
-      prefill_passes: number of prefill passes per dispatch, for which Ctrl-C waits.
+      prefill_passes: number of prefill passes per dispatch; Ctrl-C waits for the end of a dispatch.
       ngrams: number of matches of n-grams that join a tree.
-      shortlist: number of tokens per depth that a head scores, of large vocabularies.
+      shortlist: number of tokens per depth that a head scores if the vocabulary is large.
       nodes: largest default number of tree nodes; a block is then no longer than the tree.
       candidates: most likely tokens per depth of a block drafter.
-      depths, lanes: sizes of trees of up to `nodes` nodes, of a drafter whose network runs once per level.
+      depths, lanes: sizes of trees of up to `nodes` nodes, for drafters whose network runs once per level.
       training_slots: number of answers to training prompts that are decoded together.
       training_block: block size of a new drafter.
       training_tokens: largest number of tokens of an answer that a new drafter is trained on.
       training_vocabulary: number of vocabulary tokens per token of a sequence that a backbone is trained on; 0: all.
       training_batch: least number of sequences of a training step.
       training_optimizer: optimiser of a backbone and its learning rate.
-      records_training: whether the verifier's outputs are recorded, which training then reads in every pass.
+      records_training: whether training records the verifier's outputs once, and reads them in every pass.
     """
 
     slots: int
@@ -67,7 +67,7 @@ class DeviceDefaults:
     records_training: bool
 
 
-# CPUs whose products use no matrix instructions: every further token makes a pass longer.
+# CPUs without matrix instructions for products: every further token makes a pass longer.
 PLAIN_CPU = DeviceDefaults(
     # With 8 slots, one client gets 9 tokens/s of SmolLM2 and eight together 40; with one slot 30 and 31 (two cores, AVX2).
     slots=1,
@@ -84,7 +84,7 @@ PLAIN_CPU = DeviceDefaults(
     candidates=8,  # 16 add 3 ms to a round of 8 nodes and nothing to tau
     depths=4,  # with two lanes 3 to 5 % faster than the drafters' own
     lanes=2,
-    # SmolLM2 writes 265 tokens per CPU second (Zen 5, bfloat16) of 32 answers together, 234 of 16, 225 of 64.
+    # SmolLM2 writes 265 tokens per CPU second (Zen 5, bfloat16) with 32 answers together, 234 with 16, and 225 with 64.
     training_slots=32,
     training_block=5,  # as good as 8 in less time: notebooks/results/recipe_smollm2.md, also for optimiser and records
     training_tokens=256,
@@ -133,15 +133,16 @@ def choose_dtype(device: Device) -> Any:
 
 
 def pays_per_token(device: Device, dtype: Any) -> bool:
-    """Returns whether every further token makes a pass longer: on CPUs whose products use no matrix instructions."""
+    """Returns whether every further token makes a pass longer. It does on CPUs without matrix instructions."""
     return device.is_cpu and not (device.features & MATRIX_INSTRUCTIONS and jnp.dtype(dtype) == jnp.bfloat16)
 
 
 def drafting_pays(device: Device, dtype: Any, tau: float | None = None, sequences: int = 1) -> bool:
     """Returns whether drafting a small tree is expected to be faster than one-token decoding.
 
-    An accelerator takes as long for a tree as for a token if both are within its ridge. On a CPU that pays per token, tau
-    must exceed BREAK_EVEN_TAU, for `sequences` rounded up to a number in it; more sequences never pay.
+    On an accelerator, a tree takes as long as one token if it is within the device's ridge. On a CPU on which every token
+    costs time, tau must exceed the number in BREAK_EVEN_TAU for `sequences`, rounded up to a number in that table. With
+    more sequences than the table has, drafting never pays.
 
     Args:
       tau: mean number of tokens that a round adds (`Drafter.tau`); None: USUAL_TAU.
@@ -197,11 +198,11 @@ def choose_lanes(drafter: Drafter, nodes: int, table: DeviceDefaults) -> int | N
 def choose_attention(device: Device, dtype: Any, head_dims: Collection[int] = ()) -> str:
     """Returns the attention implementation for caches of `dtype` and heads of these sizes.
 
-    On CPUs "streamed" in float32 and "xla" in bfloat16, where copying a part of the cache takes longer than it saves. On
-    Hopper GPUs the kernel in bfloat16, for head sizes of 16, 32, 64 and 128.
+    CPUs use "streamed" in float32. In bfloat16 they use "xla", because copying a part of the cache takes longer than it
+    saves. Hopper GPUs use the kernel in bfloat16, for head sizes of 16, 32, 64 and 128.
     """
-    # Rounds of Qwen3-4B with 16, 64 and 256 nodes take 2, 4 and 14 % less time with it on an H200 after 1,024 tokens, and
-    # 4, 19 and 32 % less after 4,096.
+    # With the kernel, rounds of Qwen3-4B with 16, 64 and 256 nodes take 2, 4 and 14 % less time on an H200 after 1,024
+    # tokens, and 4, 19 and 32 % less after 4,096.
     if device.kind.startswith(HOPPER) and jnp.dtype(dtype) == jnp.bfloat16:
         return "pallas-gpu" if all(16 <= size <= 128 and size.bit_count() == 1 for size in head_dims) else "xla"
     return "streamed" if device.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
@@ -210,7 +211,7 @@ def choose_attention(device: Device, dtype: Any, head_dims: Collection[int] = ()
 def choose_prefill_chunk(device: Device) -> int:
     """Returns the number of prompt tokens per prefill pass: the table's, about the ridge of a known accelerator, or 128.
 
-    With fewer, prefill is bound by memory; more would pad short prompts.
+    With fewer tokens, prefill is bound by memory. With more, short prompts would need more padding.
     """
     ridge = device.ridge
     return of_device(device).prefill_chunk or (128 if ridge is None else 2 ** round(math.log2(ridge)))
@@ -219,26 +220,28 @@ def choose_prefill_chunk(device: Device) -> int:
 def choose_residual_dtype(device: Device, dtype: Any) -> Any:
     """Returns the dtype of the verifier's residual stream and logits for weights of `dtype`; None: the same.
 
-    On CPUs, float32 keeps more answers equal to one-token decoding, at the same speed. On accelerators it would add memory
-    traffic, and nothing was measured.
+    On CPUs, float32 keeps more answers equal to one-token decoding, at the same speed. On accelerators, it would add memory
+    traffic; its benefit there was never measured.
     """
     return jnp.dtype(jnp.float32) if device.is_cpu and jnp.dtype(dtype).itemsize < 4 else None
 
 
 def merges_weights(device: Device, kv_heads: int, mesh: Any = None) -> bool:
-    """Returns whether the verifier's maps of the same input are stored as one array each (`verifier.merge`).
+    """Returns whether matrices of the verifier that read the same input are stored as one array (`verifier.merge`).
 
-    Rounds are then faster on GPUs. More devices along the model axis than key/value heads would each store all queries.
+    Rounds are then faster on GPUs. Nothing is merged if the mesh's model axis does not divide the key/value heads, because
+    each device would then store all queries.
     """
-    # A round of 64 nodes of Qwen3-4B takes 6.28 ms instead of 6.65 on an H200, a step as long as before.
+    # Merged, a round of 64 nodes of Qwen3-4B takes 6.28 ms instead of 6.65 on an H200. A one-token step takes as long.
     return not device.is_cpu and kv_heads % (1 if mesh is None else mesh.shape["model"]) == 0
 
 
 def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
     """Returns whether passes move fewer bytes with the weights of an FP8 file as they are than expanded to `dtype`.
 
-    A product with weights kept in blocks of 128 reads them once, and writes and reads its inputs once per block of outputs
-    (`backend.block_products`; kernels need not). CPUs convert FP8 slowly.
+    With weights kept in blocks of 128 x 128, a product reads them once, but writes and reads its inputs once per block of
+    outputs (`backend.block_products`; kernels do not need to). CPUs always expand the weights, since they convert FP8
+    slowly.
 
     Args:
       tokens: number of tokens of a pass over one sequence: the nodes of a tree.
@@ -248,10 +251,10 @@ def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
 
 
 def keeps_groups(device: Device, dtype: Any, tokens: int, fits: bool) -> bool:
-    """Returns whether weights of a file with a scale per group of inputs are kept as they are instead of expanded.
+    """Returns whether weights with a scale per group of inputs are kept as the file has them, instead of expanded.
 
-    CPUs read expanded weights faster (`notebooks/results/four_bits.md`). So do GPUs, if a pass over kept weights would
-    write and read more bytes of sums over groups of 128 inputs than it saves (`backend.block_products`).
+    CPUs are faster with expanded weights (`notebooks/results/four_bits.md`). With kept weights, GPUs write and read sums
+    over groups of 128 inputs (`backend.block_products`); they expand weights if these sums have more bytes than are saved.
 
     Args:
       tokens: number of tokens of a pass over one sequence: the nodes of a tree.
@@ -267,8 +270,8 @@ def keeps_groups(device: Device, dtype: Any, tokens: int, fits: bool) -> bool:
 def choose_training_attention(device: Device, requested: str = "auto") -> str:
     """Returns the requested attention implementation for packed sequences; for "auto", the device's kernel.
 
-    cuDNN's needs an Ampere GPU or newer; names of older data-centre GPUs do not start with NVIDIA ("Tesla T4"). Raises
-    ValueError for another device's kernel; a CPU interprets "splash".
+    cuDNN's kernel needs an Ampere GPU or newer. Names of older data-centre GPUs do not start with NVIDIA ("Tesla T4").
+    CPUs can run "splash" in the interpreter. Raises ValueError for a kernel of another device.
     """
     kernel = {"tpu": "splash", "gpu": "cudnn" if device.kind.startswith("NVIDIA") else None}.get(device.backend)
     if requested not in ("auto", "chunked", "splash" if device.is_cpu else kernel):

@@ -46,8 +46,8 @@ running_setting = partial(setting, group="running")
 class GenerateConfig:
     """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`, described by `help(tf.GenerateSettings)`.
 
-    Settings of drafting affect the speed, never the distribution of the output. A list has one value per prompt; of
-    `stop`, `stop_ids` and `choices`, a list of lists has.
+    Settings of drafting affect the speed, never the distribution of the output. A list gives one value per prompt. `stop`,
+    `stop_ids` and `choices` are lists themselves; a list of lists gives them one value per prompt.
 
     Example:
       >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)
@@ -127,7 +127,7 @@ class GenerateConfig:
     )
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = sampling_setting(
         None,
-        "ids of the tokens that end an answer; the model's still end those with a constraint",
+        "ids of the tokens that end an answer; the model's own ids also end an answer with a constraint",
         least=0,
         unset="the model's own",
         unit="ids",
@@ -141,7 +141,7 @@ class GenerateConfig:
     )
     schema_depth: int = sampling_setting(
         DEPTH,
-        "levels of arrays and objects in an answer where its schema says nothing, or contains itself",
+        "levels of arrays and objects that an answer may have wherever its schema sets no form, or contains itself",
         least=1,
         most=MAX_DEPTH,
         unit="levels",
@@ -164,8 +164,8 @@ class GenerateConfig:
     )
     sampling: str | None = sampling_setting(
         None,
-        "model: temperature (if do_sample is true), filters and repetition penalty, if they are not given, are those of "
-        "generation_config.json",
+        "model: take temperature (if do_sample is true), filters and repetition penalty from generation_config.json, "
+        "unless they are given",
         unset="greedy, or as given",
         choices=lambda: ("model",),
     )
@@ -204,7 +204,8 @@ class GenerateConfig:
     )
     shortlist: int | None = drafting_setting(
         None,
-        "most likely tokens per depth that a head scores, at every depth those of all depths; 0: the whole vocabulary",
+        "number of most likely tokens per depth that a head scores; at every depth, it scores those of all depths; 0: the "
+        "whole vocabulary",
         unset=f"0; on a CPU {PLAIN_CPU.shortlist} if the vocabulary has {LARGE_VOCABULARY:,} tokens or more",
         least=0,
         unit="tokens",
@@ -217,7 +218,7 @@ class GenerateConfig:
     )
     ngrams: int | None = drafting_setting(
         None,
-        "number of earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup)",
+        "prompt lookup: number of earlier places in the text with the same last tokens; what followed there joins the tree",
         unset=f"0; for trees on a CPU {PLAIN_CPU.ngrams}",
         least=0,
         unit="matches",
@@ -272,15 +273,15 @@ class GenerateConfig:
     )
     lanes: int | None = nodes_setting(
         None,
-        "nodes per level that a best-first tree may expand; equal to the number of children: EAGLE-2's tree",
+        "nodes per level that a best-first tree may expand; as many as children give EAGLE-2's tree",
         unset="all if the drafter drafts all levels in one pass; otherwise the drafter's, but "
         f"{PLAIN_CPU.lanes} in trees of up to {PLAIN_CPU.nodes} nodes {ON_PLAIN_CPU}",
     )
 
     schema_states: int = running_setting(
         4096,
-        "states for which programs that follow a constraint have room; one with more states compiles programs of its own. "
-        "A thousand take 2 MiB for each sequence",
+        "automaton states for which the programs of constraints have room; a larger constraint compiles its own programs. "
+        "A thousand states take 2 MiB for each sequence",
         least=1,
         most=MOST_STATES,
         unit="states",
@@ -312,7 +313,7 @@ class GenerateConfig:
     )
     log_probs: bool = running_setting(False, "also return the verifier's log-probability of every token")
     top_log_probs: int = running_setting(
-        0, "also return this many of the likeliest tokens in the place of every token", least=0, most=20, unit="tokens"
+        0, "also return this many of the likeliest tokens for the position of every token", least=0, most=20, unit="tokens"
     )
     prompt_log_probs: bool = running_setting(
         False, "also return the log-probabilities of the prompt's tokens; max_new_tokens may then be 0"
@@ -344,7 +345,7 @@ def with_settings(config: GenerateConfig | None, settings: Mapping[str, Any]) ->
 def number_types(config: type[GenerateConfig] = GenerateConfig) -> dict[str, type]:
     """Returns the settings that give every request a number, each with its type.
 
-    Those are the settings with a `dtype`. Such a setting needs nothing else but its arithmetic
-    (`decoding.processors.PROCESSORS`): servers take a field of its name, and `decoding.state.Sampling` has its numbers.
+    These are the settings with a `dtype`. A new one needs only its arithmetic (`decoding.processors.PROCESSORS`): servers
+    then accept a field of its name, and `decoding.state.Sampling` has an array of its numbers.
     """
     return {field.name: field.metadata["dtype"] for field in fields(config) if field.metadata["dtype"]}

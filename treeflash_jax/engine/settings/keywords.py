@@ -122,21 +122,21 @@ class GenerateSettings(TypedDict, total=False):
         (default: none).
       min_new_tokens: smallest number of tokens in an answer; a stop string, or
         a constraint that allows only the end, ends it earlier (default: 0).
-      stop_ids: ids of the tokens that end an answer; the model's still end
-        those with a constraint (default: the model's own).
+      stop_ids: ids of the tokens that end an answer; the model's own ids also
+        end an answer with a constraint (default: the model's own).
       schema: JSON schema that the answer follows: a dictionary, JSON text or a
         pydantic model (default: none).
-      schema_depth: levels of arrays and objects in an answer where its schema
-        says nothing, or contains itself (default: 6).
+      schema_depth: levels of arrays and objects that an answer may have
+        wherever its schema sets no form, or contains itself (default: 6).
       pattern: regular expression that the whole answer matches (default: none).
       choices: texts; the answer is one of them (default: none).
       structural_tag: structure of the answer, such as text around a schema, in
         xgrammar's JSON: a dictionary or JSON text (default: none).
       processor: function of logits and `decoding.processors.History` that
         returns logits, in Python only (default: none).
-      sampling: model: temperature (if do_sample is true), filters and
-        repetition penalty, if they are not given, are those of
-        generation_config.json (one of model; default: greedy, or as given).
+      sampling: model: take temperature (if do_sample is true), filters and
+        repetition penalty from generation_config.json, unless they are given
+        (one of model; default: greedy, or as given).
       head: head of a block drafter, which conditions a token on those before
         it; marginal turns it off (one of marginal, mlp, linear, lowrank,
         lowrank-gated, lowrank-rnn, gru, selector, lilicorr; default: the
@@ -153,15 +153,15 @@ class GenerateSettings(TypedDict, total=False):
         or 64 if its head follows the path; on a CPU not using amx_bf16 8).
       children: most likely next tokens kept for every candidate (K in the
         TreeFlash paper) (default: 16).
-      shortlist: most likely tokens per depth that a head scores, at every depth
-        those of all depths; 0: the whole vocabulary (default: 0; on a CPU 32 if
-        the vocabulary has 16,384 tokens or more).
+      shortlist: number of most likely tokens per depth that a head scores; at
+        every depth, it scores those of all depths; 0: the whole vocabulary
+        (default: 0; on a CPU 32 if the vocabulary has 16,384 tokens or more).
       draft_vocabulary: tokens that a block drafter may draft: the frequent ones
         that its folder lists, or all (one of frequent, all; default: frequent
         if there is a list).
-      ngrams: number of earlier occurrences of the last tokens in the text whose
-        continuations join the tree (prompt lookup) (default: 0; for trees on a
-        CPU 8).
+      ngrams: prompt lookup: number of earlier places in the text with the same
+        last tokens; what followed there joins the tree (default: 0; for trees
+        on a CPU 8).
       acceptance: rule that accepts nodes; with sample-and-match, the answer
         also equals one-token decoding with the same seed (one of sample-and-
         match, rejection, recursive, naive-tree, k-sequential, block, traversal,
@@ -178,13 +178,13 @@ class GenerateSettings(TypedDict, total=False):
       leaves: let sampled trees contain tokens that the drafter cannot continue.
       drafter_temperature: temperature of the draft (default: the larger of the
         drafter's own temperature and min(sampling temperature, 1)).
-      lanes: nodes per level that a best-first tree may expand; equal to the
-        number of children: EAGLE-2's tree (default: all if the drafter drafts
-        all levels in one pass; otherwise the drafter's, but 2 in trees of up to
-        8 nodes on a CPU not using amx_bf16).
-      schema_states: states for which programs that follow a constraint have
-        room; one with more states compiles programs of its own. A thousand take
-        2 MiB for each sequence (default: 4096).
+      lanes: nodes per level that a best-first tree may expand; as many as
+        children give EAGLE-2's tree (default: all if the drafter drafts all
+        levels in one pass; otherwise the drafter's, but 2 in trees of up to 8
+        nodes on a CPU not using amx_bf16).
+      schema_states: automaton states for which the programs of constraints have
+        room; a larger constraint compiles its own programs. A thousand states
+        take 2 MiB for each sequence (default: 4096).
       attention: implementation of attention: xla reads whole caches; streamed,
         blocked, pallas-gpu and mosaic-gpu only their filled part. pallas-gpu is
         the default on H100 and H200 in bfloat16; mosaic-gpu never ran there,
@@ -196,8 +196,8 @@ class GenerateSettings(TypedDict, total=False):
         0.12); pallas-tpu for recurrent layers (one of mosaic-gpu, pallas-tpu;
         default: XLA's operations).
       log_probs: also return the verifier's log-probability of every token.
-      top_log_probs: also return this many of the likeliest tokens in the place
-        of every token (default: 0).
+      top_log_probs: also return this many of the likeliest tokens for the
+        position of every token (default: 0).
       prompt_log_probs: also return the log-probabilities of the prompt's
         tokens; max_new_tokens may then be 0.
       expected_lengths: also return the expected number of tokens that each

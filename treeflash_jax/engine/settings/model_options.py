@@ -15,7 +15,7 @@ from treeflash_jax.models.quantized import NONE, SCHEMES
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Models to load, and their place and form in memory."""
+    """Models to load, the devices that hold them, and the form of their weights."""
 
     verifier: str | Path | None = setting(
         None,
@@ -49,11 +49,11 @@ class ModelOptions:
     quantize: str | None = setting(
         None,
         "store the verifier's matrices in fewer bits: int8, with a scale per output channel; fp8, with a scale per block "
-        "of 128 x 128 or those of FP8 files; int4, with a scale per output and 128 inputs, or as files quantised to groups "
-        "have them; mxfp4, the experts as in gpt-oss. Drafted output then equals the one-token output of the quantized "
-        "verifier. none expands quantised files to the dtype",
-        unset="none, but quantised files as they are, on GPUs and TPUs if that reads fewer bytes, or if expanded ones do "
-        "not fit",
+        "of 128 x 128, or with the scales of an FP8 file; int4, with a scale per output and 128 inputs, or with the groups "
+        "of a quantised file; mxfp4, for the experts, as in gpt-oss. Drafted output then equals the one-token output of "
+        "the quantized verifier. none expands quantised files to the dtype",
+        unset="none; but quantised files are kept as they are on GPUs and TPUs if that reads fewer bytes, or if expanded "
+        "weights do not fit",
         choices=lambda: (*SCHEMES, NONE),
     )
     mesh: Mesh | str | None = setting(

