@@ -19,8 +19,8 @@ from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Samp
 from treeflash_jax.models import verifier, vocab
 from treeflash_jax.models.config import ModelConfig
 
-# Streams of a sequence's key, never shared: a tree that depends on the noise of the verifier's samples is not lossless.
-# That noise is keyed by the position of each token; draws and coins are keyed by the position of the round's root.
+# Random streams of a sequence's key. No two uses share a stream: if a tree depended on the noise of the verifier's samples,
+# decoding would not be lossless. Samples are keyed by the position of their token, draws and coins by that of the root.
 VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
 
 
@@ -30,10 +30,10 @@ class Accepted:
 
     Attributes:
       path_bp: accepted nodes, root first.
-      length_b: number of accepted nodes, and of emitted tokens; the rest is padding.
-      tokens_bp: the token emitted after each node, the bonus last.
+      length_b: number of accepted nodes, which is also the number of emitted tokens; later entries are padding.
+      tokens_bp: the token emitted after each node; the last one is the bonus token.
       log_probs: the verifier's log-probabilities of these tokens; None unless planned.
-      expected_b: tokens the round was expected to commit, given its tree; None unless planned.
+      expected_b: number of tokens that the round was expected to commit, given its tree; None unless planned.
     """
 
     path_bp: jax.Array
@@ -51,7 +51,11 @@ def accept_path(
     plan: DecodePlan,
     processor: Any = None,
 ) -> Accepted:
-    """Returns the path that the plan's rule keeps, and the tokens that it emits; `processor` is the user's, if any."""
+    """Returns the path that the plan's rule keeps, and the tokens that it emits.
+
+    Args:
+      processor: the user's processor of logits; None for none.
+    """
     with jax.named_scope("accept"):
         coins_bx, bonus_bv = draw_coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = acceptance.Noise(target_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
@@ -135,7 +139,7 @@ def round_keys(state: DecodeState, stream: int) -> jax.Array:
 
 
 def _log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array, top: int) -> LogProbs:
-    """Returns the log-probabilities of tokens and of the `top` likeliest ones."""
+    """Returns the log-probabilities of the given tokens, and of the `top` likeliest tokens."""
     token_bp1, total_bp1 = vocab.take(logits_bpv, tokens_bp[..., None]), vocab.log_sum_exp(logits_bpv)[..., None]
     top_bpk, top_ids_bpk = token_bp1[..., :0], tokens_bp[..., None][..., :0]
     if top:
@@ -153,14 +157,14 @@ def score_tokens(
     positions_bt: jax.Array,
     is_known_bt: jax.Array,
 ) -> LogProbs:
-    """Returns `log_probs` with those of given tokens, such as a prompt's.
+    """Returns `log_probs` with the log-probabilities of given tokens added, such as a prompt's.
 
-    No more than CHUNK_BYTES of logits exist at a time.
+    At most CHUNK_BYTES of logits exist at a time.
 
     Args:
-      config: the verifier's.
-      hidden_btd: hidden states before the tokens.
-      next_bt: the tokens; entries that are not known are ignored.
+      config: config of the verifier.
+      hidden_btd: hidden states at the positions before the tokens.
+      next_bt: the tokens. Entries are ignored if `is_known_bt` is False.
       positions_bt: positions of the tokens in the text.
     """
     top = log_probs.top_bsk.shape[-1]
@@ -184,9 +188,9 @@ def emit(
     vocab_size: int,
     processor: Any = None,
 ) -> tuple[DecodeState, jax.Array]:
-    """Appends up to `count_b` tokens, cut after the first stop id and at the limit; also returns the number kept.
+    """Appends up to `count_b` tokens, cut after the first stop id and at the limit. Also returns the number kept.
 
-    An id outside the vocabulary ends a sequence like a stop id: no logit of its position was above -inf.
+    An id outside the vocabulary marks a position whose logits were all -inf. It ends a sequence like a stop id.
     """
     sampling = state.sampling
     offered_bp = jnp.arange(tokens_bp.shape[1]) < count_b[:, None]

@@ -1,10 +1,10 @@
 """Automata over tokens: answers that follow a schema, a pattern or a choice.
 
-Tokens form a class if they lead to the same states from every state. The table of a pattern is thus small, whatever the
+Tokens that lead from every state to the same next state form a class. So the table of a pattern is small even for a large
 vocabulary. Tables are data of each sequence: another pattern with tables of the same size runs the same programs.
 
-Source: Efficient Guided Generation for Large Language Models (arXiv 2307.09702). Here, the automaton follows every path of
-a draft tree, on the device.
+Source: Efficient Guided Generation for Large Language Models (arXiv 2307.09702). In addition, the automaton here follows
+every path of a draft tree, on the device.
 
 Shape suffixes: b batch, n tree nodes, q states, c classes, v vocabulary, x one or two axes.
 """
@@ -23,11 +23,11 @@ NOWHERE = -1  # next state after a token that the pattern does not allow
 
 @struct.dataclass
 class Automaton:
-    """The automaton of each sequence; state 0 is the empty answer's. A sequence without a pattern has one state.
+    """The automaton of each sequence. State 0 is the state of an empty answer. Sequences without a pattern have one state.
 
     Attributes:
-      next_bqc: state after a token of each class; NOWHERE if it is not allowed. Tokens that end an answer have
-        classes of their own, which lead from final states to themselves, or to a final state.
+      next_bqc: state after a token of each class; NOWHERE if it is not allowed. Tokens that end an answer have separate
+        classes, which lead from a final state to itself or to another final state.
       class_bv: class of each token.
     """
 
@@ -39,13 +39,16 @@ class Automaton:
         return jnp.zeros_like(length_b)
 
     def advance(self, state_bx: jax.Array, tokens_bx: jax.Array) -> jax.Array:
-        """Returns the states after one more token; NOWHERE has no next states."""
+        """Returns the states after one more token; NOWHERE stays NOWHERE."""
         batch_bx = jnp.arange(state_bx.shape[0]).reshape(-1, *(1,) * (state_bx.ndim - 1))
         class_bx = self.class_bv[batch_bx, tokens_bx]
         return jnp.where(state_bx == NOWHERE, NOWHERE, self.next_bqc[batch_bx, state_bx, class_bx])
 
     def constrain(self, logits_bnv: jax.Array, state_bn: jax.Array) -> jax.Array:
-        """Returns logits with -inf for tokens that are not allowed; unchanged behind those, where no rule arrives."""
+        """Returns logits with -inf for tokens that are not allowed.
+
+        Logits of nodes in state NOWHERE are unchanged: no acceptance rule reaches these nodes.
+        """
         is_allowed_bnc = jnp.take_along_axis(self.next_bqc, state_bn[..., None], axis=1) != NOWHERE
         is_allowed_bnc |= (state_bn == NOWHERE)[..., None]
         is_allowed_bnv = jnp.take_along_axis(is_allowed_bnc, self.class_bv[:, None], axis=2)
@@ -54,9 +57,9 @@ class Automaton:
 
 @struct.dataclass
 class ConstrainedExpander(Expander):
-    """A drafter's expander without the children that the automaton does not allow; the others share their probability.
+    """A drafter's expander without the children that the automaton forbids. Allowed children share their probability.
 
-    The state is a pair: the drafter's and the automaton's.
+    The state is a pair of the drafter's state and the automaton's.
     """
 
     drafter: Expander

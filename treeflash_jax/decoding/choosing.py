@@ -1,4 +1,4 @@
-"""The choice of a tree selector (`trees.sampled.tree_selector`), from the state of decoding.
+"""Runs a tree selector (`trees.sampled.tree_selector`) on features of the decoding state.
 
 Shape suffixes: b batch, s token slots, c children of the anchor, f features.
 """
@@ -10,7 +10,7 @@ from treeflash_jax import trees
 from treeflash_jax.decoding.state import DecodeState, Weights
 from treeflash_jax.trees.sampled.tree_selector import score_trees
 
-RECENT = 8  # rounds whose mean length is a feature
+RECENT = 8  # number of rounds whose mean length is a feature
 
 
 def choose_trees(weights: Weights, state: DecodeState, expander: trees.Expander) -> jax.Array:
@@ -19,10 +19,13 @@ def choose_trees(weights: Weights, state: DecodeState, expander: trees.Expander)
 
 
 def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:
-    """Returns the inputs of a selector, float32 [b, f], in the order of `tree_selector.FEATURES`; no draw affects them."""
+    """Returns the inputs of a tree selector, float32 [b, f], in the order of `tree_selector.FEATURES`.
+
+    They do not depend on the draws of the round.
+    """
     log_p_bc = expander.children(jnp.int32(0), expander.start(1))[1][:, 0]
     entropy_b = -jnp.sum(jnp.where(jnp.isfinite(log_p_bc), jnp.exp(log_p_bc) * log_p_bc, 0), axis=-1)
-    age_bs = state.rounds_b[:, None] - jnp.arange(state.capacity)  # of a round: 1 is the last
+    age_bs = state.rounds_b[:, None] - jnp.arange(state.capacity)  # age of each round; the last has age 1
     recent_b, last_b = (
         jnp.sum(jnp.where((age_bs >= 1) & (age_bs <= most), state.accepted_bs, 0), axis=1) for most in (RECENT, 1)
     )

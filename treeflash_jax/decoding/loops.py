@@ -3,7 +3,7 @@
 - `init_state` allocates the caches, or reuses earlier ones.
 - `prefill_chunks` reads prompts into the caches, in chunks of one size, so that all prompt lengths share a program.
 - `decode` runs rounds (rounds.py) until every sequence is done, or a few rounds for streaming.
-- `admit` moves prefilled sequences into done slots; `copy_slots` copies caches that later prompts begin with;
+- `admit` moves prefilled sequences into done slots. `copy_slots` copies caches for prompts that begin like their texts.
   `grow_caches` makes room for longer texts.
 - `draft` returns the tree of the next round, for pictures.
 
@@ -34,7 +34,7 @@ Caches = tuple[caches.Cache, Any]  # the verifier's cache and the drafter's stat
 
 @jax.jit
 def make_keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax.Array:
-    """Returns one key per sequence: the prompt's key for sample 0, with j folded in for sample j > 0."""
+    """Returns one key per sequence: for sample 0 the prompt's key, for sample j > 0 the prompt's key with j folded in."""
 
     def key(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:
         prompt = jax.random.fold_in(jax.random.key(seed), index)
@@ -55,7 +55,8 @@ def prefill(
 ) -> DecodeState:
     """Prefills whole prompts in one program: `init_state`, then `prefill_chunks`.
 
-    Prompts are right-padded to the cache capacity. `generate` reads a few chunks at a time, for Ctrl-C.
+    Prompts are right-padded to the cache capacity. `generate` does not use it: it reads a few chunks at a time, so that
+    Ctrl-C can end it.
     """
     state = init_state(tokens_bs, length_b, sampling, processor=weights.processor, plan=plan, dtype=weights.dtype)
     chunks = tokens_bs.shape[1] // plan.chunk_size(tokens_bs.shape[1])
@@ -75,15 +76,15 @@ def init_state(
     dtype: Any,
     can_cut: bool = False,
 ) -> DecodeState:
-    """Returns the state before prefill, with empty caches or those of an earlier state with the same first tokens.
+    """Returns the state before prefill. Its caches are empty, or those of earlier texts with the same first tokens.
 
     Args:
       tokens_bs: prompts, right-padded to the cache capacity.
       length_b: prompt lengths, at least 1.
-      kept: caches of earlier texts, of equal shape, donated; None: empty caches.
-      kept_b: number of positions to keep in them, less than the prompt's length.
+      kept: caches of earlier texts, with the shape of the state's caches; donated. None: empty caches.
+      kept_b: number of positions of these caches to keep, less than the prompt's length.
       processor: the user's processor of logits; None for none.
-      can_cut: whether a later state may begin with parts of these caches.
+      can_cut: whether a later state may begin with a part of these caches.
     """
     batch, capacity = tokens_bs.shape
     if kept is not None:
@@ -124,8 +125,8 @@ def prefill_chunks(
     """Reads the next chunks of the prompts, and emits the first token after each prompt that is complete.
 
     Args:
-      state: result of `init_state` or an earlier `prefill_chunks`; donated. The last chunk, padding included, must fit
-        its capacity.
+      state: result of `init_state` or an earlier `prefill_chunks`; donated. Its capacity must have room for the last chunk,
+        padding included.
       max_chunks: int32 scalar, maximal number of chunks.
       first_b: first tokens if they are known; None: sampled.
     """
@@ -143,10 +144,11 @@ def prefill_chunks(
 def _run_chunks(
     weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: SharedPlan
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array], LogProbs | None]:
-    """Returns both caches after some chunks and, for the last prompt position, the hidden state [b, d] and features [b, j].
+    """Reads some chunks.
 
-    The last result holds the log-probabilities of the text, those of these chunks' tokens included; None unless planned. A
-    drafter that reads tokens lacks the last position, since the token after it is not known yet.
+    Returns the verifier's cache, the drafter's state, the hidden state [b, d] and features [b, j] of the last prompt
+    position, and the log-probabilities of the text so far (None unless planned). The state of a drafter that reads tokens
+    lacks the last position, because the token after it is not known yet.
     """
     batch, chunk = state.end_b.size, plan.chunk_size(state.capacity)
     dtype, width = weights.dtype, plan.verifier.hidden_size
@@ -202,7 +204,8 @@ def _extend_drafter(
 def _in_row_order(cache: Any) -> Any:
     """Constrains the layout of a cache in memory.
 
-    XLA for GPUs (jax 0.12) would let the loop carry the layout of the new positions, and transpose all slots in each pass.
+    Otherwise XLA for GPUs (jax 0.12) gives the loop's carry the layout of the new positions, and transposes all slots in
+    each pass.
     """
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), cache)
 
@@ -213,11 +216,11 @@ def decode(
 ) -> DecodeState:
     """Runs rounds until enough sequences are done, `max_rounds` have run, or the next round might not fit the caches.
 
-    Nothing leaves the device in between.
+    Nothing leaves the device between rounds.
 
     Args:
       state: result of `prefill_chunks` or an earlier `decode`; donated.
-      enough: number of done sequences that ends the loop, so that waiting ones can be admitted; None: all.
+      enough: number of done sequences at which the loop ends, so that waiting requests can be admitted; None: all.
     """
     enough = state.done_b.size if enough is None else enough
 
@@ -238,12 +241,12 @@ decode.runs_rounds = True  # for `programs.compile_lowered`
 
 @partial(jax.jit, donate_argnames=("state",))
 def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeState:
-    """Replaces done sequences by new ones; writes no other sequence of the caches.
+    """Replaces done sequences by new ones. The caches of all other sequences stay as they are.
 
     Args:
-      state: donated.
+      state: state of the batch; donated.
       fresh: state of the new sequences after `prefill_chunks`, with caches of the same capacity.
-      slots_a: int32, slot of each row of `fresh`; -1 for a row that gets none.
+      slots_a: int32, slot of each row of `fresh`; -1 for an unused row.
     """
     used_first_a = jnp.argsort(slots_a < 0)
 

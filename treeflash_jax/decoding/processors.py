@@ -1,17 +1,17 @@
 """Processors of logits: biases, penalties, minimum lengths, the user's own function, and automata.
 
-The text of a node is its sequence up to the root, then the tokens of its path. A node's logits are processed as one-token
-decoding would process them after that text. This happens before any acceptance rule reads them, so every rule is lossless
-for the processed distribution. Drafters do not see processed logits.
+The text of a node is its sequence up to the root, followed by the tokens of its path. A node's logits are processed as
+one-token decoding would process them after that text. Acceptance rules read only processed logits, so every rule is
+lossless for the processed distribution. Drafters do not see processed logits.
 
-The order is as in transformers: `logit_bias` (its `sequence_bias`), `repetition_penalty`, then vLLM's `presence_penalty`
-and `frequency_penalty`, `min_new_tokens`, the user's processor, the automaton; then temperature and filters
-(`acceptance.target`).
+The order is that of transformers: `logit_bias` (there `sequence_bias`), `repetition_penalty`, then vLLM's
+`presence_penalty` and `frequency_penalty`, `min_new_tokens`, the user's processor, the automaton. Temperature and filters
+follow (`acceptance.target`).
 
-A user's processor is called as `processor(logits_bnv, history)` inside the compiled programs, and returns logits. If no
-logit of a position is above -inf, the answer ends there. A processor is a jittable function, or a pytree with `__call__`
-whose arrays are arguments of the programs: `jax.tree_util.Partial(function, *arrays)`, or a dataclass
-(`jax.tree_util.register_dataclass`). A processor with a state has two more methods:
+The compiled programs call a user's processor as `processor(logits_bnv, history)`; it returns logits. If all logits of a
+position are -inf, the answer ends there. A processor is a jittable function, or a pytree with `__call__` whose arrays are
+arguments of the programs: `jax.tree_util.Partial(function, *arrays)`, or a dataclass (`jax.tree_util.register_dataclass`).
+A processor with a state has two more methods:
 
     start(tokens_bs, length_b): returns the state [b, ...] after each prompt.
     advance(state, tokens): returns the state after one more token; both have leading axes [b] or [b, n].
@@ -40,9 +40,9 @@ class History:
     """The text of every node, for a user's processor.
 
     Attributes:
-      tokens_bs: prompt and answer up to the root; anything from `length_b` on.
-      length_b: number of these tokens, the root included.
-      path_bni: tokens from depth 1 to the node; `NO_TOKEN` (2**31 - 1) beyond it.
+      tokens_bs: prompt and answer up to the root; entries from `length_b` on are undefined.
+      length_b: number of tokens of prompt and answer, the root included.
+      path_bni: tokens of the path from depth 1 to the node; `NO_TOKEN` (2**31 - 1) after the node.
       state: state of the processor after each node, leading axes [b, n]; None if it has none.
     """
 
@@ -63,11 +63,11 @@ class History:
 
 @struct.dataclass
 class Nodes:
-    """Nodes of a tree, as the processors of settings read them.
+    """Nodes of a tree, in the form that the processors of settings read.
 
     Attributes:
       state: state at the root; `state.sampling.settings` has the numbers of each sequence.
-      path_bni: tokens from depth 1 to each node; NO_TOKEN beyond it.
+      path_bni: tokens of the path from depth 1 to each node; NO_TOKEN after the node.
       automaton_bn: state of the automaton after each node; None without one.
     """
 
@@ -83,7 +83,7 @@ def is_needed(sampling: Sampling, processor: Any = None) -> bool:
 
 
 def init_processors(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
-    """Returns the state with counts and states of processors after its prompts; unchanged if no processor needs any."""
+    """Returns the state with the token counts and processor states after its prompts, as far as a processor needs them."""
     if PENALTIES[0] in state.sampling.settings:
         is_prompt_bs = jnp.arange(state.capacity) < state.end_b[:, None]
         ids_bs = jnp.where(is_prompt_bs, state.tokens_bs, NO_TOKEN)
@@ -134,7 +134,7 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
 
 
 def _check_logits(returned: Any, shape: tuple[int, ...], processor: Any) -> jax.Array:
-    """Returns the logits that a user's processor returned. Raises ValueError for anything else, while JAX traces."""
+    """Returns the logits of a user's processor unchanged. Raises ValueError, while tracing, if they are not logits."""
     is_logits = getattr(returned, "shape", None) == shape and jnp.issubdtype(returned.dtype, jnp.floating)
     if not is_logits:
         is_array = hasattr(returned, "shape") and hasattr(returned, "dtype")
@@ -147,7 +147,7 @@ def _check_logits(returned: Any, shape: tuple[int, ...], processor: Any) -> jax.
 
 
 def processor_name(processor: Any) -> str:
-    """Returns the name of a user's function, or of the class of any other processor."""
+    """Returns the name of a processor: of the function, or of its class if it is no function."""
     function = getattr(processor, "func", processor)
     return getattr(function, "__name__", type(function).__name__)
 
@@ -159,7 +159,7 @@ def has_state(processor: Any) -> bool:
 def as_pytree(processor: Any) -> Any:
     """Returns a user's processor as a pytree of arrays.
 
-    Raises ValueError for one that takes other arguments, or has a state and is no pytree.
+    Raises ValueError for a processor that takes other arguments, or that has a state but is no pytree.
     """
     name, is_pytree = processor_name(processor), not jax.tree_util.all_leaves([processor])
     _check_arguments(name, processor, ("logits_bnv", "history"))
@@ -176,7 +176,7 @@ def _check_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> No
     """Raises ValueError for a user's function that cannot be called with these arguments."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # functions of C need not have one
+    except ValueError:  # functions written in C may have no signature
         return
     try:
         signature.bind(*arguments)
@@ -190,7 +190,7 @@ def _add_bias(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
 
 
 def _delay_end(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
-    """Returns logits without stop ids at nodes of short texts, unless their automaton allows only the end."""
+    """Returns logits without stop ids at nodes whose answer is too short, unless their automaton allows only the end."""
     state, sampling = nodes.state, nodes.state.sampling
     length_bn = state.end_b[:, None] + jnp.sum(nodes.path_bni != NO_TOKEN, axis=2)
     is_short_bn = length_bn < sampling.settings["min_new_tokens"][:, None]
@@ -207,7 +207,7 @@ def _zeros(logits_bnv: jax.Array) -> jax.Array:
 
 
 def _penalize_texts(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
-    """Returns logits penalized for the root's text; logits of path tokens also count the tokens of the path."""
+    """Returns penalized logits. Tokens of the text up to the root count, and the tokens of each node's path."""
     counts, path_bni = nodes.state.counts, nodes.path_bni
     penalties = [nodes.state.sampling.settings[name] for name in PENALTIES]
     in_answer_bv = counts.in_answer_bv
@@ -222,9 +222,9 @@ def _penalize(logits: jax.Array, penalties: list[jax.Array], count: jax.Array, i
     """Returns logits [b, n, ...] after the penalties of transformers (repetition) and of vLLM (presence, frequency).
 
     Args:
-      penalties: these three of each sequence.
+      penalties: the three penalties of each sequence.
       count: number of times that the answer contains each token.
-      is_seen: whether prompt or answer contain it.
+      is_seen: whether the prompt or the answer contains each token.
     """
     repetition, presence, frequency = (penalty_b[:, None, None].astype(logits.dtype) for penalty_b in penalties)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -240,8 +240,8 @@ def _count_with(in_answer_bv: jax.Array, path_bni: jax.Array) -> jax.Array:
 
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# Arithmetic of settings, in the order in which it is applied; the key names all settings that it reads. A program contains
-# it if a request of its batch changes one of them.
+# Arithmetic of settings, in the order in which it is applied. A key names all settings that its function reads. A program
+# contains the function if a request of its batch changes one of these settings.
 PROCESSORS: dict[tuple[str, ...], Callable[[jax.Array, Nodes], jax.Array]] = {
     ("logit_bias",): _add_bias,
     PENALTIES: _penalize_texts,
@@ -250,14 +250,14 @@ PROCESSORS: dict[tuple[str, ...], Callable[[jax.Array, Nodes], jax.Array]] = {
 
 
 def _advance_nodes(processor: Any, root: Any, path_bni: jax.Array) -> Any:
-    """Returns states [b, n, ...] after the path of every node, given those of the roots."""
+    """Returns the states [b, n, ...] after the path of every node, given the states at the roots."""
     shape = path_bni.shape[:2]
     root = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), root)
     return _advance(processor, root, path_bni, path_bni != NO_TOKEN)
 
 
 def _advance(processor: Any, state: Any, tokens_xi: jax.Array, is_token_xi: jax.Array) -> Any:
-    """Returns states [x, ...] after the tokens of the last axis, in order; x is one or two axes."""
+    """Returns the states [x, ...] after reading the tokens along the last axis; x is one or two axes."""
 
     def step(state: Any, inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         token_x, is_token_x = inputs
@@ -267,6 +267,6 @@ def _advance(processor: Any, state: Any, tokens_xi: jax.Array, is_token_xi: jax.
 
         return jax.tree.map(choose, processor.advance(state, token_x), state), None
 
-    # A loop: XLA's GPU compiler takes exponential time for a chain of gathers.
+    # This is a loop because XLA's GPU compiler takes exponential time for a chain of gathers.
     tokens_ix = jnp.moveaxis(jnp.where(is_token_xi, tokens_xi, 0), -1, 0)
     return lax.scan(step, state, (tokens_ix, jnp.moveaxis(is_token_xi, -1, 0)))[0]

@@ -24,7 +24,7 @@ from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.models import caches, kernels, verifier
 
-Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution that its nodes were drawn from, if any
+Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution of its nodes if they were drawn
 
 
 @struct.dataclass
@@ -44,7 +44,7 @@ class Verified:
 
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-    """Drafts, verifies, accepts and commits: at least one token for every sequence that is not done."""
+    """Drafts, verifies, accepts and commits. Every sequence that is not done gets at least one token."""
     verify = _verify_if_drafted if plan.drafts and plan.drafter.may_offer_nothing else verify_and_accept
     verified, accepted = verify(weights, state, *draft_tree(weights, state, plan), plan)
     return commit_path(weights, state, verified, accepted, plan)
@@ -53,10 +53,10 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
 def _verify_if_drafted(
     weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
 ) -> tuple[Verified, Accepted]:
-    """Verifies and accepts, but only the roots if every draft tree is empty, which takes no longer than one token.
+    """Verifies and accepts. If every draft tree is empty, only the roots are verified, as fast as a one-token step.
 
-    Which branch runs depends on the text alone, so the output stays exact although the roots have another rule. With a
-    sampled rule, the random numbers of an answer then depend on whether any sequence of its batch has a draft.
+    The choice depends on the text alone, so the output stays exact although the roots use another rule. With a sampled
+    rule, however, the random numbers of an answer then depend on whether any sequence of its batch has a draft.
     """
     root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
@@ -98,7 +98,7 @@ def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> Draft:
 
 
 def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Expander:
-    """Runs the drafter; a network that runs once per level runs while the tree is built."""
+    """Runs the drafter. A network that runs once per level is only set up here; it runs while the tree is built."""
     inputs = Inputs(
         params=weights.drafter,
         verifier_params=weights.verifier,

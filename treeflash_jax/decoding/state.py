@@ -1,4 +1,4 @@
-"""The plans of the compiled programs, and their data: weights, sampling settings, the loop carry.
+"""Plans of the compiled programs, and the data that they read and return: weights, sampling settings, the loop carry.
 
 Shape suffixes: b batch, s token slots, x stop ids or biases, v vocabulary.
 """
@@ -20,10 +20,10 @@ from treeflash_jax.trees import TreeShape
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPlan:
-    """The settings that prefill and decoding share, and those of prefill; equal plans share the programs.
+    """Settings of prefill, and those that prefill and decoding share. Equal plans share the compiled programs.
 
     Attributes:
-      loaded_drafter: the drafter as it was loaded, whose state prefill and commits extend; None if nothing is drafted.
+      loaded_drafter: the drafter as it was loaded. Prefill and commits extend its state. None if nothing is drafted.
       prefill_attention: attention implementation of prefill.
       prefill_chunk: maximal number of prompt tokens per prefill pass.
       prefill_passes: number of prefill passes per dispatch.
@@ -31,8 +31,8 @@ class SharedPlan:
       stacks_cache: whether the verifier's cache has one state for all layers of a kind (`caches.allocate`).
       residual_dtype: dtype of the verifier's residual stream and logits; None: the weights' dtype.
       log_probs: whether to record the verifier's log-probability of every emitted token.
-      top_log_probs: number of likeliest tokens that are recorded with them.
-      scores_prompts: whether to record the same of every token of the prompt but its first.
+      top_log_probs: number of likeliest tokens to record for every emitted token.
+      scores_prompts: whether to record the same for every token of the prompt, except the first.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
     """
 
@@ -60,17 +60,17 @@ class SharedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan:
-    """Everything that shapes the program of rounds; equal plans share it. By default, one token a round.
+    """Everything that determines the program of rounds. Equal plans share it. The default is one token a round.
 
     Attributes:
-      shared: settings of prefill, and of the caches and passes of both phases.
+      shared: settings of prefill, and settings that prefill and decoding share.
       drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
-      builder: one of `trees.BUILDERS`, or "none": one token a round.
+      builder: one of `trees.BUILDERS`, or "none" for one token a round.
       num_nodes: nodes verified per round, root included.
       shape: sizes of the tree besides its number of nodes.
       rule: acceptance rule, lossless for the distribution that the builder draws from.
       attention: implementation of the verify pass.
-      why_plain: reason why nothing is drafted although no setting says so; no part of the program.
+      why_plain: reason why nothing is drafted although no setting turns drafting off. It does not change the program.
     """
 
     shared: SharedPlan
@@ -92,7 +92,7 @@ class DecodePlan:
         return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
 
     def one_token(self) -> Self:
-        """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""
+        """Returns the plan of one-token decoding with this plan's other settings: the baseline of measurements."""
         return DecodePlan(shared=replace(self.shared, loaded_drafter=None), attention=self.attention)
 
 
@@ -116,15 +116,15 @@ class Sampling:
     """Sampling settings of each sequence; traced, so changing them never recompiles.
 
     Attributes:
-      key_b: random key from seed, index and sample, so that answers are independent of the batch.
+      key_b: random key made from seed, index and sample, so that an answer does not depend on its batch.
       limit_b: prompt length + max_new_tokens.
       stop_ids_bx: ids that end a sequence; -1 pads.
       drafter_temperature_b: temperature of the drafted distribution, > 0.
-      settings: numbers [b] of settings, by name: temperature, top_k, top_p, min_p, and those that processors read
-        (`processors.PROCESSORS`). If no request of the call has a processor's settings, they are absent, and programs
-        contain nothing of them. Of "logit_bias", ids of tokens [b, x] and what is added to their logits [b, x], padded with
-        NO_TOKEN; of "min_new_tokens", prompt length + min_new_tokens.
-      automaton: tokens that may follow each other; None without constraints.
+      settings: numbers [b] by name of the setting: temperature, top_k, top_p, min_p, and the settings that processors read
+        (`processors.PROCESSORS`). If no request of the call uses a processor, its settings are absent, and programs do not
+        contain it. "logit_bias" is a pair: token ids [b, x], padded with NO_TOKEN, and the numbers added to their logits
+        [b, x]. "min_new_tokens" is prompt length + min_new_tokens.
+      automaton: automata of the tokens that constraints allow; None without constraints.
     """
 
     key_b: jax.Array
@@ -137,11 +137,11 @@ class Sampling:
 
 @struct.dataclass
 class Counts:
-    """Tokens of the text of each sequence, for penalties.
+    """Counts of the tokens in each sequence's text, for penalties.
 
     Attributes:
       in_prompt_bv: whether the prompt contains each token.
-      in_answer_bv: how often the answer contains it, float32.
+      in_answer_bv: number of times that the answer contains each token, float32.
     """
 
     in_prompt_bv: jax.Array
@@ -154,8 +154,8 @@ class LogProbs:
 
     Attributes:
       token_bs: log-probability of each token.
-      top_ids_bsk: the likeliest tokens in its place, by decreasing probability.
-      top_bsk: their log-probabilities.
+      top_ids_bsk: ids of the likeliest tokens at each position, by decreasing probability.
+      top_bsk: log-probabilities of these tokens.
     """
 
     token_bs: jax.Array
@@ -165,7 +165,7 @@ class LogProbs:
 
 @struct.dataclass
 class DecodeState:
-    """The loop carry. The last token of a sequence is its anchor: emitted, but not in the verifier's cache yet.
+    """The loop carry. The last token of a sequence is its anchor: it is emitted, but not yet in the verifier's cache.
 
     Attributes:
       tokens_bs: prompt and generated ids.
@@ -175,7 +175,7 @@ class DecodeState:
       accepted_bs: number of tokens accepted by each round, bonus included, before any cut at a stop id or limit.
       log_probs: log-probabilities of each token; None unless planned.
       expected_bs: number of tokens that each round was expected to commit, given its tree; None unless planned.
-      counts: tokens of the text; None without penalties.
+      counts: counts of the text's tokens; None without penalties.
       processor_state: state of the user's processor after the text; None if it has none.
       automaton_b: state of each automaton after the text; None without any.
     """
@@ -200,7 +200,7 @@ class DecodeState:
 
 
 def without_caches(tokens_bs: jax.Array, end_b: jax.Array, sampling: Sampling) -> DecodeState:
-    """Returns a state with only the fields that sampling a token reads."""
+    """Returns a state that has only the fields needed to sample a token."""
     cleared = "done_b", "cache", "drafter", "rounds_b", "accepted_bs", "log_probs", "expected_bs"
     return DecodeState(tokens_bs=tokens_bs, end_b=end_b, sampling=sampling, **dict.fromkeys(cleared))
 
