@@ -1,7 +1,7 @@
 """Acceptance rules: they choose the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-A rule is a `Rule` in a file of its own, and one line in RULES. The default, `sample_and_match`, is exact for every tree,
-and the only rule that deterministic trees need. Rules that test the draws of sampled trees are in `sampled`.
+Each rule is a subclass of `Rule` in one file, with one line in RULES. The default, `sample_and_match`, is exact for every
+tree; deterministic trees need no other rule. Rules that test the draws of sampled trees are in `sampled`.
 """
 
 from treeflash_jax.acceptance.rule import Rule
@@ -28,7 +28,7 @@ RULES: dict[str, Rule] = {
 
 
 def check_lossless(rule: str, distribution: str) -> None:
-    """Raises ValueError if a rule would change the verifier's distribution for nodes drawn from this distribution."""
+    """Raises ValueError if a rule is not lossless for nodes drawn from this distribution."""
     if distribution not in RULES[rule].distributions:
         fitting = [name for name, other in RULES.items() if distribution in other.distributions]
         raise ValueError(

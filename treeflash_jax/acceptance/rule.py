@@ -15,12 +15,12 @@ from treeflash_jax.trees import DraftTree, Proposal
 class Rule(ABC):
     """Chooses the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-    Coins are keyed by round, not by text position: after a round that ended early, the next one would reuse coins that had
-    already rejected at the same positions, and block and traversal rules would not be lossless.
+    Coins are keyed by round, not by text position. Keyed by position, a round that follows one that ended early would reuse
+    coins that already rejected tokens at the same positions, and the block and traversal rules would not be lossless.
 
     Attributes:
-      distributions: names of the distributions of nodes (`trees.Builder.distribution`) that the rule is lossless for.
-      needs: its requirement in words, for messages.
+      distributions: names of the distributions of nodes (`trees.Builder.distribution`) for which the rule is lossless.
+      needs: the rule's requirement in words, for messages.
     """
 
     distributions: ClassVar[tuple[str, ...]]
@@ -28,7 +28,7 @@ class Rule(ABC):
 
     @abstractmethod
     def weights(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
-        """Returns P(the accepted path passes each node), with the coins averaged out, [b, n]; 0 in padding.
+        """Returns the probability that the accepted path contains each node, averaged over the coins, [b, n]; 0 in padding.
 
         The sum over the nodes is the expected number of tokens that a round commits.
 
@@ -39,4 +39,4 @@ class Rule(ABC):
 
     @abstractmethod
     def accept(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
-        """Returns the accepted path and the token after it, given all noise as arrays."""
+        """Returns the accepted path and the token after it. All randomness comes from `noise`."""

@@ -1,9 +1,9 @@
-"""Sample-and-match: samples a token of the verifier at every node and walks while a child has it.
+"""Sample-and-match: samples a token of the verifier at every node, and walks down while a child has the sampled token.
 
-Each node's sample is exact, and the tree only determines how far one pass can walk, so the output has the verifier's
-distribution for every tree that does not depend on the noise. For deterministic trees no lossless rule accepts more.
-Samples at equal positions share their noise in all trees: the output equals one-token decoding with the same noise.
-At temperature 0 this is greedy matching.
+Each node's sample is exact, and the tree only determines how far one pass can walk. So the output has the verifier's
+distribution for every tree that does not depend on the noise. For deterministic trees, no lossless rule accepts more.
+Samples at equal positions use the same noise in all trees, so the output equals one-token decoding with that noise.
+At temperature 0, this is greedy matching.
 
 Source: TreeFlash (arXiv 2606.03819) and DDTree (arXiv 2604.12989), verification; SpecInfer (arXiv 2305.09781), naive
 sampling.
@@ -28,16 +28,16 @@ class SampleAndMatch(Rule):
         )
         log_p_bn = jnp.take_along_axis(log_p_bnn, tree.parent_bn[:, None], axis=1)[:, 0].at[:, 0].set(0)
         above_bn = tree.parent_bn
-        for _ in range(tree.parent_bn.shape[1].bit_length()):  # each step doubles how far up the path is summed
+        for _ in range(tree.parent_bn.shape[1].bit_length()):  # each step doubles the number of ancestors in the sum
             log_p_bn += pick(log_p_bn, above_bn)
             above_bn = pick(above_bn, above_bn)
         return jnp.where(tree.valid_bn, jnp.exp(log_p_bn), 0)
 
     def accept(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution, noise: Noise) -> Acceptance:
-        """Accepts the deepest node whose path matches the samples; the sample there is the bonus.
+        """Accepts the deepest node whose path matches the samples. The sample at that node is the bonus token.
 
         Args:
-          tree: siblings have distinct tokens.
+          tree: tree whose siblings have distinct tokens.
           noise: `gumbel_bpv` with at least as many depths as the tree.
         """
         depths = noise.gumbel_bpv.shape[1]

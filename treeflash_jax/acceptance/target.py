@@ -19,7 +19,7 @@ class TargetDistribution:
     """The verifier's distribution after every node: softmax(logits / temperature), cut by top-k, top-p and min-p.
 
     Attributes:
-      logits_bnv: the processed logits, in their dtype, possibly sharded over the vocabulary.
+      logits_bnv: the processed logits, in the dtype of the logits, possibly sharded over the vocabulary.
       temperature_b: 0 is greedy.
       threshold_bn: tokens with a logit below it have probability zero.
       peak_bn: the largest logit.
@@ -33,7 +33,7 @@ class TargetDistribution:
     log_normaliser_bn: jax.Array
 
     def gather(self, ids_bnx: jax.Array) -> jax.Array:
-        """Returns log-probabilities of tokens, [b, n, x]; -inf for cut tokens. Greedy: 0 for the argmax, else -inf."""
+        """Returns log-probabilities of tokens, [b, n, x]; -inf for filtered tokens. Greedy: 0 for the argmax, else -inf."""
         logits_bnx = vocab.take(self.logits_bnv, ids_bnx)
         kept_bnx = (logits_bnx >= self.threshold_bn[..., None]) & (logits_bnx > -jnp.inf)
         log_p_bnx = _scaled(logits_bnx, self.peak_bn, self.temperature_b) - self.log_normaliser_bn[..., None]
@@ -43,16 +43,16 @@ class TargetDistribution:
         return jnp.where((self.temperature_b > 0)[:, None, None], log_p_bnx, greedy_bnx)
 
     def sample(self, gumbel_bnv: jax.Array) -> jax.Array:
-        """Returns argmax(kept logits + temperature * gumbel) at every node, [b, n]: an exact sample; the argmax at 0."""
+        """Returns argmax(kept logits + temperature * gumbel) at every node, [b, n]: an exact sample of the distribution."""
         kept_bnv = self.logits_bnv >= self.threshold_bn[..., None]
         noisy_bnv = self.logits_bnv + self.temperature_b[:, None, None].astype(gumbel_bnv.dtype) * gumbel_bnv
         return vocab.argmax(jnp.where(kept_bnv, noisy_bnv, -jnp.inf))
 
     def residual(self, node_b: jax.Array, support_bc: jax.Array, residual_bc: jax.Array) -> jax.Array:
-        """Returns the log of one node's distribution with replaced probabilities on the support; unnormalised, [b, v].
+        """Returns the log of one node's distribution with other probabilities on the support; unnormalised, [b, v].
 
-        If the remaining mass is within rounding error, returns the node's distribution: a walk ends there with at most that
-        probability.
+        If the remaining mass is within rounding error, returns the node's unchanged distribution. A walk ends there with at
+        most that probability.
         """
         at_b1 = node_b[:, None]
         logits_bv = pick(self.logits_bnv, at_b1)[:, 0]
@@ -72,8 +72,8 @@ class Noise:
     """Random numbers of one round. A rule reads either the first field or the other two.
 
     Attributes:
-      gumbel_bpv: Gumbel noise for the token at position start + 1 + p, the same for every node of depth p.
-      coins_bx: uniforms in [0, 1), fresh every round: one per draw, or one per node below the root.
+      gumbel_bpv: Gumbel noise for the token after a node of depth p; all nodes of a depth share it.
+      coins_bx: uniforms in [0, 1), drawn anew in every round: one per draw, or one per node below the root.
       bonus_bv: Gumbel noise for the token after the last accepted node.
     """
 
@@ -88,8 +88,8 @@ class Acceptance:
 
     Attributes:
       path_bp: accepted nodes, root first; entries from `length_b` on are 0.
-      length_b: number of accepted nodes, root included: the number of tokens that the round commits, bonus included.
-      bonus_b: the token after the last accepted node; the next anchor.
+      length_b: number of accepted nodes, root included. The round commits as many tokens, bonus token included.
+      bonus_b: the token after the last accepted node. It is the next anchor.
     """
 
     path_bp: jax.Array
@@ -98,10 +98,10 @@ class Acceptance:
 
 
 def deepest_match(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
-    """Returns the deepest node that, like all its ancestors, matches (is entered from its parent), [b].
+    """Returns the deepest node that matches and whose ancestors below the root all match, [b].
 
-    At most one child of a node may match. `depths`, static, is the number of places of a path, root included: at least the
-    tree's depth + 1.
+    A node matches if the walk goes to it from its parent; at most one child of a node may match. `depths`, static, is the
+    length of a path, root included: at least the tree's depth + 1.
     """
     matches_bn = matches_bn.at[:, 0].set(True)
     reached_bn = jnp.all(matches_bn[:, None] | ~ancestor_mask(tree.parent_bn, depths - 1), axis=-1)
@@ -109,7 +109,7 @@ def deepest_match(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Ar
 
 
 def path_to(tree: DraftTree, last_b: jax.Array, bonus_b: jax.Array, depths: int) -> Acceptance:
-    """Returns the path from the root to `last_b`, with the token that follows it; `depths` as in `deepest_match`."""
+    """Returns the path from the root to `last_b`, and the token after it. `depths` is as in `deepest_match`."""
     above_bnn = ancestor_mask(tree.parent_bn, depths - 1)
     on_path_bn = jnp.take_along_axis(above_bnn, last_b[:, None, None], axis=1)[:, 0]
     at_depth_bpn = on_path_bn[:, None] & (tree.depth_bn[:, None] == jnp.arange(depths)[:, None])
@@ -127,10 +127,10 @@ def target_distribution(
     top_p_b: jax.Array,
     min_p_b: jax.Array | float = 0.0,
 ) -> TargetDistribution:
-    """Returns the verifier's distribution at every node; filters apply in the order temperature, top-k, top-p, min-p.
+    """Returns the verifier's distribution at every node. The order is temperature, top-k, top-p, min-p.
 
     Args:
-      temperature_b: 0 is greedy (filters then have no effect).
+      temperature_b: 0 is greedy; filters then have no effect.
       top_k_b: number of tokens to keep; 0 keeps all.
       top_p_b: mass to keep; 1 keeps all.
       min_p_b: smallest probability to keep, as a fraction of the largest; 0 keeps all.
@@ -153,7 +153,7 @@ def target_distribution(
 def _scaled(logits_bnx: jax.Array, peak_bn: jax.Array, temperature_b: jax.Array) -> jax.Array:
     """Returns (logits - peak) / temperature in float32 at least; logits - peak for greedy sequences.
 
-    At low temperature logits / temperature is so large that rounding changes its exponential.
+    At low temperature, logits / temperature would be so large that rounding changes the exponential.
     """
     dtype = at_least_float32(logits_bnx.dtype)
     divisor_b = jnp.where(temperature_b > 0, temperature_b, 1.0).astype(dtype)

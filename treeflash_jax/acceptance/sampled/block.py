@@ -1,8 +1,10 @@
 """Block verification of one path: keeps the last node that passes its test, even if nodes before it failed theirs.
 
-w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)), S_i = sum [w_i p - q]+ after node i, h_i = S_i / (S_i + 1 - w_i); at the end
-of the path q = 0 and h = w. Kept: the last i with coin < h_i (the root is always kept); then emit from [w_i p - q]+.
-P(node i is passed) = w_i on average over the drafts: the best that any rule can do on one path.
+    w_0 = 1,  w_i = min(1, w_{i-1} p(x_i) / q(x_i)),  S_i = sum [w_i p - q]+ after node i,  h_i = S_i / (S_i + 1 - w_i)
+
+At the end of the path, q = 0 and h = w. The rule keeps the path up to the last node i with coin < h_i (the root is always
+kept), and emits a token from [w_i p - q]+. Averaged over the drafts, node i is kept with probability w_i: no rule can do
+better on one path.
 
 Shape suffixes: b batch, p places of a path (root included), c tokens of a node's support.
 
@@ -31,15 +33,15 @@ class BlockVerification(DrawsRule):
 
 @struct.dataclass
 class DraftedPath:
-    """A drafted path with the distribution it was drawn from.
+    """A drafted path with the distribution that it was drawn from.
 
     Attributes:
       node_bp: nodes, root first; 0 past the end.
       exists_bp: False past the end.
-      ratio_bp: p / q of the token of each place; 1 at the root.
+      ratio_bp: p / q of the token at each place; 1 at the root.
       p_bpc: the verifier's probabilities on the support of each place.
-      q_bpc: the proposal's probabilities; 0 at the end of the path.
-      outside_bp: the verifier's mass off the support.
+      q_bpc: the proposal's probabilities on the support; 0 at the end of the path.
+      outside_bp: the verifier's total probability outside the support.
     """
 
     node_bp: jax.Array
@@ -66,13 +68,13 @@ def weigh_places(path: DraftedPath) -> tuple[jax.Array, jax.Array]:
 
 
 def find_pass_chances(path: DraftedPath) -> jax.Array:
-    """Returns P(the kept part of the path reaches each place), given the path, [b, p]."""
+    """Returns the probability that the kept part of the given path reaches each place, [b, p]."""
     missed_bp = jnp.flip(jnp.cumprod(jnp.flip(1 - weigh_places(path)[1], axis=1), axis=1), axis=1)
     return jnp.where(path.exists_bp, 1 - missed_bp, 0)
 
 
 def find_last_node(path: DraftedPath, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the last node kept and the remainder of its p on the support; place p uses coin p - 1."""
+    """Returns the last kept node, and what is left of its p on the support. Place p uses coin p - 1."""
     weight_bp, keep_bp = weigh_places(path)
     places = weight_bp.shape[1]
     is_hit_bp = jnp.pad(coins_bx[:, : places - 1], ((0, 0), (1, 0))) < keep_bp
@@ -83,7 +85,7 @@ def find_last_node(path: DraftedPath, coins_bx: jax.Array) -> tuple[jax.Array, j
 
 
 def _as_path(tree: DraftTree, draws: Draws) -> DraftedPath:
-    """Returns the tree as a path: node p is at depth p."""
+    """Returns a tree of one branch as a path: node p is at depth p."""
     q_bx = draws.gather(draws.q_bnc)
     ratio_bx = jnp.where(draws.is_draw_bx, draws.gather(draws.p_bnc) / jnp.where(q_bx > 0, q_bx, 1), 0)
     return DraftedPath(

@@ -1,9 +1,9 @@
 """Shared parts of the rules that test draws: p (the verifier) and q (the proposal) on the support, and the tests in order.
 
-The residual after rejecting draws from one distribution q is max(w p - C q, 0) with one scalar C per node, because each
-rejection subtracts a multiple of q again; deterministic children only remove their own token. So a node has three scalars
-(entry weight w, C, the remaining mass Z), a draw has one (the part of q that earlier draws left), and everything here is
-[b, n, c], [b, x, c] or smaller. The mass of p off the support does not change: one number per node.
+Every rejection of a draw from q subtracts a multiple of q from the residual. So the residual after some rejections is
+max(w p - C q, 0), with one scalar C per node. A rejected deterministic child only removes its token. A node thus has three
+scalars (entry weight w, C, and the remaining mass Z), and a draw has one (the part of q that earlier draws left). Arrays
+are [b, n, c], [b, x, c] or smaller. The mass of p outside the support does not change, and is one number per node.
 
 Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), y draws before them, v vocabulary.
 
@@ -28,7 +28,7 @@ from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask, pick
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITHOUT_REPLACEMENT
 
 NEVER = 1 << 20  # rank of a test that does not happen
-SMALLEST = 1e-30  # If less of q is left, a draw is rejected untested, which is lossless: dividing by it would overflow.
+SMALLEST = 1e-30  # if less of q is left, a draw is rejected without a test: still lossless, and the division can't overflow
 
 
 @struct.dataclass
@@ -37,8 +37,8 @@ class Draws:
 
     Attributes:
       p_bnc: the verifier's probabilities on the support.
-      q_bnc: the proposal's probabilities; 0 on deterministic children and for nodes without draws.
-      outside_bn: the verifier's mass off the support.
+      q_bnc: the proposal's probabilities; 0 for deterministic children, and for nodes without draws.
+      outside_bn: the verifier's total probability outside the support.
       node_bx: the node of each draw; the root in padding.
       parent_bx: the node below which the token was drawn.
       slot_bx: index of the token in the parent's support.
@@ -66,19 +66,19 @@ class Draws:
     depths: int = struct.field(pytree_node=False)
 
     def gather(self, x_bnc: jax.Array) -> jax.Array:
-        """Returns the parents' values at the drawn tokens, [b, x]."""
+        """Returns the value at the drawn token, for each draw, from its parent's values, [b, x]."""
         return jnp.take_along_axis(pick(x_bnc, self.parent_bx), self.slot_bx[..., None], axis=2)[..., 0]
 
 
 @struct.dataclass
 class Outcome:
-    """Result of testing every draw, if each one is rejected.
+    """Results of the tests of all draws, each under the assumption that all earlier draws were rejected.
 
     Attributes:
       chance_bx: probability that a draw is accepted, given that earlier draws were rejected.
       weight_bn: w, the probability of entering a node.
-      left_bnc: remainder of w p on the support.
-      keep_bn: probability of stopping at a node once everything below it was rejected.
+      left_bnc: what is left of w p on the support.
+      keep_bn: probability of stopping at a node after everything below it was rejected.
     """
 
     chance_bx: jax.Array
@@ -114,8 +114,8 @@ def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> Draws:
 def _removals(draws: Draws) -> tuple[jax.Array, jax.Array]:
     """Returns the effects of earlier draws of a node on p and on q.
 
-    The first result is the rank of the deterministic draw that removes a token from p; NEVER without such a draw. The
-    second is the part of q that earlier draws leave to each draw without replacement; 1 for other draws.
+    The first result is the rank of the deterministic draw that removes a token from p; NEVER if no draw does. The second is
+    the part of q that earlier draws leave for each draw without replacement; 1 for other draws.
     """
     never_nc = jnp.full(draws.p_bnc.shape[1:], NEVER)
     gone_bnc, drawn_bnc = (
@@ -124,7 +124,7 @@ def _removals(draws: Draws) -> tuple[jax.Array, jax.Array]:
         )
         for removes_bx in (draws.is_fixed_bx, draws.is_removed_bx)
     )
-    # A sum: 1 - q(earlier draws) cancels if the drafter is confident.
+    # Sums what is left: 1 - q(earlier draws) would lose all digits if the drafter is confident.
     is_spare_bxc = pick(drawn_bnc, draws.parent_bx) >= draws.rank_bx[..., None]
     spare_bx = jnp.sum(jnp.where(is_spare_bxc, pick(draws.q_bnc, draws.parent_bx), 0), axis=-1)
     spare_bx = jnp.where(draws.is_removed_bx & (draws.rank_bx > 0), jnp.where(spare_bx > SMALLEST, spare_bx, 0), 1)
@@ -134,13 +134,13 @@ def _removals(draws: Draws) -> tuple[jax.Array, jax.Array]:
 def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
     """Tests every draw in order, assuming that each is rejected.
 
-    A draw x at a node of weight w is accepted with probability max(w p(x) - C q(x), 0) left / (Z q(x)), a deterministic one
-    with probability w p(x) / Z; then C grows by Z / left and `left` loses q(x), or p loses x. Z is the remainder of w p,
-    plus 1 - w.
+    A draw x at a node of weight w is accepted with probability max(w p(x) - C q(x), 0) left / (Z q(x)). After its
+    rejection, C grows by Z / left, and `left` loses q(x). A deterministic child x is accepted with probability w p(x) / Z.
+    After its rejection, p loses x. Z is the remainder of w p, plus 1 - w.
 
     Args:
-      above_bnn: the ancestor mask, if a child is entered with its chance as weight (traversal); None: all weights are 1,
-        and all parents are processed at once.
+      above_bnn: the ancestor mask, if the weight of a child is the chance of its draw (traversal). None: all weights are
+        1, and all parents are processed at once.
     """
     gone_bnc, spare_bx = _removals(draws)
     weighs = above_bnn is not None
@@ -185,13 +185,16 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
     last = jnp.max(order_bx, initial=-1)
     _, chance_bx, weight_bn, scale_bn, _, tested_bn = lax.while_loop(lambda state: state[0] <= last, test, start)
     left_bnc, mass_bn = remaining(weight_bn, scale_bn, tested_bn)
-    lost_bn = 1 - weight_bn  # kept apart from the mass: at weight 1 nothing may be lost to rounding
+    lost_bn = 1 - weight_bn  # not added to the mass yet: at weight 1, it must be exactly 0
     keep_bn = jnp.where(lost_bn > 0, mass_bn / jnp.where(lost_bn > 0, mass_bn + lost_bn, 1), 1)
     return Outcome(chance_bx=chance_bx, weight_bn=weight_bn, left_bnc=left_bnc, keep_bn=keep_bn)
 
 
 def reach(tree: DraftTree, draws: Draws, chance_bx: jax.Array) -> jax.Array:
-    """Returns P(a top-down walk passes each node), [b, n]: the first accepted draw of a node decides its direction."""
+    """Returns the probability that a top-down walk passes each node, [b, n].
+
+    At every node, the walk goes to the child of the first accepted draw.
+    """
     missed_bx = jnp.prod(jnp.where(draws.earlier_bxy, 1 - chance_bx[:, None], 1), axis=-1)
     moves_bn = _to_nodes(missed_bx * chance_bx, draws.is_draw_bx, draws.node_bx, draws.outside_bn).at[:, 0].set(1)
     above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
@@ -199,7 +202,10 @@ def reach(tree: DraftTree, draws: Draws, chance_bx: jax.Array) -> jax.Array:
 
 
 def walk_down(tree: DraftTree, draws: Draws, chance_bx: jax.Array, coins_bx: jax.Array) -> jax.Array:
-    """Returns the last node of a top-down walk, [b], which enters the node of the first draw with coin < chance."""
+    """Returns the last node of a top-down walk, [b].
+
+    At every node, the walk goes to the child of the first draw with coin < chance.
+    """
     is_hit_bx = (coins_bx < chance_bx) & draws.is_draw_bx
     is_chosen_bx = is_hit_bx & ~jnp.any(draws.earlier_bxy & is_hit_bx[:, None], axis=-1)
     hits_bn = _to_nodes(jnp.ones_like(draws.rank_bx), is_chosen_bx, draws.node_bx, jnp.zeros(draws.outside_bn.shape, int))
@@ -207,15 +213,18 @@ def walk_down(tree: DraftTree, draws: Draws, chance_bx: jax.Array, coins_bx: jax
 
 
 class DrawsRule(Rule):
-    """A rule that tests draws: it reads p on the support of the nodes' children only."""
+    """A rule that tests draws. It reads p only on the support of each node's children."""
 
     @abstractmethod
     def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
-        """Returns the result of `weights`."""
+        """Returns the result of `weights` for these draws."""
 
     @abstractmethod
     def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the last accepted node [b] and the remainder of its p on the support [b, c], in the units of p off it."""
+        """Returns the last accepted node [b], and what is left of its p on the support [b, c].
+
+        The remainder has the scale of p outside the support.
+        """
 
     def weights(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution) -> jax.Array:
         return self._over_draws(self.chances, tree, proposal, target)
@@ -239,7 +248,7 @@ class TopDownRule(DrawsRule):
 
     @abstractmethod
     def test_draws(self, draws: Draws) -> tuple[jax.Array, jax.Array]:
-        """Returns the chance of each draw, [b, x], and the remainder of p on the support of every node, [b, n, c].
+        """Returns the chance of each draw, [b, x], and what is left of p on the support of every node, [b, n, c].
 
         The chance is the probability that the draw is accepted if earlier draws were rejected.
         """

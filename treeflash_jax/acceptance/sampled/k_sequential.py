@@ -1,8 +1,8 @@
-"""k-sequential selection: k i.i.d. draws tested in turn with p / (rho q), rho as small as losslessness allows.
+"""k-sequential selection: tests k i.i.d. draws in turn with p / (rho q), with the smallest rho that is lossless.
 
-beta(rho) = sum min(p / rho, q); rho in [1, k] solves 1 - (1 - beta)^k = rho beta. Accept the first draw with
-coin < p / (rho q); if none, emit from [p - min(p / rho, q) (1 - (1 - beta)^k) / beta]+. Any larger rho is lossless too, so
-bisection returns its upper end.
+With beta(rho) = sum min(p / rho, q), rho in [1, k] solves 1 - (1 - beta)^k = rho beta. The rule accepts the first draw with
+coin < p / (rho q). If there is none, it emits a token from [p - min(p / rho, q) (1 - (1 - beta)^k) / beta]+. Every larger
+rho is lossless too, so bisection returns the upper end of its interval.
 
 Source: SpecTr (arXiv 2310.15141), k-SEQ.
 """
@@ -20,7 +20,7 @@ class KSequential(TopDownRule):
     needs = "siblings drawn independently, with replacement"
 
     def test_draws(self, draws: Draws) -> tuple[jax.Array, jax.Array]:
-        """Returns min(1, p / (rho q)) of every draw, [b, x], and the remainder of p on the support, [b, n, c]."""
+        """Returns min(1, p / (rho q)) of every draw, [b, x], and what is left of p on the support, [b, n, c]."""
         rho_bn, count_bn = _solve(draws)
         scaled_bx = draws.gather(draws.q_bnc) * pick(rho_bn, draws.parent_bx)
         chance_bx = jnp.minimum(draws.gather(draws.p_bnc) / jnp.where(scaled_bx > 0, scaled_bx, 1), 1)
@@ -36,7 +36,7 @@ def _beta(draws: Draws, rho_bn: jax.Array) -> jax.Array:
 
 
 def _solve(draws: Draws) -> tuple[jax.Array, jax.Array]:
-    """Returns rho of every node, [b, n], and its number of draws; rho is 1 for one draw or none."""
+    """Returns rho and the number of draws of every node, [b, n]. rho is 1 for one draw or none."""
     nodes_n = jnp.arange(draws.p_bnc.shape[1])
     is_here_bnx = (draws.parent_bx[:, None] == nodes_n[:, None]) & draws.is_draw_bx[:, None]
     count_bn = jnp.sum(is_here_bnx, axis=-1).astype(draws.p_bnc.dtype)

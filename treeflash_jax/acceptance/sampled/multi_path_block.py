@@ -1,10 +1,11 @@
-"""Greedy multi-path block verification: of K paths, takes the one that p favours most over q, and verifies it as a block.
+"""Greedy multi-path block verification: chooses one of K paths, that with the largest p / q, and verifies it as a block.
 
-Tokens are ordered by p / q at every node (ties by their place in the support), paths by their tokens; the largest of the K
-paths is taken. The chosen path has the distribution
+At every node, tokens are ordered by p / q (ties by their index in the support). Paths are ordered by their tokens, and the
+largest of the K paths is chosen. It has the distribution
     q'(x | path) = [(A + y + z)^K - (A + y)^K] / [(A + f)^K - A^K],
-f = q(path), A = P(one path comes before it), y = f q(tokens before x), z = f q(x); it is verified with q' instead of q.
-It pays if q is far from p: if they agree, the order is arbitrary, and it accepts less than from one path.
+with f = q(path), A = P(one path comes before it), y = f q(tokens before x), and z = f q(x). The path is verified with q'
+instead of q. This pays if q is far from p. If they agree, the order is arbitrary, and the rule accepts less than block
+verification of a single path.
 
 Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), p places of a path.
 
@@ -28,7 +29,10 @@ class MultiPathBlock(DrawsRule):
     needs = "sampled paths that are independent from the anchor on"
 
     def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
-        """Returns P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
+        """Returns the probability that a node at or below each one is kept, [b, n], given the tree.
+
+        It is 0 off the chosen path.
+        """
         path = _largest_path(draws)
         zero_n = jnp.zeros(draws.p_bnc.shape[1], draws.p_bnc.dtype)
         return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(
@@ -40,7 +44,7 @@ class MultiPathBlock(DrawsRule):
 
 
 def _largest_path(draws: Draws) -> DraftedPath:
-    """Returns the largest path with its distribution given that it is the largest."""
+    """Returns the largest path with the distribution q' that it has because it is the largest."""
     p_bnc, q_bnc = draws.p_bnc, draws.q_bnc
     possible_bnc = q_bnc > 0
     ratio_bnc = jnp.where(possible_bnc, p_bnc / jnp.where(possible_bnc, q_bnc, 1), jnp.inf)

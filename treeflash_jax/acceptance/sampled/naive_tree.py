@@ -1,8 +1,8 @@
 """NaiveTree: tests only the first child against its distribution; a token of the residual may match another child.
 
-Accept x_1 with min(1, p / q), else y ~ [p - q]+, and go to the child with token y, if any. Matching y is testing the other
-children as if they were deterministic, so this is recursive rejection with a single sampled draw per node. With one sampled
-child and deterministic siblings it is optimal at the node.
+The rule accepts x_1 with min(1, p / q). Otherwise, it draws y ~ [p - q]+, and goes to the child with token y, if there is
+one. This is the same as testing the other children as deterministic ones, so it is recursive rejection with a single
+sampled draw per node. For one sampled child with deterministic siblings, it is optimal at the node.
 
 Source: NaiveTree in arXiv 2602.16994; SpecHub and greedy drafting (arXiv 2502.18779) for the deterministic siblings.
 """

@@ -1,8 +1,9 @@
 """Recursive rejection: tests the children of a node in order, each against the residual of p after the earlier tests.
 
-r = p; for every draw x from q_x: accept with min(1, r(x) / q_x(x)), else r <- [r - q_x]+ / its mass; after the last, emit
-from r. With replacement q_x is q each time (SpecInfer), without it q less the siblings before, renormalised (EAGLE,
-Sequoia); a deterministic child is one-hot and takes its token out of r.
+Start with r = p. For every draw x from q_x, accept it with min(1, r(x) / q_x(x)), else set r <- [r - q_x]+ / its mass.
+After the last draw, emit a token from r. With replacement, q_x is always q (SpecInfer). Without replacement, q_x is q
+without the earlier siblings, renormalised (EAGLE, Sequoia). For a deterministic child, q_x is one-hot, so that its
+rejection removes the child's token from r.
 
 Source: SpecInfer (arXiv 2305.09781), multi-round; RSD (arXiv 2402.14160); Sequoia (arXiv 2402.12374); EAGLE (arXiv
 2401.15077).

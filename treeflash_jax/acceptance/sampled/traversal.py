@@ -1,11 +1,11 @@
-"""Traversal verification: nodes are tested from the leaves up, and a rejected node passes its mass on.
+"""Traversal verification: tests nodes from the leaves up; a rejected node passes its mass on to the nodes tested later.
 
-A child enters with weight min(1, w r(x) / q_x(x)) of its parent's remainder w r; a rejected child leaves [w r - q_x]+
-of it. Once all children are rejected the node itself is kept with S / (S + 1 - w), where S is the mass of the
-remainder, and emits from the remainder. The root is always kept. A rejection does not depend on the subtree below, and
-all weights assume rejections only, so they are known from the top down, and
-    P(stop at v) = a_v product over u before v in post-order of (1 - a_u).
-On one path this is block verification.
+A child has weight min(1, w r(x) / q_x(x)), where w r is its parent's remainder. A rejected child leaves [w r - q_x]+ of
+that remainder. If all children are rejected, the node itself is kept with probability a = S / (S + 1 - w), where S is the
+mass of the remainder, and a token is emitted from the remainder. The root is always kept. The effect of a rejection does
+not depend on the subtree below, and all weights assume that earlier tests rejected. So weights are known from the top down:
+    P(stop at v) = a_v * product of (1 - a_u) over all u before v in post-order.
+On one path, this is block verification.
 
 Shape suffixes: b batch, n tree nodes (i, j in pairs), c tokens of a node's support, x draws (n - 1).
 
@@ -24,7 +24,7 @@ class Traversal(DrawsRule):
     needs = "sampled nodes with their distribution"
 
     def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
-        """Returns P(the walk stops at or below each node), given the tree, [b, n]."""
+        """Returns the probability that the walk stops at or below each node, given the tree, [b, n]."""
         above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
         keep_bn = _kept(tree, reject_all(draws, above_bnn).keep_bn)
         post_bn = _post_order(tree, draws, above_bnn)
@@ -48,7 +48,7 @@ def _kept(tree: DraftTree, keep_bn: jax.Array) -> jax.Array:
 
 
 def _post_order(tree: DraftTree, draws: Draws, above_bnn: jax.Array) -> jax.Array:
-    """Returns the post-order index of every node, siblings in the order of their draws, [b, n].
+    """Returns the post-order index of every node, [b, n]. Siblings are in the order of their draws.
 
     post(i) = number of nodes below i + sizes of all subtrees that branch off the path to i and were drawn earlier.
     """
