@@ -1,16 +1,17 @@
 """Draft trees, and the builders that choose their nodes.
 
-A builder reads a drafter only through an `Expander`. It is one function, and one line in BUILDERS:
+A builder reads a drafter only through an `Expander`. It is one function, with one line in BUILDERS:
 
     build(inputs: TreeInputs) -> (DraftTree, Proposal or None)
 
-Deterministic builders (`best_first`, the default, `walk` and `chain`) return no proposal: rules that compare tokens are
-exact for them. Builders that draw nodes (`sampled`) return the distribution they draw from (`Proposal`) and declare its
-name for the acceptance rules. At temperature above 0 a deterministic tree accepts at most the verifier's mass on it, while
-acceptance of sampled trees is limited only by the total variation distance between drafter and verifier.
+Deterministic builders (`best_first`, the default, `walk` and `chain`) return no proposal, because rules that compare tokens
+are exact for them. Builders that draw nodes (`sampled`) return the distribution that they draw from (`Proposal`), and
+declare its name for the acceptance rules. At temperature above 0, the acceptance of a deterministic tree is limited by the
+verifier's probability of its paths. The acceptance of a sampled tree is limited only by the total variation distance
+between drafter and verifier.
 
 A tree's shape may depend on everything that is known before its tokens are drawn. Sampled tokens must not be dropped or
-ranked by their own value: that would change their distribution.
+ranked by which tokens they are: that would change their distribution.
 """
 
 from collections.abc import Callable
@@ -38,10 +39,10 @@ class Builder:
     Attributes:
       reads: fields of TreeShape that `build` reads.
       distribution: name of the distribution of the nodes, as in `acceptance.Rule.distributions`.
-      one_path: name of the distribution if TreeShape.branches is 1; None: the same.
-      is_chain: whether trees have one branch, hence at most one node per depth.
-      takes_ngrams: whether n-grams may join; False if children do not depend on the path.
-      size: returns the largest number of nodes of a tree, given its depths, maximal number of nodes, and shape.
+      one_path: name of the distribution if TreeShape.branches is 1; None: `distribution`.
+      is_chain: whether trees have one branch, and so at most one node per depth.
+      takes_ngrams: whether n-grams may join the tree; False if children do not depend on the path.
+      size: function of depths, maximal number of nodes, and shape. It returns the largest number of nodes of a tree.
     """
 
     build: Build

@@ -1,7 +1,7 @@
 """Best-first search over the continuations of an anchor, as one top-k per level: the default tree.
 
-Shape suffixes: b batch, n tree nodes (root included), c children kept per node, u nodes under the root (n - 1), w lanes:
-nodes of a level that are followed, x ledger entries (i u of them, depth-major).
+Shape suffixes: b batch, n tree nodes (root included), c children kept per node, u nodes under the root (n - 1), w lanes
+(nodes of a level that are followed), x ledger entries (i u of them, depth-major).
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ from treeflash_jax.trees.tree_inputs import TreeInputs
 def best_first(inputs: TreeInputs) -> tuple[DraftTree, None]:
     """Returns the tree of the `num_nodes - 1` most probable continuations of the anchor.
 
-    A path's score is the sum of its log-probabilities, so no node outscores its parent: level by level, the best nodes so
-    far compete with the children of the nodes added last. One stable top-k per depth therefore replaces the heap of
-    best-first search, and all shapes are static. Few lanes give EAGLE-2's tree, whose network runs once per level and lane.
+    A path's score is the sum of its log-probabilities, so no node has a higher score than its parent. Level by level, the
+    best nodes so far compete with the children of the nodes added last. So one stable top-k per depth replaces the heap of
+    best-first search, and all shapes are static. With few lanes, the result is EAGLE-2's tree, for which the network runs
+    once per level and lane.
 
     Returns:
       A tree in order of decreasing probability. If fewer continuations exist, the tail is padding (`valid_bn` False).
@@ -34,9 +35,9 @@ def best_first(inputs: TreeInputs) -> tuple[DraftTree, None]:
 
 
 class _Best(NamedTuple):
-    """The best nodes after some levels, and the lanes: the nodes whose children are considered next.
+    """The best nodes after some levels, and the lanes (the nodes whose children are considered next).
 
-    A node is named by its entry: (the level that added it) * u + (its place among the best nodes after that level).
+    A node is identified by its entry: (the level that added it) * u + (its index among the best nodes after that level).
 
     Attributes:
       score_bu: log-probabilities of the paths, in decreasing order.
@@ -54,7 +55,7 @@ class _Best(NamedTuple):
 def best_first_search(
     inputs: TreeInputs, num_nodes: int, lanes: int | None = None
 ) -> tuple[DraftTree, jax.Array, jax.Array]:
-    """Returns the tree of `best_first` and, for every node, its index among siblings and whether it has children.
+    """Returns the tree of `best_first`. Also returns, for every node, its index among siblings and if it has children.
 
     Args:
       num_nodes, lanes: numbers of nodes and lanes, instead of those in `inputs`.
@@ -84,7 +85,7 @@ def best_first_search(
             parent_bw, child_bw, entry_bw = (pick(x_bu, chosen_bw) for x_bu in (lane_bu, child_bu, entry_bu))
         parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), best.state_bw)
         state_bw = expander.follow(depth, parent_state_bw, child_bw)
-        # Without the barrier a GPU recomputes the states of all levels above for every child.
+        # Without the barrier, a GPU recomputes the states of all levels above for every child.
         best = lax.optimization_barrier(_Best(score_bu, entry_bu, frontier_bw, entry_bw, state_bw))
         return best, (above_bu, token_bu, child_bu, open_bu)
 
@@ -98,7 +99,7 @@ def best_first_search(
     entry_bw = None if lanes == width else entry_bu[:, :lanes]
     state_bw = expander.follow(anchor_depth, expander.start(lanes), rank_bu[:, :lanes])
     best = _Best(score_bu, entry_bu, score_bu[:, :lanes], entry_bw, state_bw)
-    # `above` is not read in the first level: its nodes are children of the root.
+    # The first level does not read `above`, since its nodes are children of the root.
     best, ledger = over_depths(add_level, best, depths, goes_on=lambda best: jnp.any(best.frontier_bw > -jnp.inf))
     above_bx, token_bx, child_bx, open_bx = (
         jnp.concatenate([x_bu, jnp.moveaxis(x_ibu, 0, 1).reshape(len(anchor_b), -1)], axis=1)

@@ -20,10 +20,11 @@ def walk(inputs: TreeInputs) -> tuple[DraftTree, None]:
 
 
 def chain(inputs: TreeInputs) -> tuple[DraftTree, None]:
-    """Builds the published chain: at each depth the likeliest child in that depth's first context, not in the drafted one.
+    """Builds the published chain: at each depth, the likeliest child in the first context of that depth.
 
-    With one context per depth this is DFlash's chain, and equal to `walk`. Expanders other than a `TransitionTable`
-    (networks, n-grams, constraints) know children of the drafted path only; with them, too, the result equals `walk`.
+    It ignores which token was drafted before. With one context per depth, this is DFlash's chain, and equal to `walk`.
+    Expanders other than a `TransitionTable` (networks, n-grams, constraints) only know children of the drafted path, so
+    with them the result equals `walk`, too.
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """

@@ -37,7 +37,7 @@ def root_only(anchor_b: jax.Array) -> DraftTree:
 
 
 def below_root(anchor_b, tokens_bu, parent_bu, depth_bu, log_prob_bu) -> DraftTree:
-    """Returns the tree of the anchor followed by the nodes; nodes of probability zero become padding."""
+    """Returns the tree of the anchor and these nodes below it. Nodes of probability zero become padding."""
     valid_bu = jnp.isfinite(log_prob_bu)
 
     def with_root(root_b, nodes_bu, padding):
@@ -54,12 +54,12 @@ def below_root(anchor_b, tokens_bu, parent_bu, depth_bu, log_prob_bu) -> DraftTr
 
 
 def first(tree: DraftTree, nodes: int) -> DraftTree:
-    """Returns a tree of the first nodes; of a best-first tree, this is the best-first tree of that size."""
+    """Returns the tree of the first `nodes` nodes. For a best-first tree, this is the best-first tree of that size."""
     return jax.tree.map(lambda x_bn: x_bn[:, :nodes], tree)
 
 
 def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
-    """Returns True at [b, i, j] if node j is node i or one of its ancestors, [b, n, n]."""
+    """Returns a mask [b, n, n], which is True at [b, i, j] if node j is node i or one of its ancestors."""
     nodes = parent_bn.shape[1]
     word_n, bit_n = np.divmod(np.arange(nodes), 32)
     self_nx = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
@@ -72,7 +72,7 @@ def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
 
 
 def path_tokens(tree: DraftTree, depths: int) -> jax.Array:
-    """Returns the tokens from depth 1 to each node, [b, n, depths]; NO_TOKEN below it, and for the root and padding."""
+    """Returns the tokens from depth 1 to each node, [b, n, depths]; NO_TOKEN after the node, and for root and padding."""
     is_at_bin = tree.depth_bn[:, None] == jnp.arange(1, depths + 1)[:, None]
     is_on_path_bnin = ancestor_mask(tree.parent_bn, depths)[:, :, None] & is_at_bin[:, None]
     return jnp.min(jnp.where(is_on_path_bnin, tree.tokens_bn[:, None, None], NO_TOKEN), axis=-1)

@@ -1,4 +1,4 @@
-"""The protocol between drafters and tree builders (`Expander`), and its form for first-order heads (`TransitionTable`).
+"""The protocol between drafters and tree builders (`Expander`), and its subclass for first-order heads (`TransitionTable`).
 
 Shape suffixes: b batch, i draft depth, m contexts (previous tokens of a depth), c children kept per context, w lanes.
 """
@@ -16,16 +16,16 @@ from treeflash_jax.trees.draft_tree import pick
 class Expander(ABC):
     """A drafter's continuations in one round: a pytree, usually a `flax.struct.dataclass`.
 
-    A builder follows w nodes of a level at a time, each in a lane. `state` describes the path to each node: any pytree
-    of arrays [b, w, ...]. `depth` is the level of these nodes, an integer array; the anchor is at depth 0.
+    A builder follows w nodes of a level at a time, each in a lane. `state` describes the path to each node; it is any
+    pytree of arrays [b, w, ...]. `depth` is the level of these nodes, an integer array; the anchor is at depth 0.
 
-    A subclass has `start`, `children` and `follow_token`, and overrides the other methods if it knows a faster way, or if
-    some tokens end their branch. The page of drafters (README.md in `drafters`) has an example.
+    A subclass implements `start`, `children` and `follow_token`. It overrides the other methods if it knows a faster way,
+    or if some tokens end their branch. The page of drafters (README.md in `drafters`) has an example.
 
     Attributes:
-      num_depths: the deepest level that it can draft; static: a field, property or class attribute of the subclass.
-      is_table: whether everything is computed already and each array starts with the batch axis, so that every device of a
-        mesh can build the trees of its own sequences. Otherwise `follow_token` may run a network, once per level.
+      num_depths: the deepest level that it can draft. It is static: a field, property or class attribute of the subclass.
+      is_table: whether everything is already computed and each array starts with the batch axis. Every device of a mesh
+        then builds the trees of its sequences. Otherwise, `follow_token` may run a network, once per level.
     """
 
     num_depths: int
@@ -37,7 +37,7 @@ class Expander(ABC):
 
     @abstractmethod
     def children(self, depth: jax.Array, state_bw: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns tokens and log-probabilities of the nodes' children, [b, w, c], likeliest first.
+        """Returns the tokens and the log-probabilities of the nodes' children, [b, w, c], likeliest first.
 
         Entries with a finite log-probability are distinct ids of the verifier's vocabulary; their probabilities add up to
         at most 1. An entry with log-probability -inf is no child, and its token is not read. c is the same at all depths.
@@ -45,7 +45,7 @@ class Expander(ABC):
 
     @abstractmethod
     def follow_token(self, depth: jax.Array, state_bw: Any, token_bw: jax.Array) -> Any:
-        """Returns the state below one token of each node; it need not be a child: n-grams propose other tokens."""
+        """Returns the state below one token of each node. The token may be no child, since n-grams propose other tokens."""
 
     def follow(self, depth: jax.Array, state_bw: Any, child_bw: jax.Array) -> Any:
         """Returns the state below one child of each node, given by its index in `children`."""
@@ -53,11 +53,11 @@ class Expander(ABC):
         return self.follow_token(depth, state_bw, token_bw1[..., 0])
 
     def continues_below(self, depth: jax.Array, state_bw: Any, tokens_bwx: jax.Array) -> jax.Array:
-        """Returns whether there are children below each token, [b, w, x]; by default, below all but the deepest."""
+        """Returns whether there are children below each token, [b, w, x]. The default: except at the last depth."""
         return jnp.broadcast_to(depth + 1 < self.num_depths, tokens_bwx.shape)
 
     def continues(self, depth: jax.Array, state_bw: Any) -> jax.Array:
-        """Returns `continues_below` of the children, [b, w, c]."""
+        """Returns `continues_below` for the nodes' children, [b, w, c]."""
         return self.continues_below(depth, state_bw, self.children(depth, state_bw)[0])
 
 
@@ -68,7 +68,7 @@ class TransitionTable(Expander):
     Attributes:
       tokens_bimc: verifier token ids, most probable first.
       log_probs_bimc: log-probabilities, normalised over the whole vocabulary; -inf for missing children.
-      next_context_bimc: context of this child at the next depth; -1 ends the branch.
+      next_context_bimc: context of each child at the next depth; -1 ends the branch.
     """
 
     tokens_bimc: jax.Array
@@ -112,5 +112,5 @@ class TransitionTable(Expander):
 
 
 def _entries(table_bimc: jax.Array, depth: jax.Array, context_bw: jax.Array) -> jax.Array:
-    """Returns the table's entries in contexts at one depth, [b, w, c]; a negative context reads context 0."""
+    """Returns the table's entries for contexts of one depth, [b, w, c]. A negative context reads context 0."""
     return pick(table_bimc[:, depth], jnp.maximum(context_bw, 0))

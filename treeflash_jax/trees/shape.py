@@ -16,7 +16,7 @@ class TreeShape:
       trunk: number of nodes drafted as one path before the branches (delayed expansion).
       selector: list of delayed trees from which a tree selector chooses; None: all have `trunk` and `branches`.
       skeleton: share of the nodes, without the root, that best-first search chooses (builder "skeleton").
-      leaves: whether tokens that end their branch may be drawn although the tree continues below.
+      leaves: whether tokens that end their branch may be drawn where the outline continues below.
       lanes: number of nodes per level whose children best-first search considers; None: all.
     """
 

@@ -1,4 +1,4 @@
-"""Greedy multi-path block verification: chooses one of K paths, that with the largest p / q, and verifies it as a block.
+"""Greedy multi-path block verification: chooses the largest of K paths in an order by p / q, and verifies it as a block.
 
 At every node, tokens are ordered by p / q (ties by their index in the support). Paths are ordered by their tokens, and the
 largest of the K paths is chosen. It has the distribution

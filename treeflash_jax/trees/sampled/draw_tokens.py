@@ -1,7 +1,7 @@
-"""Draws the tokens of a tree of a given outline, level by level, and records the distribution of its nodes.
+"""Draws the tokens of a tree with a given outline, level by level, and records the distribution of its nodes.
 
-A builder decides the outline (parent, depth and kind of every place) before anything is drawn; `draw_tokens` draws them,
-merges i.i.d. duplicates and moves unused places to the end.
+A builder decides the outline (parent, depth and kind of every place) before anything is drawn. `draw_tokens` draws a token
+for every place, merges i.i.d. duplicates, and moves unused places to the end.
 
 Shape suffixes: b batch, n places of the outline = tree nodes (root included), c children kept per node, x draws (n - 1).
 """
@@ -30,12 +30,12 @@ class DrawnPlaces:
 
     Attributes:
       token_bn: drawn token.
-      slot_bn: its index among the children of the place above.
-      is_alive_bn: whether the place was reached: the place above has such a child.
-      first_bn: first place of an equal draw, whose node all duplicates share.
-      log_prob_bn: log of the drafted probability of the path.
-      support_bnc: children of the place.
-      log_q_bnc: log of the distribution that they were drawn from.
+      slot_bn: index of the token among the children of the parent place.
+      is_alive_bn: whether the place is used: its parent is used and had a child to draw.
+      first_bn: first place with an equal draw. All duplicates share the node of this place.
+      log_prob_bn: drafted log-probability of the path.
+      support_bnc: tokens of the children of the place.
+      log_q_bnc: log-probabilities with which the children were drawn.
     """
 
     token_bn: jax.Array
@@ -49,7 +49,7 @@ class DrawnPlaces:
 
 @struct.dataclass
 class Outline:
-    """Places of a tree before its tokens are known; place 0 is the root and parents precede children.
+    """Places of a tree before its tokens are known. Place 0 is the root, and parents precede children.
 
     Arrays are [b, n], or [n] if all sequences have the same outline.
 
@@ -69,9 +69,13 @@ class Outline:
 
 
 def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = (), num_places: int = 0) -> Outline:
-    """Returns an outline of sampled nodes, the same for all sequences: the parent and rank of places 1, 2, ...
+    """Returns an outline of sampled nodes that is the same for all sequences.
 
-    Without ranks, all are 0. Further places, up to `num_places`, are unused.
+    Args:
+      parents: parents of places 1, 2, ...
+      kind: kind of all nodes.
+      ranks: ranks of places 1, 2, ...; without them, all are 0.
+      num_places: least number of places; those without a parent are unused.
     """
     used = 1 + len(parents)
     parent_n, depth_n, rank_n = np.zeros((3, max(used, num_places)), np.int32)
@@ -91,17 +95,17 @@ def draw_noise(key_b: jax.Array, expander: Expander, num_nodes: int) -> jax.Arra
 def draw_tokens(
     inputs: TreeInputs, outline: Outline, *, ranks: int = 1, num_fixed: int = 0, deepest: int | None = None
 ) -> tuple[DraftTree, Proposal]:
-    """Draws the nodes of an outline from q: the expander's distribution, restricted to tokens that continue, renormalised.
+    """Draws the nodes of an outline from q, the expander's distribution on the tokens that do not end their branch.
 
     An i.i.d. draw is argmax(log q + noise of its place). Siblings without replacement are the largest entries of
-    log q + noise of their parent, in decreasing order: the first is distributed as q, each later one as q without the
-    earlier ones. Tokens that end their branch are admitted if `shape.leaves` is true, if the outline has no children
-    below, or if no token continues.
+    log q + noise of their parent, in decreasing order. The first of them is distributed as q, and each later one as q
+    without the earlier ones. q also has tokens that end their branch if `shape.leaves` is true, if the outline has no
+    children below, or if every token ends its branch.
 
     Args:
       inputs: inputs of the builder, with noise for every place of the outline or more.
       ranks: maximal number of children of a node drawn without replacement; static.
-      num_fixed: number of deterministic places, which follow the root and are tested after their sampled siblings; static.
+      num_fixed: number of deterministic places; static. They follow the root, and are tested after their sampled siblings.
       deepest: maximal depth of the places of any sequence; static. None: unknown.
 
     Source: DDTree and TreeFlash for q; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
@@ -147,7 +151,7 @@ def _list_children(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the children of every place with log p, and the distribution log q of its draws; all [b, n, c]."""
     tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
-    # An entry without a child may repeat the token of another entry; the rules would count its probability twice.
+    # An entry without a child may repeat the token of another entry. Rules would then count that probability twice.
     tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
     free_bnc = jnp.isfinite(log_p_bnc) & ~barred_bnc
     open_bnc = free_bnc & expander.continues(depth, state_bn)
@@ -160,9 +164,9 @@ def _list_children(
 
 
 def _mark_places(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns places whose sampled children have children in the outline [b, n], and entries that are not drawn [b, n, c].
+    """Returns two masks: places whose sampled children have children in the outline [b, n], and undrawn entries [b, n, c].
 
-    Deterministic children are not drawn, nor any entry of a place without sampled children.
+    An entry is never drawn if it is a deterministic child, or if its place has no sampled children.
     """
     parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
     places = jnp.arange(parent_bn.shape[1], dtype=jnp.int32)
@@ -180,7 +184,7 @@ def _mark_places(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, j
 def _draw_level(
     outline: Outline, draws: DrawnPlaces, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int
 ) -> DrawnPlaces:
-    """Returns the draws after drawing the tokens at `depth` + 1 from the distributions of their parents."""
+    """Draws the tokens at `depth` + 1 from the distributions of their parents; returns all draws so far."""
     parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
     rank_bn = jnp.minimum(outline.rank_bn, ranks - 1)
     scores_bnc = pick(log_q_bnc, parent_bn) + noise_bnc
@@ -210,7 +214,7 @@ def _draw_level(
 
 
 def _compact(anchor_b, outline: Outline, draws: DrawnPlaces, num_fixed: int, depths: int) -> tuple[DraftTree, Proposal]:
-    """Moves nodes to the front, and the places left empty by duplicates and ended branches to the end."""
+    """Moves nodes to the front, and places that duplicates and ended branches left empty to the end."""
     n = outline.parent_bn.shape[1]
     places = jnp.arange(n, dtype=jnp.int32)
     is_node_bn = draws.is_alive_bn & (draws.first_bn == places)

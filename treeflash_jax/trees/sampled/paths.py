@@ -24,15 +24,15 @@ def paths(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
 def delayed(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """Draws one path of `shape.trunk` tokens, then `shape.branches` i.i.d. paths from its end.
 
-    Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth. With a
-    selector, the tree of each sequence is the one of `shape.selector` that was chosen for it.
+    Near the anchor, drafter and verifier agree, and a second path adds little. Their distance grows with depth. If
+    `shape.selector` is given, each sequence has the tree of its list that was chosen for the sequence.
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
     limits = inputs.expander.num_depths, inputs.num_nodes, inputs.shape
     sizes, num_places = _list_sizes(*limits), delayed_size(*limits)
     outlines = []
-    for trunk, branches, length in sizes:  # place by place: the trunk, then level by level one place for each branch
+    for trunk, branches, length in sizes:  # order of places: first the trunk, then level by level a place for each branch
         first = [trunk] * branches if length else []
         parents = [*range(trunk), *first, *range(trunk + 1, 1 + trunk + branches * (length - 1))]
         outlines.append(make_outline(parents, WITH_REPLACEMENT, num_places=num_places))
@@ -48,7 +48,10 @@ def delayed_size(depths: int, num_nodes: int, shape: TreeShape) -> int:
 
 
 def _list_sizes(depths: int, num_nodes: int, shape: TreeShape) -> Sequence[tuple[int, int, int]]:
-    """Returns trunk, number of branches and their length of a tree selector's trees, or of the largest tree that fits."""
+    """Returns (trunk, number of branches, their length) of all trees that may be drawn.
+
+    These are the trees of a tree selector, or without one the largest tree that fits.
+    """
     if shape.selector is not None:
         return shape.selector.trees
     trunk = min(shape.trunk, num_nodes - 1, depths)

@@ -1,4 +1,4 @@
-"""The distribution that the nodes of a tree were drawn from, for the acceptance rules that test it.
+"""The distribution that the nodes of a tree were drawn from, read by acceptance rules.
 
 Shape suffixes: b batch, n tree nodes (root included), c children kept per node, x draws.
 """
@@ -13,18 +13,18 @@ DETERMINISTIC, WITHOUT_REPLACEMENT, WITH_REPLACEMENT = 0, 1, 2  # kinds of nodes
 class Proposal:
     """Distribution that sampled nodes were drawn from.
 
-    The children of a node are tested in the order of their draws. The first sampled child has distribution `log_q`; a later
-    one has it again (with replacement) or restricted to the remaining tokens and renormalised (without). Deterministic
-    children have probability 0 under it: they were chosen before anything was drawn.
+    The children of a node are tested in the order of their draws. The first sampled child has the distribution `log_q`.
+    With replacement, a later child has the same distribution. Without replacement, its distribution is renormalised on the
+    remaining tokens. Deterministic children have probability 0 under `log_q`: they were chosen before anything was drawn.
 
     Attributes:
       support_bnc: possible token ids of a node's children: distinct, except for entries of NO_TOKEN.
-      log_q_bnc: their log-probabilities; -inf for tokens that could not be drawn, and for nodes without draws.
+      log_q_bnc: log-probabilities of these tokens; -inf for tokens that could not be drawn, and for nodes without draws.
       node_bx: the node of each draw, in the order of the tests; i.i.d. duplicates share a node but are tested with
         multiplicity. 0 (the root) if there was no draw.
       slot_bx: index of the drawn token in the support of the parent.
       kind_bx: DETERMINISTIC, WITHOUT_REPLACEMENT or WITH_REPLACEMENT.
-      depths: the deepest level a node can have; static.
+      depths: the deepest level that a node can have; static.
     """
 
     support_bnc: jax.Array

@@ -10,15 +10,16 @@ from treeflash_jax.trees.sampled.draw_tokens import UNUSED, Outline, draw_tokens
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITHOUT_REPLACEMENT, Proposal
 from treeflash_jax.trees.tree_inputs import TreeInputs
 
-REACH = 0.6  # assumed chance that a sampled node is accepted, for dividing the nodes only
+REACH = 0.6  # assumed chance that a sampled node is accepted; used only to divide nodes between chains
 
 
 def skeleton_chains(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     """Chooses a share `shape.skeleton` of the nodes by best-first search, and samples chains below them.
 
-    Each skeleton node may have one sampled child, continued as a chain. It is drawn from the node's distribution without
-    the deterministic children, and is tested before them. Chains are where the walk most likely leaves the skeleton: their
-    j-th nodes are taken in order of q(node) (1 - q(deterministic children)) REACH^(j - 1), known before anything is drawn.
+    Each skeleton node may have one sampled child, which continues as a chain. The child is drawn from the node's
+    distribution without the deterministic children, and is tested before them. Chains begin at the nodes at which the walk
+    most likely leaves the skeleton: the j-th nodes of all chains are ranked by
+    q(node) (1 - q(deterministic children)) REACH^(j - 1), which is known before anything is drawn.
 
     Source: greedy drafting with one sampled child, Hu et al. (arXiv 2502.18779), here at every node of a best-first tree.
     """
@@ -31,14 +32,14 @@ def skeleton_chains(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     children_bk = jax.vmap(lambda parent_k, valid_k: jnp.zeros_like(parent_k).at[parent_k].add(valid_k))(
         skeleton.parent_bn, skeleton.valid_bn.at[:, 0].set(False).astype(jnp.int32)
     )
-    has_spare_bk = open_bk & (children_bk < inputs.noise_bnc.shape[2])  # none is left if all children are in the skeleton
+    has_spare_bk = open_bk & (children_bk < inputs.noise_bnc.shape[2])  # False if all children are in the skeleton
     chains = _chains(skeleton, has_spare_bk, inputs.num_nodes - 1 - num_fixed, inputs.expander.num_depths)
     outline = jax.tree.map(lambda fixed_bk, drawn_bs: jnp.concatenate([fixed_bk, drawn_bs], axis=1), outline, chains)
     return draw_tokens(inputs, outline, num_fixed=num_fixed)
 
 
 def _chains(skeleton: DraftTree, has_spare_bk: jax.Array, count: int, depths: int) -> Outline:
-    """Returns the outline of the `count` sampled nodes, [b, s]: the best (chain step j, skeleton node k) by score."""
+    """Returns the outline [b, s] of the sampled nodes: the best `count` pairs (step j of a chain, skeleton node k)."""
     batch, nodes = has_spare_bk.shape
     mass_bk = jnp.exp(skeleton.log_prob_bn)
     child_mass_bk = jax.vmap(lambda parent_k, mass_k: jnp.zeros_like(mass_k).at[parent_k].add(mass_k))(
@@ -49,7 +50,7 @@ def _chains(skeleton: DraftTree, has_spare_bk: jax.Array, count: int, depths: in
     fits_bjk = skeleton.depth_bn[:, None] + step_j1 < depths
     score_bjk = jnp.where(fits_bjk, spare_bk[:, None] * REACH ** step_j1.astype(mass_bk.dtype), 0)
 
-    # Stable, and step-major: a chain's node never comes before the one above it.
+    # The sort is stable and in the order of steps, so that a node of a chain never comes before its parent.
     order_by = jnp.broadcast_to(jnp.arange(depths * nodes, dtype=jnp.int32), (batch, depths * nodes))
     cost_by, order_by = lax.sort((-score_bjk.reshape(batch, -1), order_by), num_keys=1, is_stable=True)
     missing = max(count - depths * nodes, 0)

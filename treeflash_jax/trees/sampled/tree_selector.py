@@ -1,11 +1,11 @@
 """The tree selector: a small network that chooses a tree from a list, for every sequence and round.
 
-It reads what is known before the round's tokens are drawn (FEATURES), so that the nodes of the chosen tree have the
-distribution that acceptance rules test, whatever it chooses.
+It only reads what is known before the round's tokens are drawn (FEATURES). So whatever it chooses, the nodes of the chosen
+tree have the distribution that acceptance rules test.
 
 Shape suffixes: b batch, f features, a trees of the list, d width.
 
-Source: neural selector of delayed tree expansion (arXiv 2602.16994), section 5; its inputs are more, its layers wider.
+Source: neural selector of delayed tree expansion (arXiv 2602.16994), section 5, with more inputs and wider layers.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from treeflash_jax.core.parameters import Spec
 from treeflash_jax.core.settings import setting, validate
 
 MOST_TREES = 12
-MOST_NODES = 60  # of a trunk, and of the length and number of its branches
+MOST_NODES = 60  # limit on each number of a tree: nodes of the trunk, number of branches, length of branches
 WIDTHS = 64, 32
 FEATURES = (
     "mean length of recent rounds", "length of the last round", "drafter's entropy below the anchor",
@@ -46,12 +46,12 @@ class TreeSelectorConfig:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the largest tree, root included: every round verifies so many."""
+        """Number of nodes of the largest tree, root included. Every round verifies this number of nodes."""
         return max(1 + trunk + branches * length for trunk, branches, length in self.trees)
 
 
 def specs(config: TreeSelectorConfig) -> dict[str, Spec]:
-    """Returns the weights: of layers with WIDTHS outputs, and of the last with a score per tree."""
+    """Returns the specs of the weights: layers with WIDTHS outputs, then a layer with one score per tree."""
     weights = {}
     for layer, sizes in enumerate(pairwise((len(FEATURES), *WIDTHS, len(config.trees)))):
         weights |= {f"matrix_{layer}": Spec(sizes, (None, None)), f"bias_{layer}": Spec(sizes[1:], (None,), "zeros")}
@@ -59,7 +59,7 @@ def specs(config: TreeSelectorConfig) -> dict[str, Spec]:
 
 
 def score_trees(weights: Mapping[str, jax.Array], features_bf: jax.Array) -> jax.Array:
-    """Returns the scores of all trees, float32 [b, a]; the tree with the highest is chosen."""
+    """Returns the scores of all trees, float32 [b, a]. The tree with the highest score is chosen."""
     x_bd = features_bf @ weights["matrix_0"] + weights["bias_0"]
     for layer in range(1, 1 + len(WIDTHS)):
         x_bd = jax.nn.gelu(x_bd) @ weights[f"matrix_{layer}"] + weights[f"bias_{layer}"]

@@ -7,11 +7,11 @@ from treeflash_jax.trees.sampled.draw_tokens import draw_tokens, make_outline
 from treeflash_jax.trees.sampled.proposal import WITHOUT_REPLACEMENT, Proposal
 from treeflash_jax.trees.tree_inputs import TreeInputs
 
-ACCEPTANCE = 0.7  # assumed chance a that a test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
+ACCEPTANCE = 0.7  # assumed chance a that a test accepts; the sibling of rank r is then accepted with chance a (1 - a)^r
 
 
 def without_replacement(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
-    """Draws up to `shape.branches` distinct children per node; the outline is the best for a fixed acceptance rate.
+    """Draws up to `shape.branches` distinct children per node. The outline is the best one for a fixed acceptance rate.
 
     Source: Sequoia (arXiv 2402.12374) for fixed outlines and sampling without replacement; EAGLE (arXiv 2401.15077).
     """
@@ -22,7 +22,7 @@ def without_replacement(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
 
 
 def best_outline(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:
-    """Returns parents and sibling ranks of the `count` places that are reached most often, parents first."""
+    """Returns the parents and the sibling ranks of the `count` places that are reached most often, parents first."""
     parents: list[int] = []
     siblings: list[int] = []
     heap = [(-ACCEPTANCE, 0, 0, 1)] if ranks and depths else []
