@@ -1,4 +1,4 @@
-"""A server with OpenAI's and Anthropic's APIs: requests come over HTTP at any time, one thread decodes all of them.
+"""A server with OpenAI's and Anthropic's APIs. Requests come over HTTP at any time, and one thread decodes all of them.
 
-Needs the packages of the extra `serve`; only the command `treeflash serve` imports it.
+It needs the packages of the extra `serve`. Only the command `treeflash serve` imports it.
 """

@@ -1,4 +1,4 @@
-"""Reading of answers: their pieces become parts of messages, and places of tokens."""
+"""Reading of answers: turns their pieces into parts of messages, and into tokens with their log-probabilities."""
 
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.formats.answer_text import AnswerText
@@ -11,14 +11,14 @@ from treeflash_jax.serve.worker import Piece
 
 
 class TextReader(MessageReader):
-    """Reads an answer that is no message: all of it is content."""
+    """Reads an answer that is not a message: all of its text is content."""
 
     def feed(self, ids: list[int], text: str, *, is_last: bool = False) -> list[Part]:
         return [Content(text)] * bool(text)
 
 
 class AnswerReader:
-    """Reads the answers of one call, each from its pieces."""
+    """Reads the answers of one call, each piece by piece."""
 
     def __init__(self, call: ServerCall, tokenizer: Tokenizer | None):
         self._call, self._tokenizer = call, tokenizer
@@ -48,11 +48,11 @@ class AnswerReader:
         return Delta(index, parts, places, finished, stop)
 
     def begins_with_prompt(self, piece: Piece) -> bool:
-        """Returns whether a piece is read together with its prompt, which takes longer for each of its tokens."""
+        """Returns whether a piece has to be read together with its prompt, which takes time for each prompt token."""
         return self._call.echoes and piece.index not in self._messages
 
     def _echo(self, index: int, result: Result) -> str:
-        """Returns the text of a prompt before its answer: as it was sent, or that of its ids with special tokens."""
+        """Returns the text of a prompt to put before its answer: the text that was sent, or else the text of its ids."""
         if not self._call.echoes or self._tokenizer is None:
             return ""
         prompt = self._call.prompts[index // self._call.settings.get("samples", 1)]
@@ -67,7 +67,7 @@ class AnswerReader:
         return [stop] if isinstance(stop, str) else stop
 
     def _find_stop(self, result: Result) -> str | None:
-        """Returns the stop string before which an answer was cut; None if it was not."""
+        """Returns the stop string that cut an answer; None if none did."""
         if not self._stop or self._tokenizer is None:
             return None
         answer = AnswerText(self._tokenizer, result.prompt_ids)

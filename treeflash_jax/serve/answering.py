@@ -1,4 +1,4 @@
-"""Answers to HTTP requests: a request becomes a submission to the worker, its pieces a response or a stream."""
+"""Answers to HTTP requests: turns a request into a submission to the worker, and its pieces into a response or stream."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from treeflash_jax.serve.protocols.exchange import Exchange
 from treeflash_jax.serve.threads import Threads
 from treeflash_jax.serve.worker import Piece, Submission
 
-WRITING = 4  # threads for whole answers
+WRITING = 4  # threads that write whole answers
 logger = logging.getLogger("treeflash_jax")
 
 
@@ -28,15 +28,15 @@ class Gone(Exception):
 
 
 class ServerEnds(RuntimeError):
-    """The server ends before the answer."""
+    """The server ends before the answer is finished."""
 
 
 class Answering:
-    """Answers HTTP requests until the server ends: submits the calls read from them, and writes the pieces that come back.
+    """Answers HTTP requests until the server ends. It submits their calls, and writes the pieces that come back.
 
     Attributes:
-      latest: the last answers, whose trees the page may ask for, by id of the request; empty without `keeps_latest`.
-      num_unfinished: number of requests that `end` found unfinished.
+      latest: the last answers, by id of the request, so that the page can draw their trees; empty without `keeps_latest`.
+      num_unfinished: number of requests that were unfinished when `end` was called.
     """
 
     def __init__(self, reader: CallReader, *, keeps_latest: bool = False):
@@ -50,11 +50,11 @@ class Answering:
 
     @property
     def num_busy(self) -> int:
-        """Number of threads that run."""
+        """Number of threads that are running."""
         return sum(threads.busy for threads in (self.reader.threads, self.reader.compiler.threads, self.writing))
 
     def end(self) -> None:
-        """Ends all answers with an error, and refuses new ones."""
+        """Ends all answers with an error, and refuses new requests."""
         self._has_ended = True
         self.num_unfinished = len(self._preparing) + len(self._submissions)
         for task in self._preparing:
@@ -67,7 +67,7 @@ class Answering:
         """Returns the response to a request in the form of a protocol. Raises as `CallReader.make_submission`, and Gone."""
         if self.worker.error is not None:
             raise HTTPException(503, "decoding ended; see the server's log")
-        await request.body()  # before anything else receives from the client
+        await request.body()  # must be read before other code receives from the client
         preparing = asyncio.create_task(self._submit(request, kind))
         self._preparing.add(preparing)
         gone = asyncio.create_task(wait_until_gone(request))
@@ -112,7 +112,7 @@ class Answering:
         return exchange, call, submission, num_tokens
 
     def _drop(self, submission: Submission) -> None:
-        """Forgets a submission whose client is gone, or has its whole answer."""
+        """Forgets a submission whose client is gone, or has received the whole answer."""
         self._submissions.discard(submission)
         self.worker.cancel(submission)
 
@@ -137,7 +137,7 @@ async def pieces(submission: Submission) -> AsyncIterator[Piece]:
 
 
 def _write(exchange: Exchange, reader: AnswerReader, results: list[Result], num_prompts: int) -> Response:
-    """Returns the response with whole answers."""
+    """Returns the response that contains whole answers."""
     answers = []
     for index, result in enumerate(results):
         chunk = Chunk(ids=result.ids, text=result.text, rounds=len(result.accept_lengths))
@@ -178,7 +178,7 @@ async def stream(
 
 
 def _failure(reason: Exception) -> Exception:
-    """Returns the error that a client gets for a failure during its answer: never that its request is wrong."""
+    """Returns the error that a client gets for a failure during its answer. It never blames the request."""
     if isinstance(reason, RuntimeError | Gone):
         return reason
     logger.error("an answer could not be written", exc_info=reason)

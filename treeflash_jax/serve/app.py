@@ -38,15 +38,15 @@ def make_app(
     names: Sequence[str] = (),
     origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Returns the application, whose `state.answering` is its `Answering`.
+    """Returns the application. Its `state.answering` is an `Answering`.
 
-    With a key, clients must send it for everything but /health and the chat page.
+    If there is a key, clients must send it with every request, except for /health and the chat page.
 
     Args:
-      hosts: names by which clients may call the server; None for any.
-      has_page: whether it serves the chat page, and trees of the last answers.
-      names: accepted names of the model; answers carry the first. Default: as `CallReader`.
-      origins: origins of other pages that browsers may call it from (CORS), such as https://example.org, or "*".
+      hosts: host names by which clients may call the server; None for any.
+      has_page: whether the server has the chat page, and draws trees of the last answers.
+      names: accepted names of the model; answers contain the first. Default: see `CallReader`.
+      origins: origins of other pages that may call the server from browsers (CORS), such as https://example.org, or "*".
     """
     app = FastAPI(title="treeflash serve", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Limits, metrics=metrics, hosts=hosts)
@@ -70,7 +70,7 @@ def make_app(
 
 
 def make_key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Returns the check that a request has the key, which raises HTTPException; None allows every request."""
+    """Returns a check that raises HTTPException for a request without the key. If the key is None, it allows everything."""
 
     async def check(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -99,7 +99,7 @@ def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], n
 
 
 def add_models(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
-    """Adds the list of the model's names, and each of them."""
+    """Adds the paths that list the model's names and describe each of them."""
 
     def make_card(name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": reader.served.created, "owned_by": "treeflash"}
@@ -116,7 +116,7 @@ def add_models(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
 
 
 def add_monitoring(app: FastAPI, worker: Worker, metrics: Metrics, needs: list[Any]) -> None:
-    """Adds the health of the server, which needs no key, and its metrics."""
+    """Adds the paths of the server's health, which needs no key, and of its metrics."""
 
     @app.get("/health")
     async def report_health() -> Any:
@@ -148,7 +148,7 @@ def describe(body_kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Gives errors the form of the requested path's protocol, by default OpenAI's; the message is Python's line."""
+    """Gives errors the form of the requested path's protocol, by default OpenAI's. Messages are those of the exceptions."""
 
     def respond(
         request: Request, status: int, message: str, headers: dict[str, str] | None = None, **more: Any
@@ -183,4 +183,4 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Gone)
     @app.exception_handler(ClientDisconnect)
     async def drop(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # not read: the connection is closed
+        return Response(status_code=499)  # never received, because the connection is closed

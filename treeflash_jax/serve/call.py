@@ -1,4 +1,4 @@
-"""The call that a request of any protocol becomes, and the pieces of its answers."""
+"""The calls that requests of all protocols are turned into, and the pieces of their answers."""
 
 import re
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ MOST_SAMPLES = 128
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions of a call, and what its answers may do with them.
+    """Functions that an answer may call, and the rules for calling them.
 
     Attributes:
       described: functions that the chat template describes, in the form of OpenAI's chat API.
       callable: names of the functions that may be called; None for all.
-      is_forced: whether an answer has to call one.
+      is_forced: whether an answer has to call a function.
       is_parallel: whether an answer may have several calls.
     """
 
@@ -44,7 +44,7 @@ class Tools:
         return functions
 
     def check(self) -> None:
-        """Raises ValueError for a name that ends inside a call, an unknown callable function, and a forced call of none."""
+        """Raises ValueError for names that cannot stand in a call, unknown callable functions, and forced calls of none."""
         names = {tool["function"]["name"] for tool in self.described}
         for name in names:
             expect(not re.search(r"[\s<>]", name), "name of a tool", name, "one without white space, '<' and '>'")
@@ -59,12 +59,12 @@ class ServerCall:
     """A call of the server.
 
     Attributes:
-      settings: settings that the client gives, by our names.
-      streams: whether pieces of answers are sent while they grow.
-      num_top: number of likeliest tokens in the place of each; None without log-probabilities.
-      ends_with_context: whether an answer may have fewer than its largest number of new tokens, if the context ends before.
+      settings: settings that the client gives, by their names in this library.
+      streams: whether pieces of answers are sent while answers grow.
+      num_top: number of likeliest tokens to return at each position; None without log-probabilities.
+      ends_with_context: whether an answer ends early if the context has no room for its largest number of new tokens.
       echoes: whether answers begin with the text of their prompt, and, if requested, its log-probabilities.
-      sent_names: names under which the client sent settings, by our names, if they differ.
+      sent_names: for settings to which the client gave another name: that name, by the name in this library.
     """
 
     prompts: list[Prompt]
@@ -86,15 +86,15 @@ class ServerCall:
 
     @property
     def has_structure(self) -> bool:
-        """True if the client gave the content of answers a structure."""
+        """True if the client requested a structure for the content of answers."""
         return any(name in self.settings for name in NAMES)
 
 
 class Usage(NamedTuple):
-    """Numbers of tokens of a call; a prompt of several answers counts once.
+    """Numbers of tokens of a call. A prompt with several answers counts once.
 
     Attributes:
-      cached_tokens: prompt tokens that were not read again, since an earlier request had left their caches.
+      cached_tokens: number of prompt tokens that were not read again, because an earlier request left their caches.
     """
 
     prompt_tokens: int
@@ -113,11 +113,11 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of the answer with this index: parts, and places of tokens if the client wants them.
+    """A piece of one answer: parts, and tokens with their log-probabilities if the client requests them.
 
     Attributes:
-      finished: "stop", "length", "calls" (it ends with calls); None while the answer grows.
-      stop: the stop string that ended it, if one did.
+      finished: "stop", "length", or "calls" (the answer ends with calls); None while the answer grows.
+      stop: the stop string that ended the answer, if one did.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Calls of the model, read from HTTP requests: their bodies parsed, their prompts as ids, their constraints compiled."""
+"""Reading of calls from HTTP requests: parses bodies, encodes prompts, and compiles constraints."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ from treeflash_jax.serve.protocols.exchange import Exchange, Served
 from treeflash_jax.serve.threads import Compiler, Threads
 from treeflash_jax.serve.worker import Submission, Worker
 
-READING, COMPILING = 8, 2  # threads for bodies, and for schemas, of up to 2 GiB each
-MOST_IGNORED = 100  # fields that the log names
+READING, COMPILING = 8, 2  # threads for bodies, and for schemas, which take up to 2 GiB each
+MOST_IGNORED = 100  # number of ignored fields that the log names
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -24,8 +24,8 @@ class CallReader:
     """Reads requests to one model.
 
     Attributes:
-      names: accepted names of the model; answers carry the first. Default: the value of `--verifier`, of a path the last
-        part.
+      names: accepted names of the model; answers contain the first. Default: the value of `--verifier`, or the last part
+        of it if it is a path.
       threads: threads that read bodies.
     """
 
@@ -83,13 +83,13 @@ class CallReader:
         return Submission(requests, streams=call.streams), sum(map(len, prompts))
 
     def check_model(self, name: str | None) -> None:
-        """Raises HTTPException if this is no name of the model."""
+        """Raises HTTPException if this is not a name of the model."""
         if name not in (None, *self.names, self.worker.model.names[0]):
             known = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
             raise HTTPException(404, {"message": known, "param": "model", "code": "model_not_found"})
 
     def _note_ignored(self, kind: type[Exchange], body: Any) -> None:
-        """Logs the fields of a body that are ignored, each once."""
+        """Logs the ignored fields of a body, each of them once."""
         for name in (body.model_extra or {}).keys() - self._ignored:
             if len(self._ignored) < MOST_IGNORED:
                 self._ignored.add(name)
@@ -97,7 +97,7 @@ class CallReader:
 
 
 def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:
-    """Returns an error about a setting with the name of the field that the client sent."""
+    """Returns an error about a setting, with the setting's name replaced by the name of the field that was sent."""
     if not isinstance(error, WrongValue) or error.name not in sent_names:
         return error
     name = sent_names[error.name]

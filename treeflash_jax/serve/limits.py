@@ -1,4 +1,4 @@
-"""Refuses before any work is done: bodies, headers, and clients that are too slow to send them."""
+"""Limits that refuse requests before any work is done: their bodies, their headers, and the time to send them."""
 
 import asyncio
 import re
@@ -16,17 +16,17 @@ from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols import protocol_at
 
 MOST_BODY_BYTES = 4 * 2**20
-MOST_BRACKETS = 2**16  # in a body, outside of its texts
+MOST_BRACKETS = 2**16  # number of brackets in a body, outside of its longest text
 SECONDS = {h11.IDLE: 10, h11.SEND_BODY: 30}  # for the headers of a request, and for its body
 B = TypeVar("B", bound=BaseModel)
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for the headers and the body of a request; a client that takes longer is cut off."""
+    """HTTP/1.1 with time limits for the headers and the body of a request. Slower clients are disconnected."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._timed: Any = None  # what the client is sending: a key of SECONDS, or another state of h11
+        self._timed: Any = None  # state of h11 for which the timer was set; a key of SECONDS has a limit
         self._timer: asyncio.TimerHandle | None = None
         self._set_timer()
 
@@ -40,7 +40,7 @@ class TimedProtocol(H11Protocol):
 
     def _set_timer(self) -> None:
         state = self.conn.their_state
-        if state is self._timed:  # more bytes give no more time
+        if state is self._timed:  # further bytes do not extend the time
             return
         self._stop_timer()
         self._timed = state
@@ -56,8 +56,8 @@ class Limits:
     """Middleware that refuses other hosts, ambiguous lengths and long bodies, and counts requests.
 
     Args:
-      hosts: names by which clients may call the server, without ports: a browser sends that of the page, so a page whose
-        name was made to lead to this machine (DNS rebinding) is refused. None allows all.
+      hosts: host names by which clients may call the server, without ports; None allows all. Browsers send the host name
+        of the page, so this refuses a foreign page whose name was redirected to this machine (DNS rebinding).
     """
 
     def __init__(self, app: Any, metrics: Metrics, hosts: Collection[str] | None):
@@ -76,7 +76,7 @@ class Limits:
 
         async def send_counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("route")  # of an unknown path there is none
+                route = scope.get("route")  # None for an unknown path
                 self.metrics.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
             await send(message)
 
@@ -89,7 +89,7 @@ class Limits:
         if host and self.hosts is not None and host not in self.hosts:
             known = f"got Host {clipped(host, 60)!r}, expected one of {', '.join(sorted(self.hosts))} (see --allowed-hosts)"
             return JSONResponse(error(403, known), 403)
-        if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may take the other one
+        if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may obey the other header
             known = "got Content-Length beside Transfer-Encoding, expected one of them"
             return JSONResponse(error(400, known), 400, {"connection": "close"})
         return None
@@ -99,12 +99,12 @@ def parse_body(kind: type[B], content_type: str, data: bytes, most_text: int) ->
     """Parses the JSON of a request.
 
     Args:
-      most_text: number of bytes of the longest text that can fit.
+      most_text: number of bytes of the longest text that can fit the context.
 
-    Raises ValueError; also for more brackets than a text of that length and the rest of a body can have, since Python takes
-    seconds to make millions of lists, and every thread waits.
+    Raises ValueError for a wrong body, and for more brackets than a body with such a text can have: Python would take
+    seconds to make millions of lists, while every thread waits.
     """
-    if not re.match(r"application/json\b", content_type, flags=re.IGNORECASE):  # pages of other sites can send others
+    if not re.match(r"application/json\b", content_type, flags=re.IGNORECASE):  # pages of other sites can't send this type
         raise ValueError(f"got content-type {clipped(content_type, 60)!r}, expected application/json")
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > most_text + MOST_BRACKETS:

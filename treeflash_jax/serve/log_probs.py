@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the forms of OpenAI's API. Every token is read in its place, behind those before it."""
+"""Log-probabilities of tokens in the forms of OpenAI's API. A token's text depends on the tokens before it."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ LEAST = -9999.0  # in place of -inf, which JSON does not have
 
 
 class Token(NamedTuple):
-    """A token in its place; `text` is "" for a part of a character that a later token ends.
+    """A token at its place in a text. `text` is "" if the token is only a part of a character that a later token ends.
 
     The first token of a prompt has no log-probability.
     """
@@ -25,7 +25,7 @@ class Token(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A place in an answer: the characters of text before it, its token, and the likeliest tokens there, if known."""
+    """A place in a text: the number of characters before it, the token there, and the likeliest tokens, if known."""
 
     offset: int
     token: Token
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 class PlaceReader:
-    """Reads the places of one growing answer; without a tokenizer, the text of a token is its id.
+    """Reads the places of one growing answer. Without a tokenizer, the text of a token is its id.
 
     Args:
       top: number of likeliest tokens to read in each place.
@@ -46,7 +46,7 @@ class PlaceReader:
         self._length = 0  # tokens read so far
 
     def read(self, result: Result | Score, *, is_last: bool) -> list[Place]:
-        """Returns the places that are new in an answer; `is_last` says that none will follow."""
+        """Returns the new places of an answer. `is_last` is True if none will follow."""
         places = []
         for number in range(self._length, len(result.ids)):
             ends = is_last and number == len(result.ids) - 1
@@ -69,7 +69,7 @@ class PlaceReader:
 
 
 def prompt_places(tokenizer: Tokenizer | None, score: Score, text: str, top: int) -> list[Place]:
-    """Returns the places of a prompt. Special tokens have a place in its text if they are written there."""
+    """Returns the places of a prompt. Special tokens take up characters only if the prompt's text contains them."""
     offset, places = 0, []
     for place in PlaceReader(tokenizer, [], top).read(score, is_last=True):
         places.append(place._replace(offset=min(offset, len(text))))
@@ -96,8 +96,12 @@ def completion_form(places: list[Place]) -> dict[str, Any]:
 
 
 def _by_text(place: Place) -> dict[str, float]:
-    """Returns log-probabilities by text, that of the answer's token or else of the likeliest; others by "token_id:5"."""
-    owners = {"": None, place.token.text: place.token.id}  # the text of a part of a character names none
+    """Returns the log-probabilities of the likeliest tokens, by text.
+
+    If several tokens have the same text, it belongs to the answer's token, or else to the likeliest one. The others are
+    named by id, such as "token_id:5".
+    """
+    owners = {"": None, place.token.text: place.token.id}  # "" (a part of a character) belongs to no token
     log_probs = {}
     for token in place.top:
         is_owner = owners.setdefault(token.text, token.id) == token.id

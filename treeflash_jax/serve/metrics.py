@@ -11,7 +11,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Metrics of one server; every one begins with treeflash_."""
+    """Metrics of one server. Their names begin with treeflash_."""
 
     def __init__(self):
         self.registry, self.started = CollectorRegistry(), time.time()
@@ -40,7 +40,7 @@ class Metrics:
         """Counts a finished answer.
 
         Args:
-          seconds: time since its first token.
+          seconds: time since the answer's first token.
         """
         self.answers.labels(result.finished).inc()
         self.prompt_tokens.inc(len(result.prompt_ids))
@@ -48,7 +48,7 @@ class Metrics:
         self.tokens.inc(len(result.ids))
         self.rounds.inc(len(result.accept_lengths))
         for length in result.accepted_before_cut:
-            for depth in range(1, length):  # without the bonus token
+            for depth in range(1, length):  # leaves out the bonus token
                 self.accepted.labels(depth).inc()
         self._num_rounds += len(result.accept_lengths)
         self._num_added += sum(result.accept_lengths)

@@ -1,4 +1,4 @@
-"""A call in the form of the served model: messages for its chat template, and the constraint of answers."""
+"""Turns a call into the form of the served model: messages for its chat template, and the constraint of answers."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from treeflash_jax.serve.protocols.chat_messages import template_messages
 def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]:
     """Returns the prompts of a call for a model.
 
-    Raises ValueError for tools without a place in the chat template, and for forced calls in a form that is not known here.
+    Raises ValueError for tools if the chat template takes none, and for forced calls if the form of calls is unknown.
     """
     if tokenizer is None or not call.is_chat:
         return call.prompts
@@ -38,14 +38,14 @@ def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]
 
 
 def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Returns the settings of a call; if calls of functions are constrained, its constraint is a structural tag."""
+    """Returns the settings of a call. If calls of functions are constrained, its constraint is a structural tag."""
     tools, functions = call.tools, call.tools.functions
     given = {name: call.settings[name] for name in NAMES if name in call.settings}
     is_constrained = bool(given) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
     if tokenizer is None or not functions or not is_constrained or not find_format(tokenizer).writes_calls:
         return call.settings
     [content] = [as_tag(name, value) for name, value in given.items()] or [None]
-    if content is not None:  # otherwise an answer could be neither content nor a call that parses
+    if content is not None:  # otherwise an answer could be neither valid content nor a valid call
         functions = [replace(function, is_strict=True) for function in functions]
     demands = Demands(content=content, functions=functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel)
     tag = find_format(tokenizer).answer_tag(prompts[0], demands)

@@ -1,4 +1,4 @@
-"""The chat page for browsers, and what it shows of the latest answers: their rounds and draft trees."""
+"""The chat page for browsers, with the rounds and the draft trees of the latest answers."""
 
 import asyncio
 import base64
@@ -18,7 +18,7 @@ from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.threads import Threads
 
-KEPT_ANSWERS = 64  # whose trees the chat page can show
+KEPT_ANSWERS = 64  # number of answers whose trees the chat page can show
 
 
 def add_page(
@@ -27,9 +27,9 @@ def add_page(
     """Adds the chat page, and the rounds and trees of the latest answers.
 
     Args:
-      needs: dependencies of paths that need the key.
+      needs: FastAPI dependencies of the paths that need the key.
       latest: the last answers, by id of the request and index.
-      threads: threads that draft and draw.
+      threads: threads that draft and draw trees.
     """
     page = resources.files("treeflash_jax.serve").joinpath("page.html").read_text(encoding="utf-8")
     headers = {"content-security-policy": make_policy(page), "x-content-type-options": "nosniff"}
@@ -61,7 +61,7 @@ def add_page(
 
 
 def make_policy(page: str) -> str:
-    """Returns the Content-Security-Policy of a page: its only script runs, and talks to this server alone."""
+    """Returns the Content-Security-Policy of a page. Only the page's own script may run, and only talk to this server."""
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed = {"default-src": "'none'", "script-src": f"'sha256-{digest}'", "style-src": "'unsafe-inline'"}
@@ -70,7 +70,7 @@ def make_policy(page: str) -> str:
 
 
 def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns tau, the first token's text, and of each round its length and the texts of accepted and bonus tokens."""
+    """Returns tau, the first token's text, and for each round its length and the texts of accepted and bonus tokens."""
     text, end = AnswerText(tokenizer, result.prompt_ids), 0
 
     def read(ids: list[int]) -> str:
@@ -78,12 +78,12 @@ def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
         start = end
         text.extend(ids)
         end = len(text.certain_text)
-        return result.text[start:end]  # which a stop string may have cut
+        return result.text[start:end]  # may be shorter: a stop string may have cut the text
 
     first, rounds, start = read(result.ids[:1]), [], 1
     for length in result.accept_lengths:
         is_last = len(rounds) == len(result.accept_lengths) - 1
-        num_accepted = length if is_last and result.cut else length - 1  # a cut takes the bonus token
+        num_accepted = length if is_last and result.cut else length - 1  # a cut removes the bonus token
         accepted = read(result.ids[start : start + num_accepted])
         bonus = read(result.ids[start + num_accepted : start + length])
         rounds.append({"length": length, "accepted": accepted, "bonus": bonus})
@@ -92,7 +92,7 @@ def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def describe_tree(result: Result, round_index: int) -> dict[str, Any]:
-    """Returns the nodes of the tree of a round, which it drafts again; the anchor comes first.
+    """Drafts the tree of a round again, and returns its nodes; the anchor comes first.
 
     Raises ValueError for an answer without trees.
     """

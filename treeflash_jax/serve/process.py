@@ -24,15 +24,15 @@ from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.worker import Worker
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
-KEEP_ALIVE = 75  # seconds; an agent's tools run between two requests, and a request on a closing connection fails
-LAST_SECOND = 1  # of the grace: for the errors of answers that are not finished, and the end of the process
+KEEP_ALIVE = 75  # seconds; tools of an agent run between two requests, and a request on a closing connection fails
+LAST_SECOND = 1  # part of the grace period that is kept for sending errors to unfinished answers, and for ending
 
 
 def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> int:
-    """Serves a model until SIGTERM or Ctrl-C; compiles all programs before it listens.
+    """Serves a model until SIGTERM or Ctrl-C. All programs are compiled before it listens.
 
-    Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if decoding ended. If anything is unfinished after the
-    grace, it does not return: the signal ends the process.
+    Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if decoding ended. If something is unfinished after the
+    grace period, it does not return: the process ends.
     """
     key = None if options.api_key_file is None else Path(options.api_key_file).read_text(encoding="utf-8").strip()
     expect(key != "", "content of --api-key-file", options.api_key_file, "a key, not an empty file")
@@ -50,7 +50,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
         origins=options.allowed_origins,
     )
     server = Server(app, options.grace)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the next server, once this one has ended
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets the next server take the port after this one
     listener.listen()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
@@ -63,7 +63,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
 
 
 def allowed_hosts(options: ServeOptions) -> set[str] | None:
-    """Returns the names by which clients may call the server; None for any."""
+    """Returns the host names by which clients may call the server; None for any."""
     try:
         is_local = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
     except ValueError:  # another name
@@ -75,13 +75,13 @@ def allowed_hosts(options: ServeOptions) -> set[str] | None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that has its port, but refuses connections until it listens. Raises ValueError if it cannot."""
+    """Returns a socket that holds the port, but refuses connections until it listens. Raises ValueError if it fails."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reuse = socket.SOL_SOCKET, socket.SO_REUSEADDR
-    listener.setsockopt(*reuse, 1)  # the port of a server that has just ended
+    listener.setsockopt(*reuse, 1)  # takes the port of a server that has just ended
     try:
         listener.bind((host, port))
-        listener.setsockopt(*reuse, 0)  # no other process gets it before this one listens
+        listener.setsockopt(*reuse, 0)  # no other process gets the port before this one listens
     except OSError as error:
         listener.close()
         known = "an address of this machine and a free port; --port 0 takes one"
@@ -90,14 +90,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which ends within a time, when decoding ends, and at once after a second signal."""
+    """uvicorn's server that also ends when decoding ends, within a grace period, or at once after a second signal."""
 
     def __init__(self, app: FastAPI, grace: int):
         timeouts = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
         super().__init__(uvicorn.Config(app, http=TimedProtocol, log_level="warning", lifespan="off", **timeouts))
         self._answering, self._grace = app.state.answering, grace
         self._signal: int | None = None
-        self._end: float | None = None  # of the grace, in seconds of the monotonic clock
+        self._end: float | None = None  # end of the grace period, in seconds of the monotonic clock
 
     def capture_signals(self) -> AbstractContextManager[None]:
         return nullcontext()  # the handlers of `serve` stay until the process ends
@@ -115,11 +115,11 @@ class Server(uvicorn.Server):
         self._end = time.monotonic() + max(LAST_SECOND, self._grace)
         seconds = 0 if self._answering.worker.error is not None else max(0, self._grace - LAST_SECOND)
         asyncio.get_running_loop().call_later(seconds, self._answering.end)
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a traceback for each client that does not read
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # no traceback for each client that stopped reading
         await super().shutdown(sockets)
 
     def finish(self) -> int:
-        """Ends the worker and returns the exit status; after the grace, ends the process."""
+        """Ends the worker and returns the exit status. After the grace period, it ends the process instead."""
         answering, end = self._answering, self._end or 0.0
         has_ended = answering.worker.stop(max(0, end - time.monotonic()))
         if answering.num_unfinished:
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
         if answering.worker.error is not None:
             print(f"treeflash: error: decoding ended: {clipped(answering.worker.error)}", file=sys.stderr, flush=True)
             return 1
-        if answering.num_unfinished or answering.num_busy or not has_ended:  # Python's end takes time, or waits for threads
+        if answering.num_unfinished or answering.num_busy or not has_ended:  # Python would wait for threads when it ends
             number = self._signal or signal.SIGTERM
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

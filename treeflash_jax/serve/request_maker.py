@@ -1,4 +1,4 @@
-"""Requests of the scheduler, made from the prompts and settings of a call, in any thread."""
+"""Makes requests of the scheduler from the prompts and settings of a call, in any thread."""
 
 import itertools
 import secrets
@@ -23,14 +23,14 @@ MAX_BIASES = 304
 
 
 class Constraint(NamedTuple):
-    """A constraint of an answer, as a key; see `answer_constraint`."""
+    """A constraint of an answer that can be the key of a dictionary; see `answer_constraint`."""
 
     kind: str
     value: str | tuple[str, ...]
 
 
 def server_sizes(states: int, vocab_size: int, config: type[GenerateConfig]) -> SamplingSizes:
-    """Returns sizes for every setting of sampling, and automata with up to `states` states; 0: without automata."""
+    """Returns sizes with all sampling settings, and for automata of up to `states` states; 0: no automata."""
     automaton = (states, TOKEN_CLASSES, vocab_size) if states else None
     return SamplingSizes(config, MAX_STOP_IDS, MAX_BIASES, frozenset(chain(*PROCESSORS)), automaton)
 
@@ -39,14 +39,14 @@ class RequestMaker:
     """Encodes prompts, compiles constraints, and checks and numbers requests.
 
     Args:
-      context: the attribute; None: the verifier's context, at most DEFAULT_CONTEXT.
+      context: the attribute `context`; None: the verifier's context, but at most DEFAULT_CONTEXT.
       schema_states: number of states of the largest automaton; 0: no constraints.
 
     Attributes:
       config: default settings of requests.
       context: largest number of tokens of a prompt and its answer together.
       text_limit: size of the longest text that can fit the context; None without a tokenizer.
-      sizes: sizes of the arrays of sampling settings, into which every request fits.
+      sizes: sizes of the arrays of sampling settings; every request fits into them.
     """
 
     def __init__(self, model: TreeFlash, config: GenerateConfig, *, context: int | None, schema_states: int):
@@ -61,7 +61,7 @@ class RequestMaker:
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Returns the token ids of each prompt.
 
-        Raises ValueError for ids outside the vocabulary and, before it encodes, for a prompt that cannot fit the context.
+        Raises ValueError for ids outside the vocabulary. A prompt that cannot fit the context is refused before encoding.
         """
         if not prompts:
             raise ValueError("got no prompts, expected at least one")
@@ -74,12 +74,12 @@ class RequestMaker:
         return encoded
 
     def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
-        """Returns the constraints to compile for answers to these prompts; none if the settings do not constrain them.
+        """Returns the constraints to compile for answers to these prompts; none if the settings have no constraint.
 
-        There are two if some answers think before their content and others do not: a constraint describes the whole
-        answer, thoughts included, and the end of a prompt decides whether thoughts come next.
+        A constraint describes the whole answer, thoughts included, and the end of a prompt decides whether thoughts come
+        first. So there are two constraints if that differs between prompts.
 
-        Raises ValueError for wrong JSON, and for any constraint if the server follows none.
+        Raises ValueError for wrong JSON, and for any constraint if the server supports none.
         """
         for kind in NAMES:
             if kind in settings:
@@ -89,13 +89,13 @@ class RequestMaker:
         return set()
 
     def compile(self, constraint: Constraint) -> None:
-        """Compiles a constraint, so that `make_requests` need not. Raises ValueError as `compile_constraint`."""
+        """Compiles a constraint before `make_requests` needs it. Raises the ValueErrors of `compile_constraint`."""
         model = self.model
         size, depth = model.verifier.vocab_size, self.config.schema_depth
         compile_constraint(*constraint, model.tokenizer, model.stop_ids, size, depth)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
-        """Returns the requests that `TreeFlash.generate` would make, with numbers of their own; by default, a random seed.
+        """Returns the requests that `TreeFlash.generate` would make, but with new numbers and, by default, a random seed.
 
         Raises ValueError for wrong settings, and for more tokens than the context.
         """
@@ -111,7 +111,7 @@ class RequestMaker:
         return [replace(request, number=next(self._numbers)) for request in requests]
 
     def _check_sizes(self, request: Request) -> None:
-        """Raises ValueError for a request with more stop ids or biases, or with a larger automaton, than arrays hold."""
+        """Raises ValueError for a request whose stop ids, biases or automaton do not fit the arrays."""
         num_stop_ids, num_biases = len(request.settings.stop_ids), len(request.settings.logit_bias or ())
         expect(num_stop_ids <= MAX_STOP_IDS, "number of stop_ids", num_stop_ids, f"at most {MAX_STOP_IDS}")
         expect(num_biases <= MAX_BIASES, "number of bias", num_biases, f"at most {MAX_BIASES}")

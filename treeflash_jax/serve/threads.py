@@ -1,4 +1,4 @@
-"""Work beside the event loop: encoding, requests and schemas, in daemon threads that are abandoned with their client."""
+"""Daemon threads beside the event loop, which encode, make requests and compile schemas until their client goes away."""
 
 import asyncio
 import subprocess
@@ -17,11 +17,11 @@ T = TypeVar("T")
 class Threads:
     """Runs functions in up to `most` threads at a time.
 
-    A task that is cancelled ends at once; its thread ends after its function, and counts until then. The threads are
-    daemons, since those of executors hold the end of the process.
+    A cancelled task ends at once. Its thread ends with its function, and counts as running until then. The threads are
+    daemons, because threads of an executor would delay the end of the process.
 
     Attributes:
-      busy: number of threads that run.
+      busy: number of running threads.
     """
 
     def __init__(self, most: int):
@@ -37,7 +37,7 @@ class Threads:
         def end(result: Any, error: BaseException | None) -> None:
             self.busy -= 1
             self._free.release()
-            if future.done():  # cancelled
+            if future.done():  # it was cancelled
                 return
             if error is None:
                 future.set_result(result)
@@ -59,7 +59,7 @@ class Threads:
 
 
 class Compiler:
-    """Compiles constraints, a few at a time and each once; a compilation ends with the last client that waits for it."""
+    """Compiles constraints, a few at a time and each once. A compilation is stopped when no client waits for it."""
 
     def __init__(self, compile: Callable[[Hashable], Any], most: int):
         self.threads = Threads(most)
@@ -85,7 +85,7 @@ class Compiler:
         process = _Stoppable()
 
         def compile() -> None:
-            compile_bytes.RUN.set(process.run)  # in this thread only
+            compile_bytes.RUN.set(process.run)  # applies to this thread only
             self._compile(constraint)
 
         try:
@@ -95,7 +95,7 @@ class Compiler:
 
 
 class _Stoppable:
-    """Runs processes as `subprocess.run` does, until it is stopped."""
+    """Runs processes as `subprocess.run` does, until `stop` is called."""
 
     def __init__(self):
         self._process: subprocess.Popen | None = None

@@ -1,4 +1,4 @@
-"""Tokens of texts and chats over HTTP: POST /tokenize and /detokenize, as vLLM and llama.cpp have them."""
+"""Tokens of texts and chats over HTTP: POST /tokenize and /detokenize, as in vLLM and llama.cpp."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def ids(self, reader: CallReader, tokenizer: Tokenizer) -> list[int]:
-        """Returns the token ids. Raises ValueError for no text or several, and as encoding does."""
+        """Returns the token ids. Raises ValueError for no text or several, and the errors of encoding."""
         given = [value for value in (self.prompt, self.content, self.messages) if value is not None]
         expect(len(given) == 1, "fields with text", len(given), "one of prompt, content and messages")
         if self.messages is None:
@@ -46,7 +46,7 @@ class DetokenizeBody(BaseModel):
 
 
 def add_tokenizing(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
-    """Adds both paths. A tokenizer's errors are ValueErrors of one line."""
+    """Adds both paths. Errors of the tokenizer become ValueErrors of one line."""
 
     def tokenizer() -> Tokenizer:
         expect(reader.worker.model.tokenizer is not None, "a text", "", "token ids: this model has no tokenizer")

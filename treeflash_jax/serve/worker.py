@@ -1,4 +1,4 @@
-"""The thread that owns the device: it runs the scheduler and sends the pieces of answers to their submissions."""
+"""The thread that owns the device. It runs the scheduler, and sends the pieces of answers to their submissions."""
 
 import asyncio
 import logging
@@ -25,20 +25,20 @@ from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.request_maker import RequestMaker
 
-SERVER_ROUNDS_PER_DISPATCH = 4  # new requests and cancelled ones wait for its end
+SERVER_ROUNDS_PER_DISPATCH = 4  # new requests, and the end of cancelled ones, wait for the end of a dispatch
 TOP_LOG_PROBS = 20
 CAPACITY_STEP = 256
-MOST_FAILURES = 3  # dispatches that fail one after the other before the device is taken for lost
+MOST_FAILURES = 3  # number of dispatches that fail in a row before the device counts as lost
 logger = logging.getLogger("treeflash_jax")
 
 
 class QueueFull(Exception):
-    """Too many answers wait for a slot."""
+    """Too many answers are waiting for a slot."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of the answer with this index in its submission; the last one has the Result."""
+    """A piece of the answer with this index in its submission. The last piece has the Result."""
 
     index: int
     chunk: Chunk
@@ -52,7 +52,7 @@ class Submission:
 
     Attributes:
       streams: True sends pieces while the answer grows; False sends only the finished answer.
-      pieces: Pieces; an exception if decoding failed; None after `Worker.cancel`.
+      pieces: queue of Pieces. It ends with an exception if decoding failed, and with None after `Worker.cancel`.
     """
 
     requests: list[Request]
@@ -62,17 +62,17 @@ class Submission:
     since: float = field(default_factory=time.perf_counter)
 
     def send(self, piece: Piece | Exception | None) -> None:
-        """Adds a piece from the worker's thread; drops it if the server's loop has ended."""
+        """Adds a piece from the worker's thread. Drops it if the server's event loop has ended."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
 
 @dataclass
 class UnfinishedAnswer:
-    """An answer that has not ended.
+    """An unfinished answer.
 
     Attributes:
-      index: place of the answer in its submission.
+      index: index of the answer in its submission.
       first_time: time of its first token.
       last_time: time of its last piece.
     """
@@ -86,10 +86,10 @@ class UnfinishedAnswer:
 class Worker(threading.Thread):
     """Decodes the requests of all submissions in the slots of one scheduler.
 
-    Every program is compiled by the constructor: settings of requests are data.
+    The constructor compiles every program. Settings of requests are data, and need no other programs.
 
     Attributes:
-      request_maker: makes the requests of submissions.
+      request_maker: maker of the submissions' requests.
       error: exception that ended the thread, if one did.
     """
 
@@ -104,17 +104,17 @@ class Worker(threading.Thread):
         self._limit = slots + options.queue
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, UnfinishedAnswer] = {}  # by number of the request
-        self._failures = 0  # dispatches that failed since the last one that did not
+        self._failures = 0  # number of dispatches that failed since the last successful one
         self._num_unfinished = 0  # includes requests that the thread has not admitted yet
         self._lock = threading.Lock()
         self._stops = self._has_ended = False
         plan = model.plan(config, slots)
         if plan.why_plain is not None:
             warn(f"decoding one token at a time: {plan.why_plain}")
-        # An answer ends within the context; its last round, and the last chunk of a prompt, may go beyond it.
+        # Answers end within the context, but the last round of an answer or the last chunk of a prompt may go beyond it.
         room = 1 + max(plan.path_length, plan.shared.prefill_chunk)
         capacity = -(-(self.request_maker.context + room) // CAPACITY_STEP) * CAPACITY_STEP
-        sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # one for trees that the page draws
+        sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # the last one is for trees that the page draws
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
         runner = Runner(plan, model.call_weights(config, plan), model.mesh, can_cut=True)
         self._scheduler = Scheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity, is_open=True)
@@ -125,7 +125,7 @@ class Worker(threading.Thread):
         self._warm_up(draws=options.ui)
 
     def _warm_up(self, *, draws: bool) -> None:
-        """Runs every program once: prefill of new, repeated and scored prompts, rounds with automata, drawing of trees."""
+        """Runs every program once: prefill of new, repeated and scored prompts, rounds with automata, drafts to draw."""
         maker = self.request_maker
         [first] = maker.make_requests([[0] * max(1, min(LEAST_REUSED + 2, maker.context - 3))], max_new_tokens=2)
         text = first.ids + self._decode(first).ids
@@ -145,7 +145,10 @@ class Worker(threading.Thread):
         return results[0]
 
     def submit(self, submission: Submission) -> None:
-        """Queues the requests of a submission. Raises as `check_room`, and RuntimeError if decoding has ended."""
+        """Queues the requests of a submission.
+
+        Raises the errors of `check_room`, and RuntimeError if decoding has ended.
+        """
         with self._lock:
             self.check_room(len(submission.requests))
             if self._has_ended:
@@ -154,7 +157,7 @@ class Worker(threading.Thread):
             self._actions.put(partial(self._admit, submission))
 
     def check_room(self, count: int) -> None:
-        """Raises QueueFull if `count` answers have no room now, and ValueError for more than slots and queue hold."""
+        """Raises QueueFull if `count` answers have no room now, and ValueError if they never will."""
         most = f"at most {self._limit}, those in slots and in the queue (--slots, --queue)"
         expect(count <= self._limit, "number of answers", count, most)
         if self._num_unfinished + count > self._limit:
@@ -162,11 +165,11 @@ class Worker(threading.Thread):
             raise QueueFull(f"got {got}, expected at most {self._limit} together; try again later")
 
     def cancel(self, submission: Submission) -> None:
-        """Drops the unfinished requests of a submission; their slots are free after the dispatch that is running."""
+        """Drops the unfinished requests of a submission. Their slots are free after the running dispatch."""
         self._actions.put(partial(self._drop, submission, None))
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Ends the thread after the dispatch that is running; returns whether it has ended within these seconds."""
+        """Ends the thread after the running dispatch. Returns whether it ended within `seconds`."""
         self._stops = True
         self._actions.put(lambda: None)
         self.join(seconds)
@@ -179,7 +182,7 @@ class Worker(threading.Thread):
                     self._run_actions()
                     if self._scheduler.has_work:
                         self._step()
-                except Exception as error:  # of the device: answers with a slot are lost
+                except Exception as error:  # the device failed: answers with a slot are lost
                     self._recover(error)
         except BaseException as error:
             self.error = error
@@ -187,9 +190,9 @@ class Worker(threading.Thread):
         self._end_submissions()
 
     def _recover(self, error: Exception) -> None:
-        """Drops the answers that had a slot when a dispatch failed. Raises the error if too many dispatches have failed."""
+        """Drops the answers that had a slot when a dispatch failed. Raises the error if too many failed in a row."""
         logger.exception("a dispatch failed")
-        lost = [self._unfinished.get(request.number) for request in self._scheduler.recover()]  # None: answered before
+        lost = [self._unfinished.get(request.number) for request in self._scheduler.recover()]  # None: already answered
         for submission in {answer.submission for answer in lost if answer is not None}:
             self._drop(submission, RuntimeError(clipped(error)))
         self._failures += 1
@@ -207,7 +210,7 @@ class Worker(threading.Thread):
             self._drop(submission, RuntimeError(clipped(reason)))
 
     def _run_actions(self) -> None:
-        """Runs the actions that wait; without a request, waits for one."""
+        """Runs all waiting actions. If there is no request, waits for an action."""
         is_idle = not self._unfinished
         while not self._stops:
             try:
@@ -231,13 +234,13 @@ class Worker(threading.Thread):
             self._observe_piece(answer, now)
         for slot, answer in answers.items():
             request = requests.get(slot)
-            if request is None:  # another answer of its submission failed, which dropped this one
+            if request is None:  # it was dropped because another answer of its submission failed
                 continue
             if slot not in finished and not answer.submission.streams:
                 continue
             try:
                 [(chunk, result)] = self._reader.read_chunks([slot], finished)
-            except ValueError as error:  # NaN
+            except ValueError as error:  # the verifier computed NaN
                 self._drop(answer.submission, RuntimeError(clipped(error)))
                 continue
             if slot in finished:

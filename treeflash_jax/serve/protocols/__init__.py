@@ -1,4 +1,4 @@
-"""Protocols: forms of requests and answers over HTTP. A file and a line each; parsing of answers knows none of them."""
+"""Protocols: forms of requests and answers over HTTP. Each has a file and a line here. Other code names none of them."""
 
 from treeflash_jax.serve.protocols.chat_completions import ChatExchange
 from treeflash_jax.serve.protocols.completions import CompletionExchange
@@ -10,5 +10,5 @@ PROTOCOLS: list[type[Exchange]] = [ChatExchange, CompletionExchange, ResponsesEx
 
 
 def protocol_at(path: str) -> type[Exchange]:
-    """Returns the protocol of a path, for the form of its errors; OpenAI's chat completions for an unknown path."""
+    """Returns the protocol of a path, which decides the form of errors. Unknown paths: OpenAI's chat completions."""
     return next((kind for kind in PROTOCOLS if path in (kind.path, kind.counting_path)), ChatExchange)

@@ -1,4 +1,4 @@
-"""Messages of Anthropic's API in the form of OpenAI's chat messages."""
+"""Turns messages of Anthropic's API into OpenAI's chat messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,18 @@ BLOCKS = {
     "system": ("text",),
     "tool": ("text",),
     "user": ("text", "tool_result"),
-}  # by the role of their message; those of a tool are inside of its result
-REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # as Claude Code writes it in a user's message
+}  # kinds of blocks by the role of their message; blocks of "tool" are inside a tool's result
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # the form that Claude Code uses in a user's message
 
 
 def chat_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages of a chat: results of tools as messages of their own, neighbours of the same role as one.
+    """Returns messages of a chat. Results of tools become separate messages; neighbours of the same role are joined.
 
-    What the system says later is the user's text in REMINDER: many chat templates refuse it anywhere but at the beginning.
+    Later messages of the system become the user's text in the form REMINDER, because many chat templates refuse them
+    anywhere but at the beginning.
 
     Args:
-      system: a text or blocks; None without.
+      system: a text or blocks; None for no system message.
 
     Raises ValueError for other roles, and for blocks other than text, thoughts, calls and results.
     """
@@ -64,7 +65,7 @@ def _add_block(chat: list[dict[str, Any]], role: str, block: Mapping[str, Any], 
 
 
 def _read_blocks(content: Any, role: str, place: str) -> list[Mapping[str, Any]]:
-    """Returns the blocks of a content, of kinds that a role may have. Raises ValueError."""
+    """Returns the blocks of a message's content. Raises ValueError for a kind of block that the role may not have."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     expect(isinstance(content, list), place, content, "a text or a list of blocks")
@@ -80,7 +81,7 @@ def _read_blocks(content: Any, role: str, place: str) -> list[Mapping[str, Any]]
 
 
 def _read(block: Mapping[str, Any], name: str, kind: type, place: str) -> Any:
-    """Returns the value of a block's field. Raises ValueError if it has another type."""
+    """Returns the value of a block's field. Raises ValueError if the value has another type."""
     value = block.get(name)
     expect(isinstance(value, kind), f"{place}.{name}", value, "an object" if kind is dict else "a text")
     return value

@@ -35,7 +35,7 @@ class ChatBody(Body):
     length_fields = "max_completion_tokens", "max_tokens"
 
     def template_arguments(self) -> dict[str, Any]:
-        """Returns arguments of the chat template. Raises as `check_template`."""
+        """Returns the arguments of the chat template. Raises the errors of `check_template`."""
         named = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
         given = {name: value for name, value in named.items() if value is not None}
         return given | check_template(self.chat_template_kwargs)
@@ -51,7 +51,7 @@ class ChatExchange(ChoicesExchange):
 
     def __init__(self, body: ChatBody, served: Served):
         super().__init__(body, served)
-        self._num_calls: dict[int, int] = {}  # by index of the answer
+        self._num_calls: dict[int, int] = {}  # number of calls so far, by index of the answer
 
     def call(self) -> ServerCall:
         body = self.body

@@ -1,4 +1,4 @@
-"""Messages of clients in the form that chat templates expect: OpenAI's chat messages, with what templates lack mended."""
+"""Turns messages of clients into the form that chat templates expect: OpenAI's chat messages with gaps filled in."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from treeflash_jax.core.checks import expect, parse_json
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], place: str = "tools") -> list[dict[str, Any]]:
-    """Returns tools of OpenAI's chat API. Raises ValueError for one that is no function with a name."""
+    """Returns checked tools of OpenAI's chat API. Raises ValueError for a tool that is not a function with a name."""
     for number, tool in enumerate(tools):
         function = tool.get("function")
         has_name = isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
@@ -27,12 +27,12 @@ def check_tools(tools: Sequence[Mapping[str, Any]], place: str = "tools") -> lis
 def template_messages(messages: Sequence[Mapping[str, Any]], template: str, thoughts_key: str) -> list[dict[str, Any]]:
     """Returns messages for a chat template.
 
-    Content that is missing becomes an empty text, arguments of calls become objects, earlier thoughts get the template's
-    key, and developers are the system if the template does not know them.
+    Missing content becomes an empty text, arguments of calls become objects, and earlier thoughts get the key that the
+    template reads. The role of developers becomes "system" if the template does not know it.
 
     Args:
       template: the chat template.
-      thoughts_key: its key of thoughts.
+      thoughts_key: key of thoughts in the template.
     """
     plain = []
     for message in messages:
@@ -53,7 +53,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]], template: str, thou
 
 
 def _plain_call(call: Any) -> Any:
-    """Returns a call with an object as arguments, which templates expect, in place of JSON text, or of nothing."""
+    """Returns a call whose arguments are an object, as templates expect, instead of JSON text or nothing."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -62,5 +62,5 @@ def _plain_call(call: Any) -> Any:
         try:
             arguments = parse_json(arguments or "{}")
         except ValueError:
-            pass  # the template gets the text
+            pass  # the template gets the text unchanged
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

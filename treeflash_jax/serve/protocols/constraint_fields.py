@@ -8,9 +8,9 @@ from pydantic import BaseModel, Field
 
 from treeflash_jax.core.checks import expect
 
-FAIL_FAST = Field(fail_fast=True)  # one error is enough, and a million take minutes
+FAIL_FAST = Field(fail_fast=True)  # stops at the first error, since a million of them take minutes
 ANY_OBJECT = '{"type": "object"}'
-# Fields of other servers that would change an answer; guided_decoding_backend would not.
+# Fields of other servers that would change an answer. guided_decoding_backend would not, and is accepted.
 OTHER_CONSTRAINTS = re.compile("grammar|ebnf|guided_(?!decoding_backend).*|structured_.*")
 
 
@@ -22,7 +22,7 @@ class ResponseFormat(BaseModel):
     format: dict[str, Any] | None = None
 
     def constraint(self) -> tuple[str, Any]:
-        """Returns name and value of the constraint; None as value without one. Raises ValueError if it is missing."""
+        """Returns the constraint's name and value; None as value for no constraint. Raises ValueError if it is missing."""
         if self.type == "text":
             return "schema", None
         if self.type == "json_object":
@@ -36,7 +36,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel, extra="allow"):
-    """Constraint of the answer, as vLLM has it; at most one."""
+    """Constraint of the answer, with vLLM's names. At most one field is given."""
 
     schema_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -46,7 +46,7 @@ class StructuredOutputs(BaseModel, extra="allow"):
 
 
 class ConstraintFields(BaseModel, extra="allow"):
-    """The fields, of which a request has at most one."""
+    """All fields that constrain the answer. A request has at most one of them."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -57,7 +57,10 @@ class ConstraintFields(BaseModel, extra="allow"):
     regex: str | None = None
 
     def constraints(self) -> dict[str, tuple[str, Any]]:
-        """Returns our name and the value of each given constraint, by its field. Raises ValueError for a missing schema."""
+        """Returns the name (in this library) and the value of each given constraint, by the field that it was sent in.
+
+        Raises ValueError for a missing schema.
+        """
         outputs = self.structured_outputs or StructuredOutputs()
         fields = {
             "response_format": (self.response_format or ResponseFormat(type="text")).constraint(),
@@ -75,7 +78,10 @@ class ConstraintFields(BaseModel, extra="allow"):
         return {field: (name, value) for field, (name, value) in fields.items() if value is not None}
 
     def constraint(self) -> dict[str, Any]:
-        """Returns the constraint of the answer, by our name. Raises ValueError for several, and for fields that we lack."""
+        """Returns the constraint of the answer, by its name in this library.
+
+        Raises ValueError for several constraints, and for unsupported fields.
+        """
         outputs = self.structured_outputs or StructuredOutputs()
         others = {f"structured_outputs.{name}": value for name, value in outputs.model_extra.items()}
         others |= {name: value for name, value in self.model_extra.items() if OTHER_CONSTRAINTS.fullmatch(name)}

@@ -15,7 +15,7 @@ ERRORS = {401: "authentication_error", 429: "rate_limit_error"}  # OpenAI's type
 
 
 class Event(NamedTuple):
-    """A server-sent event; without a name it has data only."""
+    """A server-sent event. Without a name, it has data only."""
 
     data: dict[str, Any] | str
     name: str | None = None
@@ -32,7 +32,7 @@ class Served:
     Attributes:
       name: name of the model in answers.
       created: time of the start, in seconds.
-      memory: state that protocols keep between requests, by their class.
+      memory: state that protocols keep between requests, by the class of the protocol.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Served:
 
 
 class Exchange(ABC):
-    """One request and its answers in the form of a protocol: a body becomes a call, pieces of answers become events.
+    """One request and its answers in the form of a protocol. It turns the body into a call, and pieces into events.
 
     A protocol is a subclass in `PROTOCOLS`.
 
     Attributes:
       path: path of its requests.
-      body_kind: fields of its requests; the server adds one for each setting with a number.
-      counting_path: path of requests for the number of a prompt's tokens; None without them.
-      counted_kind: fields of those requests.
-      id: name of this request, in its answers.
+      body_kind: class with the fields of its requests; the server adds a field for each setting that is a number.
+      counting_path: path of requests that count the tokens of a prompt; None if the protocol has none.
+      counted_kind: class with the fields of requests to `counting_path`.
+      id: id of this request in its answers.
     """
 
     path: ClassVar[str]
@@ -64,7 +64,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def call(self) -> ServerCall:
-        """Returns the call that the body describes. Raises ValueError for wrong fields and for unsupported ones."""
+        """Returns the call that the body describes. Raises ValueError for wrong or unsupported fields."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self, usage: Usage) -> Iterable[Event]:
-        """Yields the first events of a stream; the usage is that of the prompts."""
+        """Yields the first events of a stream. `usage` counts the prompts only."""
 
     @abstractmethod
     def add(self, delta: Delta) -> Iterable[Event]:
@@ -91,7 +91,7 @@ class Exchange(ABC):
         """Returns the body of an error, by default in OpenAI's form.
 
         Args:
-          param: field that is wrong.
+          param: name of the wrong field.
         """
         kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -102,5 +102,5 @@ class Exchange(ABC):
         return
 
     def failure(self, message: str) -> Event:
-        """Returns the event of an error that ends a stream."""
+        """Returns the event that reports an error and ends a stream."""
         return Event(self.error(500, message))

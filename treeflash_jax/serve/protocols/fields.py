@@ -16,7 +16,7 @@ from treeflash_jax.serve.protocols.exchange import Exchange
 Ids = Annotated[list[int], FAIL_FAST]
 Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
 B = TypeVar("B", bound="Body")
-# Fields that change an answer and are not supported, with the value that changes nothing.
+# Unsupported fields that would change an answer, each with the value that changes nothing.
 UNSUPPORTED = {
     "add_generation_prompt": True, "allowed_token_ids": None, "audio": None, "background": False, "bad_words": [],
     "best_of": 1, "container": None, "context_management": [], "conversation": None, "dry_multiplier": 0,
@@ -30,11 +30,11 @@ UNSUPPORTED = {
 
 
 class Body(ConstraintFields):
-    """Fields of all requests. `with_numbers` adds a field for every setting that gives a request a number.
+    """Fields of all requests. `with_numbers` adds a field for every setting that is a number of a request.
 
     Attributes:
-      length_fields: fields with the largest number of new tokens; the first that is given counts.
-      unsupported: fields that change an answer and are refused, with the value that changes nothing.
+      length_fields: names of the fields for the largest number of new tokens; the first one that is given applies.
+      unsupported: refused fields that would change an answer, each with the value that changes nothing.
     """
 
     model: str | None = None
@@ -51,24 +51,24 @@ class Body(ConstraintFields):
 
     @property
     def length_field(self) -> str:
-        """The field with the largest number of new tokens."""
+        """Name of the field with the largest number of new tokens."""
         given = (name for name in self.length_fields if getattr(self, name) is not None)
         return next(given, self.length_fields[0])
 
     def sent_names(self) -> dict[str, str]:
-        """Returns the names that clients give to our settings, by our names, if they differ."""
+        """Returns the names of fields that differ from our name of the setting, by our name."""
         names = {"max_new_tokens": self.length_field, "min_new_tokens": "min_tokens", "samples": "n"}
         return names | {name: field for field, (name, _) in self.constraints().items()}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that the client gives, by our names. Raises ValueError for unsupported fields."""
+        """Returns the settings that the client gives, by their names here. Raises ValueError for unsupported fields."""
         for name, value in (self.model_extra or {}).items():
             if name in self.unsupported:
                 is_neutral = value is None or value == self.unsupported[name]
                 expect(is_neutral, name, value, "none: it is not supported")
         expect((self.n or 1) <= MOST_SAMPLES, "n", self.n, f"at most {MOST_SAMPLES}")
         settings = {name: getattr(self, name) for name in self.numbers}
-        if settings.get("top_k") == -1:  # off, as vLLM's clients say it
+        if settings.get("top_k") == -1:  # vLLM's clients send -1 to turn it off
             settings["top_k"] = 0
         settings |= {"samples": self.n, "stop": self.stop, "logit_bias": self.logit_bias}
         settings |= {"seed": None if self.seed is None else self.seed % 2**32, "min_new_tokens": self.min_tokens}
@@ -77,7 +77,7 @@ class Body(ConstraintFields):
 
 
 def with_numbers(body: type[B], config: type[GenerateConfig]) -> type[B]:
-    """Returns a kind of body with a field for every setting that gives a request a number."""
+    """Returns a class of bodies that also has a field for every setting that is a number of a request."""
     types = {name: number for name, number in number_types(config).items() if name not in body.model_fields}
     fields: dict[str, Any] = {name: (number | None, None) for name, number in types.items()}
     kind = create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
@@ -86,14 +86,14 @@ def with_numbers(body: type[B], config: type[GenerateConfig]) -> type[B]:
 
 
 def protocol_with_numbers(protocol: type[Exchange], config: type[GenerateConfig]) -> type[Exchange]:
-    """Returns a protocol whose requests have a field for every setting that gives a request a number."""
+    """Returns a protocol whose requests also have a field for every setting that is a number of a request."""
     return type(protocol.__name__, (protocol,), {"body_kind": with_numbers(protocol.body_kind, config)})
 
 
 def check_template(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns arguments of a chat template.
+    """Returns the arguments of a chat template.
 
-    Raises ValueError for arguments of the function that renders: a template from the request could run for ever.
+    Raises ValueError for arguments of the rendering function: a template sent with the request could run for ever.
     """
     arguments = dict(arguments or {})
     reserved = sorted(arguments.keys() & _renderer_arguments()) if arguments else []
@@ -103,7 +103,7 @@ def check_template(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
 
 @functools.cache
 def _renderer_arguments() -> set[str]:
-    """Returns the arguments of transformers' function that renders chats, without `documents`, which templates read."""
-    from transformers import PreTrainedTokenizerBase  # late: loading a tokenizer sets the log level first
+    """Returns the arguments of transformers' function that renders chats, except `documents`, which templates read."""
+    from transformers import PreTrainedTokenizerBase  # imported late, after loading a tokenizer has set the log level
 
     return {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}

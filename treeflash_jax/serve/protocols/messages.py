@@ -21,8 +21,8 @@ ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-EFFORTS = {"xhigh": "high", "max": "high"}  # that chat templates do not know
-SIGNATURE = "unsigned"  # of thoughts; nothing checks it, but some clients drop thoughts without one
+EFFORTS = {"xhigh": "high", "max": "high"}  # efforts that chat templates do not know, and their replacements
+SIGNATURE = "unsigned"  # signature of thoughts; it is never checked, but some clients drop thoughts without one
 
 
 class OutputFormat(BaseModel):
@@ -36,7 +36,7 @@ class OutputConfig(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Switch of the thoughts before answers; `budget_tokens` and `display` are ignored."""
+    """Switches thoughts before answers on or off. `budget_tokens` and `display` are ignored."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -79,7 +79,7 @@ class MessagesBody(Body):
         return super().constraints() | schemas
 
     def template_arguments(self) -> dict[str, Any]:
-        """Returns arguments of the chat template. Raises as `check_template`."""
+        """Returns the arguments of the chat template. Raises the errors of `check_template`."""
         given: dict[str, Any] = {}
         if self.thinking is not None:
             given["enable_thinking"] = self.thinking.type != "disabled"
@@ -101,7 +101,7 @@ class MessagesBody(Body):
         )
 
     def note_ignored(self) -> None:
-        """Logs fields that are accepted and ignored, each once per process."""
+        """Logs fields that are accepted but ignored, each once per process."""
         for name in ("budget_tokens", "display"):
             if self.thinking is not None and getattr(self.thinking, name) is not None:
                 warn(f"/v1/messages: thinking.{name} is ignored")
@@ -116,7 +116,7 @@ class CountBody(MessagesBody):
 
 
 def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns tools in the form of OpenAI's chat API, without tools that Anthropic's servers run.
+    """Returns tools in the form of OpenAI's chat API. Tools that Anthropic's servers run are left out.
 
     Raises ValueError for a tool without a name or a schema.
     """
@@ -143,8 +143,8 @@ class MessagesExchange(Exchange):
     def __init__(self, body: MessagesBody, served: Served):
         super().__init__(body, served)
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._block: dict[str, Any] | None = None  # the block of a stream that is not finished
-        self._index = 0  # of that block, or of the next one
+        self._block: dict[str, Any] | None = None  # the open block of a stream
+        self._index = 0  # index of the open block, or of the next one
         self._last: Delta | None = None
 
     def call(self) -> ServerCall:
@@ -239,7 +239,7 @@ def _event(kind: str, **fields: Any) -> Event:
 
 
 def _empty_block(part: Part) -> dict[str, Any]:
-    """Returns the block that begins with a part."""
+    """Returns an empty block of the kind that a part belongs to."""
     if isinstance(part, Call):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
     if isinstance(part, Thought):
@@ -257,7 +257,7 @@ def _block_delta(part: Part) -> dict[str, Any]:
 
 
 def _read_input(call: Call) -> dict[str, Any]:
-    """Returns the arguments of a call as an object; another JSON value becomes its field `input`."""
+    """Returns the arguments of a call as an object. Any other JSON value becomes the field `input` of an object."""
     arguments = json.loads(call.arguments)
     return arguments if isinstance(arguments, dict) else {"input": arguments}
 

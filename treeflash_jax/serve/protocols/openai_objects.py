@@ -1,4 +1,4 @@
-"""Objects that OpenAI's chat completions and completions of texts share: choices with their usage, whole or in chunks."""
+"""Objects that OpenAI's chat completions and text completions share: choices and usage, whole or in chunks."""
 
 import secrets
 import time
@@ -17,11 +17,11 @@ class StreamOptions(BaseModel):
 
 
 class ChoicesExchange(Exchange):
-    """One request whose answers are the choices of one object, or of the chunks of a stream.
+    """One request whose answers are choices of one object, or of the chunks of a stream.
 
     Attributes:
-      body: a body with `stream_options`.
-      id_prefix: beginning of the id.
+      body: body of the request, with `stream_options`.
+      id_prefix: beginning of the request's id.
       object_type: type of the object with whole answers.
       chunk_type: type of a chunk.
     """

@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API as chat messages: what one turn of the assistant wrote becomes one message."""
+"""Turns items of OpenAI's Responses API into chat messages. All items of one turn of the assistant become one message."""
 
 import base64
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from treeflash_jax.core.checks import expect, quoted, warn
 
 TEXTS = ("input_text", "output_text", "text")  # parts of messages that are text
 ITEMS = "message, reasoning, function_call, function_call_output or item_reference"
-ENCODED = "text:"  # begins the `encrypted_content` of this server: the text of the thoughts in base64
+ENCODED = "text:"  # beginning of this server's `encrypted_content`, before the text of the thoughts in base64
 
 
 def chat_messages(items: Sequence[dict[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
     """Returns the messages of a conversation.
 
-    Instructions and messages of the system and of developers at the beginning become one message, since many chat templates
-    read only the first.
+    Instructions, and messages of the system and of developers at the beginning, become one message, because many chat
+    templates read only the first message of the system.
 
     Args:
       items: checked items.
@@ -40,7 +40,7 @@ def chat_messages(items: Sequence[dict[str, Any]], instructions: str | None = No
 
 
 def _turn(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """Returns the assistant's message to which an item belongs: the last one, unless that has ended with its content."""
+    """Returns the assistant's message to which an item belongs: the last one, or a new one if that is complete."""
     last = messages[-1] if messages else {}
     has_ended = last.get("content") is not None and "tool_calls" not in last and kind != "function_call"
     if last.get("role") != "assistant" or has_ended:
@@ -63,7 +63,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _thoughts(item: dict[str, Any]) -> str:
-    """Returns the thoughts of a reasoning item; "" if it has a summary, or what another server encrypted."""
+    """Returns the thoughts of a reasoning item; "" if it only has a summary, or content that another server encrypted."""
     if item.get("content"):
         return "".join(part["text"] for part in item["content"])
     encoded = item.get("encrypted_content") or ""
@@ -71,12 +71,12 @@ def _thoughts(item: dict[str, Any]) -> str:
 
 
 def encode_thoughts(text: str) -> str:
-    """Returns thoughts as `encrypted_content`, in which clients that keep no thoughts give them back."""
+    """Returns thoughts in the form of `encrypted_content`, which clients without stored thoughts send back."""
     return ENCODED + base64.b64encode(text.encode()).decode()
 
 
 def check_item(item: dict[str, Any], place: str) -> None:
-    """Raises ValueError for an item that is not read here, and for one without what it needs."""
+    """Raises ValueError for an item of an unsupported kind, or without a field that it needs."""
     kind = item.get("type", "message")
     if kind == "message":
         expect(item.get("role") in ("user", "assistant", "system", "developer"), f"{place}.role", item.get("role"),
@@ -119,11 +119,11 @@ def _check_text(content: Any, place: str) -> None:
 
 
 def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the functions among tools in the form of the chat API. Raises ValueError for one without a name.
+    """Returns the functions among tools in the form of the chat API. Raises ValueError for a function without a name.
 
-    Tools that OpenAI runs itself are left out with a line in the log: clients such as Codex send some with each request.
-    A function without `strict` stays as it is, though OpenAI would make it strict if it can: its schema was not written
-    for that, and may have more states than this server can follow.
+    Tools that OpenAI's servers run are left out with a line in the log, because clients such as Codex send some with each
+    request. A function without `strict` stays not strict. OpenAI would make it strict if possible, but its schema was not
+    written for that, and may have more states than this server can follow.
     """
     functions = []
     for number, tool in enumerate(tools):

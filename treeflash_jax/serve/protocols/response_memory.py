@@ -1,4 +1,4 @@
-"""The last responses of the Responses API, which later requests may go on from."""
+"""Memory of the last responses of the Responses API, from which later requests may continue."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ MOST_MEMORY_BYTES = 64 * 2**20
 
 
 class Stored(NamedTuple):
-    """A response and the conversation up to its end, as JSON: what is read from it is new each time.
+    """A response and the conversation up to its end, stored as JSON, so that every read makes new objects.
 
     Attributes:
       items: all items of the conversation, without instructions.
@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 
 
 class ResponseMemory:
-    """Stores responses by id in this process, and drops the oldest if they are too many or too large. Threads share it."""
+    """Stores responses by id in this process. It drops the oldest if they are too many or too large. Threads share it."""
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_MEMORY_BYTES):
         self._most, self._most_bytes = most, most_bytes
@@ -50,7 +50,7 @@ class ResponseMemory:
         return stored and stored.response
 
     def items(self, id: str) -> list[dict[str, Any]] | None:
-        """Returns the items of the conversation up to the end of a response; None if the response is not stored."""
+        """Returns the items of the conversation up to the end of a response; None if it is not stored."""
         stored = self._responses.get(id)
         return stored and json.loads(stored.items)
 
@@ -62,7 +62,7 @@ class ResponseMemory:
         return next((item for output in outputs for item in output if item["id"] == id), None)
 
     def delete(self, id: str) -> bool:
-        """Drops a response; returns whether it was stored. Conversations that went on from it stay."""
+        """Drops a response, and returns whether it was stored. Later responses of the same conversation stay."""
         with self._lock:
             stored = self._responses.pop(id, None)
             self._size -= stored.size if stored else 0

@@ -1,4 +1,4 @@
-"""A growing answer as output items of the Responses API, and the events that say how they grow."""
+"""Turns a growing answer into output items of the Responses API, and into the events that report their growth."""
 
 import secrets
 from collections import deque
@@ -15,10 +15,10 @@ TEXT, THOUGHT = "output_text", "reasoning_text"  # parts of messages and of reas
 
 
 class ResponseOutput:
-    """Turns what an answer adds into events, each a name and its fields; one item is open at a time.
+    """Turns new pieces of an answer into events, each a name and its fields. One item is open at a time.
 
     Args:
-      encodes_thoughts: whether reasoning items have their text in `encrypted_content` too.
+      encodes_thoughts: whether reasoning items also have their text in `encrypted_content`.
 
     Attributes:
       items: the items so far; the last one may be open.
@@ -31,7 +31,7 @@ class ResponseOutput:
         self._places = PlacesOfText()
 
     def add(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the events of what is new; at the end of the answer, the last item ends too."""
+        """Yields the events of a new piece. At the end of the answer, the last item is closed, too."""
         self._places.add(delta.places or [])
         for part in delta.parts:
             if isinstance(part, Call):
@@ -111,12 +111,12 @@ class ResponseOutput:
 
 
 class PlacesOfText:
-    """Finds the places of tokens that wrote a text of an answer: the tokens between texts, such as tags, belong to none."""
+    """Finds the tokens of each text in an answer. Tokens between texts, such as tags, belong to no text."""
 
     def __init__(self):
-        self._places: deque[tuple[int, int, Place]] = deque()  # not taken yet, with first and last character
-        self._text = ""  # that was not taken yet
-        self._begin = 0  # characters before it
+        self._places: deque[tuple[int, int, Place]] = deque()  # remaining places, with first and last character
+        self._text = ""  # remaining text
+        self._begin = 0  # number of characters before the remaining text
 
     def add(self, places: Sequence[Place]) -> None:
         for place in places:
@@ -127,7 +127,7 @@ class PlacesOfText:
                 self._places.append((begin, end, place))
 
     def take(self, text: str) -> list[Place]:
-        """Returns the places of the next text, whose tokens have been added; drops those before it."""
+        """Returns the places of the next text, and drops those before it. The tokens of the text must have been added."""
         start = self._begin + max(0, self._text.find(text))
         end, taken = start + len(text), []
         while self._places and self._places[0][0] < end:
@@ -139,7 +139,7 @@ class PlacesOfText:
 
 
 def entry(place: Place) -> dict[str, Any]:
-    """Returns the log-probabilities of a place; special tokens have no bytes."""
+    """Returns the log-probabilities of a place in OpenAI's form. Special tokens have no bytes."""
     tokens = [token.entry() | {"bytes": token.bytes or []} for token in (place.token, *place.top)]
     return tokens[0] | {"top_logprobs": tokens[1:]}
 

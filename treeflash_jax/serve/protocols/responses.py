@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: POST /v1/responses, and GET and DELETE of a stored response."""
+"""OpenAI's Responses API: POST /v1/responses, and GET and DELETE for stored responses."""
 
 import json
 import secrets
@@ -78,7 +78,7 @@ class ResponsesBody(Body):
         return super().constraints() | {"text.format.schema": ("schema", schema)}
 
     def template_arguments(self) -> dict[str, Any]:
-        """Returns arguments of the chat template. Raises as `check_template`."""
+        """Returns the arguments of the chat template. Raises the errors of `check_template`."""
         effort = self.reasoning and self.reasoning.effort
         return ({"reasoning_effort": effort} if effort else {}) | check_template(self.chat_template_kwargs)
 
@@ -103,7 +103,7 @@ class ResponsesExchange(Exchange):
         self._memory = get_memory(served)
         self._includes = set(body.include or [])
         self._output = ResponseOutput(encodes_thoughts=ENCODED_THOUGHTS in self._includes)
-        self._items: list[dict[str, Any]] = []  # of the conversation up to this answer
+        self._items: list[dict[str, Any]] = []  # items of the conversation up to this answer
         self._functions = chat_tools(body.tools or [])
         self._status = "in_progress"
         self._num_events = 0
@@ -175,14 +175,14 @@ class ResponsesExchange(Exchange):
         for number, item in enumerate(sent):
             if item.get("type") == "item_reference":
                 place, id = f"input.{number}.id", item["id"]
-                expect(id not in referenced, place, id, "one reference to each item")  # each is a copy
+                expect(id not in referenced, place, id, "one reference to each item")  # each reference copies the item
                 referenced.add(id)
                 item = expect_stored(self._memory.item(id), place, id)
             items.append(item)
         return items
 
     def _check_numbers(self) -> None:
-        """Raises ValueError for NaN and infinity in fields that the response repeats: JSON has neither."""
+        """Raises ValueError for NaN and infinity in fields that the response repeats, since JSON has neither."""
         try:
             json.dumps(self._response(), allow_nan=False)
         except ValueError:
@@ -240,12 +240,12 @@ class ResponsesExchange(Exchange):
 
 
 def get_memory(served: Served) -> ResponseMemory:
-    """Returns the server's memory of responses, which the first call makes."""
+    """Returns the server's memory of responses. The first call makes it."""
     return served.memory.setdefault(ResponsesExchange, ResponseMemory())
 
 
 def expect_stored(value: T | None, name: str, id: str) -> T:
-    """Returns a value that the memory has under an id. Raises HTTPException if it has none."""
+    """Returns `value`, which the memory has for an id. Raises HTTPException if it is None: the memory has no value."""
     if value is None:
         known = f"that of one of the last {MOST_RESPONSES} responses with store true"
         raise HTTPException(404, {"message": f"got {name} {clipped(id, 60)!r}, expected {known}", "param": name})
@@ -258,7 +258,7 @@ def flat_tool(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:
-    """Returns numbers of tokens. `reasoning_tokens` is 0: parts of an answer do not say which tokens they are."""
+    """Returns numbers of tokens. `reasoning_tokens` is always 0: the tokens of an answer's parts are not known."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -1,4 +1,4 @@
-"""OpenAI's `tool_choice`: the use of tools that it allows or demands."""
+"""OpenAI's `tool_choice`, which allows or demands calls of tools."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from treeflash_jax.serve.call import Tools
 
 
 def flat_choice(choice: Any) -> Any:
-    """Returns a choice of the chat API in the form of the Responses API, where names and modes are not nested."""
+    """Returns a choice of the chat API in the form of the Responses API, which does not nest names and modes."""
     if not isinstance(choice, dict) or not isinstance(choice.get("type"), str):
         return choice
     inner = choice.get(choice["type"])
@@ -25,7 +25,7 @@ def offered_tools(functions: list[dict[str, Any]], choice: Any, is_parallel: boo
       choice: `tool_choice` in the form of the Responses API.
       is_parallel: whether an answer may have several calls.
 
-    Raises ValueError for a wrong choice, and for one that demands a tool that is no function.
+    Raises ValueError for a wrong choice, and for a choice that demands a tool that is not a function.
     """
     if choice in (None, "auto"):
         return Tools(functions, is_parallel=is_parallel)
