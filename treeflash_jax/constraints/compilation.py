@@ -1,4 +1,4 @@
-"""Constraints of answers, compiled to the automaton over tokens that they mean."""
+"""Compilation of constraints to automata over tokens."""
 
 import functools
 import json
@@ -15,12 +15,12 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 
 logger = logging.getLogger("treeflash_jax")
 
-NAMES = "schema", "pattern", "choices", "structural_tag"  # settings, of which a prompt has at most one
-DEPTH = 6  # levels of values that a schema does not describe: some 2,700 states in an object, twice as many for each more
+NAMES = "schema", "pattern", "choices", "structural_tag"  # settings that are constraints; a prompt has at most one
+DEPTH = 6  # levels of values that a schema leaves open: some 2,700 states in an object; each further level doubles them
 
 
 def as_json(schema: Any) -> Any:
-    """Returns a setting in JSON, or each of a list, as JSON text: of a dictionary, a pydantic model, or JSON text."""
+    """Returns JSON text for a dictionary, a pydantic model or JSON text, or a list of them for a list."""
     if isinstance(schema, list | tuple):
         return tuple(as_json(item) for item in schema)
     if hasattr(schema, "model_json_schema"):
@@ -34,9 +34,9 @@ def as_json(schema: Any) -> Any:
 
 
 def find_constraint(settings: Any) -> tuple[str, Any] | None:
-    """Returns the kind, one of NAMES, and the value of a prompt's constraint; None if it has none.
+    """Returns the kind (one of NAMES) and the value of a prompt's constraint; None without a constraint.
 
-    Raises ValueError for several.
+    Raises ValueError for several constraints.
     """
     given = {name: getattr(settings, name) for name in NAMES if getattr(settings, name) is not None}
     expect(len(given) < 2, " and ".join(given), [*given.values()], "one of them")
@@ -44,7 +44,7 @@ def find_constraint(settings: Any) -> tuple[str, Any] | None:
 
 
 def as_tag(kind: str, value: str | Sequence[str]) -> dict[str, Any]:
-    """Returns a constraint as a structural tag. Added tokens that choices spell are then those tokens, as in every tag.
+    """Returns a constraint as a structural tag. If a choice spells an added token, the tag requires that token.
 
     Raises ValueError for wrong JSON.
     """
@@ -58,9 +58,9 @@ def as_tag(kind: str, value: str | Sequence[str]) -> dict[str, Any]:
 def answer_constraint(
     kind: str, value: str | Sequence[str], tokenizer: Tokenizer | None, prompt_ids: Sequence[int]
 ) -> tuple[str, str | Sequence[str]]:
-    """Returns the constraint of a whole answer whose content has to follow one: thoughts may come before its content.
+    """Returns the constraint of a whole answer, given the constraint of its content: thoughts may come before the content.
 
-    A structural tag describes the whole answer already. Raises ValueError for wrong JSON.
+    A structural tag already describes the whole answer. Raises ValueError for wrong JSON.
     """
     if tokenizer is None or kind == "structural_tag":
         return kind, value
@@ -81,11 +81,11 @@ def compile_constraint(
 
     Args:
       kind: one of NAMES.
-      stop_ids: ids that end an answer, in states where the constraint is met.
-      depth: levels of arrays and objects up to which an answer nests where its schema says nothing, or contains itself.
+      stop_ids: ids that end an answer; allowed in states in which the constraint is met.
+      depth: largest nesting of arrays and objects in places that a schema leaves open, or where it contains itself.
 
-    Raises ValueError for a constraint that cannot be expressed or met, and a tokenizer that does not say which bytes its
-    tokens stand for.
+    Raises ValueError for a constraint that cannot be expressed or met, and for a tokenizer whose tokens have no known
+    bytes.
     """
     if tokenizer is None or not stop_ids:
         missing = "tokenizer.json" if tokenizer is None else "token that ends an answer"
@@ -108,7 +108,7 @@ def _compile(
     stop_ids: tuple[int, ...],
     vocab_size: int,
 ) -> AutomatonTable:
-    """Returns the automaton of one constraint; kept, since they come back."""
+    """Returns the automaton of one constraint. Cached, because later requests often have the same constraint."""
     tokens = _find_tokens(value, tokenizer) if kind == "structural_tag" else []
     table = make_table(compile_bytes(kind, value, depth, tokens), tokenizer, stop_ids, vocab_size, tokens)
     logger.info("%s %s has %d states and %d kinds of tokens", kind, quoted(value), *table.next_qc.shape)
@@ -120,5 +120,7 @@ def _find_tokens(tag: str, tokenizer: Tokenizer) -> list[str]:
     text = json.dumps(parse_json(tag), ensure_ascii=False)
     added = [token.content for token in tokenizer.inner.added_tokens_decoder.values()]
     tokens = [token for token in added if json.dumps(token, ensure_ascii=False)[1:-1] in text]
-    expect(len(tokens) <= 256, "number of added tokens in structural_tag", len(tokens), "at most 256")  # a byte each
+    expect(
+        len(tokens) <= 256, "number of added tokens in structural_tag", len(tokens), "at most 256"
+    )  # a marker has one byte
     return tokens

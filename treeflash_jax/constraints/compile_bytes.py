@@ -1,4 +1,4 @@
-"""Constraints as automata over bytes, compiled in a process of its own."""
+"""Runs the compiler of constraints to automata over bytes, in a separate process."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from treeflash_jax.core.checks import clipped
 
 RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
 MOST_STATES = 2**17
-MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # that compiling a constraint may take
+MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # limits on the compilation of one constraint
 # The package itself is not imported, nor JAX with it.
 # OpenBLAS would reserve memory for every core.
 START = """import os, sys, types
@@ -25,7 +25,7 @@ main()"""
 
 
 class Unusable(Exception):
-    """Raised for a constraint that cannot be compiled; the text says why."""
+    """Raised for a constraint that cannot be compiled. The text says why."""
 
 
 def compile_bytes(kind: str, value: str | Sequence[str], depth: int, tokens: Sequence[str] = ()) -> ByteAutomaton:
@@ -33,19 +33,19 @@ def compile_bytes(kind: str, value: str | Sequence[str], depth: int, tokens: Seq
 
     Args:
       kind: "schema" or "structural_tag" (JSON text), "pattern" or "choices".
-      depth: levels up to which values nest that a schema does not describe, or that contain themselves.
+      depth: largest nesting of values in places that a schema leaves open, or where it contains itself.
       tokens: texts of the added tokens in a structural tag; see `compiler.structural_tags`.
 
-    Raises Unusable for a constraint that cannot be followed, that nothing satisfies, or that takes too much to compile.
+    Raises Unusable for a constraint that cannot be followed, that nothing satisfies, or that exceeds the limits.
     """
     request = {"kind": kind, "value": value, "depth": depth, "states": MOST_STATES, "tokens": tokens}
     command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(MOST_SECONDS), str(MOST_MEMORY)]
     run = RUN.get()(command, input=json.dumps(request).encode(), capture_output=True)
     if run.returncode == compile_process.REFUSED:
         raise Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 200)}")
-    if run.returncode == 1:  # an error of the compiler
+    if run.returncode == 1:  # a bug of the compiler
         raise RuntimeError(run.stderr.decode())
-    if run.returncode:  # by memory, or killed by the limit of time
+    if run.returncode:  # the compiler ran out of memory, or was killed by the limit of time
         limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
         raise Unusable(f"which takes more than {limits} to compile: give shorter repetitions")
     return ByteAutomaton.from_bytes(run.stdout)

@@ -34,14 +34,14 @@ class AutomatonTable(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def allow_all(vocab_size: int) -> AutomatonTable:
-    """Returns the automaton that allows every token; kept, since requests without a constraint share it."""
+    """Returns the automaton that allows every token. Cached, because requests without a constraint share it."""
     return AutomatonTable(np.zeros((1, 1), np.int32), np.zeros(vocab_size, np.int32))
 
 
 def stack(tables: Sequence[AutomatonTable | None], states: int, classes: int, vocab_size: int) -> Automaton:
-    """Returns the automata of a batch, padded to these sizes with states and classes that nothing leads to.
+    """Returns the automata of a batch, padded to these sizes with unreachable states and unused classes.
 
-    None in place of a table allows everything.
+    A table that is None allows everything.
     """
     tables = [table or allow_all(vocab_size) for table in tables]
     next_bqc = np.full((len(tables), states, classes), NOWHERE, np.int32)
@@ -58,20 +58,20 @@ def make_table(
     vocab_size: int,
     tokens: Sequence[str] = (),
 ) -> AutomatonTable:
-    """Returns the automaton over tokens of one over bytes; ids that end an answer follow a complete text.
+    """Turns an automaton over bytes into one over tokens. Ids that end an answer are allowed after a complete text.
 
-    An id that ends an answer may also be one of the tokens in the constraint. It may then stand only where it completes the
-    text, and no other id ends the answer in its place.
+    An id that ends an answer may also be one of the tokens in the constraint. If so, it is only allowed where it completes
+    the text, and no other id may end the answer there.
 
     Args:
       tokens: texts of the added tokens in the constraint, in the order of their markers.
 
-    Raises Unusable for a table that is too large, if no text of the vocabulary's tokens is complete, and for a constraint
-    that goes on behind a token that ends the answer.
+    Raises Unusable for a table that is too large, if the vocabulary's tokens cannot write a complete text, and for a
+    constraint that continues after a token that ends the answer.
     """
     is_final_q = automaton.is_final_q
     added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
-    # A token with the byte of markers, which is no text, could begin one.
+    # A token that contains the byte of markers, which is not text, could begin a marker.
     texts = {id: text for id, text in tokenizer.token_bytes.items() if NO_UTF8 not in text}
     texts |= {added[text]: marker(index) for index, text in enumerate(tokens)}
     columns, class_v = _token_classes(automaton, texts, vocab_size)
@@ -98,8 +98,8 @@ def _token_classes(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the next states of each class of tokens, and the class of each token.
 
-    Texts of one class lead from every state to the same state. The class of a token follows from that of its bytes but the
-    last, and that of the last byte.
+    Texts of one class lead from every state to the same next state. The class of a token follows from the class of its text
+    without the last byte, and the class of the last byte.
     """
     columns, numbers, followed = [], {}, {}
 
@@ -130,12 +130,12 @@ def _token_classes(
 
 
 def _is_useful(next_qc: np.ndarray, is_final_q: np.ndarray) -> np.ndarray:
-    """Returns whether a state can be reached from the first one, and a final state from it, [q]."""
+    """Returns whether each state can be reached from the first one and can reach a final state, [q]."""
     from scipy import sparse  # takes long to import
     from scipy.sparse import csgraph
 
     source_e, class_e = np.nonzero(next_qc != NOWHERE)
-    end, final = len(next_qc), np.flatnonzero(is_final_q)  # one more state, behind the final ones
+    end, final = len(next_qc), np.flatnonzero(is_final_q)  # a further state, which follows the final ones
     edges = np.append(source_e, final), np.append(next_qc[source_e, class_e], np.full(final.size, end))
     graph = sparse.csr_array((np.ones(edges[0].size, bool), edges), shape=(end + 1, end + 1))
     after = csgraph.breadth_first_order(graph, 0, return_predecessors=False)

@@ -1,4 +1,4 @@
-"""Arrays as texts."""
+"""Texts of arrays."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -10,16 +10,16 @@ from treeflash_jax.constraints.compiler.json_texts import COMMA, finite_values
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, concat, intersect, literal, repeat, union
 
-MOST_COUNTED = 1_000  # items of an array in which some are counted
+MOST_COUNTED = 1_000  # largest number of items if some of them are counted
 
 
 def array_texts(atoms: Iterable[Atom], write: Callable[[Sequence[Subschema]], Term]) -> Term:
     """Returns the texts of the arrays that have all atoms.
 
     Args:
-      write: returns the texts of items that satisfy all given parts.
+      write: function that returns the texts of items that satisfy all given schemas.
 
-    Raises Refused for arrays of different items that are not finitely many.
+    Raises Refused if items must be unique, but may have infinitely many values.
     """
     least, most = size_limits(atoms, LengthIn)
     if most is not None and most < least:
@@ -50,9 +50,9 @@ class _State(NamedTuple):
     """Position in an array with counted items.
 
     Attributes:
-      index: number of items, up to the largest that matters.
-      counts: number of items of each kind, likewise.
-      used: the items, if they have to be different.
+      index: number of items so far, up to the largest number that makes a difference.
+      counts: number of items of each kind so far, with the same kind of limit.
+      used: the items so far, if they have to be unique.
     """
 
     index: int
@@ -61,7 +61,7 @@ class _State(NamedTuple):
 
 
 class _Counter:
-    """Writes arrays in which items of some kinds are counted, or all items are different."""
+    """Writes arrays in which items of some kinds are counted, or all items are unique."""
 
     def __init__(
         self, item: Callable[..., Term], kinds: list[Contains], is_unique: bool, least: int, most: int | None, alike: int
@@ -80,7 +80,7 @@ class _Counter:
         self._tail = cache(self._write_tail)
 
     def tail(self) -> Term:
-        """Returns the texts behind the opening bracket."""
+        """Returns the texts after the opening bracket."""
         return self._tail(_State(0, (0,) * len(self.kinds)))
 
     def _write_tail(self, state: _State) -> Term:
@@ -106,7 +106,7 @@ class _Counter:
     def _choices(self, state: _State) -> Iterable[tuple[Term, _State]]:
         """Returns the terms of the next item, each with the state after it.
 
-        An item that is not counted may still be of a kind, unless the kind has a largest number.
+        An item that is not counted may still be of a counted kind, unless that kind has a largest number.
         """
         open_kinds = [kind for kind in self.kinds if state.index >= kind.first]
         for counted in itertools.product((True, False), repeat=len(open_kinds)):

@@ -1,7 +1,7 @@
-"""Atoms: simple requirements of a value, of which schemas consist.
+"""Atoms: the simple requirements that a schema consists of.
 
-An atom constrains values of one type, as keywords do; values of other types satisfy it. Each schema is read once, so that
-atoms are equal only to themselves: that is how a schema that contains itself is found.
+Like a keyword, an atom constrains values of one type; values of all other types satisfy it. Each schema is read once, and
+an atom is equal only to itself. So a schema that contains itself is recognised by its atoms.
 """
 
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ class SchemaLocation(NamedTuple):
     """Position of a schema in its document.
 
     Attributes:
-      resolver: resolver of references from there, of the package referencing.
-      path: its JSON pointer, for messages.
-      is_resolved: whether the resolver already has the schema's $id, if any, as its base.
+      resolver: resolver (of the package `referencing`) for references in this schema.
+      path: JSON pointer of the schema, for messages.
+      is_resolved: whether the resolver already uses the schema's $id, if any, as its base.
     """
 
     resolver: Any
@@ -35,7 +35,7 @@ class SchemaLocation(NamedTuple):
 
 
 class Subschema(NamedTuple):
-    """A schema inside a schema, or its opposite."""
+    """A schema inside a schema, or its negation."""
 
     schema: Any
     place: SchemaLocation
@@ -50,7 +50,7 @@ class Atom:
 
     Attributes:
       kind: "array" or "object" if it constrains items or keys.
-      is_approximate: whether the texts written for it are only those of some values that satisfy it.
+      is_approximate: whether only some of the values that satisfy it have texts.
     """
 
     kind = None
@@ -83,7 +83,7 @@ class OneOf(Atom):
 
 @atom_type
 class TextIn(Atom):
-    """A text is in a set, of texts inside quotes."""
+    """A string is in a set; its texts are those inside the quotes."""
 
     texts: Term
     is_approximate: bool = False
@@ -91,7 +91,7 @@ class TextIn(Atom):
 
 @atom_type
 class NumberIn(Atom):
-    """A number is in a set, of numbers without exponents."""
+    """A number is in a set; its texts have no exponents."""
 
     numbers: Term
 
@@ -141,7 +141,7 @@ class Unique(Atom):
 
 @atom_type
 class Required(Atom):
-    """An object has a key, or has it not."""
+    """An object has a key, or does not have it."""
 
     kind = "object"
 
@@ -151,10 +151,10 @@ class Required(Atom):
 
 @atom_type
 class KeySet:
-    """A set of keys: those of `names`, or those that `pattern` is found in; with `names` None and no pattern, all.
+    """A set of keys: the keys in `names`, the keys that match `pattern`, or all keys if both are None.
 
     Attributes:
-      covered: keys of these sets are not in the set.
+      covered: sets whose keys are excluded from this set.
     """
 
     names: tuple[str, ...] | None = None
@@ -162,13 +162,13 @@ class KeySet:
     covered: tuple["KeySet", ...] = ()
 
     def all_names(self) -> list[str]:
-        """Returns the names that stand in the set or are not in it."""
+        """Returns the names that the set lists, and those that its excluded sets list."""
         return [*(self.names or ()), *(name for keys in self.covered for name in keys.all_names())]
 
 
 @atom_type
 class Values(Atom):
-    """The values of these keys satisfy a schema; `is_some`: at least one value does."""
+    """All values of these keys satisfy a schema; with `is_some`, at least one value does."""
 
     kind = "object"
 
@@ -184,7 +184,7 @@ class Values(Atom):
 
 @atom_type
 class KeysIn(Atom):
-    """The keys of an object satisfy a schema; `is_some`: at least one key does."""
+    """All keys of an object satisfy a schema; with `is_some`, at least one key does."""
 
     kind = "object"
     is_approximate = True
@@ -204,7 +204,7 @@ class SizeIn(Atom):
     most: int | None
 
 
-Alternatives = list[tuple[Atom, ...]]  # a value has all atoms of one of them
+Alternatives = list[tuple[Atom, ...]]  # a value satisfies all atoms of one of the tuples
 
 
 def types_of(atoms: Iterable[Atom]) -> frozenset[str]:
@@ -217,12 +217,12 @@ def types_of(atoms: Iterable[Atom]) -> frozenset[str]:
 
 
 def only(kind: str | Iterable[str], *atoms: Atom) -> tuple[Atom, ...]:
-    """Returns an alternative whose value has a type."""
+    """Returns an alternative that requires a type (or one of several), besides other atoms."""
     return (OfType(frozenset([kind] if isinstance(kind, str) else kind)), *atoms)
 
 
 def size_limits(atoms: Iterable[Atom], kind: type[LengthIn] | type[SizeIn]) -> tuple[int, int | None]:
-    """Returns the least and the most that atoms of a kind allow together; None: no limit."""
+    """Returns the smallest and the largest size that all atoms of a kind allow; None: no limit."""
     sizes = [atom for atom in atoms if isinstance(atom, kind)]
     most = [atom.most for atom in sizes if atom.most is not None]
     return max((atom.least for atom in sizes), default=0), min(most, default=None)

@@ -14,12 +14,12 @@ NOWHERE = -1  # as in decoding.automaton, which imports JAX
 
 
 class ByteAutomaton(NamedTuple):
-    """A deterministic automaton over bytes; texts begin in state 0.
+    """A deterministic automaton over bytes. Texts begin in state 0.
 
     Attributes:
       next_qk: state after a byte of each class, or NOWHERE.
       class_y: class of each byte, [256].
-      is_final_q: whether a text may end in a state.
+      is_final_q: whether a text may end in each state.
     """
 
     next_qk: np.ndarray
@@ -27,7 +27,7 @@ class ByteAutomaton(NamedTuple):
     is_final_q: np.ndarray
 
     def to_bytes(self) -> bytes:
-        """Returns it as int32: number of states, `class_y`, `is_final_q`, `next_qk`."""
+        """Returns the automaton as int32: number of states, `class_y`, `is_final_q`, `next_qk`."""
         arrays = [np.array([len(self.next_qk)]), self.class_y, self.is_final_q, self.next_qk.ravel()]
         return np.concatenate(arrays).astype(np.int32).tobytes()
 
@@ -40,7 +40,7 @@ class ByteAutomaton(NamedTuple):
 
 
 def read_automaton(term: Term, most: int) -> ByteAutomaton:
-    """Returns the smallest automaton of a set. Raises TooLarge for more than `most` states before it is made small."""
+    """Returns the smallest automaton of a set. Raises TooLarge if it has more than `most` states before minimisation."""
     states = list(walk(term, most))
     numbers = {state: number for number, state in enumerate(states)}
     masks = list(dict.fromkeys(mask for state in states for mask, _ in state.edges()))
@@ -55,16 +55,16 @@ def read_automaton(term: Term, most: int) -> ByteAutomaton:
 
 
 def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
-    """Returns the smallest automaton of the same texts: states with the same texts after them become one.
+    """Returns the smallest automaton of the same texts: states that accept the same remaining texts are merged.
 
-    Hopcroft's idea in NumPy: states begin in two groups, final and not; a group is split if its states lead to different
-    groups by some byte. After a split, only states that lead to a state with a new group are looked at again, and the
-    largest part of a group keeps its number, so that few states change. Splitting all groups in every pass would take a
-    pass for each character of a long text.
+    This is Hopcroft's algorithm in NumPy. At first there are two groups, the final states and all others. A group is split
+    if some byte leads from its states to different groups. After a split, only states that lead to a state in a new group
+    are examined again. The largest part of a split group keeps its number, so that few states change. Splitting all groups
+    in every pass would take one pass per character of a long text.
     """
     next_qk, class_y, is_final_q = automaton
     num_states, num_classes = next_qk.shape
-    # One more state, from which nothing is accepted, in place of NOWHERE.
+    # A further state, from which nothing is accepted, replaces NOWHERE.
     next_qk = np.append(np.where(next_qk == NOWHERE, num_states, next_qk), np.full((1, num_classes), num_states), axis=0)
     group_q = np.append(is_final_q, False).astype(np.int64)
     source_e, target_e = np.repeat(np.arange(num_states + 1), num_classes), next_qk.ravel()
@@ -77,12 +77,12 @@ def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
         affected = np.unique(np.concatenate([source_e[starts_q[q] : starts_q[q + 1]] for q in changed]))
         signature = np.column_stack([group_q[affected], group_q[next_qk[affected]]])
         _, first, kind, count = np.unique(signature, axis=0, return_index=True, return_inverse=True, return_counts=True)
-        group_p = group_q[affected[first]]  # of each part of a group
+        group_p = group_q[affected[first]]  # group that each part belongs to
         moves_p = np.ones(len(count), bool)
         affected_g = np.bincount(group_p, weights=count, minlength=len(size_g))
         by_size = np.argsort(-count, kind="stable")
         largest = by_size[np.unique(group_p[by_size], return_index=True)[1]]
-        moves_p[largest] = affected_g[group_p[largest]] < size_g[group_p[largest]]  # it stays if no other part is left
+        moves_p[largest] = affected_g[group_p[largest]] < size_g[group_p[largest]]  # whole groups keep their number
         np.subtract.at(size_g, group_p[moves_p], count[moves_p])
         group_p[moves_p] = num_groups + np.arange(moves_p.sum())
         size_g[group_p[moves_p]] = count[moves_p]
@@ -90,7 +90,7 @@ def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
         group_a = group_p[kind.reshape(-1)]
         changed = affected[group_a != group_q[affected]]
         group_q[affected] = group_a
-    # Groups in the order of their first states, that of state 0 first; the group of the added state is NOWHERE.
+    # Groups are in the order of their first states, so that of state 0 is first. The added state's group is NOWHERE.
     _, first, number_q = np.unique(group_q, return_index=True, return_inverse=True)
     kept = np.sort(first[first != first[number_q[num_states]]])
     rank_g = np.full(len(first), NOWHERE, np.int32)

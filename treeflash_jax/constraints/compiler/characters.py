@@ -1,4 +1,4 @@
-"""Sets of characters, and how texts of them are written: as they are, or inside the quotes of JSON."""
+"""Sets of characters, and their texts: plain UTF-8, or the text inside the quotes of JSON."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -18,14 +18,14 @@ from treeflash_jax.constraints.compiler.terms import (
 
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of code points, both ends included
 LAST = 0x10FFFF
-HALVES = ((0xD800, 0xDFFF),)  # of characters in UTF-16, which are no characters
+HALVES = ((0xD800, 0xDFFF),)  # surrogates: halves of characters in UTF-16, which are not characters
 SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 NO_UTF8 = 0xFF  # a byte of no text
 UTF8_STEPS = (0x7F, 0x7FF, 0xFFFF, LAST)  # last code point of one byte, two, three and four
 
 
 def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Returns any ranges sorted and without overlaps."""
+    """Returns the ranges sorted, and without overlaps."""
     merged: list[list[int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -53,7 +53,7 @@ def plain(ranges: Ranges) -> Term:
 
 
 def _utf8(first: int, last: int) -> Term:
-    """Returns the UTF-8 of a range: the largest parts of it in which every byte has a range of its own."""
+    """Returns the UTF-8 of a range, as the union of the largest parts in which each byte varies in a range by itself."""
     for step in UTF8_STEPS:
         if first <= step < last:
             return union(_utf8(first, step), _utf8(step + 1, last))
@@ -70,7 +70,7 @@ def _utf8(first: int, last: int) -> Term:
 
 @cache
 def quoted(ranges: Ranges) -> Term:
-    """Returns one character of a set inside the quotes of JSON: escaped only if JSON asks for it, and then shortly."""
+    """Returns one character of a set inside the quotes of JSON. It is escaped only if it must be, in the shortest way."""
     free = [(first, last) for first, last in ranges for first, last in _without_escaped(first, last)]
     escaped = [point for first, last in ranges for point in range(first, min(last, 92) + 1) if _is_escaped(point)]
     return union(plain(merge(free)), *(literal(quote(chr(point)).encode()) for point in escaped))
@@ -85,7 +85,7 @@ def _without_escaped(first: int, last: int) -> list[tuple[int, int]]:
 
 
 def quote(text: str) -> str:
-    """Returns a text as it stands inside the quotes of JSON."""
+    """Returns a text in the form that it has inside the quotes of JSON."""
 
     def escape(char: str) -> str:
         if char in map(chr, SHORT_ESCAPES):
@@ -104,6 +104,6 @@ def texts(writer: RangeWriter, least: int = 0, most: int | None = None) -> Term:
 
 
 def free_text(excluded: Iterable[str]) -> Term:
-    """Returns all byte strings without NO_UTF8 in which none of these texts is found; bytes may be halves of characters."""
+    """Returns all byte strings that contain none of these texts, nor NO_UTF8. They may end in the middle of a character."""
     excluded_text = union(*(literal(text.encode()) for text in excluded))
     return intersect(repeat(byte(ALL_BYTES & ~(1 << NO_UTF8))), complement(concat(ANYTHING, excluded_text, ANYTHING)))

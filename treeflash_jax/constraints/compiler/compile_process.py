@@ -1,8 +1,8 @@
-"""Compiles one constraint, in a process of its own.
+"""Compiles one constraint; a script that runs in a separate process.
 
 Reads JSON from stdin: {"kind": "schema" | "pattern" | "choices" | "structural_tag", "value": ..., "depth": levels,
-"states": the most, "tokens": texts of added tokens in a structural tag}. Writes `ByteAutomaton.to_bytes()`. Exit status
-REFUSED: stderr says why there is none; TOO_LARGE: memory did not suffice.
+"states": largest number of states, "tokens": texts of added tokens in a structural tag}. Writes `ByteAutomaton.to_bytes()`.
+Exit status REFUSED: the constraint has no automaton, and stderr says why. TOO_LARGE: memory did not suffice.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from treeflash_jax.constraints.compiler.terms import Term, TooLarge, is_nothing,
 
 REFUSED, TOO_LARGE = 3, 4  # exit statuses
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
-DEEPEST = 10_000  # calls inside each other
+DEEPEST = 10_000  # limit on the recursion of calls
 
 
 def compile_term(request: Mapping[str, Any]) -> Term:
@@ -35,13 +35,13 @@ def compile_term(request: Mapping[str, Any]) -> Term:
         return full_match(value, plain)
     if kind == "structural_tag":
         return tag_texts(parse(value), request["depth"], request["tokens"])
-    from treeflash_jax.constraints.compiler.values import schema_texts  # with a package that patterns do without
+    from treeflash_jax.constraints.compiler.values import schema_texts  # imports a package that patterns do not need
 
     return schema_texts(parse(value), request["depth"])
 
 
 def compile_automaton(request: Mapping[str, Any]) -> ByteAutomaton:
-    """Returns the automaton of a constraint. Raises Refused for one that cannot be followed, or that nothing satisfies."""
+    """Returns the automaton of a constraint. Raises Refused if it cannot be followed, or if nothing satisfies it."""
     try:
         term = compile_term(request)
         if is_nothing(term, request["states"]):
@@ -56,7 +56,7 @@ def compile_automaton(request: Mapping[str, Any]) -> ByteAutomaton:
 
 
 def limit(seconds: int, size: int) -> None:
-    """Limits this process to seconds of CPU time and bytes of memory, and to the life of its parent, if the system can."""
+    """Limits the CPU time and the memory (in bytes) of this process, and ends it with its parent, if the system can."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 

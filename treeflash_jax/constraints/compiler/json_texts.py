@@ -32,16 +32,16 @@ SPACE_MASK = 1 << ord(" ")
 ESCAPED = {char: quote(chr(char)).encode() for char in (*range(32), *SHORT_ESCAPES)}
 UNESCAPED = ALL_BYTES & ~sum(1 << char for char in ESCAPED)
 EXACT = Context(prec=3 * MOST_DIGITS)
-MOST_FINITE, LONGEST_FINITE = 8, 1_000  # values of a set that is enumerated, and bytes of each
+MOST_FINITE, LONGEST_FINITE = 8, 1_000  # limits on a set that is enumerated: number of values, and bytes of each
 
 
 def key_text(name: Any) -> Term:
-    """Returns a key without its quotes; nothing for a value that is no text."""
+    """Returns the text of a key without its quotes; the empty set for a value that is not a string."""
     return literal(quote(name).encode()) if isinstance(name, str) else NOTHING
 
 
 def type_of(value: Any) -> str:
-    """Returns the type of a JSON value, whose numbers are of type int or, with a fraction, Decimal."""
+    """Returns the type of a JSON value. Its integers are int, and its numbers with a fraction are Decimal."""
     kinds = {bool: "boolean", int: "integer", Decimal: "fraction", str: "string", list: "array", dict: "object"}
     return kinds.get(type(value), "null")
 
@@ -53,7 +53,7 @@ def nesting(value: Any) -> int:
 
 
 def value_text(value: Any) -> Term:
-    """Returns the texts of one value, with a number in its shortest form."""
+    """Returns the texts of one value. Numbers have their shortest form."""
     if isinstance(value, dict):
         return _braces(
             [concat(QUOTE, key_text(name), QUOTE, COLON, value_text(item)) for name, item in value.items()], b"{}"
@@ -71,7 +71,7 @@ def _braces(parts: Iterable[Term], braces: bytes) -> Term:
 
 
 def cover(value: Any) -> Term:
-    """Returns at least all texts of a value: for objects, which have keys in any order, those of all objects."""
+    """Returns a superset of a value's texts. For an object, it is the texts of all objects, in any order of keys."""
     if isinstance(value, dict) and value:
         return concat(literal(b"{"), ANYTHING)
     if isinstance(value, list):
@@ -80,7 +80,7 @@ def cover(value: Any) -> Term:
 
 
 def unquoted(term: Term) -> Term:
-    """Returns the strings among the JSON texts of a set, as they are: without quotes and escapes."""
+    """Returns the strings among the JSON texts of a set, without quotes and escapes."""
     return machine(_unquoted_edges, _is_end_of_string, follow(term, b'"'))
 
 
@@ -97,7 +97,7 @@ def _is_end_of_string(tail: Term) -> bool:
 
 
 def finite_values(term: Term) -> dict[str, Term]:
-    """Returns the texts of each value in a set, by a text that equal values share. Raises Refused if values are not few."""
+    """Returns the texts of each value in a set, by a text that equal values share. Raises Refused for too many values."""
     texts, unread = {}, [(b"", term)]
     while unread:
         text, tail = unread.pop()
@@ -106,7 +106,7 @@ def finite_values(term: Term) -> dict[str, Term]:
             key = json.dumps(value, sort_keys=True, default=str)
             texts[key] = union(texts.get(key, NOTHING), value_text(value))
         for mask, after in tail.edges():
-            is_space = mask == SPACE_MASK and {*after.edges()} <= {*tail.edges()}  # that may be left out, as in SPACE
+            is_space = mask == SPACE_MASK and {*after.edges()} <= {*tail.edges()}  # an optional space, as in SPACE
             unread += [(text + bytes([byte]), after) for byte in range(256) if mask >> byte & 1 and not is_space]
         if len(texts) > MOST_FINITE or len(unread) > 256 or len(text) > LONGEST_FINITE:
             raise Refused(f"uniqueItems of more than {MOST_FINITE} possible values cannot be followed")
@@ -114,7 +114,7 @@ def finite_values(term: Term) -> dict[str, Term]:
 
 
 def parse(text: str) -> Any:
-    """Returns a JSON value with exact numbers: int, or Decimal with a fraction."""
+    """Returns a JSON value with exact numbers: int, or Decimal for numbers with a fraction."""
 
     def read(digits: str) -> int | Decimal:
         try:

@@ -1,4 +1,4 @@
-"""Numbers as they are written in JSON: ranges, multiples, and all ways to write a value."""
+"""Texts of numbers in JSON: ranges, multiples, and all ways to write a value."""
 
 from decimal import Decimal
 from functools import cache
@@ -25,15 +25,15 @@ Number = int | Decimal
 INTEGERS = full_match(r"0|-?[1-9]\d*", plain)
 DECIMALS = full_match(r"-?(0|[1-9]\d*)(\.\d+)?", plain)
 EXPONENTS = full_match(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d{1,2})?", plain)
-FRACTIONS = full_match(r"-?(0|[1-9]\d*)\.\d*[1-9]\d*", plain)  # of what is no integer
+FRACTIONS = full_match(r"-?(0|[1-9]\d*)\.\d*[1-9]\d*", plain)  # numbers that are not integers
 DIGIT = byte((1 << 58) - (1 << 48))
 DIGITS = repeat(DIGIT)
-MOST_REMAINDERS = 2_000  # states of one multipleOf
+MOST_REMAINDERS = 2_000  # limit on the states of one multipleOf
 MOST_DIGITS = 400
 
 
 class Bounds(NamedTuple):
-    """A range of numbers; None: no limit. A strict limit is outside."""
+    """A range of numbers; None: no limit. A strict limit is not part of the range."""
 
     least: Number | None = None
     is_least_strict: bool = False
@@ -47,7 +47,7 @@ def write(value: Number) -> str:
 
 
 def same_value(value: Number) -> Term:
-    """Returns at least all texts of a value: without an exponent those, with one any."""
+    """Returns a superset of a value's texts: all of them without an exponent, and all numbers with an exponent."""
     whole, _, fraction = write(abs(value)).partition(".")
     fraction = fraction.rstrip("0")
     zeros = union(EMPTY, concat(literal(b"."), repeat(literal(b"0"), 1)))
@@ -57,7 +57,7 @@ def same_value(value: Number) -> Term:
 
 
 def between(bounds: Bounds) -> Term:
-    """Returns the numbers of a range, without exponents."""
+    """Returns the numbers in a range, written without exponents."""
     least, least_strict, most, most_strict = bounds
     positive = _magnitudes(least, least_strict, most, most_strict)
     negative = _magnitudes(_minus(most), most_strict, _minus(least), least_strict)
@@ -69,7 +69,7 @@ def _minus(value: Number | None) -> Number | None:
 
 
 def _magnitudes(least: Number | None, least_strict: bool, most: Number | None, most_strict: bool) -> Term:
-    """Returns the numbers from 0 on that are in a range."""
+    """Returns the numbers of at least 0 that are in a range."""
     terms = [full_match(r"(0|[1-9]\d*)(\.\d+)?", plain)]
     if most is not None:
         if most < 0 or (most == 0 and most_strict):
@@ -81,7 +81,7 @@ def _magnitudes(least: Number | None, least_strict: bool, most: Number | None, m
 
 
 def _above(least: Number, is_strict: bool) -> Term:
-    """Returns the numbers above a limit of at least 0, or also the limit; among texts of numbers from 0 on."""
+    """Returns the numbers above a limit of at least 0; the limit itself is included unless `is_strict`."""
     whole, _, fraction = write(least).partition(".")
     end = union(EMPTY, concat(literal(b"."), repeat(DIGIT, 1)))
     above = [concat(byte((1 << 58) - (1 << 49)), repeat(DIGIT, len(whole)), end)]
@@ -95,7 +95,7 @@ def _above(least: Number, is_strict: bool) -> Term:
 
 
 def _fraction_above(fraction: str, is_strict: bool) -> Term:
-    """Returns the dots and digits of a fraction above another, or also that; the empty text and zeros are one fraction."""
+    """Returns the fractions, with their dot, above another; that one is included unless `is_strict`. "" means zero."""
     above = []
     for i, digit in enumerate(fraction):
         if digit < "9":
@@ -113,7 +113,7 @@ class _Remainder(NamedTuple):
 
     Attributes:
       value: remainder of the digits so far.
-      digits: of the fraction; None before the dot.
+      digits: number of digits after the dot; None before the dot.
     """
 
     value: int
@@ -122,7 +122,7 @@ class _Remainder(NamedTuple):
 
 @cache
 def multiples(divisor: Number) -> Term:
-    """Returns the multiples of a number, among texts of numbers without exponents. Raises Refused for large ones."""
+    """Returns the multiples of a number, written without exponents. Raises Refused for large divisors."""
     places = max(0, -Decimal(divisor).normalize().as_tuple().exponent)
     modulus = int(divisor * 10**places)
     if modulus * (places + 1) > MOST_REMAINDERS:

@@ -1,4 +1,4 @@
-"""Objects as texts."""
+"""Texts of objects."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ from treeflash_jax.constraints.compiler.terms import (
     union,
 )
 
-MOST_PATTERNS = 4  # of keys, in one object
+MOST_PATTERNS = 4  # largest number of patterns of keys in one object
 
 
 def object_texts(
@@ -35,9 +35,9 @@ def object_texts(
     """Returns the texts of the objects that have all atoms.
 
     Args:
-      write: returns the texts of values that satisfy all given parts.
-      key_texts: returns the texts of keys that satisfy a part, without quotes.
-      is_open: whether objects have keys that no atom covers, although some atoms cover values.
+      write: function that returns the texts of values that satisfy all given schemas.
+      key_texts: function that returns the texts of keys that satisfy a schema, without quotes.
+      is_open: whether objects may have keys that no atom covers, even if some atoms cover keys.
 
     Raises Refused for more patterns of keys, or more keys of any name, than can be followed.
     """
@@ -56,7 +56,7 @@ class _Objects:
         """Returns the texts of objects.
 
         Args:
-          last: atoms with `is_some` that the final key without a name, and its value, satisfy; it is the final one because
+          last: atoms with `is_some` that the last unnamed key and its value satisfy. It has to be the last, because only
             the last value of a repeated key counts.
         """
         values = [atom for atom in atoms if isinstance(atom, Values)]
@@ -79,7 +79,7 @@ class _Objects:
             raise Refused(f"minProperties {least} with keys of any name cannot be followed")
         required = {atom.name for atom in demands if not atom.is_negated}
         forbidden = {atom.name for atom in demands if atom.is_negated}
-        cap = max(1, len(names) if least or most is not None else 1)  # numbers of keys above it are alike
+        cap = max(1, len(names) if least or most is not None else 1)  # larger numbers of keys make no difference
         tails = [_end(count, other, final, least, most) for count in range(cap + 1)]
         for name in reversed(names):
             is_possible = name not in forbidden and all(self._has_key(atom, name) for atom in limits)
@@ -102,7 +102,7 @@ class _Objects:
     def _pairs(
         self, values: list[Values], limits: list[KeysIn], names: list[str], last: tuple[Atom, ...], is_open: bool
     ) -> Term:
-        """Returns a key that is none of the names, with its value, for which `last` holds."""
+        """Returns an unnamed key with its value, which satisfy `last`."""
         final = [atom for atom in last if isinstance(atom, Values)]
         keys = [self.key_texts(atom.part) for atom in (*limits, *last) if isinstance(atom, KeysIn)]
         keys.append(complement(union(*map(key_text, names))))
@@ -123,9 +123,9 @@ class _Objects:
 
 
 def _end(count: int, other: Term, final: Term | None, least: int, most: int | None) -> Term:
-    """Returns the texts behind `count` named keys: pairs of other keys and values, the final one, and the brace.
+    """Returns the texts after `count` named keys: pairs of other keys and values, the last pair, and the brace.
 
-    Other keys may be repeated, so that any number of them counts as one towards the least.
+    Other keys may be repeated. So for the smallest number of keys, any number of them counts as one.
     """
     end, comma = literal(b"}"), COMMA if count else EMPTY
     ways = [end] if final is None and count >= least else []
@@ -139,7 +139,7 @@ def _end(count: int, other: Term, final: Term | None, least: int, most: int | No
 
 
 def _with_name(some: Values | KeysIn, name: str) -> list[Atom]:
-    """Returns the atoms of an object in which a key of this name satisfies `some`."""
+    """Returns the atoms of an object in which the key `name` satisfies `some`."""
     return [Required(name), *([Values(KeySet((name,)), some.part)] if isinstance(some, Values) else [])]
 
 
@@ -148,7 +148,7 @@ def _patterns(keys: KeySet) -> set[str]:
 
 
 def _has_other(keys: KeySet, is_found: dict[str, bool]) -> bool:
-    """Returns whether a key that is none of the names is in a set, by the patterns that are found in it."""
+    """Returns whether an unnamed key is in a set, given which patterns it matches."""
     if keys.names is not None:
         return False
     return (

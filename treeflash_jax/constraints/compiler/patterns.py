@@ -1,6 +1,7 @@
-"""Regular expressions of ECMA-262 (with its flag u, as JSON Schema asks) as terms.
+"""Regular expressions of ECMA-262 (with its flag u, as JSON Schema requires) as terms.
 
-Not regular or not followed, and refused with their position: look-around, back references, word boundaries, flags.
+Look-around, back references, word boundaries and flags are refused with their position: they are not regular, or not
+supported.
 """
 
 import itertools
@@ -35,7 +36,7 @@ class Anchor(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A group with anchors in it."""
+    """A group of a pattern that contains anchors."""
 
     alternatives: list[list]
 
@@ -45,7 +46,7 @@ Item = Term | Anchor | Group
 
 @cache
 def search(pattern: str, writer: RangeWriter) -> Term:
-    """Returns the texts in which a pattern is found, as JSON Schema's `pattern` asks. Raises Refused as `full_match`."""
+    """Returns the texts that contain a match of a pattern, as for JSON Schema's `pattern`. Raises as `full_match`."""
     return _read(pattern, writer, texts(writer))
 
 
@@ -53,13 +54,13 @@ def search(pattern: str, writer: RangeWriter) -> Term:
 def full_match(pattern: str, writer: RangeWriter) -> Term:
     """Returns the texts that a pattern matches as a whole.
 
-    Raises Refused for what is no pattern or cannot be followed.
+    Raises Refused for a text that is not a pattern, or a pattern that cannot be followed.
     """
     return _read(pattern, writer, EMPTY)
 
 
 def _read(pattern: str, writer: RangeWriter, around: Term) -> Term:
-    """Returns the texts that match, with any of the texts `around` on sides without an anchor."""
+    """Returns the texts that match. On sides without an anchor, any of the texts `around` may stand."""
     parser = _Parser(pattern, writer)
     alternatives = parser.read_alternatives()
     if parser.at < len(pattern):
@@ -79,7 +80,7 @@ def _match(sequence: list[Term | Anchor], around: Term) -> Term:
 
 
 class _Parser:
-    """Reads one pattern from left to right; `at` is the position of what comes next."""
+    """Reads one pattern from left to right. `at` is the position of the next character."""
 
     def __init__(self, pattern: str, writer: RangeWriter):
         self.pattern, self.writer, self.at = pattern, writer, 0
@@ -88,7 +89,7 @@ class _Parser:
         raise Refused(f"pattern {self.pattern!r} has {what} at position {self.at if at is None else at}")
 
     def skip(self, text: str) -> bool:
-        """Moves behind a text if it comes next."""
+        """Moves past a text if it comes next, and returns whether it did."""
         if not self.pattern.startswith(text, self.at):
             return False
         self.at += len(text)
@@ -162,7 +163,7 @@ class _Parser:
             least, most = counts
         else:
             return item
-        self.skip("?")  # lazy: the same texts
+        self.skip("?")  # a lazy quantifier matches the same texts
         if self.pattern[self.at : self.at + 1] in ("*", "+", "?") or self._is_count(self.at):
             self.refuse("a repetition of a repetition")
         if not isinstance(item, Term):
@@ -181,11 +182,11 @@ class _Parser:
         return int(least), int(most) if most else None if comma else int(least)
 
     def _is_count(self, at: int) -> bool:
-        """Returns whether {2}, {2,} or {2,3} stand at a position."""
+        """Returns whether a quantifier such as {2}, {2,} or {2,3} stands at a position."""
         return re.match(r"\{[0-9]+(,[0-9]*)?\}", self.pattern[at:]) is not None
 
     def _read_character(self, char: str, start: int) -> Ranges:
-        """Returns the set that a character stands for outside of brackets."""
+        """Returns the set of characters that a character means outside of brackets."""
         if char == ".":
             return NOT_LINE_ENDS
         if char != "\\":
@@ -252,7 +253,7 @@ class _Parser:
         return invert(ranges) if is_inverted else ranges
 
     def _read_class(self) -> Ranges:
-        """Returns the set that brackets stand for."""
+        """Returns the set of characters that brackets mean."""
         start = self.at - 1
         is_inverted = self.skip("^")
         ranges: list[tuple[int, int]] = []

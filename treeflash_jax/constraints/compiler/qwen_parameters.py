@@ -1,4 +1,4 @@
-"""Arguments of a function as elements, in the form of the chat template of Qwen3-Coder."""
+"""Texts of a function's arguments as XML-like elements, the form of Qwen3-Coder's chat template."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,20 +11,20 @@ from treeflash_jax.constraints.compiler.terms import EMPTY, Term, concat, inters
 from treeflash_jax.constraints.compiler.values import schema_texts
 
 FOLLOWED = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
-MARKS = "<parameter", "</parameter", "</tool_call>"  # by which calls are read, so that no value contains them
+MARKS = "<parameter", "</parameter", "</tool_call>"  # calls are parsed by these marks, so no value may contain them
 
 
 def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str]) -> Term:
-    """Returns the elements of a function's arguments, in the order of `properties`; all but `required` ones are optional.
+    """Returns the elements of a function's arguments, in the order of `properties`. Only `required` ones must be there.
 
-    A value is a text as it is, without quotes, if its schema allows strings; else a JSON text.
+    If the schema of a value allows strings, the value is plain text without quotes. Otherwise it is JSON text.
 
     Args:
       schema: JSON schema of the arguments, an object.
       depth: as in `schema_texts`.
-      excluded: further texts that no value contains.
+      excluded: further texts that no value may contain.
 
-    Raises Refused for a name that no element can have, and keywords of objects other than FOLLOWED.
+    Raises Refused for a name that an element cannot have, and for keywords of objects other than FOLLOWED.
     """
     others = schema.keys() - FOLLOWED
     if others:

@@ -2,7 +2,7 @@
 
 
 class Refused(Exception):
-    """A constraint without an automaton: `what` cannot be followed, and `path`, its JSON pointer."""
+    """Raised for a constraint that cannot be followed. `what` names the reason, and `path` is its JSON pointer."""
 
     def __init__(self, what: str, path: str | None = None):
         super().__init__(what)

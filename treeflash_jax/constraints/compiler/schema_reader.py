@@ -1,8 +1,8 @@
 """JSON schemas as alternatives of atoms.
 
-A schema becomes a list of alternatives (`anyOf`, `oneOf`, `if`, a keyword of `not` that has to fail), each a tuple of
-atoms that hold together (`allOf`, `$ref`). What violates a schema has alternatives as well, so that no set of JSON texts is
-ever complemented: repeated keys and the ways to write a number have no part in it.
+A schema becomes a list of alternatives (`anyOf`, `oneOf`, `if`, a keyword of `not` that has to fail). Each alternative is a
+tuple of atoms that hold together (`allOf`, `$ref`). The negation of a schema becomes alternatives, too. So no set of JSON
+texts is ever complemented, which repeated keys and the many ways to write a number would make wrong.
 """
 
 import itertools
@@ -34,8 +34,8 @@ ANNOTATIONS = frozenset(
     """title description default example examples deprecated readOnly writeOnly discriminator $schema $id $anchor
     $dynamicAnchor $comment $defs definitions $vocabulary contentEncoding contentMediaType contentSchema""".split()
 )
-COMPANIONS = "then", "else", "minContains", "maxContains"  # read with another keyword
-FEW_ALTERNATIVES, MOST_ALTERNATIVES = 16, 1_000  # above the first number, those without values are sought and left out
+COMPANIONS = "then", "else", "minContains", "maxContains"  # keywords that are read with another one
+FEW_ALTERNATIVES, MOST_ALTERNATIVES = 16, 1_000  # above the first number, alternatives without values are removed
 
 
 @dataclass
@@ -43,9 +43,9 @@ class SchemaReader:
     """Reads schemas as alternatives of atoms, each schema once.
 
     Attributes:
-      has_scope: whether references depend on the way to them ($dynamicRef).
-      dynamic_anchors: number of places of each $dynamicAnchor.
-      are_disjoint: returns whether no value has the atoms of both of two alternatives.
+      has_scope: whether references depend on the path of references before them ($dynamicRef).
+      dynamic_anchors: number of times that each $dynamicAnchor is defined.
+      are_disjoint: function that returns whether no value satisfies both of two alternatives.
     """
 
     has_scope: bool
@@ -54,9 +54,10 @@ class SchemaReader:
     _known: dict[tuple, Alternatives | None] = field(default_factory=dict)
 
     def read(self, part: Subschema) -> Alternatives:
-        """Returns the alternatives of a schema, or of its opposite.
+        """Returns the alternatives of a schema, or of its negation.
 
-        Raises Refused for what is no schema, cannot be followed, or contains itself without a value around it.
+        Raises Refused for anything that is not a schema, for a schema that cannot be followed, and for one that contains
+        itself without a value around it.
         """
         scope = tuple(dict.fromkeys(uri for uri, _ in part.place.resolver.dynamic_scope())) if self.has_scope else ()
         key = id(part.schema), part.is_negated, scope
@@ -70,7 +71,7 @@ class SchemaReader:
         return self._known[key]
 
     def combine(self, parts: Iterable[Alternatives], place: SchemaLocation) -> Alternatives:
-        """Returns every combination of alternatives, one from each part, except combinations that leave no type."""
+        """Returns all combinations of one alternative from each part, except those that allow no type."""
         combined = ALWAYS
         for alternatives in parts:
             is_product = len(combined) > 1 and len(alternatives) > 1
@@ -95,7 +96,7 @@ class SchemaReader:
                 parts.append(self._read_keyword(name, schema, place, is_negated))
         if is_negated and late:
             raise Refused(f"{late[0]} cannot be followed where a schema must not hold", place.path)
-        if is_negated:  # a schema that fails evaluates nothing
+        if is_negated:  # a schema that fails evaluates no items or keys
             return [tuple(map(_without_evaluation, atoms)) for atoms in itertools.chain(*parts)]
         alternatives = self.combine(parts, place)
         for name in late:
@@ -151,14 +152,14 @@ class SchemaReader:
         alternatives = []
         for name, holds in ("then", condition), ("else", condition.opposite()):
             branch = self.read(Subschema(schema.get(name, True), place.inside(name), is_negated))
-            if branch:  # without alternatives, a condition that cannot be negated need not be read
+            if branch:  # without alternatives, the condition is not read, since it may be one that cannot be negated
                 alternatives += self.combine([self.read(holds), branch], place)
         return alternatives
 
     def read_dependent(
         self, value: dict, schema: dict, place: SchemaLocation, is_negated: bool, *, keyword: str
     ) -> Alternatives:
-        if keyword == "dependencies" and is_negated:  # of older drafts; by the present one, it never fails
+        if keyword == "dependencies" and is_negated:  # a keyword of older drafts; in the present draft, it never fails
             raise Refused("dependencies cannot be followed where a schema must not hold")
         parts = []
         for name, needed in value.items():

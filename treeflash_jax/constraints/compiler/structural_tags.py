@@ -1,7 +1,8 @@
 """Structural tags as sets of byte strings: text, then a schema, then text, in the JSON format of xgrammar.
 
-Text of constants that is a token of its own in the vocabulary, such as <tool_call>, is that token: a marker, two bytes that
-no UTF-8 has. Free text, patterns and JSON texts have no markers; free text may spell such a token unless it excludes it.
+If constant text spells an added token of the vocabulary, such as <tool_call>, it means that token. The token is written as
+a marker: two bytes that never occur in UTF-8. Free text, patterns and JSON texts have no markers. Free text may spell such
+a token unless it excludes the text.
 """
 
 import re
@@ -15,7 +16,7 @@ from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import Term, concat, literal, repeat, union
 
 FLAGS = {"at_least_one": bool, "stop_after_first": bool}
-KEYS: dict[str, dict[str, Any]] = {  # of each format, with types of their values; a list: of its items
+KEYS: dict[str, dict[str, Any]] = {  # keys of each format with the types of their values; a list has the type of its items
     "const_string": {"value": str},
     "json_schema": {"json_schema": dict | bool, "style": str},
     "qwen_xml_parameter": {"json_schema": dict},
@@ -32,7 +33,7 @@ DEFAULTS = {"style": "json", "excludes": [], **dict.fromkeys(FLAGS, False)}
 
 
 def marker(index: int) -> bytes:
-    """Returns the bytes that stand for one of the tokens of a constraint."""
+    """Returns the bytes that represent a token of a constraint."""
     return bytes([NO_UTF8, index])
 
 
@@ -41,9 +42,9 @@ def tag_texts(tag: dict[str, Any], depth: int, tokens: Iterable[str]) -> Term:
 
     Args:
       depth: as in `schema_texts`.
-      tokens: texts of added tokens, which `marker` numbers in this order.
+      tokens: texts of added tokens; a token's index is its number for `marker`.
 
-    Raises Refused, with the place, for what is no format or cannot be followed.
+    Raises Refused, with the place, for anything that is not a format or cannot be followed.
     """
     markers = {text: marker(index) for index, text in enumerate(tokens)}
     if isinstance(tag, dict) and tag.get("type") == "structural_tag":
@@ -53,7 +54,7 @@ def tag_texts(tag: dict[str, Any], depth: int, tokens: Iterable[str]) -> Term:
 
 @dataclass(frozen=True)
 class _Formats:
-    """Reads formats inside each other. `place` is where one stands; `ends` are the ends of the tags around it."""
+    """Reads nested formats. `place` is the place of a format, and `ends` are the ends of the tags around it."""
 
     depth: int
     markers: Mapping[str, bytes]
@@ -65,7 +66,7 @@ class _Formats:
                 return self._constant(values["value"])
             case "json_schema":
                 return self._read_schema(values["json_schema"], values["style"], place, ends)
-            case "qwen_xml_parameter":  # the older name
+            case "qwen_xml_parameter":  # older name
                 return self._read_schema(values["json_schema"], "qwen_xml", place, ends)
             case "regex":
                 return _placed(f"{place}pattern", lambda: full_match(values["pattern"], plain))
@@ -92,7 +93,7 @@ class _Formats:
         return [self.read(part, f"{place}{i}.", ends) for i, part in enumerate(parts)]
 
     def _read_schema(self, schema: dict[str, Any] | bool, style: str, place: str, ends: tuple[str, ...]) -> Term:
-        # With a package that the other formats do without.
+        # Imports a package that the other formats do not need.
         from treeflash_jax.constraints.compiler.qwen_parameters import parameter_texts
         from treeflash_jax.constraints.compiler.values import schema_texts
 
@@ -103,7 +104,7 @@ class _Formats:
         raise Refused(f"{place}style {style!r} is unknown, expected 'json', or 'qwen_xml' with an object")
 
     def _read_tags(self, values: dict[str, Any], place: str, ends: tuple[str, ...]) -> Term:
-        """Returns tags in free text, which contains no trigger, or with separators between them."""
+        """Returns tags in free text that contains no trigger, or tags with separators between them."""
         tags = [{"type": "tag", **tag} for tag in values["tags"]]
         for i, tag in enumerate(tags):
             if tag["type"] != "tag":
@@ -147,7 +148,7 @@ def _has_type(value: Any, expected: Any) -> bool:
 
 
 def _placed(place: str, write: Callable[[], Term]) -> Term:
-    """Returns the result of `write`; its errors name the place."""
+    """Returns the result of `write`, and adds the place to its errors."""
     try:
         return write()
     except Refused as error:

@@ -1,10 +1,10 @@
 """Sets of byte strings as terms, and their automata: Brzozowski's derivatives of extended regular expressions.
 
-A term is made by the functions below, never by `Term`: equal terms are one object, so that the terms that follow each
-other byte by byte are the states of a deterministic automaton. Unlike expressions, terms have intersections and
-complements; both cost nothing until an automaton is read. Brzozowski, Derivatives of Regular Expressions (1964).
+Terms are made by the functions below, never by `Term`. Equal terms are one object, so the terms that remain after each
+byte are the states of a deterministic automaton. Unlike regular expressions, terms have intersections and complements. Both
+cost nothing until the automaton is read. Source: Brzozowski, Derivatives of Regular Expressions (1964).
 
-Sets of bytes are integers of 256 bits: bit 65 is the byte "A".
+Sets of bytes are integers of 256 bits; bit 65 is the byte "A".
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ ALL_BYTES = (1 << 256) - 1
 
 
 class TooLarge(Exception):
-    """An automaton of more states than allowed."""
+    """Raised for an automaton that has more states than allowed."""
 
 
 class Term:
@@ -34,7 +34,7 @@ class Term:
         self._edges: list[tuple[int, Term]] | None = None
 
     def edges(self) -> list[tuple[int, "Term"]]:
-        """Returns the term after each first byte, as disjoint sets of bytes with terms; bytes of no set are impossible."""
+        """Returns disjoint sets of first bytes, each with the term after them. Bytes in no set are impossible."""
         if self._edges is None:
             self._edges = [(mask, term) for mask, term in EDGES[self.kind](*self.parts) if term is not NOTHING]
         return self._edges
@@ -57,7 +57,7 @@ ANYTHING = _make("complement", (NOTHING,), True)  # every string
 
 
 def byte(mask: int) -> Term:
-    """Returns the strings of one byte of a set."""
+    """Returns the strings of one byte, which is in a set."""
     return _make("byte", (mask,), False)
 
 
@@ -66,7 +66,7 @@ def literal(text: bytes) -> Term:
 
 
 def concat(*terms: Term) -> Term:
-    """Returns the strings that consist of one of each term, in this order."""
+    """Returns the strings that join one string of each term, in this order."""
     return reduce(lambda tail, head: _pair(head, tail), reversed(terms), EMPTY)
 
 
@@ -109,7 +109,7 @@ def intersect(*terms: Term) -> Term:
     literals = sum(part.kind == "literal" for part in parts)
     if NOTHING in parts or literals > 1:
         return NOTHING
-    if literals:  # one string, which the others have or have not
+    if literals:  # a single string: it is in all other terms, or the intersection is empty
         text = next(part for part in parts if part.kind == "literal")
         return text if all(contains(part, text.parts[0]) for part in parts) else NOTHING
     if len(parts) < 2:
@@ -125,7 +125,7 @@ def complement(term: Term) -> Term:
 
 
 def repeat(term: Term, least: int = 0, most: int | None = None) -> Term:
-    """Returns the strings of `least` to `most` strings of a term; None: without an end."""
+    """Returns the strings that join `least` to `most` strings of a term; None: no limit."""
     if most == 0 or term is EMPTY:
         return EMPTY
     if (least, most) == (1, 1):
@@ -138,7 +138,7 @@ def repeat(term: Term, least: int = 0, most: int | None = None) -> Term:
 
 
 def machine(step: Callable[[Any], Iterable[tuple[int, Any]]], is_final: Callable[[Any], bool], state: Any) -> Term:
-    """Returns the strings of an automaton from a state on; `step` returns sets of bytes with the states after them."""
+    """Returns the strings that an automaton accepts from a state; `step` returns sets of bytes with the next states."""
     return _make("machine", (step, is_final, state), is_final(state))
 
 
@@ -168,7 +168,7 @@ def _complement_edges(term: Term) -> list[tuple[int, Term]]:
 
 
 def _overlay(lists: Iterable[list[tuple[int, Term]]], combine: Callable[..., Term]) -> list[tuple[int, Term]]:
-    """Returns disjoint sets of bytes with the combination of what follows them in each list."""
+    """Returns disjoint sets of bytes, each with the combination of the terms that follow it in the lists."""
     cells: list[tuple[int, tuple[Term, ...]]] = []
     for edges in lists:
         after_cells = []
@@ -186,7 +186,7 @@ def _overlay(lists: Iterable[list[tuple[int, Term]]], combine: Callable[..., Ter
 
 
 def _join(edges: Iterable[tuple[int, Term]]) -> list[tuple[int, Term]]:
-    """Returns edges with one set of bytes for each term."""
+    """Merges edges that lead to the same term."""
     masks: dict[Term, int] = {}
     for mask, term in edges:
         masks[term] = masks.get(term, 0) | mask

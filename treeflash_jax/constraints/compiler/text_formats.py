@@ -1,4 +1,4 @@
-"""Formats of JSON Schema as texts that are all valid; not all valid texts are among them."""
+"""Texts of JSON Schema's formats. All of them are valid, but some valid texts are left out."""
 
 from functools import cache
 
@@ -20,7 +20,7 @@ DURATION = f"P(({COUNT}D|{COUNT}M({COUNT}D)?|{COUNT}Y({COUNT}M({COUNT}D)?)?)({CL
 BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 IPV4 = rf"{BYTE}(\.{BYTE}){{3}}"
 GROUP = "[0-9a-fA-F]{1,4}"
-IPV6_SHORT = [  # with :: for the zeros behind n groups
+IPV6_SHORT = [  # addresses with :: for the zeros after n groups
     "::".join([f"({GROUP}:){{{max(n - 1, 0)}}}{GROUP}" if n else "", f"({GROUP}(:{GROUP}){{0,{6 - n}}})?" if n < 7 else ""])
     for n in range(8)
 ]
@@ -29,8 +29,8 @@ UUID = "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 POINTER = "(/([^~/]|~[01])*)*"
 PATTERNS = {"date": DATE, "time": TIME, "date-time": f"{DATE}T{TIME}", "duration": DURATION, "ipv4": IPV4, "ipv6": IPV6}
 PATTERNS |= {"uuid": UUID, "json-pointer": POINTER, "relative-json-pointer": rf"(0|[1-9]\d*)(#|{POINTER})"}
-ATOM = r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*"  # before the @ of an address
-LABEL = "[A-Za-z0-9]+(-[A-Za-z0-9]+)*"  # of a host
+ATOM = r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*"  # part before the @ of an address
+LABEL = "[A-Za-z0-9]+(-[A-Za-z0-9]+)*"  # label of a host name
 MOST_LABEL, MOST_ATOM = 30, 30  # characters
 SEGMENT = "([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 ALIKE = {
@@ -42,7 +42,7 @@ REFUSED = ("regex",)
 
 @cache
 def format_texts(name: str, writer: RangeWriter) -> Term | None:
-    """Returns texts of a format; None for one that the standard does not know, which says nothing of a text.
+    """Returns texts of a format; None for a format that is not in the standard, and thus allows every text.
 
     Raises Refused for a format that cannot be followed.
     """

@@ -1,4 +1,4 @@
-"""Keywords that constrain values of one type: as atoms, or as the ways to violate them."""
+"""Keywords that constrain values of one type, read as atoms, or as the ways to violate them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,14 +32,14 @@ from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import Term, complement
 from treeflash_jax.constraints.compiler.text_formats import format_texts
 
-ALWAYS: Alternatives = [()]  # of every value
-NEVER: Alternatives = []  # of none
+ALWAYS: Alternatives = [()]  # every value satisfies these
+NEVER: Alternatives = []  # no value satisfies these
 
 
 def _requirement(
     kind: str | Iterable[str], holds: Atom, fails: Sequence[tuple[Atom, ...]], is_negated: bool
 ) -> Alternatives:
-    """Returns a keyword as an atom, or the ways to violate it, all with a type."""
+    """Returns the alternatives of a keyword: its atom, or if it is negated, the ways to violate it with its type."""
     return [only(kind, *atoms) for atoms in fails] if is_negated else [(holds,)]
 
 
@@ -66,7 +66,7 @@ def _const(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) ->
 
 
 def _text(make: Callable[[Any], Term | None]) -> Callable[..., Alternatives]:
-    """Returns the reader of a keyword of texts."""
+    """Returns the reader of a keyword of strings."""
 
     def read(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         term = make(value)
@@ -113,7 +113,7 @@ def _count(value: Any) -> int:
 
 
 def _limit(kind: str, make: type[Atom], is_least: bool) -> Callable[..., Alternatives]:
-    """Returns the reader of a limit of the size of arrays or objects."""
+    """Returns the reader of a keyword that limits the size of arrays or objects."""
 
     def read(value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         value = _count(value)
@@ -194,7 +194,7 @@ def _property_names(value: Any, schema: dict, place: SchemaLocation, is_negated:
 
 
 def unevaluated(name: str, atoms: Sequence[Atom], part: Subschema) -> tuple[Atom, ...]:
-    """Returns the atoms of unevaluatedItems or unevaluatedProperties beside the atoms that evaluate."""
+    """Returns the atoms of unevaluatedItems or unevaluatedProperties, given the atoms beside it that evaluate."""
     if name == "unevaluatedProperties":
         covered = tuple(atom.keys for atom in atoms if isinstance(atom, Values) and atom.evaluates)
         return (Values(KeySet(covered=covered), part),)

@@ -1,9 +1,9 @@
-"""JSON values of a schema as sets of texts, in one form.
+"""Texts of a schema's JSON values, in one form for each value.
 
-After a comma or colon there may be one space, elsewhere none. Characters are escaped only if JSON asks for it. Numbers
-have a fraction of any length and, if a schema does not limit their value, an exponent of up to two digits; integers have
-neither. Keys stand in the order of `properties` and `required`, then other keys. An object whose schema has
-`properties` or `patternProperties` has only keys that these, `required` or `additionalProperties` name.
+After a comma or colon there may be one space, elsewhere none. Characters are escaped only if JSON requires it. Numbers may
+have a fraction of any length and, if a schema does not limit their value, an exponent of up to two digits. Integers have
+neither. Keys are in the order of `properties` and `required`; other keys follow. If a schema has `properties` or
+`patternProperties`, objects only have keys that these, `required` or `additionalProperties` name.
 """
 
 import decimal
@@ -62,9 +62,9 @@ def schema_texts(schema: Any, depth: int, *steps: str) -> Term:
 
     Args:
       *steps: keys from the document `schema` to the schema to read, if it is inside the document.
-      depth: maximal nesting of arrays and objects if the schema sets no limit, or contains itself.
+      depth: largest nesting of arrays and objects if the schema sets no limit, or contains itself.
 
-    Raises Refused for a schema that cannot be followed, and TooLarge.
+    Raises Refused for a schema that cannot be followed, and TooLarge for too many states.
     """
     if not isinstance(schema, dict | bool):
         raise Refused(f"{schema!r} is no JSON schema")
@@ -88,8 +88,8 @@ class Writer:
     """Writes the values of schemas as texts.
 
     Attributes:
-      is_superset: whether it writes a superset of the texts of all values, instead of one form of each: schemas share no
-        value if their supersets share no text.
+      is_superset: whether it writes a superset of all texts of the values, instead of one form of each value. Two schemas
+        have no value in common if their supersets have no text in common.
     """
 
     reader: SchemaReader
@@ -121,7 +121,7 @@ class Writer:
         finally:
             if not is_repeated:
                 self._open.discard(key)
-        if depth > 0:  # below, it depends on the values around
+        if depth > 0:  # at depth 0, the result depends on the values around
             self._known[key, depth] = term
         return term
 
@@ -135,7 +135,7 @@ class Writer:
             is_done = all(isinstance(atom, OfType) for atom in others)
             deepest = max(depth, 1 + max(map(nesting, listed.values), default=0))  # listed values are not cut
             return term if is_done else intersect(term, self.write_atoms(others, deepest))
-        if depth <= 0 and len(types) > 1 and not self.is_superset:  # of any type: no items and keys without an atom
+        if depth <= 0 and len(types) > 1 and not self.is_superset:  # items and keys then need an atom
             types -= {"array", "object"} - {atom.kind for atom in atoms}
         ways = [value_text(x) for kind, values in LITERALS.items() if kind in types for x in values]
         if types & NUMBERS:
