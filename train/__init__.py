@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-if find_spec("tomli_w") is None or find_spec("matplotlib") is None:  # what a command needs first, and last
+if find_spec("tomli_w") is None or find_spec("matplotlib") is None:  # needed first, and last
     raise ModuleNotFoundError('training needs packages that are not installed: pip install -e ".[train]"')

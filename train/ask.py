@@ -1,4 +1,4 @@
-"""Generates users' questions with the verifier, as training prompts if there are none.
+"""Generates users' questions with the verifier, for use as training prompts.
 
     python -m train.ask verifier=smollm2 out=runs/smollm2/questions.jsonl count=1400
 
@@ -6,9 +6,9 @@ Given only the beginning of a user's turn, a chat model continues with a questio
 Writes one JSON object per line, {"id", "turns": [text]}, for `train.respond` and `train.pair`. Questions that do not end
 within `max_tokens`, and duplicates, are left out.
 
-A question depends only on the seed and its number: the same command continues an interrupted run, a larger `count` adds to
-the file, and both result in the file of a single run. The settings are stored in OUT.settings.toml, and the digest of the
-verifier, which must stay the same, in OUT.inputs.json.
+A question depends only on the seed and its number. So the same command continues an interrupted run, and a larger `count`
+adds to the file; both result in the file of a single run. The settings are stored in OUT.settings.toml. The digest of the
+verifier, which must stay the same, is stored in OUT.inputs.json.
 
 Source: Magpie (arXiv 2406.08464).
 """
@@ -30,8 +30,8 @@ from treeflash_jax.engine.settings.pairs import NO_DRAFTER, locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TRIES = 256  # number of questions generated between two writes, or twice the batch if that is larger
-MOST_IDLE = 4  # successive writes without a new question, after which the command fails
-FREE = ("out", "count", "batch")  # settings that may change on continuing: no question depends on them
+MOST_IDLE = 4  # number of successive writes without a new question after which the command fails
+FREE = ("out", "count", "batch")  # settings that may change when a run continues: no question depends on them
 MARK = "THE QUESTION"
 
 
@@ -68,9 +68,9 @@ def main(settings: AskConfig) -> None:
 
 
 def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
-    """Returns the ids before the first words of a user in a chat, and the id that ends the turn.
+    """Returns the ids that come before a user's first words in a chat, and the id that ends the user's turn.
 
-    Raises ValueError if the chat template does not show them.
+    Raises ValueError if they cannot be found in the chat template's output.
     """
     if tokenizer is None:
         raise ValueError("got a verifier without a tokenizer, expected one with a chat template")
@@ -89,9 +89,9 @@ def read_questions(out: epath.Path) -> tuple[set[str], int]:
 
 
 def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:
-    """Yields lines of new questions, from number `first` on, until there are enough; adds them, normalised, to `known`."""
+    """Yields lines of new questions, from number `first` on, until there are enough. Adds them, normalised, to `known`."""
     opening, closing = question_tokens(model.tokenizer)
-    idle, tries = 0, max(TRIES, 2 * settings.batch)  # the last questions of a batch leave slots unused
+    idle, tries = 0, max(TRIES, 2 * settings.batch)  # slots stay unused at the end of a call
     while len(known) < settings.count:
         numbers, lines = range(first, first + tries), []
         results = model.generate(
@@ -124,7 +124,7 @@ def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> I
 
 
 def normalised(text: str) -> str:
-    """Returns a question without case and spacing: duplicates are equal in this form."""
+    """Returns a question without case and spacing. Duplicates are equal in this form."""
     return " ".join(text.casefold().split())
 
 

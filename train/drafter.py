@@ -1,10 +1,9 @@
-"""Trains a DFlash backbone, alone or together with a head, from scratch or from layers of the verifier, on the verifier's
-own responses.
+"""Trains a DFlash backbone on the verifier's own responses, alone or together with a head.
 
     python -m train.drafter configs/tiny/drafter.toml run=runs/drafter verifier=tiny
 
-The verifier stays frozen. Writes a Hugging Face folder, RUN/model, for `treeflash_jax.load`, `train.head` and the published
-code.
+The backbone starts from scratch or from layers of the verifier, which stays frozen. Writes a Hugging Face folder,
+RUN/model, for `treeflash_jax.load`, `train.head` and the published code.
 
 Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 """
@@ -41,7 +40,7 @@ WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStage(DraftingStage):
-    """Settings shared by the stages of block drafters, which train "backbone", "head" or both."""
+    """Settings that the stages of block drafters share. These stages train "backbone", "head" or both."""
 
     lists_tokens = True
     records_training = True
@@ -65,13 +64,13 @@ class BlockStage(DraftingStage):
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
     def make_held_out_sums(self, verifier: ModelConfig, drafter: BlockDrafter) -> SumsFunction:
-        """Returns the objective on answers, over the whole vocabulary, without D-PACE's weights: losses of runs compare."""
+        """Returns the objective on answers, over the whole vocabulary and without D-PACE's weights, to compare runs."""
         decay = 0.0 if self.objective.dpace else self.objective.decay
         objective = dataclasses.replace(self.objective, vocabulary=0, dpace=False, decay=decay, prompts=False)
         return dataclasses.replace(self, objective=objective).make_sums(verifier, drafter)
 
     def check_corpus(self, drafter: BlockDrafter, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
-        """Refuses a mask token that occurs in the training data: the recipe is probably for another verifier."""
+        """Raises ValueError if the mask token occurs in the training data: the recipe is probably for another verifier."""
         counts_v, mask = corpus.token_counts(model.vocab_size), drafter.mask_token_id
         better = choices.mask_token(tokenizer, counts_v, model.eos_token_ids)
         if "backbone" in self.trains and counts_v[mask] and not counts_v[better]:
@@ -147,16 +146,16 @@ class DrafterStage(BlockStage):
             name: parameters.initialize(specs[name], jax.random.key(self.loop.seed + number), scale=self.init_scale)
             for number, name in enumerate(self.trains)
         }
-        fresh["backbone"]["norm"] = copy_weights(weights["norm"])  # the scale that the vocabulary matrix was trained with
+        fresh["backbone"]["norm"] = copy_weights(weights["norm"])  # the vocabulary matrix was trained with this scale
         if self.initial_layers:
             fresh["backbone"] |= _copy_layers(drafter, weights, self.initial_layers)
         return fresh
 
 
 def _copy_layers(drafter: BlockDrafter, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
-    """Copies verifier layers, which read the last tapped layer instead of the residual stream.
+    """Copies layers of the verifier. In the drafter, they read the last tapped layer instead of the residual stream.
 
-    If the only layer directly follows the tap, the context's keys and values are the verifier's.
+    If there is only one layer, and it directly follows the tap, the context's keys and values equal the verifier's.
     """
     layers = [layer for group in weights["groups"] for layer in group]
     specs = drafter.specs()["backbone"]["groups"][0]

@@ -1,17 +1,17 @@
-"""Trains an EAGLE-3 drafter from scratch on the verifier's own responses; the verifier stays frozen.
+"""Trains an EAGLE-3 drafter from scratch on the verifier's own responses. The verifier stays frozen.
 
     python -m train.eagle3 configs/tiny/eagle3.toml run=runs/eagle3 verifier=tiny
 
-Its layer is unrolled for a few steps on its outputs, against the verifier's distribution ("training-time test"). Step 0
-at position t reads the verifier's features at t and the token at t + 1, and predicts the token at t + 2. Step i reads the
-output of step i - 1 and the token at t + 1 + i, at position t + i, as drafting does. It attends to the step-0 keys before t
-and to the keys of its rollout. So a rollout computes what decoding would compute below an anchor at t + 1 if the true
-tokens were drafted.
+The drafter's layer is unrolled for a few steps on its own outputs, and compared with the verifier's distribution
+("training-time test"). Step 0 at position t reads the verifier's features at t and the token at t + 1, and predicts the
+token at t + 2. As in drafting, step i is at position t + i: it reads the output of step i - 1 and the token at t + 1 + i,
+and attends to the step-0 keys before t and to the keys of its rollout. So a rollout computes what decoding would compute
+below an anchor at t + 1 if the true tokens were drafted.
 
-Positions are processed in chunks, and logits are recomputed in the backward pass: no array has the vocabulary and all
-positions or all steps as axes.
+Positions are processed in chunks, and logits are recomputed in the backward pass. So no array has an axis for the
+vocabulary together with one for all positions or all steps.
 
-The vocabulary matrix starts as a copy of the verifier's; the embedding is shared. Writes a folder, RUN/model, that
+The vocabulary matrix starts as a copy of the verifier's, and the embedding is shared. Writes a folder, RUN/model, that
 `treeflash_jax.load` and vLLM's speculators read.
 
 Shape suffixes: b sequences, s positions of a sequence, n positions of a chunk, i steps, t = n i, d drafter width, k
@@ -54,7 +54,7 @@ from treeflash_jax.trees.shape import MAX_NODES
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Positions that are rolled out, and the number of steps."""
+    """The number of positions to roll out, and of steps."""
 
     steps: int = setting(7, "number of tokens drafted from every position (training-time test steps)", least=1)
     decay: float = setting(0.8, "step i weighs decay ** i", above=0, most=1)
@@ -68,7 +68,7 @@ class RolloutConfig:
 
 
 def check_chunks(objective: RolloutConfig, sequence_length: int) -> None:
-    """Raises ValueError for more anchors than positions, or chunks that do not divide them."""
+    """Raises ValueError for more anchors than positions, or if chunks do not divide the anchors."""
     anchors, chunk = objective.anchors, objective.chunk
     expect(anchors <= sequence_length, "objective.anchors", anchors, f"at most data.sequence_length {sequence_length}")
     divided = f"objective.anchors {anchors}" if anchors else f"data.sequence_length {sequence_length}"
@@ -105,7 +105,7 @@ class Eagle3Stage(DraftingStage):
 
     def drafter_config(self, model: ModelConfig, start: None) -> Eagle3Drafter:
         depth, size = model.num_layers, self.draft_vocab_size or model.vocab_size
-        # With fewer than 8 layers, the default taps coincide.
+        # With fewer than 8 layers, some default taps are equal.
         usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)
         taps = self.target_layer_ids or usual
         expect(size <= model.vocab_size, "draft_vocab_size", size, f"at most {model.vocab_size} (verifier)")
@@ -124,7 +124,7 @@ class Eagle3Stage(DraftingStage):
         ).fitted(model)
 
     def derived(self, drafter: Eagle3Drafter, counts_v: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the draft vocabulary if it is not whole: the most frequent tokens."""
+        """Returns the draft vocabulary, the most frequent tokens, if it is smaller than the verifier's."""
         if drafter.draft_vocab_size == counts_v.size:
             return {}
         ids_z = most_frequent(counts_v, drafter.draft_vocab_size)
@@ -167,7 +167,7 @@ class Eagle3Network:
     def output(
         self, weights: Any, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
     ) -> jax.Array:
-        """Returns the layer's output, [b, n, d]; `attend` maps queries [b, n, h, e] to mixed values."""
+        """Returns the layer's output, [b, n, d]. `attend` maps queries [b, n, h, e] to mixed values."""
         table = eagle3_drafter.rotary_table(self.drafter, position_bn)
         return eagle3_drafter.layer_output(weights, self.drafter, input_bn, carried_bnd, table, attend)
 
@@ -190,14 +190,14 @@ def rollout_sums(
     network: Any,
     attention: str = "chunked",
 ) -> Sums:
-    """Returns weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
+    """Computes weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
 
     Args:
       params: trained weights of the drafter, of any float dtype.
       frozen: "verifier", and "offsets" if the draft vocabulary is a part of the verifier's.
-      network: an `Eagle3Network`, or another with its methods.
+      network: an `Eagle3Network`, or another object with its methods.
 
-    Returns the sums of `losses.path_sums`; the loss is the cross-entropy to the verifier's distribution over the draft
+    Returns the sums of `losses.path_sums`. The loss is the cross-entropy to the verifier's distribution over the draft
     vocabulary.
     """
     tables = frozen["verifier"]
@@ -247,7 +247,7 @@ def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_b
 
 
 def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network, logit_cap: float) -> tuple[jax.Array, ...]:
-    """Returns for one step, [b, n] each: loss, top-1 hits, overlap, and 1 if the verifier's top token can be drafted."""
+    """Returns four arrays [b, n] for one step: loss, top-1 hits, overlap, and 1 if the verifier's top token is listed."""
     logits_bnv = network.logits(weights, tables, hidden_bnd)
     verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
     verifier_bnv = vocab.cap(verifier_bnv, logit_cap)
@@ -262,7 +262,10 @@ def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network, logit
 
 
 def draw_positions(batch: PackedBatch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws positions [b, n] at which the first step predicts an answer token, and whether each exists: fewer may do."""
+    """Draws positions [b, n] at which the first step predicts an answer token.
+
+    Also returns whether each position exists, because a sequence may have fewer of them.
+    """
     everywhere_bs = jnp.broadcast_to(jnp.arange(batch.tokens_bt.shape[1]), batch.tokens_bt.shape)
     starts_bs = _loss_weights(batch, everywhere_bs, 1)[..., 0] > 0
     if not settings.anchors:
@@ -271,14 +274,14 @@ def draw_positions(batch: PackedBatch, settings: RolloutConfig, keys_b: jax.Arra
 
 
 def _loss_weights(batch: PackedBatch, index_bn: jax.Array, steps: int) -> jax.Array:
-    """Returns loss weights [b, n, i] of the steps from these positions."""
+    """Returns the loss weights [b, n, i] of the steps that start at these positions."""
     segment_bn1 = pick(batch.segments_bt, index_bn)[..., None]
     is_inside_bni = (_after(batch.segments_bt, index_bn, 2, steps) == segment_bn1) & (segment_bn1 > 0)
     return jnp.where(is_inside_bni, _after(batch.weights_bt, index_bn, 2, steps), 0.0)
 
 
 def _after(x_bs: jax.Array, index_bn: jax.Array, first: int, steps: int) -> jax.Array:
-    """Returns the values `first`, `first + 1`, ... after these positions, [b, n, i, ...]; zeros past the end."""
+    """Returns the values that are `first`, `first + 1`, ... after these positions, [b, n, i, ...]; zeros past the end."""
     padded_bs = jnp.pad(x_bs, [(0, 0), (0, first + steps)] + [(0, 0)] * (x_bs.ndim - 2))
     return pick(padded_bs, index_bn[..., None] + first + jnp.arange(steps))
 

@@ -16,7 +16,7 @@ from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.trees.shape import MAX_NODES
 
-CANDIDATES = 16  # per depth, independent of a machine's default
+CANDIDATES = 16  # candidates per depth, the same on every machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class EvaluateConfig:
 def make_tau_measure(
     settings: Any, task: TrainTask, pair: TreeFlash, corpus: packing.Corpus, frozen: Mapping[str, Any]
 ) -> Callable[[Any, Report], dict[str, float]]:
-    """Returns a function that measures tau of trained weights by number of nodes, decoding in every way the stage names.
+    """Returns a function that measures tau of trained weights, for each number of nodes and each system of the stage.
 
     Args:
       settings: a `stages.drafting.DraftingStage`.
@@ -62,7 +62,7 @@ def make_tau_measure(
             for done, (_, result) in enumerate(answers, start=1):
                 lengths += result.accept_lengths
                 report(f"evaluating {done} {what}")
-            if lengths:  # none if every answer ends at its first token
+            if lengths:  # empty if every answer ends at its first token
                 metrics[metric] = statistics.fmean(lengths)
         return metrics
 
@@ -70,7 +70,7 @@ def make_tau_measure(
 
 
 def assemble(drafter: Drafter, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the weights of a drafter from its parts, by name; parts without weights may be missing."""
+    """Returns the weights of a drafter from its parts, by name. Parts without weights may be missing."""
     return {name: parts.get(name, {}) for name in drafter.specs()}
 
 

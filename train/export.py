@@ -2,8 +2,8 @@
 
     python -m train.export run=runs/head out=my-drafter step=best
 
-RUN/model already holds the drafter of the last step; this command is for other checkpoints, dialects and dtypes, and for
-the card. It loads the new folder, measures tau on a few held-out prompts, and stores it where the dialect can.
+RUN/model already holds the drafter of the last step. This command is for other checkpoints, dialects and dtypes, and for
+the card. It loads the new folder, measures tau on a few held-out prompts, and stores it if the dialect has a field for it.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from treeflash_jax.formats import draft_vocabulary, model_files, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TAU_PROMPTS, TAU_TOKENS = 8, 64
-TAU_NODES, TAU_NGRAMS = 8, 8  # as in a CPU's default tree, which may have fewer depths, lanes and candidates
+TAU_NODES, TAU_NGRAMS = 8, 8  # as in the default tree of a CPU, but that may have fewer depths, lanes and candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def main(settings: ExportConfig) -> None:
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, tau=settings.tau or None)
     dialect = settings.dialect or drafter.dialect
-    model_files.writable(dialect).to_hf(drafter)  # refused before weights are read
+    model_files.writable(dialect).to_hf(drafter)  # raises before weights are read
     specs = {name: tree for name, tree in drafter.specs().items() if name in trained.trains}
     step, params = read_params(settings, trained.loop, specs, read_inputs(trained, drafter))
     whole = assemble(drafter, read_stored(trained, drafter) | params)
@@ -105,7 +105,7 @@ def main(settings: ExportConfig) -> None:
 
 
 def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any, inputs: FrozenInputs) -> tuple[int, Any]:
-    """Returns the chosen step and its trained weights, whole, on one device. Raises ValueError as `Checkpoints.load`."""
+    """Returns the chosen step and its trained weights, unsharded. Raises the ValueErrors of `Checkpoints.load`."""
     abstract = parameters.abstract(specs, jnp.float32, sharding.make_mesh(devices=jax.devices()[:1]))
     with closing(Checkpoints(settings.run, loop, inputs=inputs)) as checkpoints:
         step = choose_step(checkpoints.metrics(), settings.step, loop)
@@ -113,9 +113,9 @@ def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any, inputs: Fr
 
 
 def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Path) -> tuple[float | None, str]:
-    """Returns the tau of the drafter in a folder on a few held-out prompts, or None, and what to print about it."""
+    """Returns the tau of the drafter in a folder on a few held-out prompts (or None), and a text about it to print."""
     try:
-        few = [  # drawn at random: reading all records may take minutes
+        few = [  # a random sample, because reading all records may take minutes
             dataclasses.replace(source, limit=min(source.limit or limit, limit))
             for source in trained.sources
             if source.format != "text" and (limit := TAU_PROMPTS * source.hold_out)
@@ -129,14 +129,14 @@ def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Pat
             prompts, builder="best-first", nodes=TAU_NODES, ngrams=TAU_NGRAMS, max_new_tokens=TAU_TOKENS
         )
         tau = statistics.fmean([length for _, result in answers for length in result.accept_lengths])
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # no data or verifier here, or too little memory
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # data, verifier or memory are missing
         return None, f"tau was not measured: {clipped(error)}"
     how = f"{len(prompts)} held-out prompts, greedy, {TAU_TOKENS} new tokens, trees of {TAU_NODES} nodes with n-grams"
     return tau, f"tau {tau:.2f} of the folder loaded again: {how}"
 
 
 def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfig) -> int:
-    """Returns the step that "last", "best" or a number stands for. Raises ValueError if it was not saved."""
+    """Returns the step that "last", "best" or a number names. Raises ValueError if it was not saved."""
     if wanted == "best":
         scores = {step: metrics[loop.best] for step, metrics in saved.items() if loop.best in metrics}
         if not scores:
@@ -152,7 +152,7 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
 def card(
     settings: ExportConfig, trained: DraftingStage, drafter: Any, dialect: str, step: int, lines: list[watch.StepMetrics]
 ) -> str:
-    """Returns a model card: the drafter, the settings of its run, and the last held-out metrics of its log's lines."""
+    """Returns a model card with the drafter, the settings of its run, and the last held-out metrics in the log's lines."""
     last: dict[str, Any] = {}
     for line in lines:
         last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}

@@ -1,9 +1,9 @@
-"""Example: trains a tokenizer and a small language model from scratch, as for the verifier of the `tiny` pair.
+"""Example: trains a tokenizer and a small language model from scratch, like the verifier of the `tiny` pair.
 
     python -m train.from_scratch configs/shipped/from_scratch.toml run=runs/verifier
 
-Writes a Hugging Face folder with the tokenizer, RUN/model, which all other stages read as their verifier. On several hosts
-the tokenizer must exist before.
+Writes a Hugging Face folder with the tokenizer, RUN/model, which all other stages can read as their verifier. On several
+hosts, the tokenizer must already exist.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ class FromScratchConfig:
 
 
 def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
-    """Yields every message of chats, and whole texts."""
+    """Yields every message of chats, and every plain text."""
     for source in sources:
         if source.format == "responses":
             raise ValueError(f"{source.path}: got responses, which are token ids already; expected chats or texts")
@@ -93,7 +93,7 @@ def main(settings: FromScratchConfig) -> None:
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
     architecture, dtype = architectures.recognise(keys), jnp.dtype(settings.compute_dtype)
     model = architecture.read(keys)
-    architecture.to_hf(model)  # before training: refuses a family that can only be read
+    architecture.to_hf(model)  # raises before training if the family can only be read
     specs, mesh = verifier.specs(model), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)

@@ -1,10 +1,10 @@
-"""Trains a head on a backbone: a drafted token then depends on tokens before it.
+"""Trains a head on a backbone. With a head, a drafted token depends on the tokens before it.
 
     python -m train.head configs/tiny/head.toml run=runs/head drafter=runs/drafter/model
 
-Minimises `objective.loss` given the true tokens before; the forward KL is from the verifier's distribution (temperature
-1) to the head's. The output layer starts at zero, which is DFlash; with `keep_head` training continues from the drafter's
-head. Writes a Hugging Face folder, RUN/model.
+Minimises `objective.loss`, given the true tokens before each token. The forward KL is from the verifier's distribution
+(temperature 1) to the head's. The output layer starts at zero, so that the drafter begins as DFlash. With `keep_head`,
+training continues from the drafter's head. Writes a Hugging Face folder, RUN/model.
 
 Source: TreeFlash (arXiv 2606.03819); train/README.md has the settings of other heads' publications.
 """

@@ -40,7 +40,7 @@ from treeflash_jax.models.packed_attention import PackedMask
 from treeflash_jax.models.verifier import forward
 from treeflash_jax.trees import pick
 
-MODEL = ("embed", "groups", "norm", "unembed")  # weights of the small model, apart from its steering
+MODEL = ("embed", "groups", "norm", "unembed")  # weights of the small model without its steering
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def language_model_sums(
 ) -> Sums:
     """Returns sums over answer tokens: "loss", "top1", and "overlap" if the loss reads the verifier's distribution.
 
-    With a sample of the vocabulary, they are over the sample.
+    If the vocabulary is sampled, distributions are over the sample.
     """
     tables = frozen["verifier"]
     dtype, trees = tables["embed"].dtype, frozen | params
@@ -178,9 +178,9 @@ def drafted_shifts(
 ) -> tuple[jax.Array, ...]:
     """Returns the shift of each layer at every token, [b, t, f].
 
-    It is from the verifier's state 1 to `depths` tokens earlier in the document, as in a draft; one distance is drawn for
-    each sequence. Tokens before the last one of a prompt are not shifted; that one is, as published, although drafting
-    reads it unshifted.
+    As in a draft, a shift comes from the verifier's state 1 to `depths` tokens earlier in the document. One distance is
+    drawn for each sequence. Tokens before the last one of a prompt are not shifted. The last one is shifted, as published,
+    although drafting reads it unshifted.
     """
     keys_b = jax.vmap(partial(jax.random.fold_in, data=1))(keys_b)  # other draws than those of `sample_vocabulary`
     distance_b = jax.vmap(lambda key: jax.random.randint(key, (), 1, depths + 1))(keys_b)

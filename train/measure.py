@@ -1,10 +1,10 @@
-"""Measures a drafter against one-token decoding, on prompts that were held out from its training.
+"""Measures a drafter against one-token decoding, on prompts that were held out of its training.
 
     python -m train.measure runs/pair/measure.toml
 
-Every prompt is answered, at batch 1, by each of these in turn: trees of `nodes` nodes; trees of n-grams alone, which need
-no drafter; and one-token decoding with the device's default attention and with another one, the faster of which counts.
-Prints a table and writes a summary as JSON. Compilation is never counted.
+At batch 1, every prompt is answered in turn with trees of `nodes` nodes, with trees of n-grams alone (which need no
+drafter), and by one-token decoding, once with the device's default attention and once with another one. The faster of these
+two is the baseline. Prints a table and writes a summary as JSON. Compilation is never counted.
 """
 
 import json
@@ -63,7 +63,7 @@ def main(settings: MeasureConfig) -> None:
 def measure(settings: MeasureConfig) -> dict[str, Any]:
     """Returns the summary of `report.summarise`, with the number of nodes of the trees among its settings.
 
-    Entries of systems also have "over_ngrams", their speed over n-grams alone.
+    Entries of systems also have "over_ngrams", their speed relative to n-grams alone.
     """
     began = time.perf_counter()
     responded = run_config.load(respond.RespondConfig, settings.respond)
@@ -108,7 +108,7 @@ def _answers(records: list[dict[str, Any]], system: str, temperature: float) -> 
 
 
 def make_systems(model: tf.TreeFlash, settings: MeasureConfig) -> list[System]:
-    """Returns the drafted system, n-grams alone, and one-token decoding with the device's default attention and another."""
+    """Returns the systems to compare: the drafter, n-grams alone, and one-token decoding with two kinds of attention."""
     limits = {"max_new_tokens": settings.new_tokens, "batch_size": 1}
     nodes = settings.nodes or model.plan(tf.GenerateConfig(builder="best-first")).num_nodes
     plain = tf.GenerateConfig(builder="none", **limits)

@@ -1,10 +1,11 @@
-"""Trains the layer of multi-token prediction in a verifier's files further, on the verifier's own responses.
+"""Continues to train the multi-token prediction layer of a verifier's files, on the verifier's own responses.
 
     python -m train.mtp mtp.toml run=runs/mtp verifier=Qwen/Qwen3.5-9B
 
-It was trained for one token ahead. Here it is unrolled over its outputs, like an EAGLE-3 drafter (`train.eagle3`), so that
-deeper levels are accepted more often. A settings file has `stage = "mtp"` and the settings of `train.eagle3` except those
-that only EAGLE-3 has. Embedding and vocabulary table are shared with the verifier, which stays frozen.
+The published layer was trained to predict one token ahead. Here it is unrolled over its outputs, like an EAGLE-3 drafter
+(`train.eagle3`), so that tokens at deeper levels are accepted more often. A settings file has `stage = "mtp"` and the
+settings of `train.eagle3`, except those that only EAGLE-3 has. Embedding and vocabulary table are shared with the verifier,
+which stays frozen.
 
 Writes a folder, RUN/model, with the published names of the layer's tensors.
 
@@ -61,7 +62,7 @@ class MtpStage(DraftingStage):
 
 @dataclass(frozen=True)
 class MtpNetwork:
-    """The layer as a rollout runs it, with the methods of `train.eagle3.Eagle3Network`."""
+    """The layer in the form that a rollout runs; it has the methods of `train.eagle3.Eagle3Network`."""
 
     drafter: MtpDrafter
 

@@ -1,13 +1,15 @@
-"""A drafter for your own model in one command: answers, backbone, head, export, and a measurement.
+"""Trains a drafter for your own model in one command: answers, backbone, head, export, and a measurement.
 
     python -m train.pair verifier=smollm2 prompts=configs/prompts.jsonl out=runs/pair
 
 Mask token, tapped layers, block size, number of layers and steps are chosen by rule and printed, unless they are given
 (block_size=8 passes=4). Any setting of a stage can be given by its dotted name (drafter.optimizer.learning_rate=3e-3).
-The second training step is timed, and a line estimates the time of the whole command. The settings of every stage are kept
-in OUT as a TOML file, so that a stage can be run alone: `python -m train.head OUT/head.toml`. A command that was stopped
-continues when it is run again. The same command with more prompts, passes or steps extends a finished OUT; with other
-settings, the stages that depend on them begin again, and their earlier results are kept in OUT/before.
+The second training step is timed, and the time of the whole command is estimated and printed. The settings of every stage
+are kept in OUT as a TOML file, so that a stage can be run alone: `python -m train.head OUT/head.toml`.
+
+A command that was stopped continues when it is run again. The same command with more prompts, passes or steps extends a
+finished OUT. With other settings, the stages that depend on them begin again, and their earlier results are kept in
+OUT/before.
 """
 
 import json
@@ -40,7 +42,7 @@ def main(settings: PairConfig) -> None:
     composer.check_settings()
     with hosts.held(files.absolute(settings.path("pair.lock")), f"out={settings.out}"):
         run_stages(composer, begun)
-        shutil.rmtree(settings.path("recorded"), ignore_errors=True)  # gigabytes, recorded again if training goes on
+        shutil.rmtree(settings.path("recorded"), ignore_errors=True)  # gigabytes; training that continues records again
         conclude(settings, composer.stages["respond"], read_json(composer.stages["measure"].out))
 
 
@@ -60,7 +62,7 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
             made = stage.continued(made, settings)
         composer.stages[stage.name] = made
         if action == "skip":
-            if stage.name == "respond":  # all stages have this verifier; stages that run compare it themselves
+            if stage.name == "respond":  # all stages have the same verifier, and stages that run compare it themselves
                 answers.check_inputs(made, files.absolute(made.out))
             hosts.say("  finished before")
             continue
@@ -83,7 +85,7 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
 
 
 def announce(began: float, steps: int, step: int, seconds: float) -> None:
-    """Prints an estimate of the command's whole time, once `seconds` of a training step are known; at `step` of `steps`."""
+    """Prints an estimate of the command's total time, when it is known that step `step` of `steps` took `seconds`."""
     spent = time.perf_counter() - began
     training = (steps - step + math.ceil(steps / 2)) * seconds
     total, *parts = map(watch.duration, (spent + training + MEASURE_SECONDS, spent, training, MEASURE_SECONDS))
@@ -94,7 +96,7 @@ def announce(began: float, steps: int, step: int, seconds: float) -> None:
 
 
 def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: dict[str, Any]) -> None:
-    """Prints whether the drafter is faster than one token at a time and than n-grams, and the command that uses it."""
+    """Prints whether the drafter is faster than one-token decoding and than n-grams, and the command that uses it."""
     hosts.say("")
     for system in measured["systems"]:
         if system["builder"] == "none" or system["system"] == measure.NGRAMS:
@@ -109,7 +111,7 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
             hosts.say(f"  the drafter adds nothing yet: tau is {tau:.2f}, and a round takes {cost:.2f} one-token steps")
             hosts.say("  the same command with more prompts, passes or steps continues from here")
     words = ["treeflash", "generate", "--verifier", settings.verifier, "--drafter", str(settings.path("model"))]
-    words += ["--nodes", str(measured["settings"]["nodes"])]  # drafts where it is off by default, too
+    words += ["--nodes", str(measured["settings"]["nodes"])]  # drafts even if drafting is off by default
     if responded.thinking:
         words += ["--thinking"]
     if responded.template:

@@ -1,16 +1,16 @@
-"""Answers training prompts with the verifier: a drafter has to predict the verifier's text, not a data set's.
+"""Answers training prompts with the verifier, because a drafter has to predict the verifier's text, not a data set's.
 
     python -m train.respond configs/shipped/respond.toml out=runs/responses.jsonl sources.0.path=data/gsm8k_train.jsonl
 
 Writes one JSON object per line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
-"prompt": ids, "response": ids}. An answer depends on the seed and the index of its prompt, not on batches or hosts: the
+"prompt": ids, "response": ids}. An answer depends on the seed and the index of its prompt, not on batches or hosts. So the
 same command continues an interrupted run, on any number of hosts, and results in the same file. The settings are stored in
-OUT.settings.toml, and the digest of the verifier in OUT.inputs.json; a file of other settings, or of another verifier, is
-never continued or overwritten, and OUT.lock prevents a second command from writing it.
+OUT.settings.toml, and the digest of the verifier in OUT.inputs.json. A file of other settings, or of another verifier, is
+never continued or overwritten. OUT.lock prevents a second command from writing the file.
 
-On several hosts `out` must be visible to all of them. With replicas = "host" each host runs a verifier on its devices,
-answers its share of the prompts and writes part files; the first host merges the parts at the end. With replicas = "all"
-one verifier is sharded over all devices, if it does not fit into one host.
+With several hosts, all of them must see `out`. With replicas = "host", each host runs a verifier on its devices, answers
+its share of the prompts and writes part files; the first host merges the parts at the end. With replicas = "all", one
+verifier is sharded over all devices, for verifiers that do not fit into one host.
 """
 
 import json
@@ -40,9 +40,9 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.pairs import NO_DRAFTER, locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-SECONDS_BETWEEN_LINES = 10.0  # of progress
-OVERLAP = 8  # consecutive words
-FREE = ("out", "batch", "mesh", "replicas")  # settings that may change on continuing: no answer depends on them
+SECONDS_BETWEEN_LINES = 10.0  # time between two lines of progress
+OVERLAP = 8  # number of consecutive words that make two prompts overlap
+FREE = ("out", "batch", "mesh", "replicas")  # settings that may change when a run continues: no answer depends on them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class RespondConfig:
 
 @dataclass(frozen=True)
 class SourcePrompt:
-    """Token ids to be continued, and the name of their source."""
+    """Token ids of a prompt, and the name of its source."""
 
     source: str
     ids: list[int]
@@ -114,10 +114,10 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     """Returns the prompts of all sources, sorted by length to reduce padding.
 
     Args:
-      held_out: return the prompts held out for validation instead of the others.
+      held_out: whether to return the prompts held out for validation instead of the others.
 
-    Raises ValueError for a source that cannot be read, no prompt that is short enough, more tokens than the context holds,
-    or prompts to exclude and no tokenizer.
+    Raises ValueError for a source that cannot be read, if no prompt is short enough, for more tokens than the context
+    holds, or for prompts to exclude without a tokenizer.
     """
     prompts: list[SourcePrompt] = []
     left_out: Counter[str] = Counter()
@@ -157,7 +157,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
 
 
 def word_sequences(text: str) -> set[tuple[str, ...]]:
-    """Returns every OVERLAP consecutive words, in lower case and without punctuation."""
+    """Returns all sequences of OVERLAP consecutive words, in lower case and without punctuation."""
     words = re.findall(r"\w+", text.lower())
     return {tuple(words[start : start + OVERLAP]) for start in range(len(words) - OVERLAP + 1)}
 
@@ -165,7 +165,7 @@ def word_sequences(text: str) -> set[tuple[str, ...]]:
 def encode_question(record: Record, tokenizer: Tokenizer | None, skipped: Counter[str] | None) -> list[int] | None:
     """Returns the ids of a record's prompt: a chat up to its first assistant turn, a text, or ids.
 
-    A record without a prompt returns None and counts in `skipped`; it raises ValueError if `skipped` is None.
+    For a record without a prompt, returns None and counts it in `skipped`. Raises ValueError if `skipped` is None.
     """
     try:
         return encode(_question(record.content), tokenizer)
@@ -188,7 +188,7 @@ def _question(content: Any) -> Any:
 
 
 def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[SourcePrompt], out: epath.Path) -> None:
-    """Answers the prompts missing in `out`, and merges the answers of all hosts in order."""
+    """Answers the prompts that have no answer in `out` yet, and merges the answers of all hosts in order."""
     by_host = settings.replicas == "host" and jax.process_count() > 1
     prompts, done = answers.match(out, prompts)
     hosts.wait("read")  # no host writes while another reads
@@ -203,7 +203,7 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[SourcePr
             [prompts[index].ids for index in share],
             indices=share,
             builder="none" if settings.drafter is None else "best-first",
-            acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
+            acceptance="sample-and-match",  # gives the answers of one-token decoding, drafted or not
             temperature=temperatures,
             seed=settings.seed,
             max_new_tokens=settings.max_new_tokens,

@@ -3,17 +3,18 @@
     python -m train.selector configs/tiny/selector.toml out=runs/selector
 
 Prompts are answered with trees of the list in turn. Every few rounds, each tree of the list is drawn a few times and
-verified, and labelled by the number of tokens that the rule is expected to accept of it. A small network is fitted to the
-labels, with p = softmax(scores) and expected numbers E of the trees:
+verified. Its label is the number of tokens that the rule is expected to accept. A small network is fitted to the labels.
+With p = softmax(scores), and E_a the label of tree a:
 
     ratio = sum_a p_a E_a / E of the best single tree for the sampling settings
     loss = mean(-log ratio) + TAIL_WEIGHT * (mean of max(0, 1 - ratio)^2 over the TAIL_SHARE of roots where it is largest)
 
-All trees take a round as long, so the ratio is also that of tokens per second. Writes the selector, OUT/model.
+Rounds take equally long with all trees, so the ratio is also that of tokens per second. Writes the tree selector,
+OUT/model.
 
 Shape suffixes: b batch, o roots (rounds that were labelled), f features, a trees of the list.
 
-Source: delayed tree expansion (arXiv 2602.16994), section 5, which leaves weight and share of the tail open.
+Source: delayed tree expansion (arXiv 2602.16994), section 5. It does not state weight and share of the tail.
 """
 
 from collections.abc import Sequence
@@ -44,13 +45,13 @@ from treeflash_jax.trees.sampled import tree_selector
 from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 
 TAIL_WEIGHT, TAIL_SHARE = 1.0, 0.1
-LEARNING_RATE, STEPS = 3e-3, 1000  # of the fit, on all labels at once
+LEARNING_RATE, STEPS = 3e-3, 1000  # for fitting the network; every step uses all labels
 Labels = tuple[np.ndarray, np.ndarray, np.ndarray]  # features_of, expected_oa, setting_o: index of the sampling setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSelectorStage(respond.RespondConfig):
-    """Settings that this stage adds to those of `train.respond`, which say what prompts are answered, and how."""
+    """Settings that this stage adds to those of `train.respond`, which choose the prompts and the way to answer them."""
 
     out: str = setting(help="folder of the selector")
     trees: tuple[tuple[int, int, int], ...] = setting(help="trunk, number of branches and their length, of every tree")
@@ -85,7 +86,7 @@ def always(config: TreeSelectorConfig, index: Any) -> dict[str, jax.Array]:
 def record(
     model: TreeFlash, settings: TreeSelectorStage, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]
 ) -> Labels:
-    """Answers the prompts, each batch with one of the trees; returns labels of every `settings.every`-th round."""
+    """Answers the prompts, each batch with one of the trees. Returns labels for every `settings.every`-th round."""
     capacity = round_capacity(len(prompts[-1].ids) + settings.max_new_tokens + 1 + plan.path_length)
     samplings, trees = [*product(settings.temperatures, settings.top_p)], cycle(range(len(settings.trees)))
     parts: list[Any] = []
@@ -114,7 +115,7 @@ def record(
 
 @partial(jax.jit, static_argnames=("plan", "draws"))
 def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the selector's inputs [b, f], and the expected tokens of each tree, a mean over draws [b, a]."""
+    """Returns the selector's inputs [b, f], and the expected number of tokens of each tree, averaged over draws [b, a]."""
     expander, config = rounds.draft_expander(weights, state, plan), plan.shape.selector
 
     def expected_length(numbers: jax.Array) -> jax.Array:
@@ -130,7 +131,7 @@ def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int)
 
 
 def compute_loss(scores_oa: jax.Array, expected_oa: jax.Array, base_o: jax.Array) -> jax.Array:
-    """Computes the loss of the module's docstring; `base_o` is the expected number of the best single tree."""
+    """Computes the loss in the module's docstring. `base_o` is E of the best single tree."""
     ratio_o = jnp.sum(jax.nn.softmax(scores_oa) * expected_oa, axis=1) / base_o
     shortfall_o = jnp.square(jnp.maximum(0, 1 - ratio_o))
     worst = jax.lax.top_k(shortfall_o, max(1, round(TAIL_SHARE * ratio_o.size)))[0]
@@ -138,7 +139,7 @@ def compute_loss(scores_oa: jax.Array, expected_oa: jax.Array, base_o: jax.Array
 
 
 def find_best(expected_oa: np.ndarray, setting_o: np.ndarray) -> np.ndarray:
-    """Returns the tree of the most expected tokens for each sampling setting."""
+    """Returns, for each sampling setting, the tree with the largest expected number of tokens."""
     is_setting_so = np.arange(setting_o.max() + 1)[:, None] == setting_o
     return np.argmax(is_setting_so @ expected_oa, axis=1)
 
@@ -161,12 +162,12 @@ def fit(labels: Labels, config: TreeSelectorConfig) -> dict[str, jax.Array]:
 
     weights = parameters.initialize(tree_selector.specs(config), jax.random.key(0), scale=0.1)
     weights, _ = jax.lax.fori_loop(0, STEPS, step, (weights, optimizer.init(weights)))
-    matrix = weights["matrix_0"] / spread_f[:, None]  # of features as they are
+    matrix = weights["matrix_0"] / spread_f[:, None]  # for features that are not normalised
     return weights | {"matrix_0": matrix, "bias_0": weights["bias_0"] - mean_f @ matrix}
 
 
 def describe(weights: Any, train: Labels, held_out: Labels) -> str:
-    """Returns the mean expected tokens of a held-out round, of the selector and of the tree that is best in training."""
+    """Describes the mean expected tokens of held-out rounds, for the selector and for the best tree of training."""
     features_of, expected_oa, setting_o = held_out
     choices = jnp.argmax(tree_selector.score_trees(weights, features_of), axis=1), find_best(*train[1:])[setting_o]
     selected, best = (np.mean(expected_oa[np.arange(setting_o.size), index_o]) for index_o in choices)

@@ -1,8 +1,8 @@
-"""Compiles a training step, and prints the memory that it needs on each device, and its FLOPs.
+"""Compiles a training step, and prints its FLOPs and the memory that it needs on each device.
 
     python -m train.step_memory configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16 --shape qwen3-4b --topology v5e:4x4
 
-Needs no weights and no data and, with --topology, no devices. Sizes come from --shape, not from the verifier in the
+It needs no weights and no data and, with --topology, no devices. Sizes come from --shape, not from the verifier in the
 settings. The exit status is 1 if a device is too small.
 """
 
@@ -29,7 +29,7 @@ from treeflash_jax.engine.settings.defaults import choose_training_attention
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status. Bad input ends with one line on stderr and status 2."""
+    """Runs the command and returns the exit status. Bad input gives one line on stderr and status 2."""
     return exit_status(partial(_run, argv), "train.step_memory")
 
 
@@ -49,7 +49,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Compiles a training step, and prints its memory and FLOPs; returns 1 if a device cannot hold it."""
+    """Compiles a training step, and prints its memory and FLOPs. Returns 1 if a device cannot hold it, else 0."""
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     settings = read_settings(arguments.words)
     limit, device, _ = memory.describe_topology(arguments.topology)
@@ -74,7 +74,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def read_settings(words: Sequence[str]) -> DraftingStage:
-    """Returns the settings of a stage that trains a drafter: one TOML file, and words key=value."""
+    """Reads the settings of a stage that trains a drafter, from one TOML file and words key=value."""
     names = [word for word in words if "=" not in word]
     if len(names) != 1:
         raise ValueError(f"got {len(names)} files, expected one TOML file of a stage that trains a drafter")
@@ -82,7 +82,7 @@ def read_settings(words: Sequence[str]) -> DraftingStage:
 
 
 def compile_step(settings: DraftingStage, shape: str, devices: Sequence[Any]) -> dict[str, Any]:
-    """Compiles one training step of these settings for these devices; returns a record."""
+    """Compiles one training step with these settings for these devices, and returns a record of the results."""
     model = shapes.find_verifier(shape)
     mesh = hosts.make_mesh(settings.mesh, devices)
     start = shapes.find_drafter(model) if settings.starts_from else None

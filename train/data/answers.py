@@ -42,7 +42,7 @@ def _parts(out: epath.Path) -> list[epath.Path]:
 
 
 def save_settings(settings: Any, out: epath.Path) -> None:
-    """Writes inputs and settings of a new file, or of a file with larger limits of its sources (see `check_settings`)."""
+    """Writes the inputs and settings of a new file, or of one whose sources got larger limits (see `check_settings`)."""
     path = settings_path(out)
     is_new = not path.exists()
     if is_new:
@@ -52,14 +52,16 @@ def save_settings(settings: Any, out: epath.Path) -> None:
 
 
 def read_thinking(source: str) -> bool | None:
-    """Returns whether the answers of a source were made with thinking; None if there are no settings beside it."""
+    """Returns whether the answers of a source were made with thinking; None if no settings are stored beside it."""
     path = settings_path(files.absolute(source))
     return run_config.read_toml(path).get("thinking", False) if path.exists() else None
 
 
 def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> None:
-    """Raises ValueError if a file of answers or questions was begun with other settings, except for those in `free`, or by
-    another verifier."""
+    """Raises ValueError if a file of answers or questions was begun with other settings or by another verifier.
+
+    Settings in `free` may differ.
+    """
     path = settings_path(out)
     if not path.exists():
         if any(path.exists() for path in (out, *_parts(out))):
@@ -74,7 +76,7 @@ def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> Non
 def check_inputs(settings: Any, out: epath.Path) -> None:
     """Raises ValueError if a file of answers or questions was begun by another verifier.
 
-    If an earlier version began the file without noting its verifier, it is noted now.
+    If an earlier version of this program began the file and stored no digest of the verifier, it is stored now.
     """
     if inputs_path(out).exists():
         frozen_inputs.compare(json.loads(inputs_path(out).read_text()), read_inputs(settings), f"out={out}")
@@ -84,7 +86,7 @@ def check_inputs(settings: Any, out: epath.Path) -> None:
 
 
 def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> bool:
-    """Returns whether sources differ only in larger limits; 0 is the largest."""
+    """Returns whether sources differ only in larger limits; 0 means no limit."""
     if [{**source, "limit": 0} for source in old] != [{**source, "limit": 0} for source in new]:
         return False
     return all(not b["limit"] or 0 < a["limit"] <= b["limit"] for a, b in zip(old, new, strict=True))
@@ -93,8 +95,8 @@ def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> 
 def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], set[int]]:
     """Matches the answers of a file with prompts, by the ids of the prompts.
 
-    Returns the prompts in the order of the answers, prompts without an answer in the gaps; and the indices of the answers.
-    Raises ValueError for an answer to another prompt, because the data changed.
+    Returns the prompts in the order of the answers, with prompts without an answer in the gaps, and the indices of the
+    answers. Raises ValueError for an answer to another prompt: the data has changed.
     """
     numbers: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
@@ -114,7 +116,7 @@ def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], set[int]]
 
 
 def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:
-    """Yields place and index of every answer, the ids of its prompt, and its line."""
+    """Yields, for every answer, its place, its index, the ids of its prompt, and its line."""
     for path in (out, *_parts(out)):
         content = path.read_bytes() if path.exists() else b""
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
@@ -124,7 +126,7 @@ def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:
 
 @contextmanager
 def adding(out: epath.Path) -> Iterator[Callable[[int, str], None]]:
-    """Yields a function that adds the answer of an index; answers are written as whole parts of `out`."""
+    """Yields a function that adds an answer, given its index and line. Answers are written as whole parts of `out`."""
     lines: dict[int, str] = {}
     written = time.monotonic()
 
@@ -147,7 +149,7 @@ def adding(out: epath.Path) -> Iterator[Callable[[int, str], None]]:
 
 
 def merge(out: epath.Path, count: int) -> None:
-    """Merges `count` answers of all hosts in order, the first one of each index."""
+    """Merges `count` answers of all hosts in order. If an index has several answers, the first one is kept."""
     lines: dict[int, bytes] = {}
     for _, index, _, line in _answered(out):
         lines.setdefault(index, line)

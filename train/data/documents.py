@@ -14,7 +14,7 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.packed_attention import MAX_CONTEXT
 
-CHATS_AT_ONCE = 256  # tokenised together, by all cores
+CHATS_AT_ONCE = 256  # number of chats that are tokenised together, by all cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Document:
 
     @property
     def prompt(self) -> list[int]:
-        """Tokens before the first, apart from the very first, that has a weight; empty if there are fewer than two."""
+        """Tokens before the first one with a weight, not counting the document's first; empty if fewer than two."""
         (trained,) = np.nonzero(self.weights_n[1:])
         return self.tokens_n[: 1 + trained[0]].tolist() if len(trained) and trained[0] else []
 
@@ -70,15 +70,16 @@ def read_documents(
 ) -> Iterator[tuple[int, Document]]:
     """Yields (number, document) for every usable document of a source.
 
-    Chats and responses have the numbers of their records; pieces of plain text are numbered in order.
+    Chats and responses have the numbers of their records. Pieces of plain text are numbered in order.
 
     Args:
-      tokenizer: may be None for responses.
+      tokenizer: tokenizer of the verifier; may be None for responses.
       seed: seed of the order to which the source's limit applies.
       vocab_size: upper bound of ids.
-      skipped: updated with the number of records left out ("too long", "unfinished").
+      skipped: counter to which the numbers of skipped records ("too long", "unfinished") are added.
 
-    Raises ValueError for a record that cannot be used, with its file and line; an unreadable source; no tokenizer.
+    Raises ValueError for a record that cannot be used, with its file and line, for an unreadable source, and for texts
+    without a tokenizer.
     """
     for number, where, document in _tokenise(source, config, tokenizer, read_records(source, seed), skipped):
         largest = int(document.tokens_n.max())
@@ -91,14 +92,14 @@ def read_documents(
 
 
 def chat_documents(tokenizer: Tokenizer, records: Sequence[Record], prompt_weight: float = 0.0) -> list[Document]:
-    """Renders chats with the tokenizer's template; the assistant's tokens weigh 1, its stop token included.
+    """Renders chats with the tokenizer's template. The assistant's tokens have weight 1, stop tokens included.
 
-    An assistant turn is the text that the template adds to its generation prompt: the chat before the turn, with the
-    generation prompt, must be a token prefix of the chat that includes the turn, which must be a prefix of the whole chat.
-    So a drafter is trained on the contexts that it drafts in. Earlier turns that a template rewrites (Qwen3 drops their
-    thinking) fail this test and are not learnt. Messages after the last assistant turn are left out.
+    A drafter should be trained on the contexts in which it drafts. So an assistant turn is the text that follows the
+    template's generation prompt. The chat before the turn, with the generation prompt, must be a token prefix of the chat
+    that includes the turn, and this must be a prefix of the whole chat. Earlier turns that a template rewrites (Qwen3 drops
+    their thinking) fail this test, and have no weight. Messages after the last assistant turn are left out.
 
-    Raises ValueError for a chat without such a turn, with its place.
+    Raises ValueError, with the place, for a chat without a turn that passes.
     """
     rendered = []
     for record in records:
@@ -115,7 +116,7 @@ def chat_documents(tokenizer: Tokenizer, records: Sequence[Record], prompt_weigh
 
 
 def text_documents(tokenizer: Tokenizer, text: str, length: int) -> list[Document]:
-    """Cuts plain text into pieces of at most `length` tokens, all of weight 1."""
+    """Cuts plain text into pieces of at most `length` tokens. All tokens have weight 1."""
     tokens = np.array(tokenizer.encode(text), np.int32)
     pieces = [tokens[begin : begin + length] for begin in range(0, len(tokens), length)]
     return [Document(piece_n, np.ones(len(piece_n), np.float32)) for piece_n in pieces if len(piece_n) > 1]
@@ -133,7 +134,7 @@ def _placed(record: Record) -> Iterator[None]:
 def _tokenise(
     source: Source, config: DataConfig, tokenizer: Tokenizer | None, records: Iterator[Record], skipped: Counter[str]
 ) -> Iterator[tuple[int, str, Document]]:
-    """Yields number, place, and document of each record, or of each piece of a text."""
+    """Yields the number, the place and the document of each record, or of each piece of a text."""
     if source.format == "responses":
         for record in records:
             prompt, response = record.content.prompt, record.content.response
@@ -162,7 +163,7 @@ def _tokenise(
 
 
 def _render(tokenizer: Tokenizer, messages: Messages) -> list[str]:
-    """Renders, for each assistant turn, the chat before it with the generation prompt, and the chat including it."""
+    """Renders two texts for each assistant turn: the chat before it with the generation prompt, and the chat with it."""
     turns = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > 0]
     if not turns:
         raise ValueError("got no assistant turn, expected at least one after another's")

@@ -1,7 +1,7 @@
-"""Sequence packing: documents share training sequences of fixed length, which are mixed and distributed in batches.
+"""Sequence packing: several documents share a training sequence of fixed length; batches mix sequences of all sources.
 
-Tokens attend within their document. The batch of a step depends on seed and step alone, not on the first step of a run or
-the number of hosts, so that a resumed run sees the same batches.
+Tokens attend only within their document. The batch of a step depends on seed and step alone, not on the first step of a run
+or the number of hosts, so that a resumed run sees the same batches.
 
 Shape suffixes: b sequences, t tokens of a sequence, n tokens of a document.
 """
@@ -20,7 +20,7 @@ from train.data.records import Source
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 T = TypeVar("T")
-OPEN_SEQUENCES = 16  # newest sequences that still take documents while packing
+OPEN_SEQUENCES = 16  # number of newest sequences that still take documents while packing
 PREFETCH_THREADS, PREFETCHED_STEPS = 2, 8
 
 
@@ -33,9 +33,9 @@ class PackedBatch:
       tokens_bt: ids; padding is 0.
       segments_bt: 1, 2, ... per document of a sequence; 0 for padding.
       positions_bt: position inside the document.
-      weights_bt: loss weight of predicting this token; 0 on a document's first token.
+      weights_bt: loss weight of predicting each token; 0 for a document's first token.
       outputs_bto: recorded outputs of the verifier (`teacher.record`): tapped layers, then final states.
-      progress_b: share of the run's steps that are done, equal for all sequences; None outside training steps.
+      progress_b: share of the run's steps that are done, the same for all sequences; None outside training steps.
     """
 
     tokens_bt: np.ndarray
@@ -48,12 +48,12 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """Documents of a source and the sequences that they share, which are assembled on access.
+    """Documents of a source, and the sequences that they share. Sequences are assembled on access.
 
     Attributes:
       documents: all documents in the order of the source.
       sequences: indices of the documents of each sequence.
-      sequence_length: tokens of a sequence, padding included.
+      sequence_length: number of tokens of a sequence, padding included.
       outputs: `PackedBatch.outputs_bto` of all sequences.
     """
 
@@ -67,7 +67,7 @@ class PackedDataset:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Ids of all documents, one after another."""
+        """Token ids of all documents, one after another."""
         return np.concatenate([document.tokens_n for document in self.documents])
 
     def __getitem__(self, index: int) -> PackedBatch:
@@ -97,9 +97,9 @@ class Corpus:
 
     Attributes:
       train: sequences to train on.
-      held_out: sequences of other documents, for validation; sources without held-out documents are missing.
+      held_out: sequences of other documents, for validation; it lacks sources without held-out documents.
       weights: relative share of each source in a batch.
-      skipped: number of records per source and reason, see `documents.read_documents`.
+      skipped: number of skipped records per source and reason; see `documents.read_documents`.
     """
 
     train: dict[str, PackedDataset]
@@ -116,7 +116,7 @@ class Corpus:
         return sum(len(packed.documents) for packed in self.train.values())
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
-        """Returns the number of occurrences of each id, in prompts and held-out documents too."""
+        """Returns the number of occurrences of each id, including prompts and held-out documents."""
         counts = [np.bincount(p.tokens, minlength=vocab_size) for p in (*self.train.values(), *self.held_out.values())]
         return sum(counts, np.zeros(vocab_size, np.int64))
 
@@ -151,9 +151,10 @@ class Corpus:
 def load_corpus(
     sources: Sequence[Source], config: DataConfig, tokenizer: Tokenizer | None, seed: int, vocab_size: int | None = None
 ) -> Corpus:
-    """Reads, tokenises and packs every source; ids must be below `vocab_size`.
+    """Reads, tokenises and packs every source. Ids must be below `vocab_size`.
 
-    Raises ValueError for a source without a usable document, and as `records.read_records` and `documents.read_documents`.
+    Raises ValueError for a source without a usable document, and the errors of `records.read_records` and
+    `documents.read_documents`.
     """
     if not sources:
         raise ValueError("got no sources, expected at least one [[sources]] table")
@@ -183,15 +184,17 @@ def batches(
 ) -> Iterator[PackedBatch]:
     """Yields the batch of every step in [start, stop), prefetched by threads.
 
-    Sources contribute their shares in a fixed pattern, each with its sequences in a new random order every epoch. Yields
-    only the sequences of the indices `members`; None: the whole batch.
+    Sources contribute their shares in a fixed pattern. The sequences of each are in a new random order every epoch.
+
+    Args:
+      members: indices of the sequences to yield of each batch; None: all.
     """
     import grain  # slow to import, and only training needs it
 
     members = range(batch) if members is None else members
     streams = []
     for number, packed in enumerate(corpus.train.values()):
-        # Sources of one length must not be shuffled alike.
+        # Sources of equal length must be shuffled differently.
         [source_seed] = np.random.SeedSequence((seed, number)).generate_state(1)
         streams.append(grain.MapDataset.source(packed).seed(int(source_seed)).shuffle().repeat())
     mixed = grain.MapDataset.mix(streams, list(corpus.weights.values()))
@@ -206,7 +209,7 @@ def batches(
 
 
 def spread(count: int, size: int) -> np.ndarray:
-    """Returns `count` indices spread evenly over range(size), in order; repeats them if `size` is smaller."""
+    """Returns `count` indices spread evenly over range(size), in order. Some are repeated if `size` is smaller."""
     return np.arange(count) * size // count if count <= size else np.arange(count) % size
 
 
@@ -216,9 +219,9 @@ def pick_spread(items: Sequence[T], count: int) -> list[T]:
 
 
 def pack(documents: Sequence[Document], sequence_length: int) -> PackedDataset:
-    """Packs each document into the oldest of the newest sequences that has room for it."""
+    """Packs each document into the oldest of the OPEN_SEQUENCES newest sequences that has room for it."""
     sequences: list[list[int]] = []
-    room: list[int] = []  # of each sequence
+    room: list[int] = []  # free tokens of each sequence
     for number, document in enumerate(documents):
         size = len(document.tokens_n)
         newest = range(max(0, len(sequences) - OPEN_SEQUENCES), len(sequences))

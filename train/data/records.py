@@ -1,7 +1,7 @@
 """Records of training text: chats, answers and plain texts, read from files, folders, the Hub, or Python itself.
 
-Records are read one by one. The number of a record is its position in the source, independent of seed and limit: a record
-held out for validation in one stage is held out in all stages.
+Records are read one by one. The number of a record is its position in the source, independent of seed and limit. So a
+record that one stage holds out for validation is held out in all stages.
 """
 
 import glob
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of a prompt and of the verifier's answer, and whether the answer ended before the length limit."""
+    """Token ids of a prompt and of the verifier's answer, with a flag that the answer ended before the length limit."""
 
     prompt: list[int]
     response: list[int]
@@ -81,7 +81,7 @@ def read_records(source: Source, seed: int, skipped: Counter[str] | None = None)
 
     Args:
       seed: seed of the order to which the limit applies.
-      skipped: its "malformed" counts records that are not in the source's format; None refuses them.
+      skipped: counter whose "malformed" counts records that are not in the source's format; None refuses such records.
 
     Raises:
       FileNotFoundError: a source that does not exist.
@@ -107,10 +107,11 @@ def read_records(source: Source, seed: int, skipped: Counter[str] | None = None)
 
 
 def parse_chat(raw: Any) -> Messages:
-    """Parses messages in any form of `engine.call.prompts.read_messages`, also of a prompt file for benchmarks.
+    """Parses messages in any form of `engine.call.prompts.read_messages`, or of a prompt file for benchmarks.
 
-    Line ends become "\\n", and space around messages is removed. A chat of user turns alone keeps the first turn, since
-    later turns need the answers in between; a reference program ("reference": {"code"}) becomes the assistant's answer.
+    Line ends become "\\n", and space around messages is removed. Of a chat that has user turns alone, only the first turn
+    is kept, because later turns need the answers in between. A reference program ("reference": {"code"}) becomes the
+    assistant's answer.
     """
     messages = prompts.read_messages(raw)
     if len(messages) > 1 and {message["role"] for message in messages} == {"user"}:
@@ -138,7 +139,7 @@ def parse_text(raw: Any) -> str:
 
 
 def _open(source: Source) -> list[tuple[str, Callable[[], Any]]]:
-    """Returns, for every record of a source, its place for error messages, and a function that loads it."""
+    """Returns a pair for every record of a source: its place for error messages, and a function that loads it."""
     if source.path.startswith(HUB):
         records = _load_hub(source.path)
         return [(f"{source.path}, record {i}", partial(records.__getitem__, i)) for i in range(len(records))]
@@ -167,7 +168,7 @@ def _find_files(source: Source) -> list[Path]:
 
 
 def _find_lines(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields place and load function of every line that is not blank."""
+    """Yields the place and the load function of every line that is not blank."""
     start = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -190,7 +191,7 @@ def _load_hub(path: str) -> Any:
     name, config, split = (path.removeprefix(HUB).split(":") + ["", ""])[:3]
     try:
         return load_dataset(name, config or None, split=split or "train")
-    except Exception as error:  # failures of `datasets`, HTTP and file systems have no common ancestor
+    except Exception as error:  # errors of `datasets`, HTTP and file systems have no common base class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ValueError(
             f"{path}: {reason}; without a way to the Hub, give the path of a JSONL file that "

@@ -38,13 +38,13 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
-PASSES, USUAL_STEPS = 6, 200  # as the published backbones
+PASSES, USUAL_STEPS = 6, 200  # as for the published backbones
 LEAST_STEPS = 50
-MEASURED_LENGTHS = 512  # number of prompts that decide which length is too long
+MEASURED_LENGTHS = 512  # number of prompts from which the longest allowed length is chosen
 LEAST_PROMPTS, FEW_PROMPTS = 8, 32
-ENOUGH_PROMPTS = 1000  # of which the verifier writes those that are not given
-CHUNK = 8  # blocks of a sequence with logits in memory at a time
-EVALUATIONS = 4  # of a training stage
+ENOUGH_PROMPTS = 1000  # number of prompts in total; if fewer are given, the verifier writes the others
+CHUNK = 8  # number of blocks of a sequence whose logits are in memory at a time
+EVALUATIONS = 4  # number of evaluations of a training stage
 MEASURE_SECONDS = 300.0
 
 
@@ -111,19 +111,19 @@ class Composer:
     """Composes every stage's settings from the command's settings and the verifier's config and tokenizer.
 
     Attributes:
-      stages: settings of the stages composed so far, by name; the training stages depend on those before them.
-      answers: the verifier's answers, which the training stages depend on; none before they are made.
+      stages: settings of the stages composed so far, by name. Training stages depend on the stages before them.
+      answers: the verifier's answers, on which the training stages depend; empty before they are made.
     """
 
     def __init__(self, settings: PairConfig):
         self.settings = settings
-        self.skipped = Counter() if settings.respond.get("malformed") == "skip" else None  # its counts are not shown
+        self.skipped = Counter() if settings.respond.get("malformed") == "skip" else None  # the counts are not shown
         self.stages: dict[str, Any] = {}
         self.answers = Corpus({}, {}, {}, {})
 
     @cached_property
     def prompts(self) -> list[Record]:
-        """Prompts of the command, without unreadable ones if they may be skipped."""
+        """Prompts of the command. Malformed ones are left out if they may be skipped."""
         source = Source(path=self.settings.prompts, limit=self.settings.num_prompts, hold_out=0)
         return [*read_records(source, self.settings.seed, self.skipped)]
 
@@ -133,13 +133,13 @@ class Composer:
         given, begun = self.settings.ask.get("count", self.settings.questions), self.settings.path("ask.toml")
         if given is not None:
             return given
-        if begun.exists():  # more prompts do not change how many there are
+        if begun.exists():  # more prompts do not change the number of questions
             return run_config.load(AskConfig, begun).count
         if self.settings.path("respond.toml").exists():  # begun without questions
             return 0
         try:
             question_tokens(self.tokenizer)
-        except ValueError:  # it has no chats to write a turn of
+        except ValueError:  # the verifier has no chat template in which it could write a question
             return 0
         return max(0, ENOUGH_PROMPTS - len(self.prompts))
 
@@ -163,7 +163,7 @@ class Composer:
         return self.settings.block_size or self.defaults.training_block
 
     def check_settings(self) -> None:
-        """Composes all stages without answers, so that a wrong setting is refused at once."""
+        """Composes all stages without answers, so that a wrong setting raises at once."""
         if (count := len(self.prompts) + self.num_questions) < FEW_PROMPTS:
             warn(f"got {count} prompts and questions: a drafter that pays needs hundreds; give more, or questions=")
         self.stages["ask"] = self.ask()
@@ -181,7 +181,7 @@ class Composer:
         return run_config.replaced(made, settings.ask)
 
     def respond(self) -> RespondConfig:
-        """Composes the settings of the answers, of prompts up to the longest question and to the length of 95 % of all."""
+        """Composes the settings of the answers. Prompts may be as long as the longest question, and as 95 % of all."""
         settings, context, prompts = self.settings, self.model.max_positions, self.prompts
         source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
         if len(prompts) < LEAST_PROMPTS:
@@ -243,7 +243,7 @@ class Composer:
         return stage
 
     def head(self) -> HeadStage:
-        """Goes on from the head that was trained with the backbone."""
+        """Composes the settings of a stage that continues from the head that was trained with the backbone."""
         trained = self.stages["drafter"]
         shared = self._training("head", math.ceil(trained.loop.steps / 2))
         folder = str(self.settings.path("drafter") / "model")
@@ -251,7 +251,7 @@ class Composer:
         return run_config.replaced(made, self.settings.head)
 
     def _training(self, name: str, steps: int) -> dict[str, Any]:
-        """Returns the settings that both training stages have."""
+        """Returns the settings that both training stages share."""
         settings, data, is_head, defaults = self.settings, self._data(), name == "head", self.defaults
         optimizer, rate = defaults.training_optimizer
         hold_out = _hold_out(range(self.answers.num_documents))
@@ -273,7 +273,7 @@ class Composer:
             compute_dtype=choose_dtype(sharding.device()).name,
             objective=objective,
             evaluate=EvaluateConfig(nodes=(16,)),
-            # The head has been trained with its backbone before.
+            # The head was already trained together with its backbone.
             optimizer=OptimizerConfig(name=optimizer, learning_rate=rate / 6 if is_head else rate, final=0.01),
             loop=LoopConfig(
                 steps=steps,
@@ -311,7 +311,7 @@ class Composer:
         )
 
     def _batch_size(self) -> int:
-        """Returns the smallest batch of at least the device's number of sequences that all devices share equally."""
+        """Returns the smallest batch of at least `training_batch` sequences that all devices share equally."""
         mesh = self.settings.mesh
         num_devices = mesh.data * mesh.fsdp or jax.device_count() // mesh.model
         return math.ceil(self.defaults.training_batch / num_devices) * num_devices
@@ -320,7 +320,7 @@ class Composer:
 def _hold_out(numbers: Sequence[int]) -> int:
     """Returns n such that every n-th record is held out: about 16 records, but at least one in 50 and at most one in 4.
 
-    If possible, some records are held out, but not all.
+    If possible, some records are held out and some are not.
     """
     usual = min(50, max(4, len(numbers) // 16))
     for n in range(usual, 1, -1):

@@ -1,4 +1,4 @@
-"""The stages of `train.pair`, and the record of their inputs by which a rerun redoes exactly what changed."""
+"""The stages of `train.pair`, and the record of their inputs, so that a rerun repeats only the stages that changed."""
 
 import hashlib
 import json
@@ -24,15 +24,16 @@ class Stage:
     """A stage of the command: `python -m train.NAME`.
 
     Attributes:
-      main: runs it with its settings.
-      compose: returns its settings.
-      given: settings of the command that it depends on, in addition to ALWAYS_GIVEN.
-      reads: file or folder of OUT that it depends on, if it is there.
-      reads_prompts: True if it depends on the prompts.
-      writes: pattern of the files or folders of OUT that it writes.
-      size: returns the quantity that may grow when it continues, such as the number of steps; 0 if none may.
-      follows: prefixes of the settings that may change when it continues.
-      shown: settings that are chosen by rule, which are printed.
+      main: function that runs the stage with its settings.
+      compose: function that returns the stage's settings.
+      given: settings of the command that the stage depends on, in addition to ALWAYS_GIVEN.
+      reads: file or folder of OUT that the stage depends on, if it exists.
+      reads_prompts: whether the stage depends on the prompts.
+      writes: pattern of the files or folders of OUT that the stage writes.
+      size: function that returns the quantity that may grow when the stage continues, such as the number of steps; 0 if
+        none may.
+      follows: prefixes of the settings that may change when the stage continues.
+      shown: settings chosen by rule that are printed.
     """
 
     name: str
@@ -47,24 +48,24 @@ class Stage:
     shown: tuple[str, ...] = ()
 
     def inputs(self, composer: Composer, made: Any) -> dict[str, Any]:
-        """Returns the inputs that decide a stage's results: given settings, the digest of what it reads, and its size."""
+        """Returns the inputs that decide a stage's results: given settings, digests of the data it reads, and its size."""
         values = run_config.to_dict(composer.settings)
         path = composer.settings.path(self.reads)
         digest = digest_files(path) if self.reads and path.exists() else ""
         digest = composer.prompts_digest() + digest if self.reads_prompts else digest
         given = {name: values[name] for name in (*ALWAYS_GIVEN, *self.given)}
         if self.reads_prompts and composer.num_questions:
-            given["questions"] = True  # a second source of prompts
+            given["questions"] = True  # questions are a second source of prompts
         return {"given": given, "digest": digest, "size": self.size(composer, made)}
 
     def continued(self, made: Any, settings: PairConfig) -> Any:
-        """Returns the settings that the stage was begun with, without the settings in `made` that may change."""
+        """Returns the settings with which the stage was begun. Those that may change have their values in `made`."""
         begun = run_config.load(type(made), settings.path(f"{self.name}.toml"))
         now = dotted(run_config.to_dict(made), into_lists=True)
         return run_config.replaced(begun, {key: value for key, value in now.items() if key.startswith(self.follows)})
 
     def set_aside(self, settings: PairConfig) -> None:
-        """Moves earlier results to OUT/before, replacing what is there."""
+        """Moves earlier results to OUT/before, and replaces those that are there."""
         folder = settings.path("before")
         folder.mkdir(exist_ok=True)
         for path in settings.path("").glob(self.writes):
@@ -134,7 +135,7 @@ STAGES = (
 
 
 class StageInputs:
-    """The inputs of every stage that was begun, in OUT/stages.json."""
+    """The inputs of every stage that was begun; they are stored in OUT/stages.json."""
 
     def __init__(self, settings: PairConfig):
         self.path = settings.path("stages.json")
@@ -145,7 +146,7 @@ class StageInputs:
     def action(self, stage: Stage, inputs: dict[str, Any]) -> Action:
         """Returns "skip" for a stage that finished with these inputs, and "continue" for one that was begun with them.
 
-        If only the size of a stage grew, it continues too, even if the files that it reads changed: more prompts or steps
+        A stage whose size alone grew also continues, even if the files that it reads changed, because more prompts or steps
         extend it.
         """
         before = self.by_name.get(stage.name)
@@ -156,7 +157,7 @@ class StageInputs:
         return "continue" if inputs["size"] > before["size"] else "begin"
 
     def changed(self, stage: Stage, inputs: dict[str, Any]) -> str:
-        """Returns the first given setting that differs from the last time, in words; "" if none does."""
+        """Describes the first given setting that differs from the last time; returns "" if none does."""
         then, now = dotted(self.by_name[stage.name]["given"]), dotted(inputs["given"])
         return next((f"{key} was {then.get(key)}" for key in {**then, **now} if then.get(key) != now.get(key)), "")
 
@@ -166,7 +167,7 @@ class StageInputs:
 
 
 def digest_files(path: Path) -> str:
-    """Returns the SHA-256 of a file, or of all files of a folder with their names."""
+    """Returns the SHA-256 of a file, or of the names and contents of all files in a folder."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():

@@ -1,8 +1,8 @@
-"""Checkpoints of a run through Orbax: asynchronous, complete or absent, the newest few and the best kept, local or gs://.
+"""Checkpoints of a run, written asynchronously by Orbax to local or gs:// folders. The newest few and the best are kept.
 
-A checkpoint holds the state, and digests of the documents it was trained on and of the run's frozen inputs. The settings of
-the run are stored beside its checkpoints; a run directory refuses settings, documents and inputs that would change the
-result.
+A checkpoint is complete or absent. It holds the state, and digests of the documents that it was trained on and of the run's
+frozen inputs. The settings of the run are stored beside its checkpoints. A run that continues is refused if its settings,
+documents or inputs differ in a way that would change the result.
 """
 
 from collections.abc import Iterator
@@ -19,20 +19,20 @@ from treeflash_jax.core import files
 # Settings that may change when a run continues: the number of steps, and what changes weights by rounding at most.
 FREE_IN_LOOP = "steps accumulate log_every save_every evaluate_every keep best best_mode tensorboard wandb profile"
 FREE = {"run", "mesh", "evaluate", "attention", *(f"loop.{name}" for name in FREE_IN_LOOP.split())}
-STATE = "state"  # Orbax's name for a tree that is saved alone
+STATE = "state"  # name that Orbax gives to a tree that is saved alone
 
 
 class Checkpoints:
     """The checkpoints of one run directory.
 
     Args:
-      loop: settings of the run: its steps, and which checkpoints are kept.
+      loop: settings of the run's steps, and of the checkpoints to keep.
       documents: digest of the training documents (`Corpus.digest`); None if checkpoints are only read.
       inputs: frozen inputs of the run as they are now.
     """
 
     def __init__(self, run: str, loop: LoopConfig, documents: str | None = None, inputs: FrozenInputs | None = None):
-        from orbax.checkpoint import v1 as ocp  # slow to import; compiling a step alone does not need it
+        from orbax.checkpoint import v1 as ocp  # slow to import, and not needed to compile a step
 
         self.folder, self.loop, self.documents, self.orbax = files.absolute(run), loop, documents, ocp
         self.inputs = inputs or {}
@@ -50,18 +50,18 @@ class Checkpoints:
         )
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Returns the metrics of every checkpoint by its step, oldest first; {} without an evaluation."""
+        """Returns the metrics of every checkpoint by its step, oldest first; {} for a checkpoint without an evaluation."""
         return {saved.step: saved.metrics or {} for saved in sorted(self.inner.checkpoints, key=lambda saved: saved.step)}
 
     def restore(self, abstract: Any) -> Any:
-        """Returns the newest state, laid out as `abstract`; None if there is no checkpoint yet. Raises as `load`."""
+        """Returns the newest state, laid out as `abstract`; None without a checkpoint. Raises the errors of `load`."""
         steps = [*self.metrics()]
         return self.load(steps[-1], abstract) if steps else None
 
     def load(self, step: int, abstract: Any, *, in_part: bool = False) -> Any:
         """Returns the state of one checkpoint, laid out as `abstract`; with `in_part`, only the parts in `abstract`.
 
-        Raises ValueError if it is damaged, holds other arrays, or was trained on other documents or frozen inputs.
+        Raises ValueError if the checkpoint is damaged, holds other arrays, or was trained on other documents or inputs.
         """
         notes = self.notes(step)
         unknown = [name for name in self.inputs if name not in notes.get("inputs", {})]
@@ -71,7 +71,7 @@ class Checkpoints:
         context.pytree.loading.partial_load = in_part
         with self._reading(step) as path, context:
             state = self.orbax.load(path, abstract, checkpointable_name=STATE)
-        # A run that is extended may have more documents.
+        # When a run is extended, it may have more documents.
         if self.documents not in (None, notes["documents"]) and notes["steps"] == self.loop.steps:
             raise ValueError(
                 f"{self.folder}: the training documents changed after step {step}; restore the earlier ones to continue, "
@@ -80,7 +80,7 @@ class Checkpoints:
         return state
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Returns the notes of `save`. Raises ValueError for a damaged checkpoint, or one with other frozen inputs."""
+        """Returns the notes that `save` stored. Raises ValueError for a damaged checkpoint, or for other frozen inputs."""
         with self._reading(step) as path:
             notes = self.orbax.metadata(path, checkpointable_name=STATE).custom_metadata
             inputs = notes.get("inputs", {})
@@ -88,7 +88,10 @@ class Checkpoints:
         return notes
 
     def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
-        """Starts writing; returns once the arrays are copied. Raises ValueError if this or the last write failed."""
+        """Starts to write a checkpoint, and returns when its arrays are copied.
+
+        Raises ValueError if this or the last write failed.
+        """
         notes = {"documents": self.documents, "steps": self.loop.steps, "inputs": self.inputs}
         with self._writing():
             self.inner.wait()
@@ -97,7 +100,7 @@ class Checkpoints:
                 self.inner.wait()
 
     def close(self) -> None:
-        """Waits until the last checkpoint is written. Raises ValueError if that failed."""
+        """Waits until the last checkpoint is written. Raises ValueError if the write failed."""
         with self._writing():
             self.inner.close()
 
@@ -106,7 +109,7 @@ class Checkpoints:
         path = self.folder / "checkpoints" / str(step)
         try:
             yield path
-        except Exception as error:  # errors of Orbax and TensorStore have no common ancestor
+        except Exception as error:  # errors of Orbax and TensorStore have no common base class
             raise ValueError(
                 f"{path} cannot be read ({_reason(error)}); use the code and drafter it was saved with, delete it to "
                 "continue from the checkpoint before it, or give another run="
@@ -124,7 +127,7 @@ class Checkpoints:
 
 
 def check_inputs(run: str, loop: LoopConfig, inputs: FrozenInputs) -> None:
-    """Raises ValueError as `Checkpoints.notes` does for the newest checkpoint of a run, if there is one."""
+    """Raises the ValueErrors of `Checkpoints.notes` for the newest checkpoint of a run, if there is one."""
     if (files.absolute(run) / "checkpoints").exists():
         with closing(Checkpoints(run, loop, inputs=inputs)) as checkpoints:
             for step in [*checkpoints.metrics()][-1:]:
@@ -132,12 +135,12 @@ def check_inputs(run: str, loop: LoopConfig, inputs: FrozenInputs) -> None:
 
 
 def claim(folder: epath.Path, config: Any) -> None:
-    """Writes the settings of a new run, or compares them with this directory's. Raises ValueError if they differ."""
+    """Writes the settings of a new run, or compares them with those in its folder. Raises ValueError if they differ."""
     path = folder / "settings.toml"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         if hosts.is_first():
-            run_config.save(config, path)  # in one piece, since other hosts may read it already
+            run_config.save(config, path)  # writes in one piece, since other hosts may already read the file
         return
     run_config.refuse(run_config.changes(config, path, FREE), folder, "run")
     steps = run_config.changes(config, path, ()).get("loop.steps")
@@ -147,6 +150,6 @@ def claim(folder: epath.Path, config: Any) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the end of an error's first line: TensorStore puts the names of files before the reason."""
+    """Returns the end of an error's first line, because TensorStore writes names of files before the reason."""
     text = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
     return text.partition(" [tensorstore")[0].rpartition('": ')[2][:100]

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, two per multiply-add of a matrix product, and the peak rates of devices."""
+"""Floating-point operations of a training step (two per multiply-add of a matrix product), and peak rates of devices."""
 
 import math
 from typing import Any
@@ -11,11 +11,11 @@ from treeflash_jax.core import parameters, sharding
 
 
 def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: PackedBatch) -> float:
-    """Counts the products of a step without recomputation.
+    """Counts the operations of a step's matrix products, without recomputation.
 
-    The gradient is counted as the derivative along one direction, which has the same number. Products that the attention
-    mask discards are counted too. `sums` is the objective of a `TrainTask`. It is traced in float32, without kernels, for
-    a batch of these shapes.
+    The gradient is counted as the derivative along one direction, which has the same number of operations. Products that
+    the attention mask discards also count. `sums` is the objective of a `TrainTask`. It is traced in float32, without
+    kernels, for a batch of these shapes.
     """
     params, frozen = (parameters.abstract(tree, jnp.float32) for tree in (specs, frozen_specs))
     keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
@@ -27,7 +27,7 @@ def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: PackedBatch) -> 
 
 
 def _product_flops(jaxpr: Any) -> float:
-    """Counts the products of a traced program: all steps of its loops, the longest of its branches."""
+    """Counts the operations of a traced program's products: all steps of its loops, and the longest of its branches."""
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

@@ -1,7 +1,7 @@
-"""Frozen inputs: files that a run reads whenever it starts and never changes, such as a verifier, a backbone, a tokenizer.
+"""Frozen inputs: files that a run reads at every start and never changes, such as a verifier, a backbone or a tokenizer.
 
-A run notes a digest of each when it begins: in its checkpoints, or beside the file of `train.respond` and `train.ask`.
-Continuing it, `train.export` and `train.pair` compare them.
+When a run begins, it notes a digest of each of them in its checkpoints, or beside the file of `train.respond` and
+`train.ask`. These digests are compared when the run continues, and by `train.export` and `train.pair`.
 """
 
 import hashlib
@@ -11,18 +11,18 @@ from pathlib import Path
 
 from treeflash_jax.formats import tensor_files
 
-PIECE = 2**24  # bytes that a thread reads and digests at a time
+PIECE = 2**24  # number of bytes that a thread reads and digests at a time
 
 FrozenInputs = Mapping[str, Mapping[str, str]]  # for each input, by name: its "path" as given and its "digest"
 
 
 def note(path: str, files: Path, *, weights: bool = True) -> dict[str, str]:
-    """Returns the entry of an input: a folder, or a GGUF file.
+    """Returns the entry of an input, which is a folder or a GGUF file.
 
     Args:
-      path: the setting that names it.
-      files: its path on this machine.
-      weights: digest weights and tokenizer, and not only config.json.
+      path: the setting that names the input.
+      files: path of the input on this machine.
+      weights: whether to digest weights and tokenizer, besides config.json.
     """
     return {"path": path, "digest": digest_model(files, weights=weights)}
 
@@ -30,7 +30,7 @@ def note(path: str, files: Path, *, weights: bool = True) -> dict[str, str]:
 def digest_model(path: Path, *, weights: bool = True) -> str:
     """Returns the SHA-256 of the files of a model, read in pieces by all cores.
 
-    In a folder, these are config.json, tokenizer.json and the files of its tensors; missing ones do not count.
+    In a folder, these are config.json, tokenizer.json and the files of its tensors, as far as they exist.
     """
     names = ["config.json", "tokenizer.json", *tensor_files.file_names(path)] if weights else ["config.json"]
     files = [path] if path.is_file() else [path / name for name in names if (path / name).exists()]
@@ -50,10 +50,10 @@ def _digest_piece(piece: tuple[Path, int]) -> bytes:
 
 
 def compare(noted: FrozenInputs, now: FrozenInputs, run: str) -> None:
-    """Raises ValueError naming the first input that changed since it was noted; inputs that were not noted may be any.
+    """Raises ValueError that names the first input that changed since it was noted. Inputs that were not noted may change.
 
     Args:
-      run: the setting of the run or file that noted them, such as "run=runs/head".
+      run: the setting of the run or file that noted the inputs, such as "run=runs/head".
     """
     for name, entry in now.items():
         if name in noted and noted[name]["digest"] != entry["digest"]:

@@ -1,4 +1,4 @@
-"""Processes, devices and locks of a run: the same command runs on a laptop, on one GPU and on every host of a pod."""
+"""Processes, devices and locks of a run. The same command runs on a laptop, on one GPU and on every host of a pod."""
 
 import os
 import signal
@@ -17,15 +17,16 @@ from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import clipped
 
-# Prefixes of JAX's errors if no cluster is detected, and if this process has already used its devices.
+# Beginnings of JAX's errors if it detects no cluster, and if this process has already used its devices.
 ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")
 
 
 def connect() -> None:
     """Joins the other processes of this job, if there are any.
 
-    JAX detects Cloud TPU pods (through their metadata server), GKE, Slurm, Open MPI and Kubernetes. Elsewhere set
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process; JAX_NUM_PROCESSES=1 detects nothing.
+    JAX detects Cloud TPU pods (through their metadata server), GKE, Slurm, Open MPI and Kubernetes. Elsewhere, set
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process. JAX_NUM_PROCESSES=1 turns detection
+    off.
 
     SIGTERM ends this process as usual: JAX's own handler, which only notes the signal, is removed.
 
@@ -65,13 +66,13 @@ def introduce(mesh: jax.sharding.Mesh, output: str) -> None:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Makes a mesh over `devices` (default: of all hosts); with `data` 0, that axis takes all remaining devices."""
+    """Makes a mesh over `devices` (default: those of all hosts). If `data` is 0, that axis takes all remaining devices."""
     devices = jax.devices() if devices is None else devices
     data = config.data or max(1, len(devices) // max(1, config.fsdp * config.model))
     mesh = sharding.make_mesh(data, config.model, devices, fsdp=config.fsdp)
     if mesh.size > 1 and sharding.device(mesh).is_cpu and jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)  # for the same reason as above
-        compilation_cache.reset_cache()  # JAX looks at the setting only once
+        compilation_cache.reset_cache()  # JAX reads the setting only once
     return mesh
 
 
@@ -79,9 +80,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def held(path: epath.Path, what: str) -> Iterator[None]:
     """Holds the lock file `path`, in a folder created if missing, for all hosts of this job while the block runs.
 
-    The operating system releases the lock when the process ends. Object stores have no locks: there nothing is held.
-    Raises ValueError on every host if another process holds the lock, which messages call `what`, or for a folder that
-    cannot be written.
+    The operating system releases the lock when the process ends. Object stores have no locks, so nothing is held there.
+    Raises ValueError on every host if another process holds the lock, or if the folder cannot be written. `what` is the
+    name of the lock in messages.
     """
     lock, error = None, ""
     if is_first() and not files.is_remote(path):
@@ -101,12 +102,12 @@ def held(path: epath.Path, what: str) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            epath.Path(path).unlink(missing_ok=True)  # before the release, after which it may be another process's
+            epath.Path(path).unlink(missing_ok=True)  # before the release: later, another process may own it
             lock.release()
 
 
 def is_first() -> bool:
-    """Returns true on the process that prints and logs."""
+    """Returns True on the process that prints and logs."""
     return jax.process_index() == 0
 
 
@@ -117,7 +118,7 @@ def say(text: str) -> None:
 
 
 def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if a batch is not divisible by parts and devices."""
+    """Raises ValueError if a batch cannot be divided into equal parts for all devices."""
     devices = mesh.shape["data"] * mesh.shape.get("fsdp", 1)
     if batch_size % (accumulate * devices):
         raise ValueError(
@@ -133,7 +134,7 @@ def local_members(batch_size: int, mesh: jax.sharding.Mesh) -> list[int]:
 
 
 def place_batch(batch: Any, batch_size: int, mesh: jax.sharding.Mesh) -> Any:
-    """Makes global arrays, sharded over data and fsdp, of the `local_members` of all hosts."""
+    """Makes global arrays, sharded over data and fsdp, from the `local_members` of all hosts."""
 
     def place(x: np.ndarray) -> jax.Array:
         shape = (batch_size, *x.shape[1:])

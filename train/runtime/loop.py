@@ -1,8 +1,8 @@
 """The training loop that every stage shares: one compiled step over a mesh, resumable at any moment.
 
-A step is a function of (settings, seed, step): a batch depends on seed and step, anchors on seed, step and sequence. A run
-that was killed, or moved to other devices or hosts, continues from its last checkpoint to the same result.
-`training_state` defines what a step computes.
+A step depends only on settings, seed and step number: batches depend on seed and step, and anchors on seed, step and
+sequence. So a run that was killed, or moved to other devices or hosts, continues from its last checkpoint to the same
+result. `training_state` defines the computation of a step.
 """
 
 import math
@@ -30,8 +30,8 @@ from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import files, programs, sharding
 
-HELD_OUT_BATCHES = 4  # of a source
-Report = Callable[[str], None]  # receives the progress of an evaluation in words
+HELD_OUT_BATCHES = 4  # number of batches per source
+Report = Callable[[str], None]  # receives texts about the progress of an evaluation
 
 
 def resolve_steps(config: LoopConfig, num_sequences: int) -> int:
@@ -43,7 +43,7 @@ def resolve_steps(config: LoopConfig, num_sequences: int) -> int:
 
 
 def means(sums: Sums) -> dict[str, Any]:
-    """Returns the means of the sums as floats, vectors as lists; None for a metric of total weight 0."""
+    """Returns the means of the sums as floats (vectors as lists); None for a metric whose total weight is 0."""
 
     def mean(total: np.ndarray, weight: np.ndarray) -> Any:
         values = [round(float(t / w), 6) if w > 0 else None for t, w in zip(total.flat, weight.flat, strict=True)]
@@ -67,15 +67,18 @@ def fit(
     """Trains until the last step and returns the float32 weights, on the mesh.
 
     Args:
-      config: settings of the stage; `fit` reads `run`, `loop`, `optimizer` and `data`, but a run belongs to all settings.
-      params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
-      inputs: frozen inputs, which checkpoints note; a run that continues must have the same.
-      evaluate: metrics of the weights, added to the held-out sequences' metrics; it may report its progress.
-      on_timed: receives the number of the second step and the seconds that it took; the first one compiles.
+      config: settings of the stage. `fit` reads only `run`, `loop`, `optimizer` and `data`, but all of them are stored, and
+        must be the same when the run continues.
+      params, frozen: initial weights, and weights that are only read, both on the mesh (`training_state.place`).
+      inputs: frozen inputs, which checkpoints note. A run that continues must have the same ones.
+      evaluate: function that returns metrics of the weights, which are added to those of held-out sequences. Its second
+        argument receives its progress.
+      on_timed: function that receives the number of the second step and the seconds that it took. (The first step includes
+        compilation.)
 
     Raises:
-      ValueError: a run directory of other settings or inputs, or past the last step; a batch that does not divide; a loss
-        that is not finite (the last checkpoint is from before); a checkpoint that cannot be written.
+      ValueError: a run directory with other settings or inputs, or past the last step; a batch that cannot be divided; a
+        loss that is not finite (the last checkpoint is older); a checkpoint that cannot be written.
       SystemExit: after SIGTERM or Ctrl-C and one more checkpoint, with status 143 or 130.
     """
     loop: LoopConfig = config.loop
@@ -92,7 +95,7 @@ def fit(
 
 
 class _Run:
-    """A run in progress: the state of its last checkpoint, else a fresh one, and the compiled step."""
+    """A run in progress: the compiled step, and the state of the last checkpoint or a new one."""
 
     def __init__(
         self, task: TrainTask, config: Any, steps: int, mesh: Mesh, params: Any, checkpoints: Checkpoints, stack: ExitStack
@@ -148,7 +151,7 @@ class _Run:
                 jax.block_until_ready(self.state)
                 self.profile.close()
             self.watch.show(step, "")
-            if step == start + 1:  # which compiled
+            if step == start + 1:  # this step included compilation
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
             elif step == start + 2 and on_timed is not None:
@@ -174,7 +177,7 @@ class _Run:
                 line |= {"mfu": count * self.task.flops / seconds / peak} if peak else {}
             self.finish(step, line, evaluates=evaluates, ends=ends)
             if pauses:
-                began = time.perf_counter()  # evaluations and checkpoints are not step time
+                began = time.perf_counter()  # evaluations and checkpoints do not count as step time
         return self.state.params
 
     def is_due(self, step: int, every: int) -> bool:
@@ -204,7 +207,7 @@ class _Run:
 def make_held_out_measure(
     task: TrainTask, corpus: packing.Corpus, loop: LoopConfig, mesh: Mesh
 ) -> Callable[[Any, Any, Report], dict[str, Any]]:
-    """Returns a function of trained and frozen weights: means over a few held-out batches of every source.
+    """Returns a function that computes, from trained and frozen weights, means over a few held-out batches of every source.
 
     The batches are spread over the source, and their anchors are fixed. Like a step's batches, they are computed in
     `loop.accumulate` parts.
@@ -247,17 +250,17 @@ def _add(sums: list[Sums]) -> Sums:
 
 
 class Signals:
-    """Notes SIGTERM and Ctrl-C, so that a run saves a checkpoint before it ends; a second Ctrl-C ends the process at once.
+    """Notes SIGTERM and Ctrl-C, so that a run saves a checkpoint before it ends. A second Ctrl-C ends the process at once.
 
-    With every step, hosts also reduce whether one of them has noted a signal. They read that a step later, so that no
-    device waits for them, and end after the same step.
+    In every step, the hosts also compute together whether one of them has noted a signal. They read the result one step
+    later, so that no device waits for them. So all hosts end after the same step.
     """
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.received: int | None = None
         self.any_host = programs.jit(jnp.any, out_shardings=NamedSharding(mesh, P()))
-        self.any_noted: jax.Array | None = None  # whether any host had noted a signal a step ago
+        self.any_noted: jax.Array | None = None  # whether any host had noted a signal one step earlier
 
     def __enter__(self) -> Self:
         self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -271,11 +274,11 @@ class Signals:
         self.received = self.received or number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            # Unlike print, it may interrupt a print.
+            # Unlike `print`, this call is allowed while another print is interrupted.
             os.write(2, b"interrupted: saving a checkpoint; Ctrl-C again ends at once\n")
 
     def requested(self) -> bool:
-        """Returns whether the run ends after this step; called once a step by all hosts, which agree."""
+        """Returns whether the run ends after this step. All hosts call it once a step, and get the same result."""
         if jax.process_count() == 1:
             return self.received is not None
         noted, layout = np.array([self.received is not None]), NamedSharding(self.mesh, P(self.mesh.axis_names))

@@ -1,16 +1,16 @@
-"""A picture of a run: loss, and tau of the evaluations, by step."""
+"""A picture of a run: its loss, and the tau of its evaluations, by step."""
 
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NAME = "training.png"  # beside a run's log, and beside the model card of an exported drafter
+NAME = "training.png"  # file beside a run's log, and beside the model card of an exported drafter
 LOSSES = {"loss": "training", "held_out/loss": "held out"}
 TAU = "held_out/tau"
 
 
 def draw(lines: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns a PNG of the lines of a log (`watch.read_log`); without evaluations of tau, it shows the loss alone."""
+    """Returns a PNG of the lines of a log (`watch.read_log`). If tau was not evaluated, it shows the loss alone."""
     from matplotlib.figure import Figure  # slow to import
 
     taus = {name: name.removeprefix("held_out/") for line in lines for name in line if name.startswith(TAU)}

@@ -1,9 +1,9 @@
-"""Settings of a stage: one frozen dataclass, read from a TOML file, changed by words `key=value` on the command line.
+"""Settings of a stage: one frozen dataclass, read from a TOML file and changed by words `key=value` on the command line.
 
     python -m train.head configs/tiny/head.toml run=runs/head optimizer.learning_rate=1e-3
 
-Every key must be known and every value of its type: a misspelt key is an error, never ignored. What a run resolved to is
-written beside its checkpoints (`save`), so that a run directory records how it was made.
+Every key must be known, and every value must have its type. A misspelt key is an error, and never ignored. The resulting
+settings are written beside the run's checkpoints (`save`), so that a run directory records how it was made.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.settings import build, describe, dotted, setting, setting_names
 
 T = TypeVar("T")
-MAX_SEED = 2**32 - 1  # keys of JAX drop further bits
+MAX_SEED = 2**32 - 1  # JAX's keys ignore further bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, or Muon on the layers' matrices with AdamW on the rest; warm-up, then cosine."""
+    """AdamW, or Muon for the layers' matrices and AdamW for other weights. The rate warms up, then follows a cosine."""
 
     name: Literal["adamw", "muon"] = setting("adamw", "algorithm")
     learning_rate: float = setting(help="peak learning rate; with Muon, of its matrices", above=0, most=10)
@@ -56,7 +56,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """Length of a run, and the files that it keeps. A step trains on `batch` packed sequences, in `accumulate` parts."""
+    """Length of a run, and the files that it keeps. A step trains on `batch` packed sequences in `accumulate` parts."""
 
     steps: int = setting(0, "optimiser steps; 0 derives them from `epochs`", least=0)
     epochs: float = setting(1.0, "passes over the data; used if `steps` is 0", least=0)
@@ -84,7 +84,7 @@ class LoopConfig:
 def run_command(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
     """Runs `main(settings)` with the settings that a command line gives, `[FILE.toml] [key=value ...]`, and exits.
 
-    Keeps on disk what it compiles. Bad input ends the process with one line on stderr; --help shows `doc`.
+    Compiled programs are cached on disk. Bad input ends the process with one line on stderr. --help shows `doc`.
     """
     command = f"train.{Path(sys.argv[0]).stem}"
     words = sys.argv[1:] if argv is None else argv
@@ -98,9 +98,9 @@ def run_command(main: Callable[[Any], None], cls: type, doc: str | None, argv: S
         except (ValueError, UnknownSetting, OSError) as error:
             raise ValueError(f"{clipped(error, 220)} (see python -m {command} --help)") from None
         programs.keep_programs()
-        # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
+        # This handler looks up sys.stderr, which a bar redirects. Handlers of imported packages would write into the bar.
         logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
-        for name in ("absl", "asyncio"):  # Orbax logs a traceback here of every error that it also raises
+        for name in ("absl", "asyncio"):  # Orbax logs a traceback of every error that it also raises
             logging.getLogger(name).disabled = True
         main(config)
 
@@ -109,7 +109,7 @@ def run_command(main: Callable[[Any], None], cls: type, doc: str | None, argv: S
 
 
 def parse(cls: type[T], words: Sequence[str]) -> T:
-    """Returns the settings that the words of a command line give: at most one TOML file, and words `key=value`."""
+    """Returns the settings of a command line's words: at most one TOML file, and words `key=value`."""
     for word in words:
         if word.startswith("-"):
             name = word.lstrip("-").partition("=")[0].replace("-", "_")
@@ -151,20 +151,20 @@ def read_toml(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> 
 
 
 def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a value by its dotted name; numbers are places in lists of tables, as in `sources.0.path`."""
+    """Sets a value by its dotted name. Numbers are indices of lists of tables, as in `sources.0.path`."""
     *path, last = key.split(".")
     table: Any = raw
     try:
         for name in path:
             table = table[int(name)] if isinstance(table, list) else table.setdefault(name, {})
         table.update({last: value})
-    except (AttributeError, ValueError, IndexError):  # of a value or a list in place of a table
+    except (AttributeError, ValueError, IndexError):  # there is a value or a list instead of a table
         expected = "a setting of a table that there is, such as loop.steps or sources.0.path"
         raise ValueError(f"settings: got {clipped(key, 60)}, expected {expected}") from None
 
 
 def replaced(config: T, raw: dict[str, Any]) -> T:
-    """Returns settings with new values for the names in nested dicts."""
+    """Returns settings with the new values of nested dicts."""
     values = to_dict(config)
     for key, value in dotted(raw).items():
         _assign(values, key, value)
@@ -172,21 +172,26 @@ def replaced(config: T, raw: dict[str, Any]) -> T:
 
 
 def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Returns how settings differ from those saved at `path`: {dotted name: (then, now)}; None for an absent setting.
+    """Returns the differences from the settings saved at `path`: {dotted name: (then, now)}; None for an absent setting.
 
-    A setting that the file does not name had its default. Settings and tables in `free` may differ.
+    A setting that the file does not name had its default. Differences of settings and tables in `free` do not count.
     """
     try:
         before = to_dict(load(type(config), path))
     except (ValueError, UnknownSetting):
-        before = read_toml(path)  # of another stage
+        before = read_toml(path)  # a file of another stage
     then, now = dotted(before), dotted(to_dict(config))
     keys = [key for key in {**then, **now} if key not in free and key.split(".")[0] not in free]
     return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
 
 
 def refuse(changed: dict[str, tuple[Any, Any]], where: Any, option: str) -> None:
-    """Raises ValueError for the first setting of `changes` since `where`, the value of `option`, was begun, if any."""
+    """Raises ValueError for the first of the changed settings, if any.
+
+    Args:
+      changed: result of `changes`.
+      where: run or file that was begun with other settings: the value of the setting `option`.
+    """
     for name, (old, new) in changed.items():
         before, after = dotted({name: old}, into_lists=True), dotted({name: new}, into_lists=True)
         key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
@@ -196,7 +201,7 @@ def refuse(changed: dict[str, tuple[Any, Any]], where: Any, option: str) -> None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Returns nested dicts of plain values, as JSON holds them."""
+    """Returns settings as nested dicts of plain values that JSON can hold."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
@@ -206,6 +211,6 @@ def save(config: Any, path: epath.PathLike) -> None:
 
 
 def dump(config: Any) -> str:
-    """Returns settings as TOML, without None, which TOML cannot express."""
+    """Returns settings as TOML. Settings that are None are left out, because TOML cannot express None."""
     plain = json.dumps(dataclasses.asdict(config))
     return tomli_w.dumps(json.loads(plain, object_hook=lambda table: {k: v for k, v in table.items() if v is not None}))

@@ -1,7 +1,7 @@
 """One training step: trained weights, optimiser state and metric sums on a mesh, and their update.
 
-Weights are float32 and lie over fsdp and model; a step casts them to the compute dtype and gathers fsdp before it reads
-them.
+Weights are float32, and are sharded over the mesh axes fsdp and model. Before a step reads them, it casts them to the
+compute dtype and gathers them along fsdp.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from train.runtime.run_config import OptimizerConfig
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
 
-# A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
+# A metric is (sum, weight). Both add up over chunks, parts of a step, steps and devices; sum / weight is the mean.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
-SumsFunction = Callable[[Any, Any, PackedBatch, jax.Array], Sums]  # of trained weights, frozen weights, a batch, keys_b
+SumsFunction = Callable[[Any, Any, PackedBatch, jax.Array], Sums]  # (trained weights, frozen weights, batch, keys_b)
 
 
 @struct.dataclass
@@ -35,7 +35,7 @@ class TrainState:
     Attributes:
       step: number of optimiser steps done.
       params: float32 weights.
-      optimizer: state of the optimiser, laid out as its parameters.
+      optimizer: state of the optimiser, laid out like the weights.
       window: metric sums since the last log line.
     """
 
@@ -50,12 +50,12 @@ class TrainTask:
     """The part of a stage that the loop needs.
 
     Attributes:
-      specs: trained weights.
-      frozen_specs: weights that are only read.
-      sums: metric sums of a batch; "loss" is minimised.
+      specs: specs of the trained weights.
+      frozen_specs: specs of the weights that are only read.
+      sums: function that returns the metric sums of a batch; "loss" is minimised.
       compute_dtype: dtype of activations and of the weights that a step reads.
-      flops: floating-point operations of one step, for MFU (`flops.step_flops`).
-      held_out_sums: metric sums of held-out batches, if they differ.
+      flops: number of floating-point operations of one step, for MFU (`flops.step_flops`).
+      held_out_sums: function that returns the metric sums of held-out batches; None: `sums`.
     """
 
     specs: Any
@@ -75,9 +75,10 @@ def schedule(config: OptimizerConfig, steps: int, peak: float) -> optax.Schedule
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.GradientTransformation:
-    """Returns clipping, then AdamW; or Muon on weights with outputs in their specs, and AdamW on the others.
+    """Returns an optimiser that clips gradients, then uses AdamW, or Muon for weights whose specs have outputs.
 
-    Weights decay if their specs have inputs. Muon's updates are scaled to a root mean square of 0.2 times the rate.
+    With Muon, other weights use AdamW. Weights decay if their specs have inputs. Muon's updates are scaled to a root mean
+    square of 0.2 times the learning rate.
     """
     decays = _map_specs(lambda spec: bool(spec.inputs), specs)
     peak = schedule(config, steps, config.learning_rate)
@@ -98,7 +99,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.Gra
     )
 
     def update(grads: Any, memory: Any, params: Any) -> tuple[Any, Any]:
-        """Hides weights that do not decay: Muon's AdamW takes no mask, and reads weights for the decay alone."""
+        """Hides weights that do not decay. Muon's AdamW takes no mask, but reads weights only for their decay."""
         hidden = jax.tree.map(lambda decays, x: x if decays else jnp.zeros_like(x), decays, params)
         return muon.update(grads, memory, hidden)
 
@@ -106,7 +107,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.Gra
 
 
 def initial_state(task: TrainTask, transform: optax.GradientTransformation, params: Any, batch: Any) -> TrainState:
-    """Returns the state before the first step; the metrics' shapes follow from the shapes of `batch`."""
+    """Returns the state before the first step. The shapes of metrics follow from the shapes of `batch`."""
     frozen = parameters.abstract(task.frozen_specs, task.compute_dtype)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
     compute = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, task.compute_dtype), params)
@@ -124,7 +125,7 @@ def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Pa
 
 
 def abstract_state(task: TrainTask, transform: optax.GradientTransformation, batch: PackedBatch, mesh: Mesh) -> TrainState:
-    """Returns shapes and shardings of the state: weights by their specs, the memory of the optimiser like its weights."""
+    """Returns shapes and shardings of the state: weights by their specs, and the optimiser's state like its weights."""
     params = parameters.abstract(task.specs, jnp.float32)
     shapes = jax.eval_shape(lambda params: initial_state(task, transform, params, batch), params)
     leaves = jax.tree.leaves_with_path(task.specs, is_leaf=parameters.is_spec)
@@ -153,7 +154,7 @@ def split_chunks(tree: Any, size: int) -> Any:
 
 
 def sum_parts(function: Callable[[Any], Any], batch: Any, count: int) -> Any:
-    """Adds up `function(part)` over `count` parts of a batch [b, ...], one at a time, with sequences of every device."""
+    """Adds up `function(part)` over `count` parts of a batch [b, ...]. Each part has sequences of every device."""
     if count == 1:
         return function(batch)
     return sum_chunks(function, jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch))
@@ -162,10 +163,10 @@ def sum_parts(function: Callable[[Any], Any], batch: Any, count: int) -> Any:
 def make_update(
     task: TrainTask, transform: optax.GradientTransformation, *, steps: int, accumulate: int, seed: int, log_every: int
 ) -> Callable[[TrainState, Any, PackedBatch], TrainState]:
-    """Builds the step: gradients of the mean loss over all parts of a batch, one update, metrics added to the window.
+    """Builds the step: gradients of the mean loss over all parts of a batch, one update, and metrics added to the window.
 
-    Every group of devices that shares sequences works alone until its gradients are summed, once per part: left to
-    automatic partitioning, each chunk of anchors would reduce the gradient of every weight.
+    Every group of devices that shares sequences computes alone. Gradients are summed over groups once per part. With
+    automatic partitioning, they would be summed for each chunk of anchors.
     """
 
     def gradients(params: Any, frozen: Any, batch: PackedBatch, keys_b: jax.Array) -> tuple[Any, Sums]:
@@ -199,8 +200,9 @@ def make_update(
 def by_batch(function: Callable[..., Any], task: TrainTask, *, scatters: bool = False) -> Callable[..., Any]:
     """Runs `function(params, frozen, batch, keys_b)` per device group, on its sequences and its fsdp slices of weights.
 
-    Its result is replicated, or if `scatters`, a pair: slices like the parameters', and something replicated.
-    With a model axis everything is partitioned automatically: XLA (jax 0.10) cannot split heads and vocabulary inside.
+    The result is replicated. If `scatters`, it is a pair of slices like those of the parameters, and a replicated value.
+    With a model axis, everything is partitioned automatically, because XLA (jax 0.10) cannot split heads and vocabulary
+    inside a group.
     """
     mesh, whole = sharding.current(), PartitionSpec()
     if mesh.shape["model"] > 1:
@@ -218,7 +220,7 @@ def shared_axes() -> tuple[str, ...]:
 
 
 def gather(tree: Any, specs: Any, dtype: Any) -> Any:
-    """Returns weights in the compute dtype, whole along fsdp."""
+    """Returns weights in the compute dtype, gathered along fsdp."""
 
     def leaf(spec: Spec, x: jax.Array) -> jax.Array:
         x = x.astype(spec.dtype_in(dtype))
@@ -231,9 +233,10 @@ def gather(tree: Any, specs: Any, dtype: Any) -> Any:
 
 
 def gather_trained(tree: Any, specs: Any, dtype: Any) -> Any:
-    """Gathers like `gather`, but keeps float32, so that chunks and devices add up gradients in float32.
+    """Gathers like `gather`, but returns float32, so that chunks and devices add up gradients in float32.
 
-    Readers cast them back, which loses nothing. The gradient of a gathered weight is scattered over fsdp.
+    Readers cast the weights back to the compute dtype, which loses nothing. The gradient of a gathered weight is scattered
+    over fsdp.
     """
 
     def leaf(spec: Spec, x: jax.Array) -> jax.Array:
@@ -255,7 +258,7 @@ def gather_trained(tree: Any, specs: Any, dtype: Any) -> Any:
 
 
 def total_gradients(grads: Any, specs: Any) -> Any:
-    """Sums over the devices that share the batch; the gradient of a gathered weight is summed over fsdp already."""
+    """Sums gradients over the devices that share the batch. Those of gathered weights are already summed over fsdp."""
 
     def leaf(spec: Spec, x: jax.Array) -> jax.Array:
         return lax.psum(x, tuple(name for name in shared_axes() if name != "fsdp" or _fsdp_axis(spec) is None))
@@ -264,7 +267,7 @@ def total_gradients(grads: Any, specs: Any) -> Any:
 
 
 def _fsdp_axis(spec: Spec) -> int | None:
-    """Returns the axis of a weight that is split over fsdp."""
+    """Returns the axis of a weight that is split over fsdp; None if there is none."""
     mesh = sharding.current()
     size = 1 if mesh is None else mesh.shape.get("fsdp", 1)
     axis = spec.axes.index("embed") if "embed" in spec.axes else None
@@ -276,7 +279,7 @@ def _fsdp_partition(spec: Spec) -> PartitionSpec:
 
 
 def place(tree: Any, specs: Any, mesh: Mesh, dtype: Any) -> Any:
-    """Puts weights on the mesh by their specs; every process holds the same values beforehand."""
+    """Puts weights on the mesh by their specs. Every process must hold the same values."""
 
     def leaf(spec: Spec, x: Any) -> jax.Array:
         layout = sharding.sharding(spec.axes, spec.shape, mesh)

@@ -1,4 +1,4 @@
-"""Monitoring of commands and runs: a progress bar, printed lines, the log of a run, RUN/log.jsonl, and other programs.
+"""Monitoring of commands and runs: a progress bar, printed lines, the log RUN/log.jsonl, and other programs.
 
 The log has one JSON object per line.
 """
@@ -20,7 +20,7 @@ from treeflash_jax.core import files
 
 StepMetrics = dict[str, Any]
 Sink = Callable[[int, Mapping[str, float]], None]  # receives a step and its metrics
-SHOWN = {  # metric -> its form in printed lines; the other metrics are in the log
+SHOWN = {  # metric -> its form in printed lines; other metrics are only in the log
     "loss": "loss {:.3f}",
     "tau_estimate": "estimated tau {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -30,9 +30,9 @@ SHOWN = {  # metric -> its form in printed lines; the other metrics are in the l
 
 
 class Bar(Progress):
-    """A live line at the bottom of a terminal, below anything printed meanwhile; it vanishes when it is stopped.
+    """A live line at the bottom of a terminal, below all printed text. It vanishes when it is stopped.
 
-    Silent without a terminal, and on all hosts but the first.
+    It is silent without a terminal, and on all hosts except the first.
 
     Example:
       >>> with Bar("answers", total=100) as bar:
@@ -48,7 +48,7 @@ class Bar(Progress):
         self.task = self.add_task(description, total=total, completed=done, note="")
 
     def show(self, done: int | None = None, note: str | None = None) -> None:
-        """Moves the bar to `done` and replaces the note behind it; None leaves either as it is."""
+        """Moves the bar to `done`, and replaces the note after it. None leaves either of them as it is."""
         self.update(self.task, completed=done, **({} if note is None else {"note": note}))
 
 
@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
 
 
 def read_log(folder: Any) -> list[StepMetrics]:
-    """Reads the lines of RUN/log.jsonl without a last one cut by a kill. Raises ValueError for any other wrong line."""
+    """Reads the lines of RUN/log.jsonl. Ignores a last line that a kill cut. Raises ValueError for any other wrong line."""
     path = files.absolute(folder) / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""
     try:
@@ -71,13 +71,13 @@ def read_log(folder: Any) -> list[StepMetrics]:
 
 
 class Watch(Bar):
-    """Progress bar, printed lines and RUN/log.jsonl of a run; silent on all hosts but the first.
+    """Progress bar, printed lines and RUN/log.jsonl of a run; silent on all hosts except the first.
 
-    A run that continues drops log lines after the step of its checkpoint. "seconds" cover all starts, up to the last
-    line of each.
+    When a run continues, log lines after the step of its checkpoint are dropped. "seconds" are the total of all starts of
+    the run, each up to its last line.
 
     Args:
-      sinks: functions that receive the metrics too.
+      sinks: functions that also receive the metrics.
     """
 
     def __init__(self, folder: epath.Path, *, steps: int, resumed_at: int, sinks: Sequence[Sink] = ()):
@@ -109,7 +109,7 @@ class Watch(Bar):
 
 
 def describe(metrics: StepMetrics) -> str:
-    """Returns the most important metrics in words, tau by number of nodes beside the marginals' tau."""
+    """Returns the most important metrics in words, with tau by number of nodes next to the marginals' tau."""
     words = [form.format(metrics[name]) for name, form in SHOWN.items() if metrics.get(name) is not None]
     for name, value in metrics.items():
         kind, _, nodes = name.rpartition("_")
@@ -121,13 +121,13 @@ def describe(metrics: StepMetrics) -> str:
 
 
 def summary(folder: Any) -> str:
-    """Returns steps and time of a run in words; "" if its log is gone."""
+    """Returns the steps and the time of a run in words; "" if its log is missing."""
     log = read_log(folder)
     return f"{log[-1]['step']} steps in {duration(log[-1]['seconds'])}" if log else ""
 
 
 def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
-    """Opens the programs that the settings of a run name, for the metrics of steps after `step`; `stack` closes them."""
+    """Opens the programs that a run's settings name, for the metrics of steps after `step`. `stack` closes them."""
     sinks: list[Sink] = []
     try:
         if config.loop.tensorboard and hosts.is_first():
@@ -155,6 +155,6 @@ def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
 
 @contextmanager
 def profiled(config: Any) -> Iterator[None]:
-    """Records a profile that TensorBoard finds in RUN/tensorboard."""
+    """Records a profile for TensorBoard in RUN/tensorboard."""
     with files.filled(files.absolute(config.run) / "tensorboard", overwrite=True) as folder, jax.profiler.trace(folder):
         yield

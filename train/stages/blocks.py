@@ -1,8 +1,8 @@
-"""Training blocks: many blocks of a packed sequence in one pass, each as the drafter sees it at inference.
+"""Training blocks: many blocks of a packed sequence in one pass, each in the form that the drafter has at inference.
 
-A block [anchor, mask, ..., mask] starts at an anchor a. It attends to its document at positions strictly before a (when a
-round is drafted, the anchor's feature does not exist yet) and to itself, not to other blocks. Slot i is trained on the
-token at a + i.
+A block [anchor, mask, ..., mask] starts at an anchor a. It attends to itself and to its document at positions before a, but
+not to other blocks. It does not attend to position a, because in a draft the anchor has no feature yet. Slot i is trained
+on the token at a + i.
 
 Shape suffixes: b sequences, s positions of a sequence, n anchors, i slots of a block, t = n i, d model, k key/value
 heads, h query heads (in products, per key/value head), e head dim, j tapped layers x model.
@@ -43,18 +43,21 @@ class Blocks:
 
 
 def draw_anchors(candidates_bs: jax.Array, count: int, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws positions [b, n] among the candidates without replacement, and whether each exists: there may be fewer."""
+    """Draws positions [b, n] among the candidates, without replacement.
+
+    Also returns whether each position exists, because there may be fewer candidates.
+    """
     uniform_bs = jax.vmap(lambda key: jax.random.uniform(key, candidates_bs.shape[1:]))(keys_b)
     drawn_bn, index_bn = jax.lax.top_k(jnp.where(candidates_bs, uniform_bs, -1.0), count)
     return index_bn, drawn_bn >= 0
 
 
 def sample_blocks(batch: PackedBatch, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
-    """Draws anchors without replacement, among weighted tokens that another weighted token of the same document follows.
+    """Draws anchors without replacement, among weighted tokens that precede another weighted token of the same document.
 
     Args:
       batch: packed documents; a positive weight marks the tokens to train on, such as those that the verifier wrote.
-      num_anchors: anchors per sequence; a sequence with fewer candidates has empty blocks.
+      num_anchors: number of anchors per sequence; a sequence with fewer candidates has empty blocks.
       size: block size, anchor included.
       decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally.
       keys_b: one random key per sequence, so that anchors do not depend on the distribution of sequences over devices.
@@ -109,9 +112,9 @@ def block_attention(
     segments_bs: jax.Array,
     attention: str = "chunked",
 ) -> jax.Array:
-    """Attends from each block to its context and itself, in one softmax. t = n i slots, block after block.
+    """Attends from each block to its context and itself, in one softmax. The t = n i slots are block after block.
 
-    Kernels get the blocks as further keys after the context; "chunked" skips the products of different blocks.
+    Kernels get the blocks as further keys after the context. "chunked" skips the products of different blocks.
     """
     batch_size, slots, heads, head_dim = q_bthe.shape
     count, kv_heads = anchors_bn.shape[1], k_btke.shape[2]

@@ -11,14 +11,14 @@ MOST_TAPS = 5  # as in the published drafters
 
 
 def mask_token(tokenizer: Tokenizer | None, counts_v: np.ndarray, stop_ids: tuple[int, ...] = ()) -> int:
-    """Chooses the token that fills the open slots of a block: the rarest in the training data, if possible unused.
+    """Chooses the token that fills the open slots of a block: the rarest token of the training data.
 
     Among equally rare tokens, special tokens named mask come first, then special tokens named reserved, ids past the
     tokenizer's last, other special tokens, and ordinary tokens. Tokens that end answers or are in the chat template are
     left out.
 
     Args:
-      counts_v: occurrences of each token of the verifier's vocabulary in the training data.
+      counts_v: number of occurrences of each token of the verifier's vocabulary in the training data.
       stop_ids: ids that end an answer.
     """
     inner = None if tokenizer is None else tokenizer.inner
@@ -37,7 +37,7 @@ def mask_token(tokenizer: Tokenizer | None, counts_v: np.ndarray, stop_ids: tupl
 
 
 def tapped_layers(num_layers: int) -> tuple[int, ...]:
-    """Chooses the verifier layers that a drafter reads: up to five by the published rule."""
+    """Chooses the verifier layers that a drafter reads: up to five, by the published rule."""
     return default_target_layers(num_layers, max(1, min(MOST_TAPS, num_layers - 3)))
 
 
@@ -46,10 +46,10 @@ def drafter_layers(num_layers: int) -> int:
 
 
 def initial_layers(model: ModelConfig, count: int) -> tuple[int, ...]:
-    """Chooses the verifier layers that a backbone starts as copies of: the last; none if they are of another kind."""
+    """Chooses the verifier layers that a backbone starts from as copies: the last ones, or none if their kind differs."""
     return tuple(range(model.num_layers - count, model.num_layers)) if has_drafter_layers(model) else ()
 
 
 def has_drafter_layers(model: ModelConfig) -> bool:
-    """Returns whether the verifier's layers have the weights of a drafter's."""
+    """Returns whether the verifier's layers have the same weights as a drafter's layers."""
     return not model.num_experts and layers.layer_specs(fresh_layers(model, 1)) == layers.layer_specs(model)

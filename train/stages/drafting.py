@@ -1,4 +1,4 @@
-"""Training of drafters: the protocol of a stage, and `train`, which runs one.
+"""Training of drafters: the protocol of a stage, and `train`, which runs a stage.
 
 A stage is a frozen dataclass of settings, a subclass of `DraftingStage`, with one line in `registry.STAGES`. Data, mesh,
 checkpoints, resuming, evaluation by real tree decoding, export and ahead-of-time compilation then work with it.
@@ -51,14 +51,14 @@ from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.quantized import NONE, SCHEMES
 
-DERIVED = "derived.json"  # in a run's folder
+DERIVED = "derived.json"  # file in a run's folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingStage(ABC):
     """Settings that all stages of drafters share, and the protocol of a stage.
 
-    "By name" means by the names at the top of the tree of weights that `Drafter.specs` returns.
+    "By name" means by the names at the top level of the tree that `Drafter.specs` returns.
 
     Attributes:
       starts_from: name of a pair, folder or Hub id of a drafter to train further; "" for a new one.
@@ -97,13 +97,13 @@ class DraftingStage(ABC):
 
     @property
     def scheme(self) -> str | None:
-        """The scheme of `quantize`; None: the verifier's weights are arrays."""
+        """Scheme of the setting `quantize`; None if the verifier's weights are arrays."""
         return None if self.quantize == NONE else self.quantize
 
     @property
     @abstractmethod
     def trains(self) -> tuple[str, ...]:
-        """Names of the trained weights; the others are frozen. Names unknown to this drafter are ignored."""
+        """Names of the trained weights. All others are frozen. Names that this drafter does not have are ignored."""
 
     @abstractmethod
     def drafter_config(self, model: ModelConfig, start: Any) -> Any:
@@ -113,7 +113,7 @@ class DraftingStage(ABC):
         """
 
     def derived(self, drafter: Any, counts_v: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns frozen weights, by name, that follow from the number of occurrences of each token in the answers."""
+        """Returns the frozen weights, by name, that depend on the number of occurrences of each token in the answers."""
         return {}
 
     @abstractmethod
@@ -121,7 +121,7 @@ class DraftingStage(ABC):
         """Returns initial trained weights by name.
 
         Args:
-          weights: the verifier's.
+          weights: weights of the verifier.
           stored: weights of the drafter that `starts_from` names, and weights of `derived`.
         """
 
@@ -129,13 +129,14 @@ class DraftingStage(ABC):
     def make_sums(self, verifier: ModelConfig, drafter: Any) -> SumsFunction:
         """Returns the objective, `sums(params, frozen, batch, keys_b)`: weighted sums of the loss and of metrics.
 
-        Its arguments are the trained weights by name, of any float dtype; "verifier" and the frozen weights by name, in
-        the compute dtype; packed sequences; and one random key per sequence, so that draws do not depend on the
-        distribution of sequences over devices. It returns (sum, weight) of "loss", which is minimised, and of metrics.
+        `params` are the trained weights by name, of any float dtype. `frozen` are "verifier" and the frozen weights by
+        name, in the compute dtype. `batch` are packed sequences. `keys_b` has one random key per sequence, so that draws do
+        not depend on the distribution of sequences over devices. The result is (sum, weight) of "loss", which is minimised,
+        and of metrics.
         """
 
     def make_held_out_sums(self, verifier: ModelConfig, drafter: Any) -> SumsFunction:
-        """Returns the objective that is measured on held-out sequences; another one if training estimates its sums."""
+        """Returns the objective for held-out sequences. It differs from `make_sums` if training only estimates its sums."""
         return self.make_sums(verifier, drafter)
 
     def check_corpus(self, drafter: Any, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
@@ -144,7 +145,7 @@ class DraftingStage(ABC):
 
 
 def with_thinking(settings: DraftingStage) -> DraftingStage:
-    """Returns settings with `data.thinking` set if all sources agree on it."""
+    """Returns settings in which `data.thinking` is set if all sources have the same value."""
     sources = [source for source in settings.sources if source.format != "text"]
     stated = {answers.read_thinking(source.path) if source.format == "responses" else False for source in sources}
     if settings.data.thinking is not None or len(stated) != 1:
@@ -160,7 +161,7 @@ def read_verifier(settings: DraftingStage) -> tuple[Path, ModelConfig, Tokenizer
 
 
 def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
-    """Returns the config of the drafter, with the facts about its training that its files record."""
+    """Returns the config of the drafter, with the facts about its training that will be recorded in its files."""
     start = model_files.read_drafter_config(locate(settings.starts_from, "drafter")) if settings.starts_from else None
     drafter = settings.drafter_config(model, start)
     if not settings.records_training:
@@ -179,10 +180,10 @@ def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | No
 
 
 def read_derived(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> dict[str, list]:
-    """Returns the weights derived from the answers, as they were when the run began: kept in RUN/derived.json.
+    """Returns the weights derived from the answers when the run began. They are stored in RUN/derived.json.
 
     Args:
-      counts_v: occurrences of each token in the answers; None if the run exists.
+      counts_v: number of occurrences of each token in the answers; None if the run exists.
     """
     path = files.absolute(settings.run) / DERIVED
     if path.exists():
@@ -198,7 +199,7 @@ def read_derived(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | N
 def read_inputs(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> FrozenInputs:
     """Returns the frozen inputs of a run: the verifier, the drafter that it starts from, and the weights of `read_derived`.
 
-    If all weights of that drafter are trained further, checkpoints hold them, and only its config is an input.
+    If all weights of that drafter are trained further, checkpoints hold them, and only the drafter's config is an input.
     """
     inputs = {"verifier": frozen_inputs.note(settings.verifier, locate(settings.verifier, "verifier"))}
     if settings.starts_from not in ("", settings.verifier):
@@ -218,7 +219,7 @@ def check_kind(name: str, drafter: Any, kind: type, noun: str) -> None:
 
 
 def copy_weights(tree: Any) -> Any:
-    """Copies weights of the verifier in float32."""
+    """Copies weights of the verifier, as float32."""
     return jax.tree.map(lambda x: jnp.asarray(sharding.to_host(x), jnp.float32), tree)
 
 
@@ -228,7 +229,7 @@ def make_task(
     """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention.
 
     Args:
-      weights: the verifier's, whose layout follows quantised files; None: the layout that `quantize` makes.
+      weights: weights of the verifier, with the layout of its quantised files; None: the layout that `quantize` makes.
     """
     settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
@@ -238,7 +239,7 @@ def make_task(
     else:
         frozen["verifier"] = quantized.specs_like(verifier.specs(model), weights)
     batch = abstract_batch(settings.loop.batch, settings.data.sequence_length)
-    counted = replace(model, num_experts=model.experts_per_token)  # accelerators run more: all experts
+    counted = replace(model, num_experts=model.experts_per_token)  # though accelerators compute all experts
     counted_sums = replace(settings, attention="chunked").make_sums(counted, drafter)
     return TrainTask(
         specs=trained,
@@ -251,7 +252,7 @@ def make_task(
 
 
 def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | None = None) -> None:
-    """Loads verifier and data, trains, and writes RUN/model; `on_timed` as in `loop.fit`."""
+    """Loads verifier and data, trains, and writes RUN/model. `loop.fit` describes `on_timed`."""
     hosts.connect()
     settings, mesh = with_thinking(settings), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
@@ -309,11 +310,11 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
 
 
 def write_model(settings: DraftingStage, drafter: Any, weights: Any, counts_v: np.ndarray) -> None:
-    """Writes RUN/model, and a picture of the run. Other hosts than the first one wait.
+    """Writes RUN/model, and a picture of the run. The first host writes; the others wait.
 
     Args:
       weights: all weights of the drafter, on the host.
-      counts_v: occurrences of each token in the answers.
+      counts_v: number of occurrences of each token in the answers.
     """
     if hosts.is_first():
         target = files.absolute(settings.run) / "model"

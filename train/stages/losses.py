@@ -1,6 +1,6 @@
 """Losses of drafted distributions, against the verifier's distribution or the next token, and weights of drafted tokens.
 
-Losses return a value per drafted token, in float32 at least.
+Losses return one value per drafted token, in float32 at least.
 
 Shape suffixes: `...` any leading axes, v vocabulary, b sequences, n paths, i depths.
 
@@ -18,11 +18,11 @@ from train.runtime.training_state import Sums
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import vocab
 
-LossName = Literal["cross-entropy", "forward-kl", "cross-entropy-l1"]  # all but the first read the verifier's distribution
+LossName = Literal["cross-entropy", "forward-kl", "cross-entropy-l1"]  # the last two read the verifier's distribution
 
 
 def drafting_loss(name: LossName, logits: jax.Array, labels: jax.Array, log_p: jax.Array | None) -> jax.Array:
-    """Returns a loss by its name.
+    """Computes the loss with this name.
 
     Args:
       labels: next tokens [...].
@@ -56,18 +56,19 @@ def overlap(logits: jax.Array, log_p: jax.Array) -> jax.Array:
 
 
 def log_softmax(logits: jax.Array) -> jax.Array:
-    """Computes in float32 at least."""
+    """Returns log-probabilities, computed in float32 at least."""
     return jax.nn.log_softmax(logits.astype(at_least_float32(logits.dtype)))
 
 
 def dpace_weights(label_probs_bni: jax.Array, real_bni: jax.Array) -> jax.Array:
-    """Returns loss weights by D-PACE: how much the length of the accepted path depends on each depth.
+    """Returns the loss weights of D-PACE, which measure how much the length of the accepted path depends on each depth.
 
-    Depth i is reached with probability prod_{l <= i} f_l, f_l = (1 + q_l) / 2, and weighs the sum of this from i on.
+    Depth i is reached with probability r_i = prod_{l <= i} f_l, with f_l = (1 + q_l) / 2. Its weight is the sum of r_l over
+    all l >= i.
 
     Args:
       label_probs_bni: the drafter's probabilities q of the next tokens.
-      real_bni: 1 for depths that count; for others f is 1 and the weight 0.
+      real_bni: 1 for depths that count. For other depths, f is 1 and the weight is 0.
     """
     factors_bni = jnp.where(real_bni > 0, (1 + label_probs_bni) / 2, 1.0)
     reached_bni = jnp.cumprod(factors_bni, axis=-1) * real_bni
@@ -85,8 +86,9 @@ def path_sums(
       overlap_bni: sum min(p, q); None without the verifier's distribution.
 
     Returns:
-      "loss"; per depth "top1" and "overlap"; "tau_estimate", 1 + the expected number of accepted tokens, over paths that
-      count at every depth. A token is accepted with probability overlap (0 or 1 for top1) if all before it are.
+      "loss"; "top1" and "overlap" per depth; and "tau_estimate", which is 1 + the expected number of accepted tokens, over
+      paths that count at every depth. If all tokens before it are accepted, a token is accepted with probability overlap,
+      or without overlaps if it is the likeliest.
     """
     top1_bni = top1_bni * real_bni
     accepted_bni, total_i = top1_bni, jnp.sum(real_bni, axis=(0, 1))

@@ -1,10 +1,10 @@
-"""The training objective of block drafters: backbone and head, against the verifier, a chunk of anchors at a time.
+"""The training objective of block drafters. It compares backbone and head with the verifier, a chunk of anchors at a time.
 
-One verifier pass gives features and final hidden states. A scan over chunks of anchors then runs blocks, head and both
-vocabulary passes, and keeps only the hidden states of a chunk: logits are recomputed in the backward pass.
+One verifier pass computes features and final hidden states. A scan over chunks of anchors then runs blocks, head and both
+vocabulary passes. It keeps only the hidden states of a chunk; logits are recomputed in the backward pass.
 
 If the passes over the vocabulary dominate a step, as on CPUs, distributions can be compared over a sample of it
-(`vocabulary`): the tokens of a sequence, and random tokens that represent all others.
+(`vocabulary`). The sample has the tokens of a sequence, and random tokens that represent all others.
 
 Shape suffixes: b sequences, s positions of a sequence, n anchors of a chunk, i drafted slots of a block, t = n i, d
 model, v vocabulary, c sampled tokens.
@@ -42,7 +42,7 @@ from treeflash_jax.trees import pick
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """Loss of a block drafter, and the blocks it is computed on."""
+    """Loss of a block drafter, and the blocks on which it is computed."""
 
     loss: losses.LossName = setting(
         help="loss of a drafted token; forward-kl is from the verifier's distribution, cross-entropy-l1 is 0.1 times the "
@@ -85,20 +85,20 @@ class Sample:
 
     Attributes:
       ids_bc: distinct ids, ascending.
-      log_counts_bc: log of the number of tokens that each represents. Added to logits, they make the sum over the sample
-        an unbiased estimate of the sum over the vocabulary.
+      log_counts_bc: log of the number of tokens that each sampled token represents. If they are added to logits, the sum
+        over the sample is an unbiased estimate of the sum over the vocabulary.
     """
 
     ids_bc: jax.Array
     log_counts_bc: jax.Array
 
     def places(self, ids: jax.Array) -> jax.Array:
-        """Returns the index in the sample of each of these tokens [b, ...]; the sample contains all of them."""
+        """Returns the index of each of these tokens in the sample, [b, ...]. The sample must contain all of them."""
         return jax.vmap(jnp.searchsorted)(self.ids_bc, ids)
 
 
 def sampled_vectors(table_vd: jax.Array, sample: Sample | None) -> jax.Array:
-    """Returns the vectors of a table that the sample contains, [b, c, d]; the table itself without a sample."""
+    """Returns a table's vectors of the sampled tokens, [b, c, d]; without a sample, the table itself."""
     return table_vd if sample is None else vocab.embed(table_vd, sample.ids_bc)
 
 
@@ -108,13 +108,13 @@ def counted(logits_btv: jax.Array, sample: Sample | None) -> jax.Array:
 
 
 def sample_vocabulary(batch: PackedBatch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample | None:
-    """Returns all tokens of a sequence, and random others drawn without replacement; None if `size` is 0."""
+    """Returns a sample of all tokens of a sequence and random others, drawn without replacement; None if `size` is 0."""
     if not size:
         return None
     length = batch.tokens_bt.shape[1]
     expect(size >= length, "objective.vocabulary", size, f"at least the {length} tokens of a sequence, or 0")
     size = min(size, vocab_size)
-    # The keys themselves draw the anchors.
+    # The keys are folded, because the unfolded ones draw the anchors.
     noise_bv = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (vocab_size,)))(keys_b)
     score_bv = jax.vmap(lambda score_v, tokens_s: score_v.at[tokens_s].set(2.0))(noise_bv, batch.tokens_bt)
     ids_bc = jnp.sort(selection.top_k(score_bv, size)[1], axis=-1)
@@ -135,7 +135,7 @@ def drafting_sums(
     drafter: BlockDrafter,
     attention: str = "chunked",
 ) -> Sums:
-    """Returns weighted sums of the loss and of metrics for monitoring, over anchors drawn in these sequences.
+    """Computes weighted sums of the loss and of metrics for monitoring, over anchors drawn in these sequences.
 
     Args:
       params: trained weights, "backbone" and/or "head", of any float dtype.
@@ -143,9 +143,9 @@ def drafting_sums(
       attention: implementation, a name in `packed_attention.IMPLEMENTATIONS`.
 
     Returns:
-      The sums of `losses.path_sums`, over the sample of the vocabulary if one is drawn; "overlap" only if the loss reads
-      the verifier's distribution; "candidate_recall", the share of next tokens among the candidates, for heads that are
-      trained on candidates. Such a head has no loss at other tokens.
+      The sums of `losses.path_sums`, over the sample of the vocabulary if one is drawn. "overlap" exists only if the loss
+      reads the verifier's distribution. Heads that are trained on candidates also have "candidate_recall", the share of
+      next tokens that are candidates; they have no loss at other tokens.
     """
     tables, backbone = frozen["verifier"], (frozen | params)["backbone"]
     dtype = tables["embed"].dtype
@@ -156,7 +156,7 @@ def drafting_sums(
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
 
     def hidden_states(backbone: Any, context: NewKV, anchors_bn: jax.Array) -> jax.Array:
-        backbone = optax.tree.cast(backbone, dtype)  # here, so that gradients add up in the dtype of the uncast weights
+        backbone = optax.tree.cast(backbone, dtype)  # cast here, so that gradients add up in the original dtype
         hidden_bnid = blocks.hidden_states(backbone, drafter, tables["embed"], batch, context, anchors_bn, attention)
         return hidden_bnid[:, :, 1:]
 
@@ -172,7 +172,7 @@ def drafting_sums(
 def with_base(
     loss_bni: jax.Array, base_bni: jax.Array, weight: float | Literal["annealed"], progress_b: jax.Array | None
 ) -> jax.Array:
-    """Returns the head's loss together with the marginals' loss; "annealed" without progress is the head's alone."""
+    """Returns the head's loss plus the weighted marginals' loss. "annealed" without progress: the head's loss alone."""
     if weight != "annealed":
         return loss_bni + weight * base_bni
     if progress_b is None:

@@ -1,4 +1,4 @@
-"""The stages that train drafters, by name; `drafting.DraftingStage` is their protocol."""
+"""The stages that train drafters, by name. `drafting.DraftingStage` is their protocol."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -24,7 +24,7 @@ STAGES: dict[str, type[DraftingStage]] = {
 def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:
     """Reads the settings of the stage that a file names.
 
-    Raises ValueError if it names none, as files of earlier versions do.
+    Raises ValueError if it names none, as files of earlier versions did.
     """
     name = run_config.read_toml(path, overrides).get("stage")
     if name not in STAGES:

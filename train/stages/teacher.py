@@ -1,7 +1,7 @@
-"""The frozen verifier in training: its outputs, computed in every step, or once per training sequence and recorded.
+"""Outputs of the frozen verifier in training, which are computed in every step, or recorded once per training sequence.
 
-Recording is worth its disk if the verifier's pass is a large part of a step, and several passes or runs read the same
-documents: 2 x (layers + 1) x hidden size bytes per token in bfloat16.
+Recorded outputs take 2 x (tapped layers + 1) x hidden size bytes per token in bfloat16. This pays if the verifier's pass is
+a large part of a step, and several passes or runs read the same documents.
 """
 
 import hashlib
@@ -41,9 +41,9 @@ class Teacher:
 def teach(
     params: Any, config: ModelConfig, taps: tuple[int, ...], batch: PackedBatch, attention: str = "chunked"
 ) -> Teacher:
-    """Runs the verifier over packed sequences, unless the batch contains its outputs.
+    """Runs the verifier over packed sequences, unless the batch already contains its outputs.
 
-    `taps` are 0-based layers, in the order in which the drafter reads them; `attention` is a name of `packed_attention`.
+    `taps` are 0-based layers in the order in which the drafter reads them. `attention` is a name in `packed_attention`.
     """
     if batch.outputs_bto is not None:
         outputs_bto, size = batch.outputs_bto, config.hidden_size
@@ -65,10 +65,14 @@ def record(
     attention: str,
     mesh: jax.sharding.Mesh,
 ) -> Corpus:
-    """Returns the corpus with the outputs of the verifier, computed unless `folder` has them.
+    """Returns the corpus with the outputs of the verifier. They are computed unless `folder` already has them.
 
-    Other documents, sequence lengths, layers, weights or dtypes have other files. `weights` are the verifier's, on the
-    mesh, and `digest` is the digest of its files; `taps` as in `teach`.
+    Other documents, sequence lengths, layers, weights or dtypes have other files in the folder.
+
+    Args:
+      digest: digest of the verifier's files.
+      weights: weights of the verifier, on the mesh.
+      taps: layers, as in `teach`.
     """
     if jax.process_count() > 1:
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
