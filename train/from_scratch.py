@@ -104,7 +104,7 @@ def main(settings: FromScratchConfig) -> None:
     task = TrainTask(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
     inputs = {"tokenizer": frozen_inputs.note(settings.tokenizer, Path(settings.tokenizer))}
-    params = loop.fit(task, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, inputs=inputs)
+    params = loop.fit(task, settings=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, inputs=inputs)
     params = sharding.to_host(params)
     if hosts.is_first():
         target = files.absolute(settings.run) / "model"

@@ -104,7 +104,7 @@ def fit(folder, evaluate=None, **changed):
     settings, mesh = ToySettings(run=str(folder), loop=dataclasses.replace(LOOP, **changed)), sharding.make_mesh(data=2)
     params, frozen = place(mesh)
     named = dict(params=params, frozen=frozen, corpus=make_corpus(), evaluate=evaluate)
-    final = loop.fit(TASK, config=settings, mesh=mesh, **named)
+    final = loop.fit(TASK, settings=settings, mesh=mesh, **named)
     return toy_training.read_lines(folder / "log.jsonl"), jax.device_get(final)
 
 

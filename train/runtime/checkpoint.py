@@ -134,18 +134,18 @@ def check_inputs(run: str, loop: LoopConfig, inputs: FrozenInputs) -> None:
                 checkpoints.notes(step)
 
 
-def claim(folder: epath.Path, config: Any) -> None:
+def claim(folder: epath.Path, settings: Any) -> None:
     """Writes the settings of a new run, or compares them with those in its folder. Raises ValueError if they differ."""
     path = folder / "settings.toml"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         if hosts.is_first():
-            run_config.save(config, path)  # writes in one piece, since other hosts may already read the file
+            run_config.save(settings, path)  # writes in one piece, since other hosts may already read the file
         return
-    run_config.refuse(run_config.changes(config, path, FREE), folder, "run")
-    steps = run_config.changes(config, path, ()).get("loop.steps")
+    run_config.refuse(run_config.changes(settings, path, FREE), folder, "run")
+    steps = run_config.changes(settings, path, ()).get("loop.steps")
     if steps and hosts.is_first():
-        run_config.save(config, path)
+        run_config.save(settings, path)
         hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
 
 

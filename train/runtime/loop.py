@@ -55,7 +55,7 @@ def means(sums: Sums) -> dict[str, Any]:
 def fit(
     task: TrainTask,
     *,
-    config: Any,
+    settings: Any,
     mesh: Mesh,
     params: Any,
     frozen: Any,
@@ -67,8 +67,8 @@ def fit(
     """Trains until the last step and returns the float32 weights, on the mesh.
 
     Args:
-      config: settings of the stage. `fit` reads only `run`, `loop`, `optimizer` and `data`, but all of them are stored, and
-        must be the same when the run continues.
+      settings: settings of the stage. `fit` reads only `run`, `loop`, `optimizer` and `data`, but all settings are stored,
+        and must be the same when the run continues.
       params, frozen: initial weights, and weights that are only read, both on the mesh (`training_state.place`).
       inputs: frozen inputs, which checkpoints note. A run that continues must have the same ones.
       evaluate: function that returns metrics of the weights, which are added to those of held-out sequences. Its second
@@ -81,13 +81,13 @@ def fit(
         loss that is not finite (the last checkpoint is older); a checkpoint that cannot be written.
       SystemExit: after SIGTERM or Ctrl-C and one more checkpoint, with status 143 or 130.
     """
-    loop: LoopConfig = config.loop
+    loop: LoopConfig = settings.loop
     hosts.check_batch(loop.batch, loop.accumulate, mesh)
-    steps, folder = resolve_steps(loop, corpus.num_sequences), files.absolute(config.run)
-    with sharding.ambient(mesh), hosts.held(folder / "run.lock", f"run={config.run}"):
-        claim(folder, config)
-        with closing(Checkpoints(config.run, loop, corpus.digest(), inputs)) as checkpoints, ExitStack() as stack:
-            run = _Run(task, config, steps, mesh, params, checkpoints, stack)
+    steps, folder = resolve_steps(loop, corpus.num_sequences), files.absolute(settings.run)
+    with sharding.ambient(mesh), hosts.held(folder / "run.lock", f"run={settings.run}"):
+        claim(folder, settings)
+        with closing(Checkpoints(settings.run, loop, corpus.digest(), inputs)) as checkpoints, ExitStack() as stack:
+            run = _Run(task, settings, steps, mesh, params, checkpoints, stack)
             run.measures = [partial(make_held_out_measure(task, corpus, loop, mesh), frozen=frozen)]
             if evaluate is not None:
                 run.measures.append(evaluate)
@@ -98,20 +98,27 @@ class _Run:
     """A run in progress: the compiled step, and the state of the last checkpoint or a new one."""
 
     def __init__(
-        self, task: TrainTask, config: Any, steps: int, mesh: Mesh, params: Any, checkpoints: Checkpoints, stack: ExitStack
+        self,
+        task: TrainTask,
+        settings: Any,
+        steps: int,
+        mesh: Mesh,
+        params: Any,
+        checkpoints: Checkpoints,
+        stack: ExitStack,
     ):
-        loop: LoopConfig = config.loop
+        loop: LoopConfig = settings.loop
         self.task = task
-        self.config = config
+        self.settings = settings
         self.loop = loop
         self.steps = steps
         self.mesh = mesh
         self.checkpoints = checkpoints
         self.signals = stack.enter_context(Signals(mesh))
         self.profile = ExitStack()
-        self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
-        transform = training_state.make_optimizer(config.optimizer, steps, task.specs)
-        example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
+        self.rate = training_state.schedule(settings.optimizer, steps, settings.optimizer.learning_rate)
+        transform = training_state.make_optimizer(settings.optimizer, steps, task.specs)
+        example = training_state.abstract_batch(loop.batch, settings.data.sequence_length)
         abstract = training_state.abstract_state(task, transform, example, mesh)
         out = dict(out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
         self.state: TrainState = checkpoints.restore(abstract)
@@ -124,10 +131,10 @@ class _Run:
         self.start = int(sharding.to_host(self.state.step))
         if self.start > steps:
             raise ValueError(
-                f"run={config.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
+                f"run={settings.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
             )
-        opened = watch.open_sinks(config, self.start, stack) if self.start < steps else []
-        log = watch.Watch(files.absolute(config.run), steps=steps, resumed_at=self.start, sinks=opened)
+        opened = watch.open_sinks(settings, self.start, stack) if self.start < steps else []
+        log = watch.Watch(files.absolute(settings.run), steps=steps, resumed_at=self.start, sinks=opened)
         self.watch = stack.enter_context(log)
         stack.enter_context(self.profile)
         self.measures: list[Callable[..., dict[str, Any]]] = []
@@ -144,7 +151,7 @@ class _Run:
         for step, batch in zip(range(start + 1, steps + 1), batches, strict=True):
             if step == first <= last:
                 jax.block_until_ready(self.state)
-                self.profile.enter_context(watch.profiled(self.config))
+                self.profile.enter_context(watch.profiled(self.settings))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 self.state = self.update(self.state, frozen, hosts.place_batch(batch, loop.batch, self.mesh))
             if step == last:

@@ -94,7 +94,7 @@ def run_command(main: Callable[[Any], None], cls: type, doc: str | None, argv: S
             print(f"usage: python -m {command} [FILE.toml] [name=value ...]\n\n{doc}\nsettings:\n{describe(cls)}")
             return
         try:
-            config = parse(cls, words)
+            settings = parse(cls, words)
         except (ValueError, UnknownSetting, OSError) as error:
             raise ValueError(f"{clipped(error, 220)} (see python -m {command} --help)") from None
         programs.keep_programs()
@@ -102,7 +102,7 @@ def run_command(main: Callable[[Any], None], cls: type, doc: str | None, argv: S
         logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
         for name in ("absl", "asyncio"):  # Orbax logs a traceback of every error that it also raises
             logging.getLogger(name).disabled = True
-        main(config)
+        main(settings)
 
     if status := exit_status(parse_and_run, command):
         sys.exit(status)
@@ -163,24 +163,24 @@ def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
         raise ValueError(f"settings: got {clipped(key, 60)}, expected {expected}") from None
 
 
-def replaced(config: T, raw: dict[str, Any]) -> T:
+def replaced(settings: T, raw: dict[str, Any]) -> T:
     """Returns settings with the new values of nested dicts."""
-    values = to_dict(config)
+    values = to_dict(settings)
     for key, value in dotted(raw).items():
         _assign(values, key, value)
-    return build(type(config), values)
+    return build(type(settings), values)
 
 
-def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
+def changes(settings: Any, path: str | os.PathLike, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Returns the differences from the settings saved at `path`: {dotted name: (then, now)}; None for an absent setting.
 
     A setting that the file does not name had its default. Differences of settings and tables in `free` do not count.
     """
     try:
-        before = to_dict(load(type(config), path))
+        before = to_dict(load(type(settings), path))
     except (ValueError, UnknownSetting):
         before = read_toml(path)  # a file of another stage
-    then, now = dotted(before), dotted(to_dict(config))
+    then, now = dotted(before), dotted(to_dict(settings))
     keys = [key for key in {**then, **now} if key not in free and key.split(".")[0] not in free]
     return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
 
@@ -200,17 +200,17 @@ def refuse(changed: dict[str, tuple[Any, Any]], where: Any, option: str) -> None
         raise ValueError(f"{where} was begun with {key} = {quoted(then)}, got {quoted(now)}; {give}, or another {option}=")
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(settings: Any) -> dict[str, Any]:
     """Returns settings as nested dicts of plain values that JSON can hold."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
 
 
-def save(config: Any, path: epath.PathLike) -> None:
+def save(settings: Any, path: epath.PathLike) -> None:
     """Writes settings as TOML from which `load` returns equal settings."""
-    files.write(path, dump(config))
+    files.write(path, dump(settings))
 
 
-def dump(config: Any) -> str:
+def dump(settings: Any) -> str:
     """Returns settings as TOML. Settings that are None are left out, because TOML cannot express None."""
-    plain = json.dumps(dataclasses.asdict(config))
+    plain = json.dumps(dataclasses.asdict(settings))
     return tomli_w.dumps(json.loads(plain, object_hook=lambda table: {k: v for k, v in table.items() if v is not None}))

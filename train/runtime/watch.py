@@ -126,14 +126,14 @@ def summary(folder: Any) -> str:
     return f"{log[-1]['step']} steps in {duration(log[-1]['seconds'])}" if log else ""
 
 
-def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
+def open_sinks(settings: Any, step: int, stack: ExitStack) -> list[Sink]:
     """Opens the programs that a run's settings name, for the metrics of steps after `step`. `stack` closes them."""
     sinks: list[Sink] = []
     try:
-        if config.loop.tensorboard and hosts.is_first():
+        if settings.loop.tensorboard and hosts.is_first():
             from tensorboardX import SummaryWriter
 
-            folder = files.absolute(config.run) / "tensorboard"
+            folder = files.absolute(settings.run) / "tensorboard"
             writer = stack.enter_context(SummaryWriter(str(folder), purge_step=step + 1))
 
             def write(step: int, metrics: Mapping[str, float]) -> None:
@@ -141,10 +141,10 @@ def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
                     writer.add_scalar(name, value, step)
 
             sinks.append(write)
-        if config.loop.wandb and hosts.is_first():
+        if settings.loop.wandb and hosts.is_first():
             import wandb
 
-            run = wandb.init(project=config.loop.wandb, group=config.run, config=run_config.to_dict(config))
+            run = wandb.init(project=settings.loop.wandb, group=settings.run, config=run_config.to_dict(settings))
             stack.callback(run.finish)
             sinks.append(lambda step, metrics: run.log(dict(metrics), step=step))
     except ImportError as error:
@@ -154,7 +154,7 @@ def open_sinks(config: Any, step: int, stack: ExitStack) -> list[Sink]:
 
 
 @contextmanager
-def profiled(config: Any) -> Iterator[None]:
+def profiled(settings: Any) -> Iterator[None]:
     """Records a profile for TensorBoard in RUN/tensorboard."""
-    with files.filled(files.absolute(config.run) / "tensorboard", overwrite=True) as folder, jax.profiler.trace(folder):
+    with files.filled(files.absolute(settings.run) / "tensorboard", overwrite=True) as folder, jax.profiler.trace(folder):
         yield

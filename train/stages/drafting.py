@@ -297,7 +297,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     measure = make_tau_measure(settings, task, pair, corpus, frozen)
     params = loop.fit(
         task,
-        config=settings,
+        settings=settings,
         mesh=mesh,
         params=params,
         frozen=frozen,
