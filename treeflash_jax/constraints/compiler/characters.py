@@ -104,6 +104,6 @@ def texts(writer: RangeWriter, least: int = 0, most: int | None = None) -> Term:
 
 
 def free_text(excluded: Iterable[str]) -> Term:
-    """Returns all byte strings that contain none of these texts, nor NO_UTF8. They may end in the middle of a character."""
+    """Returns all byte strings that contain none of these texts, nor NO_UTF8. Their characters may be incomplete."""
     excluded_text = union(*(literal(text.encode()) for text in excluded))
     return intersect(repeat(byte(ALL_BYTES & ~(1 << NO_UTF8))), complement(concat(ANYTHING, excluded_text, ANYTHING)))

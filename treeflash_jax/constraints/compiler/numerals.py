@@ -81,7 +81,7 @@ def _magnitudes(least: Number | None, least_strict: bool, most: Number | None, m
 
 
 def _above(least: Number, is_strict: bool) -> Term:
-    """Returns the numbers above a limit of at least 0; the limit itself is included unless `is_strict`."""
+    """Returns texts that, among numbers of at least 0, are those above a limit, or also the limit unless `is_strict`."""
     whole, _, fraction = write(least).partition(".")
     end = union(EMPTY, concat(literal(b"."), repeat(DIGIT, 1)))
     above = [concat(byte((1 << 58) - (1 << 49)), repeat(DIGIT, len(whole)), end)]

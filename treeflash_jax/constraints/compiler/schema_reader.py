@@ -152,7 +152,7 @@ class SchemaReader:
         alternatives = []
         for name, holds in ("then", condition), ("else", condition.opposite()):
             branch = self.read(Subschema(schema.get(name, True), place.inside(name), is_negated))
-            if branch:  # without alternatives, the condition is not read, since it may be one that cannot be negated
+            if branch:  # otherwise the condition need not be read, which may be one that cannot be negated
                 alternatives += self.combine([self.read(holds), branch], place)
         return alternatives
 
