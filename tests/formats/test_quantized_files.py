@@ -122,7 +122,7 @@ def test_blocks_of_gguf_files_are_those_of_the_package(kind):
     expected = gguf.dequantize(raw, type)
     for stored, shape, ordered in ((None, (6, 2 * block), expected), (order, (6, 2 * block), expected[order]),
                                    (None, (2, 3, 2 * block), expected.reshape(2, 3, -1))):  # fmt: skip
-        tensor = gguf_blocks.grouped(gguf_reader.Tensor(raw, type, shape, stored))
+        tensor = gguf_blocks.grouped(gguf_reader.GgufTensor(raw, type, shape, stored))
         at = (slice(1, 2),) * (len(shape) - 1) + (slice(5, 40),)
         np.testing.assert_array_equal(tensor[:], ordered)
         np.testing.assert_array_equal(tensor[at], ordered[at])
