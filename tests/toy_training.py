@@ -160,7 +160,7 @@ def terminate_after(last: int) -> None:
     """Has this process send itself SIGTERM before that step of training; it notices that after the step."""
     batches = packing.batches
 
-    def terminated(corpus: packing.Corpus, *, start: int, **named) -> Iterator[packing.Batch]:
+    def terminated(corpus: packing.Corpus, *, start: int, **named) -> Iterator[packing.PackedBatch]:
         for step, batch in enumerate(batches(corpus, start=start, **named), start + 1):
             if step == last:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -173,7 +173,7 @@ def record_batches(path: Path) -> None:
     """Has this process write the tokens of every step that it trains on to a file: a JSON list [step, sequences] a line."""
     batches = packing.batches
 
-    def recorded(corpus: packing.Corpus, *, start: int, **named) -> Iterator[packing.Batch]:
+    def recorded(corpus: packing.Corpus, *, start: int, **named) -> Iterator[packing.PackedBatch]:
         for step, batch in enumerate(batches(corpus, start=start, **named), start):
             with path.open("a") as file:
                 file.write(json.dumps([step, batch.tokens_bt.tolist()]) + "\n")
