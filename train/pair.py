@@ -1,11 +1,11 @@
-"""Trains a drafter for your own model in one command: answers, backbone, head, export, and a measurement.
+"""Trains a drafter for your own model in one command: answers, training, export, and a measurement.
 
     python -m train.pair verifier=smollm2 prompts=configs/prompts.jsonl out=runs/pair
 
 Mask token, tapped layers, block size, number of layers and steps are chosen by rule and printed, unless they are given
 (block_size=8 passes=4). Any setting of a stage can be given by its dotted name (drafter.optimizer.learning_rate=3e-3).
 The second training step is timed, and the time of the whole command is estimated and printed. The settings of every stage
-are kept in OUT as a TOML file, so that a stage can be run alone: `python -m train.head OUT/head.toml`.
+are kept in OUT as a TOML file, so that a stage can be run alone: `python -m train.drafter OUT/drafter.toml`.
 
 A command that was stopped continues when it is run again. The same command with more prompts, passes or steps extends a
 finished OUT. With other settings, the stages that depend on them begin again, and their earlier results are kept in
@@ -13,7 +13,6 @@ OUT/before.
 """
 
 import json
-import math
 import shlex
 import shutil
 import time
@@ -87,11 +86,11 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
 def announce(began: float, steps: int, step: int, seconds: float) -> None:
     """Prints an estimate of the command's total time, when it is known that step `step` of `steps` took `seconds`."""
     spent = time.perf_counter() - began
-    training = (steps - step + math.ceil(steps / 2)) * seconds
+    training = (steps - step) * seconds
     total, *parts = map(watch.duration, (spent + training + MEASURE_SECONDS, spent, training, MEASURE_SECONDS))
     hosts.say(
-        f"the whole command will take about {total}: {parts[0]} so far, {parts[1]} for {steps:,} steps of {seconds:.2g} s "
-        f"and half as many of the head, about {parts[2]} to measure; evaluations and compiling are not counted"
+        f"the whole command will take about {total}: {parts[0]} so far, {parts[1]} for {steps:,} steps of {seconds:.2g} s, "
+        f"about {parts[2]} to measure; evaluations and compiling are not counted"
     )
 
 

@@ -32,8 +32,8 @@ from treeflash_jax.models import verifier
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
 SMALL = [
-    "questions=0", "steps=6", "anyway=true", "head.loop.steps=4", "mesh.data=1", "block_size=4", "num_layers=1",
-    "respond.max_new_tokens=12", "respond.temperatures=[0]", "drafter.evaluate.prompts=0", "head.evaluate.prompts=0",
+    "questions=0", "steps=6", "anyway=true", "mesh.data=1", "block_size=4", "num_layers=1",
+    "respond.max_new_tokens=12", "respond.temperatures=[0]", "drafter.evaluate.prompts=0",
     "drafter.loop.save_every=2", "measure.prompts=2", "measure.new_tokens=6", "measure.nodes=4",
     "measure.temperatures=[0]",
 ]  # fmt: skip
@@ -64,7 +64,7 @@ def settings_of(prompts, out, *more):
 
 @pytest.mark.slow
 def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hybrid, tmp_path, monkeypatch, capsys):
-    """Killed before the head; the same command then ends, and the last line it prints runs."""
+    """Killed before the export; the same command then ends, and the last line it prints runs."""
     settings, ran = settings_of(prompts, tmp_path / "pair", "num_prompts=10", f"verifier={hybrid}"), []
     load, load_once = tf.load, functools.cache(tf.load)  # keeps the compiled programs
     monkeypatch.setattr(tf, "load", lambda **named: load_once(verifier=named["verifier"], drafter=named["drafter"]))
@@ -73,7 +73,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hy
         return replace(stage, main=lambda made, **how: (ran.append(stage.name), stage.main(made, **how)))
 
     def stopped(stage):
-        return replace(stage, main=Mock(side_effect=KeyboardInterrupt)) if stage.name == "head" else stage
+        return replace(stage, main=Mock(side_effect=KeyboardInterrupt)) if stage.name == "export" else stage
 
     monkeypatch.setattr(pair, "STAGES", tuple(map(watched, stages.STAGES)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -84,13 +84,13 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hy
     for line in ("mask_token_id = 3", "loop.steps = 6", "sources.0.hold_out = 4", "the whole command will take about "):
         assert line in shown
     pair.main(settings)
-    assert ran == ["respond", "drafter", "head", "export", "measure"], "what was finished was not run again"
+    assert ran == ["respond", "drafter", "export", "measure"], "what was finished was not run again"
     *_, line = [line.strip() for line in capsys.readouterr().out.splitlines() if "treeflash generate" in line]
     words, model = shlex.split(line), str(tmp_path / "pair" / "model")
     assert words == ["treeflash", "generate", "--verifier", hybrid, "--drafter", model, "--nodes", "4", "Hello"]
     assert commands.main([*words[1:], "--max-new-tokens", "3"]) == 0
-    trained = [registry.read_stage(tmp_path / "pair" / f"{name}.toml") for name in ("drafter", "head")]
-    assert [stage.loop.steps for stage in trained] == [6, 4] and trained[1].mesh.data == 1
+    trained = registry.read_stage(tmp_path / "pair" / "drafter.toml")
+    assert trained.loop.steps == 6 and trained.mesh.data == 1
     measured = json.loads((tmp_path / "pair" / "measured.json").read_text())
     assert measured["prompts"] == 2 and measured["settings"]["nodes"] == 4
     drafted, alone, _ = sorted(measured["systems"], key=lambda system: system["system"])
@@ -107,11 +107,11 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hy
     assert ran == ["measure"] and "begins again, as measure.new_tokens was 6" in capsys.readouterr().out
     ran.clear()
     pair.main(replace(settings, num_prompts=12, steps=8))
-    assert ran == ["respond", "drafter", "head", "export", "measure"]
+    assert ran == ["respond", "drafter", "export", "measure"]
     steps = [line["step"] for line in watch.read_log(tmp_path / "pair" / "drafter")]
     assert 6 in steps and steps[-1] == 8, "more steps continue"
     before = tmp_path / "pair" / "before"
-    assert not (before / "drafter").exists() and (before / "head").is_dir()
+    assert not (before / "drafter").exists() and (before / "model").is_dir()
 
 
 @pytest.mark.parametrize(("word", "message"), [
@@ -169,8 +169,7 @@ def test_steps_follow_from_passes_and_too_few_are_refused(prompts, tmp_path, wor
     if steps is None:
         refused(composer.drafter, "got a plan of 44 optimiser steps, expected at least 50; give more prompts, passes= or")
         return
-    composer.stages["drafter"] = composer.drafter()
-    assert composer.stages["drafter"].loop.steps == steps and composer.head().loop.steps == -(-steps // 2)
+    assert composer.drafter().loop.steps == steps
 
 
 @pytest.fixture
@@ -215,7 +214,7 @@ def composed(settings, name):
     return composer.stages[name]
 
 
-EVERY = ["respond", "drafter", "head", "export", "measure"]
+EVERY = ["respond", "drafter", "export", "measure"]
 
 
 @pytest.mark.parametrize(("word", "again"), [
@@ -223,9 +222,8 @@ EVERY = ["respond", "drafter", "head", "export", "measure"]
     ("anyway=false", None),
     ("measure.prompts=3", ["measure"]),
     ("export.licence=mit", ["export", "measure"]),
-    ("head.loop.steps=5", ["head", "export", "measure"]),
-    ("num_layers=2", ["drafter", "head", "export", "measure"]),
-    ("steps=7", ["drafter", "head", "export", "measure"]),
+    ("num_layers=2", ["drafter", "export", "measure"]),
+    ("steps=7", ["drafter", "export", "measure"]),
     ("respond.max_new_tokens=13", EVERY),
     ("num_prompts=11", EVERY),
 ])  # fmt: skip
@@ -239,7 +237,7 @@ def test_a_rerun_redoes_what_depends_on_the_change(prompts, tmp_path, rehearsed,
     assert rehearsed(make(word)) == again and rehearsed(make(word)) == []
     before = {path.name for path in (tmp_path / "pair" / "before").glob("*")}
     if word in ("steps=7", "num_prompts=11"):
-        assert "head" in before and "responses.jsonl" not in before, "what grows continues"
+        assert "model" in before and "responses.jsonl" not in before, "what grows continues"
         assert ("drafter" in before) == (word == "num_prompts=11"), "other answers, and no more steps"
     elif again:
         [first] = [stage.writes.rstrip("*") for stage in stages.STAGES if stage.name == again[0]]

@@ -21,7 +21,6 @@ from train.data.records import Record, Source, read_records
 from train.drafter import DrafterStage
 from train.evaluate import EvaluateConfig
 from train.export import ExportConfig
-from train.head import HeadStage
 from train.measure import MeasureConfig
 from train.respond import RespondConfig, encode_question
 from train.runtime import run_config
@@ -44,7 +43,7 @@ MEASURED_LENGTHS = 512  # number of prompts from which the longest allowed lengt
 LEAST_PROMPTS, FEW_PROMPTS = 8, 32
 ENOUGH_PROMPTS = 1000  # number of prompts in total; if fewer are given, the verifier writes the others
 CHUNK = 8  # number of blocks of a sequence whose logits are in memory at a time
-EVALUATIONS = 4  # number of evaluations of a training stage
+EVALUATIONS = 4  # number of evaluations while training
 MEASURE_SECONDS = 300.0
 
 
@@ -81,9 +80,7 @@ class PairConfig:
     target_layer_ids: tuple[int, ...] = setting(
         (), "verifier layers whose outputs the drafter reads; empty: up to five by the published rule", least=0
     )
-    steps: int = setting(
-        0, "training steps of backbone and head together; the head is then trained alone for half as many", least=0
-    )
+    steps: int = setting(0, "training steps of backbone and head", least=0)
     passes: float = setting(
         0.0,
         f"passes over the answers, in place of `steps`. Without either: {PASSES} passes, and at least {USUAL_STEPS} steps",
@@ -95,7 +92,6 @@ class PairConfig:
     ask: dict[str, Any] = setting(help="settings of `train.ask` that replace the rules'", default_factory=dict)
     respond: dict[str, Any] = setting(help="settings of `train.respond` that replace the rules'", default_factory=dict)
     drafter: dict[str, Any] = setting(help="settings of `train.drafter` that replace the rules'", default_factory=dict)
-    head: dict[str, Any] = setting(help="settings of `train.head` that replace the rules'", default_factory=dict)
     export: dict[str, Any] = setting(help="settings of `train.export` that replace the rules'", default_factory=dict)
     measure: dict[str, Any] = setting(help="settings of `train.measure` that replace the rules'", default_factory=dict)
 
@@ -111,8 +107,8 @@ class Composer:
     """Composes every stage's settings from the command's settings and the verifier's config and tokenizer.
 
     Attributes:
-      stages: settings of the stages composed so far, by name. Training stages depend on the stages before them.
-      answers: the verifier's answers, on which the training stages depend; empty before they are made.
+      stages: settings of the stages composed so far, by name. Training depends on the stages before it.
+      answers: the verifier's answers, on which training depends; empty before they are made.
     """
 
     def __init__(self, settings: PairConfig):
@@ -169,7 +165,6 @@ class Composer:
         self.stages["ask"] = self.ask()
         self.stages["respond"] = self.respond()
         self.stages["drafter"] = self.drafter()
-        self.stages["head"] = self.head()
         self.stages["export"] = self.export()
         self.stages["measure"] = self.measure()
         self.stages["drafter"].drafter_config(self.model, None)
@@ -216,7 +211,8 @@ class Composer:
         self.answers = packing.load_corpus([source], self._data(), *shared)
 
     def drafter(self) -> DrafterStage:
-        settings, model, answers = self.settings, self.model, self.answers
+        """Composes the training of backbone and head together."""
+        settings, model, answers, defaults = self.settings, self.model, self.answers, self.defaults
         passes, least = settings.passes or PASSES, 1 if settings.passes else USUAL_STEPS
         steps = max(least, math.ceil(passes * answers.num_sequences / self._batch_size()))
         num_layers = settings.num_layers or choices.drafter_layers(model.num_layers)
@@ -224,8 +220,26 @@ class Composer:
         if mask_token_id is None:
             counts_v = answers.token_counts(model.vocab_size)
             mask_token_id = choices.mask_token(self.tokenizer, counts_v, model.eos_token_ids)
+        steps = settings.steps or steps
+        optimizer, rate = defaults.training_optimizer
+        hold_out, data = _hold_out(range(answers.num_documents)), self._data()
         made = DrafterStage(
-            **self._training("drafter", settings.steps or steps),
+            run=str(settings.path("drafter")),
+            verifier=settings.verifier,
+            sources=(Source(path=self.stages["respond"].out, format="responses", hold_out=hold_out),),
+            data=data,
+            compute_dtype=choose_dtype(sharding.device()).name,
+            objective=self._objective(data.sequence_length),
+            evaluate=EvaluateConfig(nodes=(16,)),
+            optimizer=OptimizerConfig(name=optimizer, learning_rate=rate, final=0.01),
+            loop=LoopConfig(
+                steps=steps,
+                batch=self._batch_size(),
+                seed=settings.seed,
+                save_every=50,
+                evaluate_every=math.ceil(steps / EVALUATIONS),
+            ),
+            mesh=settings.mesh,
             block_size=self.block_size,
             num_layers=num_layers,
             mask_token_id=mask_token_id,
@@ -242,51 +256,20 @@ class Composer:
             )
         return stage
 
-    def head(self) -> HeadStage:
-        """Composes the settings of a stage that continues from the head that was trained with the backbone."""
-        trained = self.stages["drafter"]
-        shared = self._training("head", math.ceil(trained.loop.steps / 2))
-        folder = str(self.settings.path("drafter") / "model")
-        made = HeadStage(**shared, drafter=folder, keep_head=trained.head == "mlp")
-        return run_config.replaced(made, self.settings.head)
-
-    def _training(self, name: str, steps: int) -> dict[str, Any]:
-        """Returns the settings that both training stages share."""
-        settings, data, is_head, defaults = self.settings, self._data(), name == "head", self.defaults
-        optimizer, rate = defaults.training_optimizer
-        hold_out = _hold_out(range(self.answers.num_documents))
-        sample = defaults.training_vocabulary * data.sequence_length
-        objective = ObjectiveConfig(
+    def _objective(self, sequence_length: int) -> ObjectiveConfig:
+        sample = self.defaults.training_vocabulary * sequence_length
+        return ObjectiveConfig(
             loss="forward-kl",
             decay=4.0 if self.block_size <= 8 else 7.0,
-            base_weight=0.0 if is_head else 0.5,
-            anchors=CHUNK * max(1, data.sequence_length // (8 * CHUNK)),
+            base_weight=0.5,
+            anchors=CHUNK * max(1, sequence_length // (8 * CHUNK)),
             prompts=True,  # costs nothing, and held-out losses fall: notebooks/results/recipe_smollm2.md
             chunk=CHUNK,
             vocabulary=0 if sample >= self.model.vocab_size else sample,
         )
-        return dict(
-            run=str(settings.path(name)),
-            verifier=settings.verifier,
-            sources=(Source(path=self.stages["respond"].out, format="responses", hold_out=hold_out),),
-            data=data,
-            compute_dtype=choose_dtype(sharding.device()).name,
-            objective=objective,
-            evaluate=EvaluateConfig(nodes=(16,)),
-            # The head was already trained together with its backbone.
-            optimizer=OptimizerConfig(name=optimizer, learning_rate=rate / 6 if is_head else rate, final=0.01),
-            loop=LoopConfig(
-                steps=steps,
-                batch=self._batch_size(),
-                seed=settings.seed,
-                save_every=50,
-                evaluate_every=math.ceil(steps / EVALUATIONS),
-            ),
-            mesh=settings.mesh,
-        )
 
     def export(self) -> ExportConfig:
-        run, out = (str(self.settings.path(name)) for name in ("head", "model"))
+        run, out = (str(self.settings.path(name)) for name in ("drafter", "model"))
         return run_config.replaced(ExportConfig(run=run, out=out, overwrite=True), self.settings.export)
 
     def measure(self) -> MeasureConfig:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from train import ask, drafter, export, head, measure, respond
+from train import ask, drafter, export, measure, respond
 from train.pairing.compose import Composer, PairConfig
 from train.runtime import run_config
 from treeflash_jax.core import files
@@ -113,16 +113,13 @@ STAGES = (
         ),
     ),
     Stage(
-        name="head",
-        main=head.main,
-        compose=Composer.head,
-        given=("head",),
+        name="export",
+        main=export.main,
+        compose=Composer.export,
+        given=("export",),
         reads="drafter/model",
-        writes="head",
-        follows=("mesh.",),
-        shown=("loop.steps",),
+        writes="model",
     ),
-    Stage(name="export", main=export.main, compose=Composer.export, given=("export",), reads="head/model", writes="model"),
     Stage(
         name="measure",
         main=measure.main,
