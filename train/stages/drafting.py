@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from train.data import answers, packing
 from train.data.documents import DataConfig
@@ -224,7 +225,7 @@ def copy_weights(tree: Any) -> Any:
 
 
 def make_task(
-    settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None, weights: Any = None
+    settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Mesh | None = None, weights: Any = None
 ) -> TrainTask:
     """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention.
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from treeflash_jax.bench import cycles, shapes
 from treeflash_jax.bench.bench_records import print_progress, read_kept
@@ -145,7 +146,7 @@ def request_name(result: dict[str, Any]) -> str:
 
 def compile_programs(
     plan: DecodePlan,
-    mesh: Any,
+    mesh: Mesh,
     batch: int,
     capacity: int,
     dtype: Any,

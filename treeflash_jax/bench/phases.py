@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
@@ -204,7 +205,7 @@ def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]
 
 
 @contextmanager
-def running(mesh: Any, where: str) -> Iterator[None]:
+def running(mesh: Mesh | None, where: str) -> Iterator[None]:
     """Enters the mesh, and turns exhausted memory into a ValueError of one line."""
     try:
         with sharding.ambient(mesh):

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from treeflash_jax.core import sharding
 
@@ -106,7 +107,7 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, Spec)
 
 
-def abstract(specs: Any, dtype: Any, mesh=None) -> Any:
+def abstract(specs: Any, dtype: Any, mesh: Mesh | None = None) -> Any:
     """Returns the `jax.ShapeDtypeStruct` of every weight, sharded over `mesh` if it is given."""
 
     def leaf(spec: Spec) -> jax.ShapeDtypeStruct:

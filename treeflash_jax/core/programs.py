@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 from treeflash_jax.core import compile_times, files, sharding
 from treeflash_jax.core.clock import Clock
@@ -58,7 +59,7 @@ _times: Path | None = None  # file of `compile_times`, beside programs that are 
 _unstored = Lock()  # held while a program is compiled that must not be stored on disk
 
 
-def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Any:
+def call(function: Any, *args: Any, mesh: Mesh | None = None, clock: Clock | None = None, **static: Any) -> Any:
     """Runs a jitted function, compiling it ahead of time if these shapes are new.
 
     Args:
@@ -108,7 +109,9 @@ def _wait_for(program: Program, unfinished: Sequence[Program], clock: Clock) -> 
         compile_times.record(_times, *program.labels, time.perf_counter() - since)
 
 
-def start_compiling(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Program:
+def start_compiling(
+    function: Any, *args: Any, mesh: Mesh | None = None, clock: Clock | None = None, **static: Any
+) -> Program:
     """Returns the program of a call with these arguments, but does not wait until it is compiled.
 
     A new program is traced and lowered; then XLA compiles it, or reads it from JAX's cache, on another thread.
@@ -138,12 +141,12 @@ def start_compiling(function: Any, *args: Any, mesh: Any = None, clock: Clock | 
     return program
 
 
-def _takes_no_four_bits(mesh: Any, leaves: Sequence[Any]) -> bool:
+def _takes_no_four_bits(mesh: Mesh | None, leaves: Sequence[Any]) -> bool:
     """Returns whether a program compiled ahead would refuse its arguments: JAX 0.10 misstates their layout on meshes."""
     return mesh is not None and jax.__version_info__ < (0, 11) and any(bits(x.dtype) < 8 for x in leaves)
 
 
-def _call_jitted(function: Any, mesh: Any, precision: str | None, static: dict[str, Any], *args: Any) -> Any:
+def _call_jitted(function: Any, mesh: Mesh | None, precision: str | None, static: dict[str, Any], *args: Any) -> Any:
     """Calls a function, which JAX compiles at its first call."""
     with sharding.ambient(mesh), jax.default_matmul_precision(precision):
         return function(*args, **static)
@@ -180,7 +183,7 @@ def check_process() -> None:
         )
 
 
-def compile_lowered(lowered: Any, mesh: Any, function: Any = None) -> Any:
+def compile_lowered(lowered: Any, mesh: Mesh | None, function: Any = None) -> Any:
     """Compiles a program, or reads it from JAX's cache, which stores no programs of several CPU devices.
 
     A function whose attribute `runs_rounds` is true has the device's options for rounds.
@@ -211,7 +214,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
 
 
-def _precision(leaves: Sequence[Any], mesh: Any) -> str | None:
+def _precision(leaves: Sequence[Any], mesh: Mesh | None) -> str | None:
     """Returns the precision of matrix products: JAX's default, but the highest for float32 on accelerators.
 
     Their default rounds float32 to TF32 or bfloat16, by more than the near-ties of float32 allow.

@@ -7,12 +7,12 @@ identity.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from treeflash_jax.core.checks import coerce, quoted, whole
 from treeflash_jax.core.devices import Device, describe
@@ -77,7 +77,7 @@ def parse_sizes(text: str) -> dict[str, int]:
     return dict(zip(names, map(int, words), strict=False))
 
 
-def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
+def partition(axes: Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns the PartitionSpec of an array with these logical axes; indivisible axes are replicated.
 
     If several axes map to the same mesh axis, the first gets it. A mesh with an axis "experts" shards experts over it
@@ -97,27 +97,27 @@ def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
     return PartitionSpec(*(mesh_axis(axis, size) for axis, size in zip(axes, shape, strict=True)))
 
 
-def sharding(axes: Axes, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+def sharding(axes: Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, partition(axes, shape, mesh))
 
 
-def ambient(mesh: Mesh | None):
+def ambient(mesh: Mesh | None) -> AbstractContextManager:
     """Returns a context with this ambient mesh; None keeps the current one."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def current():
+def current() -> AbstractMesh | None:
     """Returns the ambient mesh, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
-def manual_axes(mesh) -> frozenset[str]:
+def manual_axes(mesh: Mesh | AbstractMesh | None) -> frozenset[str]:
     """Returns the mesh axes of an enclosing `jax.shard_map`."""
     return frozenset(getattr(mesh, "manual_axes", ()))
 
 
-def free_axes(mesh) -> frozenset[str]:
+def free_axes(mesh: Mesh | AbstractMesh | None) -> frozenset[str]:
     """Returns the mesh axes that no enclosing `jax.shard_map` has; none without a mesh."""
     return frozenset(() if mesh is None else mesh.axis_names) - manual_axes(mesh)
 
@@ -133,12 +133,12 @@ def pad_batch_size(size: int, mesh: Mesh | None) -> int:
     return per_shard(size, mesh) * _data_ways(mesh)
 
 
-def per_shard(size: int, mesh: Mesh | None) -> int:
+def per_shard(size: int, mesh: Mesh | AbstractMesh | None) -> int:
     """Returns the number of sequences in each of the mesh's parts of a batch, padding included."""
     return -(-size // _data_ways(mesh))
 
 
-def _data_ways(mesh: Mesh | None) -> int:
+def _data_ways(mesh: Mesh | AbstractMesh | None) -> int:
     sizes = {} if mesh is None else dict(mesh.shape)
     return math.prod(sizes.get(axis, 1) for axis in RULES["batch"])
 
@@ -200,13 +200,13 @@ def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequ
     `layouts` has, for each of `arrays`, its logical axes, and the sizes that the mesh axes must divide.
     """
     mesh = current()
-    if not free_axes(mesh):
+    if mesh is None or not free_axes(mesh):
         return function(*arrays)
     specs = tuple(partition(axes, sizes, mesh) for axes, sizes in layouts)
     return per_device(function, mesh, specs, specs[0])(*arrays)
 
 
-def per_device(run: Callable[..., Any], mesh, inputs: Any, outputs: Any) -> Callable[..., Any]:
+def per_device(run: Callable[..., Any], mesh: AbstractMesh | None, inputs: Any, outputs: Any) -> Callable[..., Any]:
     """Makes `run` act on each device's part of its arguments: `jax.shard_map` over the mesh's free axes.
 
     `inputs` and `outputs` are the PartitionSpecs of arguments and results.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.dtypes import bits
@@ -76,7 +77,7 @@ def footprint(
     )
 
 
-def count_bytes(specs: Any, dtype: Any, mesh: Any = None) -> int:
+def count_bytes(specs: Any, dtype: Any, mesh: Mesh | None = None) -> int:
     """Returns the bytes that weights of these specs take on each device."""
     return device_bytes(parameters.abstract(specs, dtype, mesh))
 
@@ -91,7 +92,7 @@ def device_bytes(tree: Any) -> int:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-def _state_bytes(state: Any, mesh: Any) -> int:
+def _state_bytes(state: Any, mesh: Mesh | None) -> int:
     """Returns the bytes of a state on each device. Vectors are left out: they do not grow with the capacity."""
 
     def placed(x: jax.ShapeDtypeStruct, axes: sharding.Axes) -> jax.ShapeDtypeStruct | None:
@@ -119,7 +120,7 @@ def host_memory() -> int | None:
     return min((size + (swap or 0) for size in (memory, *groups) if size), default=None)
 
 
-def usable_memory(mesh=None) -> int | None:
+def usable_memory(mesh: Mesh | None = None) -> int | None:
     """Returns the bytes that JAX may use on a device of the mesh or the default device; None if not known.
 
     On CPUs, each device has an equal share of the host's memory.
@@ -135,7 +136,7 @@ def usable_memory(mesh=None) -> int | None:
     return min(filter(None, limits), default=sharding.device(mesh).memory)
 
 
-def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:
+def check_memory(needs: Footprint, limit: int | None, mesh: Mesh | None = None) -> None:
     """Raises ValueError if weights and caches exceed `limit` bytes; None disables the check."""
     if limit is None or needs.total <= limit:
         return

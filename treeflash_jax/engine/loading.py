@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import clipping, coerce, expect, refuse_unknown, warn
@@ -120,7 +121,7 @@ def _locate(options: ModelOptions) -> _Pair:
     return _Pair(names, verifier, pairs.locate(drafter, "drafter", options.drafter_revision, options.local_files_only))
 
 
-def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash:
+def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Mesh | None) -> TreeFlash:
     config = model_files.read_verifier_config(pair.verifier)
     drafter_config = _read_drafter(pair, config, chosen.thinking)
     tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
@@ -147,7 +148,7 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Any) -> TreeFlash
 
 
 def _choose_schemes(
-    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, dtype: Any, mesh: Any
+    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, dtype: Any, mesh: Mesh | None
 ) -> tuple[str | None, str | None]:
     """Returns the quantization schemes of the verifier's and of the drafter's matrices.
 
@@ -190,7 +191,7 @@ def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter
     return config
 
 
-def _read_weights(pair: _Pair, dtype: Any, mesh: Any, schemes: tuple[str | None, str | None]) -> Weights:
+def _read_weights(pair: _Pair, dtype: Any, mesh: Mesh | None, schemes: tuple[str | None, str | None]) -> Weights:
     drafter = None
     if pair.drafter is not None:
         model_files.check_copies(pair.drafter, pair.verifier)

@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any, Unpack
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import coerce, warn, whole
@@ -65,7 +66,7 @@ class TreeFlash:
         drafter: Drafter | None = None,
         tokenizer: Tokenizer | None = None,
         stop_ids: Sequence[int] = (),
-        mesh: Any = None,
+        mesh: Mesh | None = None,
         names: tuple[str, str] = ("", ""),
         recommended: Mapping[str, Any] | None = None,
     ):

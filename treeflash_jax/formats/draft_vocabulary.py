@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.core.checks import read_json
@@ -56,7 +57,7 @@ def limit(config: Any, folder: str | Path, vocab_size: int) -> Any:
     return config if ids_z is None else config.limited(ids_z.size)
 
 
-def load(folder: str | Path, drafter: dict[str, Any], verifier: dict[str, Any], mesh: Any = None) -> dict[str, Any]:
+def load(folder: str | Path, drafter: dict[str, Any], verifier: dict[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
     """Returns the weights of a list, {} without one: its part of the vocabulary table, and the ids' offsets.
 
     The table is the drafter's if it has one, else the verifier's.

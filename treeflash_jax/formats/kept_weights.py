@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
 from treeflash_jax.formats import storage
@@ -45,7 +46,7 @@ def can_keep(scheme: str | None, stored: str | None) -> bool:
     return scheme is not None and (scheme == stored or (scheme == "int4" and stored == "mxfp4"))
 
 
-def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Any) -> Any:
+def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Mesh | None) -> Any:
     """Reads a tree of weights as `storage.load`, and keeps quantised ones as they are stored.
 
     Those that are never quantised, or whose tensors have several layouts, become arrays.
@@ -56,7 +57,7 @@ def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, d
 
 
 def divide(
-    tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Any
+    tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Mesh | None
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """Returns specs and entries of weights as they are kept, and all tensors, with those of the parts of kept weights."""
     given = dict(tensors)
@@ -83,7 +84,7 @@ def divide(
     return kept, located, given
 
 
-def _parts(spec: Spec, tensor: Tensor | None, mesh: Any, dtype: Any) -> tuple[Quantized | None, dict[str, Any]]:
+def _parts(spec: Spec, tensor: Tensor | None, mesh: Mesh | None, dtype: Any) -> tuple[Quantized | None, dict[str, Any]]:
     """Returns the specs of a weight's parts and the tensors that hold them; None and {} for a weight to expand."""
     if not spec.inputs or not spec.can_quantize:
         return None, {}
@@ -108,7 +109,7 @@ def _parts(spec: Spec, tensor: Tensor | None, mesh: Any, dtype: Any) -> tuple[Qu
     return Quantized(**made, is_divisor=tensor.is_divisor, compute_dtype=jnp.dtype(dtype)), parts
 
 
-def _count(spec: Spec, mesh: Any, inputs: int, *block: int) -> tuple[int, ...]:
+def _count(spec: Spec, mesh: Mesh | None, inputs: int, *block: int) -> tuple[int, ...]:
     """Returns the number of blocks along each axis of a weight; one for each output if `block` has all inputs."""
     if block[1] < inputs:
         return quantized.count_blocks(spec, mesh, block)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, quoted, read_json, warn
@@ -40,7 +41,12 @@ def read_drafter_config(path: str | Path) -> Any:
 
 
 def load_verifier(
-    path: str | Path, *, dtype: Any = jnp.float32, mesh=None, quantize: str | None = None, wide_tables: bool = False
+    path: str | Path,
+    *,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    quantize: str | None = None,
+    wide_tables: bool = False,
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads a verifier: its config and its weights.
 
@@ -62,7 +68,7 @@ def load_verifier(
 
 
 def load_drafter(
-    path: str | Path, *, dtype: Any = jnp.float32, mesh=None, quantize: str | None = None
+    path: str | Path, *, dtype: Any = jnp.float32, mesh: Mesh | None = None, quantize: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Reads a drafter in any dialect: its config and its weights.
 
@@ -84,7 +90,7 @@ def find_included_drafter(path: str | Path) -> Path | None:
 
 
 def find_specs(
-    path: str | Path, part: str = "verifier", *, dtype: Any, mesh: Any = None, quantize: str | None = None
+    path: str | Path, part: str = "verifier", *, dtype: Any, mesh: Mesh | None = None, quantize: str | None = None
 ) -> Any:
     """Returns the specs of the weights of a verifier or drafter, as quantised files divide them, without reading any.
 

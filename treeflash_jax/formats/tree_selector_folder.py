@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, read_json
@@ -24,7 +25,7 @@ def read_config(folder: str | Path) -> TreeSelectorConfig:
     return build(TreeSelectorConfig, read_json(path), str(path))
 
 
-def load(folder: str | Path, mesh: Any = None) -> dict[str, Any]:
+def load(folder: str | Path, mesh: Mesh | None = None) -> dict[str, Any]:
     """Returns the weights of a selector. Raises FileNotFoundError or ValueError for missing or damaged ones."""
     config = read_config(folder)
     with tensor_files.open_folder(Path(folder)) as tensors:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -78,7 +78,7 @@ def mixture(
     inputs = (x_btd,) if routed_btd is None else (x_btd, routed_btd)
     mesh = sharding.current()
     with jax.named_scope("experts"):
-        if not sharding.free_axes(mesh):
+        if mesh is None or not sharding.free_axes(mesh):
             return _local_mixture(weights, inputs, config)
         all_specs = quantized.specs_like({name: specs(config)[name] for name in weights}, weights)
         places = jax.tree.map(lambda spec: _partition(spec, mesh), all_specs, is_leaf=is_spec)
@@ -140,6 +140,6 @@ def find_join(config: ModelConfig) -> expert_sums.Join:
     return {"silu": expert_sums.silu_join, "gelu": expert_sums.gelu_join}[config.activation]
 
 
-def _partition(spec: Spec, mesh: Any) -> PartitionSpec:
+def _partition(spec: Spec, mesh: AbstractMesh) -> PartitionSpec:
     """Returns the layout of a weight while tokens run through it: whole along the model width, however it is stored."""
     return sharding.partition(tuple(None if axis == "embed" else axis for axis in spec.axes), spec.shape, mesh)

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
@@ -139,7 +140,7 @@ def _find_scheme(weight: Quantized) -> str:
     return next(scheme for scheme in SCHEMES if DTYPES[scheme] == dtype)
 
 
-def specs(tree: Any, scheme: str | None, mesh: Any = None) -> Any:
+def specs(tree: Any, scheme: str | None, mesh: Mesh | None = None) -> Any:
     """Returns specs of the quantised weights: a Quantized of two Specs for every matrix. Scheme None changes nothing.
 
     Args:
@@ -211,7 +212,9 @@ def applies(scheme: str | None, spec: Spec) -> bool:
     return scheme == "int8" or "vocab" not in spec.axes
 
 
-def count_blocks(spec: Spec, mesh: Any = None, sizes: tuple[int, int] = BLOCKS["fp8"]) -> tuple[int, ...]:
+def count_blocks(
+    spec: Spec, mesh: Mesh | AbstractMesh | None = None, sizes: tuple[int, int] = BLOCKS["fp8"]
+) -> tuple[int, ...]:
     """Returns the number of blocks along each axis of a weight; a shard of a mesh has a whole number of them.
 
     Blocks of `sizes` outputs and inputs, as files have, divide the last output axis and the input axes, taken as one. If
@@ -274,7 +277,7 @@ def _round_to_mxfp4(weight: jax.Array, wide: jax.Array, largest: jax.Array, coun
     return Quantized(steps.astype(DTYPES["mxfp4"]).reshape(weight.shape), scale, compute_dtype=weight.dtype)
 
 
-def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> Any:
+def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh: Mesh | None = None) -> Any:
     """Quantises a weight, in place on its devices, if the scheme applies to it.
 
     Waits for the result, so that devices hold one wide weight at a time.
@@ -346,7 +349,7 @@ def _outputs(spec: Spec) -> list[int]:
     return [axis for axis in range(len(spec.shape)) if axis not in spec.inputs]
 
 
-def _quantized_spec(spec: Spec, scheme: str, mesh: Any) -> Quantized:
+def _quantized_spec(spec: Spec, scheme: str, mesh: Mesh | AbstractMesh | None) -> Quantized:
     values = replace(spec, inputs=(), dtype=DTYPES[scheme])
     if scheme in BLOCKS:
         dtype = jnp.dtype(jnp.float8_e8m0fnu) if scheme == "mxfp4" else None

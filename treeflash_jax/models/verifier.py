@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
@@ -45,7 +46,7 @@ def specs(
     config: ModelConfig,
     quantize: str | None = None,
     is_merged: bool = False,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     wide_tables: bool = False,
 ) -> dict[str, Any]:
     """Returns the spec of every weight, matrices quantised by the scheme. Tied models have no `unembed`.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -270,12 +270,12 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(at_least_float32(x.dtype))
 
 
-def _vocab_mesh(size: int):
+def _vocab_mesh(size: int) -> AbstractMesh | None:
     """Returns the ambient mesh if its model axis splits a vocabulary of this size, else None."""
     mesh = sharding.current()
     ways = 1 if mesh is None else dict(mesh.shape).get(AXIS, 1)
     return mesh if ways > 1 and size % ways == 0 else None
 
 
-def _batch_spec(mesh, shape: tuple[int, ...]) -> PartitionSpec:
+def _batch_spec(mesh: AbstractMesh, shape: tuple[int, ...]) -> PartitionSpec:
     return sharding.partition(("batch",) + (None,) * (len(shape) - 1), shape, mesh)

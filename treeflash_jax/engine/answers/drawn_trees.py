@@ -4,10 +4,11 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
@@ -29,7 +30,7 @@ class AnsweringModel(Protocol):
     verifier: ModelConfig
     weights: Weights
     tokenizer: Tokenizer | None
-    mesh: Any
+    mesh: Mesh | None
 
 
 class DraftAgain:

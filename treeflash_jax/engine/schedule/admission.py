@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+
+from jax.sharding import Mesh
 
 from treeflash_jax.core import sharding
 from treeflash_jax.engine.call.requests import Request
@@ -50,7 +51,7 @@ class Admission:
       mesh: mesh that the rows of a group are padded for; None for one device.
     """
 
-    def __init__(self, slots: Slots, mesh: Any = None):
+    def __init__(self, slots: Slots, mesh: Mesh | None = None):
         self.slots = slots
         self.refill_size = sharding.pad_batch_size(refill_size(slots.size), mesh)
         self.waiting: deque[Request] = deque()

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from treeflash_jax.constraints import tables
 from treeflash_jax.core import programs, sharding
@@ -51,7 +52,9 @@ def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
     return round_capacity(max(len(request.ids) for request in requests) + room)
 
 
-def largest_caches(plan: DecodePlan, requests: Sequence[Request], batch_size: int, mesh: Any = None) -> tuple[int, int]:
+def largest_caches(
+    plan: DecodePlan, requests: Sequence[Request], batch_size: int, mesh: Mesh | None = None
+) -> tuple[int, int]:
     """Returns the largest numbers of sequences and of positions whose caches exist at the same time.
 
     `batch_size` requests are decoded at a time. The caches of a refill exist beside those of the batch. When caches grow,
@@ -125,7 +128,7 @@ def make_batch(
     *,
     capacity: int,
     dtype: Any,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     clock: Clock | None = None,
     automaton: Automaton | None = None,
 ) -> Batch:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.sharding import Mesh
+
 from treeflash_jax.core import programs
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding.state import DecodePlan, Weights
@@ -20,7 +22,7 @@ class Runner:
 
     plan: DecodePlan
     weights: Weights
-    mesh: Any = None
+    mesh: Mesh | None = None
     can_cut: bool = False
     clock: Clock = field(default_factory=Clock)
 

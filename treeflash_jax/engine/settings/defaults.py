@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from treeflash_jax.core.devices import BFLOAT16_INSTRUCTIONS, MATRIX_INSTRUCTIONS, Device
 from treeflash_jax.drafters import Drafter
@@ -226,7 +227,7 @@ def choose_residual_dtype(device: Device, dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if device.is_cpu and jnp.dtype(dtype).itemsize < 4 else None
 
 
-def merges_weights(device: Device, kv_heads: int, mesh: Any = None) -> bool:
+def merges_weights(device: Device, kv_heads: int, mesh: Mesh | None = None) -> bool:
     """Returns whether matrices of the verifier that read the same input are stored as one array (`verifier.merge`).
 
     Rounds are then faster on GPUs. Nothing is merged if the mesh's model axis does not divide the key/value heads, because
