@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from train.data import packing
 from train.data.documents import DataConfig
@@ -74,7 +75,7 @@ def train_tokenizer(settings: FromScratchConfig) -> None:
 
 
 def next_token_sums(
-    params: Any, frozen: Any, batch: packing.PackedBatch, keys_b: Any, *, model: ModelConfig, dtype: Any
+    params: Any, frozen: Any, batch: packing.PackedBatch, keys_b: Any, *, model: ModelConfig, dtype: DTypeLike
 ) -> Sums:
     """Returns the weighted sum of -log p(token | document so far), and of the weights."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)

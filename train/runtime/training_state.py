@@ -17,6 +17,7 @@ import optax.contrib
 from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from train.data.packing import PackedBatch
 from train.runtime.run_config import OptimizerConfig
@@ -61,7 +62,7 @@ class TrainTask:
     specs: Any
     frozen_specs: Any
     sums: SumsFunction
-    compute_dtype: Any
+    compute_dtype: DTypeLike
     flops: float
     held_out_sums: SumsFunction | None = None
 
@@ -219,7 +220,7 @@ def shared_axes() -> tuple[str, ...]:
     return tuple(sorted(sharding.manual_axes(sharding.current())))
 
 
-def gather(tree: Any, specs: Any, dtype: Any) -> Any:
+def gather(tree: Any, specs: Any, dtype: DTypeLike) -> Any:
     """Returns weights in the compute dtype, gathered along fsdp."""
 
     def leaf(spec: Spec, x: jax.Array) -> jax.Array:
@@ -232,7 +233,7 @@ def gather(tree: Any, specs: Any, dtype: Any) -> Any:
     return _map_specs(leaf, specs, tree)
 
 
-def gather_trained(tree: Any, specs: Any, dtype: Any) -> Any:
+def gather_trained(tree: Any, specs: Any, dtype: DTypeLike) -> Any:
     """Gathers like `gather`, but returns float32, so that chunks and devices add up gradients in float32.
 
     Readers cast the weights back to the compute dtype, which loses nothing. The gradient of a gathered weight is scattered
@@ -278,7 +279,7 @@ def _fsdp_partition(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*("fsdp" if axis == _fsdp_axis(spec) else None for axis in range(len(spec.shape))))
 
 
-def place(tree: Any, specs: Any, mesh: Mesh, dtype: Any) -> Any:
+def place(tree: Any, specs: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     """Puts weights on the mesh by their specs. Every process must hold the same values."""
 
     def leaf(spec: Spec, x: Any) -> jax.Array:

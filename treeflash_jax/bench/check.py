@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import expect, quoted
@@ -127,7 +128,7 @@ def describe_verdict(comparisons: Sequence[Comparison]) -> str:
     return f"lossless: equal up to {ties} {place}"
 
 
-def describe_counts(answers: int, identical: int, near_ties: int, tokens: int, dtype: Any) -> str:
+def describe_counts(answers: int, identical: int, near_ties: int, tokens: int, dtype: DTypeLike) -> str:
     """Returns the numbers behind a verdict in words.
 
     Args:
@@ -145,7 +146,7 @@ def describe_counts(answers: int, identical: int, near_ties: int, tokens: int, d
     return counts
 
 
-def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: Any) -> str:
+def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: DTypeLike) -> str:
     """Returns the verdict of `Comparison` on all answers and the numbers behind it; see `describe_counts`."""
     verdict = ROUNDING if near_ties else IDENTICAL
     if identical + near_ties < answers:
@@ -168,7 +169,7 @@ def describe_ends(model: TreeFlash) -> str:
     return f"tokens that end an answer: {', '.join(ends) or 'none'}"
 
 
-def explain(divergence: Divergence, dtype: Any) -> str:
+def explain(divergence: Divergence, dtype: DTypeLike) -> str:
     if divergence.gap is None:
         return "one answer ended before the other"
     if divergence.near_tie:
@@ -231,7 +232,7 @@ def _draw(logits_bnv: jax.Array, sampling: Sampling, noise_bnv: jax.Array) -> ja
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
-def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any, dtype: Any) -> jax.Array:
+def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any, dtype: DTypeLike) -> jax.Array:
     size = tokens_1t.shape[1]
     mask_1tt = verifier.causal_mask(1, size)
     out = verifier.forward(weights, config, tokens_1t, jnp.arange(size)[None], mask_1tt, residual_dtype=dtype)

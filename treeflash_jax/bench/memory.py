@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.bench import cycles, shapes
 from treeflash_jax.bench.bench_records import print_progress, read_kept
@@ -149,7 +150,7 @@ def compile_programs(
     mesh: Mesh,
     batch: int,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     quantize: Any = None,
     sizes: SamplingSizes | None = None,
 ) -> tuple[Any, Any]:

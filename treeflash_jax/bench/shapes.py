@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec, is_spec
@@ -234,7 +235,7 @@ def short_name(path: str) -> str:
 
 
 def random_pair(
-    model: ModelConfig, drafter: Drafter, dtype: Any, mesh: Mesh | None = None, quantize: str | None = None
+    model: ModelConfig, drafter: Drafter, dtype: DTypeLike, mesh: Mesh | None = None, quantize: str | None = None
 ) -> TreeFlash:
     """Makes a pair of random weights, drawn one by one in their dtype; the verifier's are quantised as drawn.
 

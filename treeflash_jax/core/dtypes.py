@@ -4,6 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from treeflash_jax.core.settings import setting
 
@@ -27,7 +28,7 @@ def dtype_name(dtype: Any) -> Any:
     return dtype
 
 
-def at_least_float32(dtype: Any) -> Any:
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
     """Returns float32, or float64 for float64: the dtype of sums over numbers of this dtype."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -37,6 +38,6 @@ def dtype_setting(default: str | None, help: str, *names: str, **keywords: Any) 
     return setting(default, help, choices=lambda: names, spelled=dtype_name, **keywords)
 
 
-def bits(dtype: Any) -> int:
+def bits(dtype: jnp.dtype) -> int:
     """Returns the bits that an element takes on a device; NumPy keeps each element of four bits in a byte."""
     return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 
@@ -33,9 +34,9 @@ class Spec:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     can_quantize: bool = True
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
-    def dtype_in(self, dtype: Any) -> Any:
+    def dtype_in(self, dtype: DTypeLike) -> jnp.dtype:
         """Returns the weight's dtype in a model of `dtype`."""
         return jnp.dtype(dtype if self.dtype is None else self.dtype)
 
@@ -107,7 +108,7 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, Spec)
 
 
-def abstract(specs: Any, dtype: Any, mesh: Mesh | None = None) -> Any:
+def abstract(specs: Any, dtype: DTypeLike, mesh: Mesh | None = None) -> Any:
     """Returns the `jax.ShapeDtypeStruct` of every weight, sharded over `mesh` if it is given."""
 
     def leaf(spec: Spec) -> jax.ShapeDtypeStruct:
@@ -117,7 +118,7 @@ def abstract(specs: Any, dtype: Any, mesh: Mesh | None = None) -> Any:
     return jax.tree.map(leaf, specs, is_leaf=is_spec)
 
 
-def initialize(specs: Any, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Any:
+def initialize(specs: Any, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 0.02) -> Any:
     """Draws weights: normal with standard deviation `scale`, ones, zeros, or 0, 1, 2, ...; leaf i uses fold_in(key, i)."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
@@ -73,7 +74,7 @@ def init_state(
     processor: Any = None,
     *,
     plan: SharedPlan,
-    dtype: Any,
+    dtype: DTypeLike,
     can_cut: bool = False,
 ) -> DecodeState:
     """Returns the state before prefill. Its caches are empty, or those of earlier texts with the same first tokens.

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding.automaton import Automaton
@@ -43,7 +45,7 @@ class SharedPlan:
     prefill_passes: int = 16
     kernels: str | None = None
     stacks_cache: bool = False
-    residual_dtype: Any = None
+    residual_dtype: DTypeLike | None = None
     log_probs: bool = False
     top_log_probs: int = 0
     scores_prompts: bool = False
@@ -106,7 +108,7 @@ class Weights:
     selector: Any = None
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """Dtype of the verifier's weights, of caches and activations."""
         return self.verifier["embed"].dtype
 

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -131,7 +132,7 @@ class AssistantDrafter(LaneDrafter):
             tree["clusters"] = Spec(shape, (None, None), "range", dtype=jnp.int32)
         return tree
 
-    def init(self, batch: int, capacity: int, dtype: Any) -> LastHidden:
+    def init(self, batch: int, capacity: int, dtype: DTypeLike) -> LastHidden:
         return LastHidden(jnp.zeros((batch, self.target_hidden_size), dtype))
 
     def extend(

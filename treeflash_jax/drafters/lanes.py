@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
@@ -215,7 +216,7 @@ class LaneDrafter(Drafter):
         expect(drafter.children <= most, "children", drafter.children, f"1 to {most} (the drafter's vocabulary)")
         return drafter
 
-    def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
+    def init(self, batch: int, capacity: int, dtype: DTypeLike) -> ContextState:
         context = caches.allocate(self.layers, batch, capacity, dtype)
         return ContextState(context, jnp.zeros((batch, self.layers.hidden_size), dtype))
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.drafters import steering
@@ -77,7 +78,7 @@ class LanguageModelDrafter(LaneDrafter):
         steers = {} if self.steering is None else {"steering": steering.specs(self.steering, self.layers)}
         return model.specs(self.layers) | steers | listed_specs(self.draft_vocab_size, self.layers.hidden_size)
 
-    def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
+    def init(self, batch: int, capacity: int, dtype: DTypeLike) -> ContextState:
         state = super().init(batch, capacity, dtype)
         if self.steering is None:
             return state

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.drafters.protocol import Drafter, Inputs, State
@@ -75,7 +76,7 @@ class NgramDrafter(Drafter):
     def specs(self) -> dict[str, Any]:
         return {}
 
-    def init(self, batch: int, capacity: int, dtype: Any) -> NoState:
+    def init(self, batch: int, capacity: int, dtype: DTypeLike) -> NoState:
         return NoState()
 
     def extend(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models.caches import Cache
@@ -149,7 +150,7 @@ class Drafter(ABC):
         """Returns a tree with one `parameters.Spec` per weight."""
 
     @abstractmethod
-    def init(self, batch: int, capacity: int, dtype: Any) -> State:
+    def init(self, batch: int, capacity: int, dtype: DTypeLike) -> State:
         """Returns the empty state, with room for `capacity` positions."""
 
     @abstractmethod

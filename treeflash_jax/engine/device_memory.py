@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.dtypes import bits
@@ -41,7 +42,7 @@ def footprint(
     verifier: ModelConfig,
     drafter: Drafter | None = None,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     mesh=None,
     batch: int = 0,
     capacity: int = 0,
@@ -77,7 +78,7 @@ def footprint(
     )
 
 
-def count_bytes(specs: Any, dtype: Any, mesh: Mesh | None = None) -> int:
+def count_bytes(specs: Any, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
     """Returns the bytes that weights of these specs take on each device."""
     return device_bytes(parameters.abstract(specs, dtype, mesh))
 

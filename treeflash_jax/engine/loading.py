@@ -121,7 +121,7 @@ def _locate(options: ModelOptions) -> _Pair:
     return _Pair(names, verifier, pairs.locate(drafter, "drafter", options.drafter_revision, options.local_files_only))
 
 
-def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Mesh | None) -> TreeFlash:
+def _load(pair: _Pair, chosen: ModelOptions, dtype: jnp.dtype, mesh: Mesh | None) -> TreeFlash:
     config = model_files.read_verifier_config(pair.verifier)
     drafter_config = _read_drafter(pair, config, chosen.thinking)
     tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
@@ -148,7 +148,7 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: Any, mesh: Mesh | None) -> T
 
 
 def _choose_schemes(
-    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, dtype: Any, mesh: Mesh | None
+    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, dtype: jnp.dtype, mesh: Mesh | None
 ) -> tuple[str | None, str | None]:
     """Returns the quantization schemes of the verifier's and of the drafter's matrices.
 
@@ -191,7 +191,7 @@ def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter
     return config
 
 
-def _read_weights(pair: _Pair, dtype: Any, mesh: Mesh | None, schemes: tuple[str | None, str | None]) -> Weights:
+def _read_weights(pair: _Pair, dtype: jnp.dtype, mesh: Mesh | None, schemes: tuple[str | None, str | None]) -> Weights:
     drafter = None
     if pair.drafter is not None:
         model_files.check_copies(pair.drafter, pair.verifier)
@@ -204,7 +204,7 @@ def _read_weights(pair: _Pair, dtype: Any, mesh: Mesh | None, schemes: tuple[str
     return Weights(verifier, drafter)
 
 
-def _available_dtype(name: str) -> Any:
+def _available_dtype(name: str) -> jnp.dtype:
     """Returns a float dtype. Raises ValueError for float64 without jax_enable_x64."""
     is_available = name != "float64" or jax.config.jax_enable_x64
     expect(is_available, "dtype", name, 'jax.config.update("jax_enable_x64", True) before it')

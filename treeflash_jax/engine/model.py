@@ -88,7 +88,7 @@ class TreeFlash:
         return f"TreeFlash(verifier={verifier}, drafter={drafter}, dtype={dtype}, device={chips})"
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """Dtype of weights, caches and activations."""
         return jnp.dtype(self.weights.dtype)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
 from treeflash_jax.formats import storage
@@ -46,7 +47,7 @@ def can_keep(scheme: str | None, stored: str | None) -> bool:
     return scheme is not None and (scheme == stored or (scheme == "int4" and stored == "mxfp4"))
 
 
-def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Mesh | None) -> Any:
+def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: DTypeLike, mesh: Mesh | None) -> Any:
     """Reads a tree of weights as `storage.load`, and keeps quantised ones as they are stored.
 
     Those that are never quantised, or whose tensors have several layouts, become arrays.
@@ -57,7 +58,7 @@ def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, d
 
 
 def divide(
-    tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, mesh: Mesh | None
+    tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: DTypeLike, mesh: Mesh | None
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """Returns specs and entries of weights as they are kept, and all tensors, with those of the parts of kept weights."""
     given = dict(tensors)
@@ -84,7 +85,9 @@ def divide(
     return kept, located, given
 
 
-def _parts(spec: Spec, tensor: Tensor | None, mesh: Mesh | None, dtype: Any) -> tuple[Quantized | None, dict[str, Any]]:
+def _parts(
+    spec: Spec, tensor: Tensor | None, mesh: Mesh | None, dtype: DTypeLike
+) -> tuple[Quantized | None, dict[str, Any]]:
     """Returns the specs of a weight's parts and the tensors that hold them; None and {} for a weight to expand."""
     if not spec.inputs or not spec.can_quantize:
         return None, {}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, quoted, read_json, warn
@@ -43,7 +44,7 @@ def read_drafter_config(path: str | Path) -> Any:
 def load_verifier(
     path: str | Path,
     *,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
     quantize: str | None = None,
     wide_tables: bool = False,
@@ -68,7 +69,7 @@ def load_verifier(
 
 
 def load_drafter(
-    path: str | Path, *, dtype: Any = jnp.float32, mesh: Mesh | None = None, quantize: str | None = None
+    path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, quantize: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Reads a drafter in any dialect: its config and its weights.
 
@@ -90,7 +91,7 @@ def find_included_drafter(path: str | Path) -> Path | None:
 
 
 def find_specs(
-    path: str | Path, part: str = "verifier", *, dtype: Any, mesh: Mesh | None = None, quantize: str | None = None
+    path: str | Path, part: str = "verifier", *, dtype: DTypeLike, mesh: Mesh | None = None, quantize: str | None = None
 ) -> Any:
     """Returns the specs of the weights of a verifier or drafter, as quantised files divide them, without reading any.
 
@@ -153,7 +154,7 @@ def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted({*config.eos_token_ids, *ids}))
 
 
-def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:
+def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: DTypeLike = jnp.bfloat16) -> None:
     """Writes config.json and model.safetensors as transformers would. Raises ValueError for quantised weights."""
     scheme = quantized.quantization_scheme(params)
     if scheme:
@@ -162,7 +163,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any
 
 
 def save_drafter(
-    folder: str | Path, config: Any, params: dict[str, Any], *, dialect: str | None = None, dtype: Any = jnp.bfloat16
+    folder: str | Path, config: Any, params: dict[str, Any], *, dialect: str | None = None, dtype: DTypeLike = jnp.bfloat16
 ) -> None:
     """Writes a drafter that the published PyTorch code of its dialect loads.
 
@@ -223,7 +224,7 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
                 files.write(folder / name, (Path(source) / name).read_bytes())
 
 
-def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float32) -> None:
+def convert_gguf(source: str | Path, target: str | Path, dtype: DTypeLike = jnp.float32) -> None:
     """Writes a GGUF file as a Hugging Face folder: configs, weights and tokenizer.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import QUOTED, clipped
@@ -46,7 +47,7 @@ def load(
     tensors: Mapping[str, Tensor],
     specs: Any,
     entries: Any,
-    dtype: Any,
+    dtype: DTypeLike,
     mesh,
     finish: Callable[[jax.Array, Spec], Any] = lambda weight, _: weight,
 ) -> Any:
@@ -72,7 +73,7 @@ def load(
 
 
 def _read(
-    where: Path, tensors: Mapping[str, Tensor], spec: Spec, entry: Entry, dtype: Any, index: tuple[slice, ...]
+    where: Path, tensors: Mapping[str, Tensor], spec: Spec, entry: Entry, dtype: DTypeLike, index: tuple[slice, ...]
 ) -> np.ndarray:
     """Reads and checks one slice of a weight, in pieces that save memory: one expert, or READ_AT_ONCE numbers."""
     spans = [range(size)[at] for size, at in zip(spec.shape, index, strict=True)]
@@ -100,7 +101,7 @@ def _check_finite(where: Path, name: str, part: np.ndarray) -> None:
         raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {part.dtype}, expected numbers")
 
 
-def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any) -> None:
+def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: DTypeLike) -> None:
     """Raises ValueError if tensors are missing or unknown, or have another shape or type than `load` expects."""
     wanted = {
         name: (entry.disk_shape(spec), spec.dtype_in(dtype))
@@ -123,7 +124,7 @@ def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any,
             raise ValueError(f"{where}: tensor {name} has type {tensor.get_dtype()}, expected one of {kinds}")
 
 
-def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+def _empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
     """Returns an array that JAX shares on a CPU instead of copying it: its data begin at a multiple of 64 bytes."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + 64, np.uint8)
@@ -191,7 +192,7 @@ def pair_entries(specs: Any, entries: Any) -> list[tuple[Spec, Entry]]:
     return pairs
 
 
-def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
+def save(path: Path, specs: Any, entries: Any, params: Any, dtype: DTypeLike) -> None:
     """Writes weights to a safetensors file, in `dtype` unless their spec has one, with one tensor at a time in memory.
 
     The library's writer needs all tensors at once, and orders metadata at random. Raises ValueError for a wrong shape.
@@ -205,7 +206,8 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
             tensors.setdefault(part.entry.name, []).append(part)
     kinds = {name: parts[0].spec.dtype_in(dtype) for name, parts in tensors.items()}
     names = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # so that all numbers are aligned
-    header, end = {"__metadata__": METADATA}, 0
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    end = 0
     for name in names:
         shape, begin = tensors[name][0].entry.disk_shape(tensors[name][0].spec), end
         end += math.prod(shape) * kinds[name].itemsize
@@ -232,7 +234,7 @@ class _Part(NamedTuple):
     leaf: Any
     index: int | None = None
 
-    def block(self, dtype: Any) -> np.ndarray:
+    def block(self, dtype: DTypeLike) -> np.ndarray:
         weight = self.leaf if self.index is None else self.leaf[self.index]
         weight = np.asarray(weight).astype(dtype).transpose(self.entry.order)
         if self.entry.row_axes == weight.ndim:

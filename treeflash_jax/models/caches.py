@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.models.config import ModelConfig
@@ -58,7 +59,7 @@ class Cache:
 
 
 def allocate(
-    config: ModelConfig, batch: int, capacity: int, dtype: Any, *, stacked: bool = False, can_cut: bool = True
+    config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, *, stacked: bool = False, can_cut: bool = True
 ) -> Cache:
     """Returns an empty cache with room for `capacity` positions of `batch` sequences.
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs
 from treeflash_jax.core.dtypes import at_least_float32
@@ -89,7 +90,7 @@ class DeltaLayer(LayerKind):
         return merge(params) if can_join(*params.values()) else params
 
     def init(
-        self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1, *, can_cut: bool = True
+        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool = True
     ) -> DeltaLayerState:
         now, at_prompt = (delta_rule.init(config.delta, batch, dtype) for _ in range(2))
         return DeltaLayerState(now, at_prompt if can_cut else None, jnp.zeros(batch, jnp.int32))

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -68,7 +69,7 @@ class NewDelta:
     decay_bth: jax.Array
 
 
-def init(sizes: DeltaSizes, batch: int, dtype: Any) -> DeltaState:
+def init(sizes: DeltaSizes, batch: int, dtype: DTypeLike) -> DeltaState:
     """Returns the state before the first token; `dtype` is the activations' dtype."""
     window_bjc = jnp.zeros((batch, sizes.conv_width - 1, sizes.channels), dtype)
     width = sizes.value_heads // sizes.key_heads * sizes.value_dim

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models.config import ModelConfig
@@ -110,7 +111,7 @@ class LayerKind(ABC):
 
     @abstractmethod
     def init(
-        self, config: ModelConfig, batch: int, capacity: int, dtype: Any, num_layers: int = 1, *, can_cut: bool = True
+        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool = True
     ) -> LayerState:
         """Returns the empty state, with room for `capacity` positions.
 

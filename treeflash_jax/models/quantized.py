@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
@@ -93,7 +94,7 @@ class Quantized:
     outer_minimum: Any = None
     order: Any = None
     is_divisor: bool = struct.field(pytree_node=False, default=False)
-    compute_dtype: Any = struct.field(pytree_node=False, default=None)
+    compute_dtype: jnp.dtype | None = struct.field(pytree_node=False, default=None)
     partition: tuple[str | None, ...] | None = struct.field(pytree_node=False, default=None)
 
     @property
@@ -101,7 +102,7 @@ class Quantized:
         return self.values.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         return self.scale.dtype if self.compute_dtype is None else self.compute_dtype
 
     @property
@@ -310,7 +311,7 @@ def can_join(*weights: Any) -> bool:
     return not has_order and len({layout(weight) for weight in weights}) == 1
 
 
-def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: Any = None) -> jax.Array:
+def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns an einsum of activations with a weight whose output axes come last; see `products.product`.
 
     Of a weight with blocks, the last axis is the one that is summed over.

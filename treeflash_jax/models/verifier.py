@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
@@ -109,7 +110,7 @@ def forward(
     earlier: tuple[Any, ...] | None = None,
     taps: tuple[int, ...] = (),
     attention: str = "xla",
-    residual_dtype: Any = None,
+    residual_dtype: DTypeLike | None = None,
 ) -> Output:
     """Runs new positions through the model; the cache is read, never written.
 

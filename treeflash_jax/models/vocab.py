@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -48,7 +49,7 @@ def _lookup(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     return sharding.per_device(local, mesh, (PartitionSpec(AXIS), batch), batch)(table_vd, ids)
 
 
-def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: Any = None) -> jax.Array:
+def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns hidden . table^T: logits [..., v], sharded over the vocabulary if the table is.
 
     In training, there may be a table for each sequence, [b, v, d]. `dtype` is that of the logits of one table; None: that

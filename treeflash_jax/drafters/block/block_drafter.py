@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.drafters import ngram, protocol
@@ -179,7 +180,7 @@ class BlockDrafter(Drafter):
         network = backbone.specs(self.layers, len(self.taps), self.conv_group)
         return {"backbone": network, "head": HEADS[self.head].specs(self)} | listed
 
-    def init(self, batch: int, capacity: int, dtype: Any) -> ContextState:
+    def init(self, batch: int, capacity: int, dtype: DTypeLike) -> ContextState:
         context = caches.allocate(self.layers, batch, capacity, dtype)
         hidden_bd = jnp.zeros((batch, self.layers.hidden_size), dtype) if HEADS[self.head].reads_context else None
         return ContextState(context, hidden_bd)

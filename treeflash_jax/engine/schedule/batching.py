@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.constraints import tables
 from treeflash_jax.core import programs, sharding
@@ -127,7 +128,7 @@ def make_batch(
     sizes: SamplingSizes,
     *,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     mesh: Mesh | None = None,
     clock: Clock | None = None,
     automaton: Automaton | None = None,
@@ -152,7 +153,7 @@ def make_batch(
     for tokens_s, request in zip(tokens_bs, requests, strict=True):
         tokens_s[: len(request.ids)] = request.ids
 
-    def column(name: str, dtype: Any) -> np.ndarray:
+    def column(name: str, dtype: DTypeLike) -> np.ndarray:
         return np.array([getattr(request.settings, name) for request in requests], dtype)
 
     length_b = np.array([len(request.ids) for request in requests], np.int32)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from treeflash_jax.core.devices import BFLOAT16_INSTRUCTIONS, MATRIX_INSTRUCTIONS, Device
 from treeflash_jax.drafters import Drafter
@@ -117,14 +118,14 @@ ACCELERATOR = DeviceDefaults(
 )
 
 
-def of_device(device: Device, dtype: Any = jnp.bfloat16) -> DeviceDefaults:
+def of_device(device: Device, dtype: DTypeLike = jnp.bfloat16) -> DeviceDefaults:
     """Returns the table of a device that computes with weights of `dtype`."""
     if not device.is_cpu:
         return ACCELERATOR
     return PLAIN_CPU if pays_per_token(device, dtype) else MATRIX_CPU
 
 
-def choose_dtype(device: Device) -> Any:
+def choose_dtype(device: Device) -> jnp.dtype:
     """Returns the dtype of weights, caches and activations: bfloat16 if the device computes with it.
 
     Without such instructions, XLA would convert every weight to float32 in every product.
@@ -133,12 +134,12 @@ def choose_dtype(device: Device) -> Any:
     return jnp.dtype(jnp.bfloat16 if has_bfloat16 else jnp.float32)
 
 
-def pays_per_token(device: Device, dtype: Any) -> bool:
+def pays_per_token(device: Device, dtype: DTypeLike) -> bool:
     """Returns whether every further token makes a pass longer. It does on CPUs without matrix instructions."""
     return device.is_cpu and not (device.features & MATRIX_INSTRUCTIONS and jnp.dtype(dtype) == jnp.bfloat16)
 
 
-def drafting_pays(device: Device, dtype: Any, tau: float | None = None, sequences: int = 1) -> bool:
+def drafting_pays(device: Device, dtype: DTypeLike, tau: float | None = None, sequences: int = 1) -> bool:
     """Returns whether drafting a small tree is expected to be faster than one-token decoding.
 
     On an accelerator, a tree takes as long as one token if it is within the device's ridge. On a CPU on which every token
@@ -196,7 +197,7 @@ def choose_lanes(drafter: Drafter, nodes: int, table: DeviceDefaults) -> int | N
     return table.lanes if is_small else drafter.lanes
 
 
-def choose_attention(device: Device, dtype: Any, head_dims: Collection[int] = ()) -> str:
+def choose_attention(device: Device, dtype: DTypeLike, head_dims: Collection[int] = ()) -> str:
     """Returns the attention implementation for caches of `dtype` and heads of these sizes.
 
     CPUs use "streamed" in float32. In bfloat16 they use "xla", because copying a part of the cache takes longer than it
@@ -218,7 +219,7 @@ def choose_prefill_chunk(device: Device) -> int:
     return of_device(device).prefill_chunk or (128 if ridge is None else 2 ** round(math.log2(ridge)))
 
 
-def choose_residual_dtype(device: Device, dtype: Any) -> Any:
+def choose_residual_dtype(device: Device, dtype: DTypeLike) -> jnp.dtype | None:
     """Returns the dtype of the verifier's residual stream and logits for weights of `dtype`; None: the same.
 
     On CPUs, float32 keeps more answers equal to one-token decoding, at the same speed. On accelerators, it would add memory
@@ -237,7 +238,7 @@ def merges_weights(device: Device, kv_heads: int, mesh: Mesh | None = None) -> b
     return not device.is_cpu and kv_heads % (1 if mesh is None else mesh.shape["model"]) == 0
 
 
-def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
+def keeps_fp8(device: Device, dtype: DTypeLike, tokens: int) -> bool:
     """Returns whether passes move fewer bytes with the weights of an FP8 file as they are than expanded to `dtype`.
 
     With weights kept in blocks of 128 x 128, a product reads them once, but writes and reads its inputs once per block of
@@ -251,7 +252,7 @@ def keeps_fp8(device: Device, dtype: Any, tokens: int) -> bool:
     return not device.is_cpu and 1 + 2 * tokens * size / SCALE_BLOCK < size
 
 
-def keeps_groups(device: Device, dtype: Any, tokens: int, fits: bool) -> bool:
+def keeps_groups(device: Device, dtype: DTypeLike, tokens: int, fits: bool) -> bool:
     """Returns whether weights with a scale per group of inputs are kept as the file has them, instead of expanded.
 
     CPUs are faster with expanded weights (`notebooks/results/four_bits.md`). With kept weights, GPUs write and read sums

@@ -5,9 +5,9 @@ Compiled code sees only the plan. Defaults of drafting depend on the number of n
 
 import hashlib
 from dataclasses import fields, replace
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from treeflash_jax.acceptance import check_lossless
 from treeflash_jax.core.checks import expect, quoted
@@ -37,7 +37,7 @@ def resolve(
     verifier: ModelConfig,
     drafter: Drafter | None,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     device: Device,
     sequences: int = 1,
 ) -> DecodePlan:
@@ -92,7 +92,9 @@ def resolve(
     return replace(plan, shared=shared, drafter=draft, builder=name, num_nodes=num_nodes, shape=shape, rule=rule)
 
 
-def _why_plain(config: GenerateConfig, drafter: Drafter | None, dtype: Any, device: Device, sequences: int) -> str | None:
+def _why_plain(
+    config: GenerateConfig, drafter: Drafter | None, dtype: DTypeLike, device: Device, sequences: int
+) -> str | None:
     """Returns the reason why a call drafts nothing although its builder is not "none"; None if it drafts.
 
     Raises ValueError if the call has settings of drafting and there is no drafter.

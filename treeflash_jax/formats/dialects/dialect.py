@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import files
 from treeflash_jax.formats import storage, tensor_files
@@ -71,7 +72,7 @@ class Dialect(ABC):
         """Returns a drafter without its head. Raises ValueError if drafters in this dialect have none."""
         raise ValueError(f"got a head to drop, expected none: drafters in {self.name} files have no head")
 
-    def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: Any) -> None:
+    def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: DTypeLike) -> None:
         """Writes config.json and model.safetensors into a folder, created if missing.
 
         Raises ValueError for a config that the dialect cannot store, or weights of other shapes than the specs'.

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -41,7 +42,7 @@ MIN_PARTS = 4  # of a weight that is scaled in parts, one after the other
 MOST_VECTORS_MASKED = 2  # for which TPUs mask the inputs outside of each group
 
 
-def product(x: jax.Array, weight: Any, dtype: Any) -> jax.Array:
+def product(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
     """Returns activations times a weight, [vectors..., outputs...].
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -17,7 +18,7 @@ MATRIX_UNIT_ROWS = 128  # of a TPU
 EXACT_IN_BFLOAT16 = ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "int8", "uint8")  # dtypes
 
 
-def widen(weight: Any, dtype: Any) -> jax.Array:
+def widen(weight: Any, dtype: DTypeLike) -> jax.Array:
     """Returns the numbers that a weight stands for, computed in float32 at least and rounded once."""
     wide = at_least_float32(dtype)
     numbers = weight.values.astype(wide)

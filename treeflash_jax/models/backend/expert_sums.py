@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend import block_scales, expert_products
@@ -210,5 +211,5 @@ def _parts(weight: jax.Array | Quantized) -> tuple[jax.Array, jax.Array | None]:
     return (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
 
 
-def _scaled(y: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+def _scaled(y: jax.Array, scale: jax.Array | None, dtype: DTypeLike) -> jax.Array:
     return (y if scale is None else y * scale.astype(y.dtype)).astype(dtype)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
@@ -31,7 +32,7 @@ ON_CHIP_BYTES = 2**26  # of logits of attention that a TPU of 128 MiB computes a
 FEW_QUERIES = 8  # per key/value head: a CPU multiplies up to so many with the keys on the left; a TPU adds their weights
 
 
-def product(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+def product(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns an einsum of activations with a weight.
 
     Args:
@@ -174,7 +175,7 @@ def _with_second_vector(form: Callable[..., jax.Array], equation: str, x: jax.Ar
     return lax.index_in_dim(y, 0, axis, keepdims=False)
 
 
-def _on_cpu(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+def _on_cpu(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     x_ni, matrix, inputs_first, shape = _as_matrices(equation, x, weight)
     return _padded_product("ni,io->no" if inputs_first else "ni,oi->no", x_ni, matrix, dtype).reshape(shape)
 
@@ -211,7 +212,7 @@ def _summed_axes(equation: str) -> str:
     return "".join(axis for axis in x_axes if axis in weight_axes)
 
 
-def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
+def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     count = x_ni.shape[0]
     padded = jnp.pad(x_ni, ((0, max(0, MIN_VECTORS - count)), (0, 0)))
     return _accumulated(equation, padded, matrix, dtype)[:count]
@@ -226,6 +227,6 @@ def _sum_over_vectors(left_ni: jax.Array, right_no: jax.Array) -> jax.Array:
     return _accumulated("in,no->io", left_in, right_no)
 
 
-def _accumulated(equation: str, left: jax.Array, right: jax.Array, dtype: Any = None) -> jax.Array:
+def _accumulated(equation: str, left: jax.Array, right: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Sums in float32 and rounds once, to the dtype of the operands or `dtype`."""
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32).astype(dtype or left.dtype)
