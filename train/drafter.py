@@ -27,6 +27,7 @@ from train.stages.drafting import train as main
 from train.stages.objective import ObjectiveConfig, drafting_sums
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
@@ -140,7 +141,7 @@ class DrafterStage(BlockStage):
                 )
         return config.fitted(model)
 
-    def fresh(self, drafter: BlockDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: BlockDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         specs = drafter.specs()
         fresh = {
             name: parameters.initialize(specs[name], jax.random.key(self.loop.seed + number), scale=self.init_scale)
@@ -152,7 +153,7 @@ class DrafterStage(BlockStage):
         return fresh
 
 
-def _copy_layers(drafter: BlockDrafter, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
+def _copy_layers(drafter: BlockDrafter, weights: Params, initial_layers: Sequence[int]) -> dict[str, Any]:
     """Copies layers of the verifier. In the drafter, they read the last tapped layer instead of the residual stream.
 
     If there is only one layer, and it directly follows the tap, the context's keys and values equal the verifier's.

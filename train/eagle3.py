@@ -39,6 +39,7 @@ from train.stages.drafting import train as main
 from train.stages.teacher import Teacher, teach
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters import eagle3_drafter
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
@@ -130,7 +131,7 @@ class Eagle3Stage(DraftingStage):
         ids_z = most_frequent(counts_v, drafter.draft_vocab_size)
         return {"offsets": ids_z - np.arange(len(ids_z))}
 
-    def fresh(self, drafter: Eagle3Drafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: Eagle3Drafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = parameters.initialize(drafter.specs(), jax.random.key(self.loop.seed), scale=self.init_scale)
         fresh |= copy_weights({"norm": weights["norm"], "unembed": weights.get("unembed", weights["embed"])})
         if "offsets" in stored:
@@ -152,36 +153,36 @@ class Eagle3Network:
 
     drafter: Eagle3Drafter
 
-    def carried(self, weights: Any, teacher: Teacher) -> jax.Array:
+    def carried(self, weights: Params, teacher: Teacher) -> jax.Array:
         """Returns the state that step 0 reads at every position, [b, s, d]."""
         return eagle3_drafter.fuse(weights, self.drafter, teacher.features_btj)
 
-    def layer_input(self, weights: Any, tables: Any, token_bn: jax.Array, carried_bnd: jax.Array) -> jax.Array:
+    def layer_input(self, weights: Params, tables: Params, token_bn: jax.Array, carried_bnd: jax.Array) -> jax.Array:
         """Returns the input of `keys_values` and `output`."""
         return eagle3_drafter.layer_input(weights, tables, self.drafter, token_bn, carried_bnd)
 
-    def keys_values(self, weights: Any, input_bn: jax.Array, position_bn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, weights: Params, input_bn: jax.Array, position_bn: jax.Array) -> tuple[jax.Array, jax.Array]:
         table = eagle3_drafter.rotary_table(self.drafter, position_bn)
         return layers.keys_values(weights["layer"], self.drafter.layers, input_bn, table)
 
     def output(
-        self, weights: Any, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
+        self, weights: Params, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
     ) -> jax.Array:
         """Returns the layer's output, [b, n, d]. `attend` maps queries [b, n, h, e] to mixed values."""
         table = eagle3_drafter.rotary_table(self.drafter, position_bn)
         return eagle3_drafter.layer_output(weights, self.drafter, input_bn, carried_bnd, table, attend)
 
-    def feed_back(self, weights: Any, hidden_bnd: jax.Array) -> jax.Array:
+    def feed_back(self, weights: Params, hidden_bnd: jax.Array) -> jax.Array:
         """Returns the state that the next step reads."""
         return eagle3_drafter.feed_back(weights, self.drafter, hidden_bnd)
 
-    def logits(self, weights: Any, tables: Any, hidden_bnd: jax.Array) -> jax.Array:
+    def logits(self, weights: Params, tables: Params, hidden_bnd: jax.Array) -> jax.Array:
         return vocab.unembed(weights["unembed"], eagle3_drafter.normed(weights, self.drafter, hidden_bnd))
 
 
 def rollout_sums(
-    params: Any,
-    frozen: Any,
+    params: Params,
+    frozen: Params,
     batch: PackedBatch,
     keys_b: jax.Array,
     *,

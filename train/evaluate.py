@@ -10,6 +10,7 @@ from train.data import packing
 from train.runtime.loop import Report
 from train.runtime.training_state import TrainTask, gather
 from treeflash_jax.core import programs
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Drafter
@@ -47,7 +48,7 @@ def make_tau_measure(
     cast = programs.jit(lambda params: gather(params, task.specs, task.compute_dtype))
     sizes = {"candidates": CANDIDATES} if "candidates" in pair.drafter.settings else {}
 
-    def measure(params: Any, report: Report) -> dict[str, float]:
+    def measure(params: Params, report: Report) -> dict[str, float]:
         metrics = dict[str, float]()
         if not prompts:
             return metrics

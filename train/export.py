@@ -31,6 +31,7 @@ from treeflash_jax.core import files, parameters, sharding, terminal
 from treeflash_jax.core.checks import clipped, read_json
 from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import setting
+from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.engine.settings.pairs import HUB_IDS
 from treeflash_jax.formats import draft_vocabulary, model_files, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -150,7 +151,12 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
 
 
 def card(
-    settings: ExportConfig, trained: DraftingStage, drafter: Any, dialect: str, step: int, lines: list[watch.StepMetrics]
+    settings: ExportConfig,
+    trained: DraftingStage,
+    drafter: Drafter,
+    dialect: str,
+    step: int,
+    lines: list[watch.StepMetrics],
 ) -> str:
     """Returns a model card with the drafter, the settings of its run, and the last held-out metrics in the log's lines."""
     last: dict[str, Any] = {}

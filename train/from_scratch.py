@@ -24,6 +24,7 @@ from train.runtime.training_state import Sums, TrainTask, place
 from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.dtypes import dtype_setting
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import architectures, model_files
@@ -75,7 +76,7 @@ def train_tokenizer(settings: FromScratchConfig) -> None:
 
 
 def next_token_sums(
-    params: Any, frozen: Any, batch: packing.PackedBatch, keys_b: Any, *, model: ModelConfig, dtype: DTypeLike
+    params: Params, frozen: Params, batch: packing.PackedBatch, keys_b: jax.Array, *, model: ModelConfig, dtype: DTypeLike
 ) -> Sums:
     """Returns the weighted sum of -log p(token | document so far), and of the weights."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)

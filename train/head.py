@@ -22,6 +22,7 @@ from train.stages.drafting import check_kind
 from train.stages.drafting import train as main
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.block.heads import HEADS
@@ -76,7 +77,7 @@ class HeadStage(BlockStage):
             drafter, head=self.head, head_rank=rank, head_sizes=sizes, drafter_temperature=temperature, tau=None
         )
 
-    def fresh(self, drafter: BlockDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: BlockDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains}
         if not self.keep_head:
             key = jax.random.key(self.loop.seed + 1)

@@ -30,6 +30,7 @@ from train.stages.objective import counted, sample_vocabulary, sampled_vectors
 from train.stages.teacher import teach
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import expect
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
@@ -103,7 +104,7 @@ class LanguageModelStage(DraftingStage):
         steers = None if self.steering == "none" else getattr(start, "steering", None) or fresh
         return LanguageModelDrafter(layers=layers, steering=steers).fitted(model)
 
-    def fresh(self, drafter: LanguageModelDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: LanguageModelDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains if name in stored}
         if not stored:
             sizes = [size for *_, size in drafter.layers.runs]
@@ -120,8 +121,8 @@ class LanguageModelStage(DraftingStage):
 
 
 def language_model_sums(
-    params: Any,
-    frozen: Any,
+    params: Params,
+    frozen: Params,
     batch: PackedBatch,
     keys_b: jax.Array,
     *,
@@ -141,7 +142,7 @@ def language_model_sums(
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
 
     @jax.checkpoint
-    def run(weights: Any) -> jax.Array:
+    def run(weights: Params) -> jax.Array:
         if drafter.steering is not None:
             shifts = drafted_shifts(weights["steering"], batch, keys_b, teacher.features_btj, drafter.num_depths)
             weights = steering.steer(weights, shifts)
@@ -174,7 +175,7 @@ def language_model_sums(
 
 
 def drafted_shifts(
-    params: Any, batch: PackedBatch, keys_b: jax.Array, features_btj: jax.Array, depths: int
+    params: Params, batch: PackedBatch, keys_b: jax.Array, features_btj: jax.Array, depths: int
 ) -> tuple[jax.Array, ...]:
     """Returns the shift of each layer at every token, [b, t, f].
 

@@ -25,6 +25,7 @@ from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, check_kind
 from train.stages.drafting import train as main
 from train.stages.teacher import Teacher
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters import MtpDrafter, mtp_drafter
 from treeflash_jax.models import layers, vocab
@@ -52,7 +53,7 @@ class MtpStage(DraftingStage):
         check_kind(self.verifier, start, MtpDrafter, "verifier with a layer of multi-token prediction")
         return start.fitted(model)
 
-    def fresh(self, drafter: MtpDrafter, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: MtpDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         return {name: stored[name] for name in self.trains}
 
     def make_sums(self, verifier: ModelConfig, drafter: MtpDrafter) -> SumsFunction:
@@ -66,18 +67,18 @@ class MtpNetwork:
 
     drafter: MtpDrafter
 
-    def carried(self, weights: Any, teacher: Teacher) -> jax.Array:
+    def carried(self, weights: Params, teacher: Teacher) -> jax.Array:
         return teacher.hidden_btd
 
-    def layer_input(self, weights: Any, tables: Any, token_bn: jax.Array, carried_bnd: jax.Array) -> jax.Array:
+    def layer_input(self, weights: Params, tables: Params, token_bn: jax.Array, carried_bnd: jax.Array) -> jax.Array:
         return mtp_drafter.layer_input(weights, tables, self.drafter, token_bn, carried_bnd)
 
-    def keys_values(self, weights: Any, input_bn: jax.Array, position_bn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, weights: Params, input_bn: jax.Array, position_bn: jax.Array) -> tuple[jax.Array, jax.Array]:
         _, k_bnke, v_bnke, _ = self._heads(weights, input_bn, position_bn)
         return k_bnke, v_bnke
 
     def output(
-        self, weights: Any, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
+        self, weights: Params, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
     ) -> jax.Array:
         [[layer]], sizes = weights["groups"], self.drafter.layers
         q_bnhe, _, _, gate_bnhe = self._heads(weights, input_bn, position_bn)
@@ -88,15 +89,15 @@ class MtpNetwork:
         x_bnd += layers.feed_forward(layer, sizes, x_bnd)
         return layers.norm(sizes, x_bnd, weights["norm"])
 
-    def _heads(self, weights: Any, input_bn: jax.Array, position_bn: jax.Array) -> tuple[Any, ...]:
+    def _heads(self, weights: Params, input_bn: jax.Array, position_bn: jax.Array) -> tuple[Any, ...]:
         [[layer]], sizes = weights["groups"], self.drafter.layers
         table = layers.rotary_table(sizes.rope, sizes.head_dim, position_bn)
         return queries_keys_values(layer, sizes, layers.norm(sizes, input_bn, layer["attention_norm"]), table)
 
-    def feed_back(self, weights: Any, hidden_bnd: jax.Array) -> jax.Array:
+    def feed_back(self, weights: Params, hidden_bnd: jax.Array) -> jax.Array:
         return hidden_bnd
 
-    def logits(self, weights: Any, tables: Any, hidden_bnd: jax.Array) -> jax.Array:
+    def logits(self, weights: Params, tables: Params, hidden_bnd: jax.Array) -> jax.Array:
         return vocab.unembed(tables.get("unembed", tables["embed"]), hidden_bnd)
 
 

@@ -32,6 +32,7 @@ from train import respond
 from train.runtime import hosts, run_config, watch
 from treeflash_jax import acceptance
 from treeflash_jax.core import files, parameters, sharding
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding import accepting, choosing, loops, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
@@ -151,7 +152,7 @@ def fit(labels: Labels, config: TreeSelectorConfig) -> dict[str, jax.Array]:
     mean_f, spread_f = np.mean(features_of, axis=0), np.maximum(np.std(features_of, axis=0), 1e-3)
     optimizer = optax.adamw(optax.cosine_decay_schedule(LEARNING_RATE, STEPS), weight_decay=1e-2)
 
-    def loss(weights: Any) -> jax.Array:
+    def loss(weights: Params) -> jax.Array:
         return compute_loss(tree_selector.score_trees(weights, (features_of - mean_f) / spread_f), expected_oa, base_o)
 
     def step(_: Any, carry: Any) -> Any:
@@ -166,7 +167,7 @@ def fit(labels: Labels, config: TreeSelectorConfig) -> dict[str, jax.Array]:
     return weights | {"matrix_0": matrix, "bias_0": weights["bias_0"] - mean_f @ matrix}
 
 
-def describe(weights: Any, train: Labels, held_out: Labels) -> str:
+def describe(weights: Params, train: Labels, held_out: Labels) -> str:
     """Describes the mean expected tokens of held-out rounds, for the selector and for the best tree of training."""
     features_of, expected_oa, setting_o = held_out
     choices = jnp.argmax(tree_selector.score_trees(weights, features_of), axis=1), find_best(*train[1:])[setting_o]

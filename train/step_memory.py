@@ -54,7 +54,9 @@ def report(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments.words)
     limit, device, _ = memory.describe_topology(arguments.topology)
     devices = memory.find_devices(arguments.topology)
-    result = {"topology": arguments.topology or device.kind} | compile_step(settings, arguments.shape, devices)
+    result: dict[str, Any] = {"topology": arguments.topology or device.kind} | compile_step(
+        settings, arguments.shape, devices
+    )
     sizes, limit = result["bytes_per_device"], limit or usable_memory()
     result |= {"bytes_limit": limit, "fits": None if limit is None else sizes["total"] <= limit}
     trains = "+".join(result["trains"])
@@ -81,7 +83,7 @@ def read_settings(words: Sequence[str]) -> DraftingStage:
     return read_stage(names[0], [word for word in words if "=" in word])
 
 
-def compile_step(settings: DraftingStage, shape: str, devices: Sequence[Any]) -> dict[str, Any]:
+def compile_step(settings: DraftingStage, shape: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
     """Compiles one training step with these settings for these devices, and returns a record of the results."""
     model = shapes.find_verifier(shape)
     mesh = hosts.make_mesh(settings.mesh, devices)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from train.data.packing import PackedBatch
 from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core.parameters import Params
 
 
 def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: PackedBatch) -> float:
@@ -20,7 +21,7 @@ def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: PackedBatch) -> 
     params, frozen = (parameters.abstract(tree, jnp.float32) for tree in (specs, frozen_specs))
     keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
 
-    def derivative(params: Any, direction: Any, *inputs: Any) -> Any:
+    def derivative(params: Params, direction: Params, *inputs: Any) -> Any:
         return jax.jvp(lambda params: sums(params, *inputs)["loss"][0], (params,), (direction,))
 
     return _product_flops(jax.make_jaxpr(derivative)(params, params, frozen, batch, keys_b).jaxpr)

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
+from train.data.packing import PackedBatch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import clipped
@@ -133,7 +133,7 @@ def local_members(batch_size: int, mesh: jax.sharding.Mesh) -> list[int]:
     return sorted({i for [part] in placed.values() for i in range(batch_size)[part]})
 
 
-def place_batch(batch: Any, batch_size: int, mesh: jax.sharding.Mesh) -> Any:
+def place_batch(batch: PackedBatch, batch_size: int, mesh: jax.sharding.Mesh) -> PackedBatch:
     """Makes global arrays, sharded over data and fsdp, from the `local_members` of all hosts."""
 
     def place(x: np.ndarray) -> jax.Array:

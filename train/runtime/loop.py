@@ -29,6 +29,7 @@ from train.runtime.frozen_inputs import FrozenInputs
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Sums, TrainState, TrainTask
 from treeflash_jax.core import files, programs, sharding
+from treeflash_jax.core.parameters import Params
 
 HELD_OUT_BATCHES = 4  # number of batches per source
 Report = Callable[[str], None]  # receives texts about the progress of an evaluation
@@ -57,13 +58,13 @@ def fit(
     *,
     settings: Any,
     mesh: Mesh,
-    params: Any,
-    frozen: Any,
+    params: Params,
+    frozen: Params,
     corpus: packing.Corpus,
     inputs: FrozenInputs | None = None,
     evaluate: Callable[[Any, Report], dict[str, Any]] | None = None,
     on_timed: Callable[[int, float], None] | None = None,
-) -> Any:
+) -> Params:
     """Trains until the last step and returns the float32 weights, on the mesh.
 
     Args:
@@ -103,7 +104,7 @@ class _Run:
         settings: Any,
         steps: int,
         mesh: Mesh,
-        params: Any,
+        params: Params,
         checkpoints: Checkpoints,
         stack: ExitStack,
     ):
@@ -139,7 +140,7 @@ class _Run:
         stack.enter_context(self.profile)
         self.measures: list[Callable[..., dict[str, Any]]] = []
 
-    def train(self, frozen: Any, corpus: packing.Corpus, on_timed: Callable[[int, float], None] | None) -> Any:
+    def train(self, frozen: Params, corpus: packing.Corpus, on_timed: Callable[[int, float], None] | None) -> Params:
         """Returns the weights after the last step."""
         loop, start, steps = self.loop, self.start, self.steps
         peak = flops.peak_flops(self.mesh.size) if hosts.is_first() else None
@@ -222,7 +223,7 @@ def make_held_out_measure(
     members = hosts.local_members(loop.batch, mesh)
     sources = {name: packed for name, packed in corpus.held_out.items() if len(packed)}
 
-    def local(params: Any, frozen: Any, batch: packing.PackedBatch, keys_b: jax.Array) -> Sums:
+    def local(params: Params, frozen: Params, batch: packing.PackedBatch, keys_b: jax.Array) -> Sums:
         params = training_state.gather(params, task.specs, task.compute_dtype)
         frozen = training_state.gather(frozen, task.frozen_specs, task.compute_dtype)
         function = partial(task.held_out_sums or task.sums, params, frozen)
@@ -230,11 +231,11 @@ def make_held_out_measure(
         return lax.psum(sums, training_state.shared_axes())
 
     @programs.jit
-    def sums(params: Any, frozen: Any, batch: packing.PackedBatch, number: jax.Array) -> Sums:
+    def sums(params: Params, frozen: Params, batch: packing.PackedBatch, number: jax.Array) -> Sums:
         keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), batch.tokens_bt.shape[0])
         return training_state.by_batch(local, task)(params, frozen, batch, keys_b)
 
-    def measure(params: Any, frozen: Any, report: Report) -> dict[str, Any]:
+    def measure(params: Params, frozen: Params, report: Report) -> dict[str, Any]:
         totals: dict[str, Sums] = {}
         for done, (name, packed) in enumerate(sources.items()):
             report(f"evaluating {done} of {len(sources)} held-out sources")

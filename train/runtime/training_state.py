@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from train.data.packing import PackedBatch
 from train.runtime.run_config import OptimizerConfig
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 
 # A metric is (sum, weight). Both add up over chunks, parts of a step, steps and devices; sum / weight is the mean.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
@@ -41,8 +41,8 @@ class TrainState:
     """
 
     step: jax.Array
-    params: Any
-    optimizer: Any
+    params: Params
+    optimizer: optax.OptState
     window: Sums
 
 
@@ -99,7 +99,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.Gra
         consistent_rms=0.2,
     )
 
-    def update(grads: Any, memory: Any, params: Any) -> tuple[Any, Any]:
+    def update(grads: Params, memory: optax.OptState, params: Params) -> tuple[Params, optax.OptState]:
         """Hides weights that do not decay. Muon's AdamW takes no mask, but reads weights only for their decay."""
         hidden = jax.tree.map(lambda decays, x: x if decays else jnp.zeros_like(x), decays, params)
         return muon.update(grads, memory, hidden)
@@ -107,7 +107,9 @@ def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.Gra
     return optax.chain(optax.clip_by_global_norm(config.clip), optax.GradientTransformation(muon.init, update))
 
 
-def initial_state(task: TrainTask, transform: optax.GradientTransformation, params: Any, batch: Any) -> TrainState:
+def initial_state(
+    task: TrainTask, transform: optax.GradientTransformation, params: Params, batch: PackedBatch
+) -> TrainState:
     """Returns the state before the first step. The shapes of metrics follow from the shapes of `batch`."""
     frozen = parameters.abstract(task.frozen_specs, task.compute_dtype)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
@@ -170,17 +172,17 @@ def make_update(
     automatic partitioning, they would be summed for each chunk of anchors.
     """
 
-    def gradients(params: Any, frozen: Any, batch: PackedBatch, keys_b: jax.Array) -> tuple[Any, Sums]:
+    def gradients(params: Params, frozen: Params, batch: PackedBatch, keys_b: jax.Array) -> tuple[Params, Sums]:
         frozen = gather(frozen, task.frozen_specs, task.compute_dtype)
 
-        def loss(params: Any, part: tuple[PackedBatch, jax.Array]) -> tuple[jax.Array, Sums]:
+        def loss(params: Params, part: tuple[PackedBatch, jax.Array]) -> tuple[jax.Array, Sums]:
             sums = task.sums(gather_trained(params, task.specs, task.compute_dtype), frozen, *part)
             return sums["loss"][0], sums
 
         grads, sums = sum_parts(partial(jax.grad(loss, has_aux=True), params), (batch, keys_b), accumulate)
         return total_gradients(grads, task.specs), lax.psum(sums, shared_axes())
 
-    def update(state: TrainState, frozen: Any, batch: PackedBatch) -> TrainState:
+    def update(state: TrainState, frozen: Params, batch: PackedBatch) -> TrainState:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         keys_b = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(batch.tokens_bt.shape[0]))
         batch = replace(batch, progress_b=jnp.full(keys_b.shape, state.step / steps))

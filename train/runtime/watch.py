@@ -4,6 +4,7 @@ The log has one JSON object per line.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def read_log(folder: Any) -> list[StepMetrics]:
+def read_log(folder: str | os.PathLike) -> list[StepMetrics]:
     """Reads the lines of RUN/log.jsonl. Ignores a last line that a kill cut. Raises ValueError for any other wrong line."""
     path = files.absolute(folder) / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""
@@ -120,7 +121,7 @@ def describe(metrics: StepMetrics) -> str:
     return ", ".join(words)
 
 
-def summary(folder: Any) -> str:
+def summary(folder: str | os.PathLike) -> str:
     """Returns the steps and the time of a run in words; "" if its log is missing."""
     log = read_log(folder)
     return f"{log[-1]['step']} steps in {duration(log[-1]['seconds'])}" if log else ""

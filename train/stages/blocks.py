@@ -10,8 +10,6 @@ heads, h query heads (in products, per key/value head), e head dim, j tapped lay
 Source: DFlash (arXiv 2602.06036) section 4.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -19,6 +17,7 @@ from flax import struct
 from train.data.packing import PackedBatch
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.models import packed_attention, vocab
@@ -77,7 +76,7 @@ def sample_blocks(batch: PackedBatch, num_anchors: int, size: int, decay: float,
 
 
 def hidden_states(
-    params: Any,
+    params: Params,
     config: BlockDrafter,
     embed_vd: jax.Array,
     batch: PackedBatch,

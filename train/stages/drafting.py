@@ -40,8 +40,10 @@ from train.stages.teacher import record
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.dtypes import dtype_setting
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.defaults import choose_training_attention
 from treeflash_jax.engine.settings.pairs import HUB_IDS, locate
@@ -118,7 +120,7 @@ class DraftingStage(ABC):
         return {}
 
     @abstractmethod
-    def fresh(self, drafter: Any, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, drafter: Any, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         """Returns initial trained weights by name.
 
         Args:
@@ -161,7 +163,7 @@ def read_verifier(settings: DraftingStage) -> tuple[Path, ModelConfig, Tokenizer
     return folder, model_files.read_verifier_config(folder), tokenizer
 
 
-def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
+def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Drafter:
     """Returns the config of the drafter, with the facts about its training that will be recorded in its files."""
     start = model_files.read_drafter_config(locate(settings.starts_from, "drafter")) if settings.starts_from else None
     drafter = settings.drafter_config(model, start)
@@ -172,7 +174,7 @@ def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Any:
     return replace(drafter, verifier=verifier, thinking=thinking)
 
 
-def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> dict[str, Any]:
+def read_stored(settings: DraftingStage, drafter: Drafter, counts_v: np.ndarray | None = None) -> dict[str, Any]:
     """Returns the weights of the drafter that the stage starts from, and the weights of `read_derived`."""
     stored: dict[str, Any] = {}
     if settings.starts_from:
@@ -180,7 +182,7 @@ def read_stored(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | No
     return stored | {name: np.array(values) for name, values in read_derived(settings, drafter, counts_v).items()}
 
 
-def read_derived(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> dict[str, list]:
+def read_derived(settings: DraftingStage, drafter: Drafter, counts_v: np.ndarray | None = None) -> dict[str, list]:
     """Returns the weights derived from the answers when the run began. They are stored in RUN/derived.json.
 
     Args:
@@ -197,7 +199,7 @@ def read_derived(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | N
     return derived
 
 
-def read_inputs(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | None = None) -> FrozenInputs:
+def read_inputs(settings: DraftingStage, drafter: Drafter, counts_v: np.ndarray | None = None) -> FrozenInputs:
     """Returns the frozen inputs of a run: the verifier, the drafter that it starts from, and the weights of `read_derived`.
 
     If all weights of that drafter are trained further, checkpoints hold them, and only the drafter's config is an input.
@@ -213,7 +215,7 @@ def read_inputs(settings: DraftingStage, drafter: Any, counts_v: np.ndarray | No
     return inputs
 
 
-def check_kind(name: str, drafter: Any, kind: type, noun: str) -> None:
+def check_kind(name: str, drafter: Drafter, kind: type, noun: str) -> None:
     """Raises ValueError if an existing drafter is not of this kind."""
     if not isinstance(drafter, kind):
         raise ValueError(f"{name}: got a drafter of kind {drafter.kind!r}, expected a {noun}")
@@ -225,7 +227,7 @@ def copy_weights(tree: Any) -> Any:
 
 
 def make_task(
-    settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Mesh | None = None, weights: Any = None
+    settings: DraftingStage, model: ModelConfig, drafter: Drafter, mesh: Mesh | None = None, weights: Params | None = None
 ) -> TrainTask:
     """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention.
 
@@ -310,7 +312,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     write_model(settings, drafter, sharding.to_host(assemble(drafter, params | frozen)), counts_v)
 
 
-def write_model(settings: DraftingStage, drafter: Any, weights: Any, counts_v: np.ndarray) -> None:
+def write_model(settings: DraftingStage, drafter: Drafter, weights: Params, counts_v: np.ndarray) -> None:
     """Writes RUN/model, and a picture of the run. The first host writes; the others wait.
 
     Args:

@@ -28,6 +28,7 @@ from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
 from treeflash_jax.core.checks import expect
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.backbone import context_kv
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
@@ -125,8 +126,8 @@ def sample_vocabulary(batch: PackedBatch, size: int, vocab_size: int, keys_b: ja
 
 
 def drafting_sums(
-    params: Any,
-    frozen: Any,
+    params: Params,
+    frozen: Params,
     batch: PackedBatch,
     keys_b: jax.Array,
     *,
@@ -184,7 +185,7 @@ def with_base(
 def score_sums(
     head: Any,
     norm: jax.Array,
-    tables: Any,
+    tables: Params,
     batch: PackedBatch,
     teacher: Teacher,
     chunk: blocks.Blocks,
@@ -205,7 +206,7 @@ def score_sums(
     unembed = Unembed(embed_vd=tables["embed"], unembed_vd=sampled_vectors(unembed_vd, sample), norm=norm, eps=eps)
     unembed = unembed.replace(logit_cap=drafter.logit_cap, embedding_factor=drafter.embedding_factor)
 
-    def drafter_logits(name: str, weights: Any) -> jax.Array:
+    def drafter_logits(name: str, weights: Params) -> jax.Array:
         weights = weights | {table: sampled_vectors(weights[table], sample) for table in HEADS[name].scored}
         return HEADS[name].logits(weights, unembed, previous_bt, hidden_btd, drafter)
 

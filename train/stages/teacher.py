@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from flax import struct
 from train.data.packing import Corpus, PackedBatch, PackedDataset
 from train.runtime import hosts, watch
 from treeflash_jax.core import files, programs, sharding
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import PackedMask
@@ -39,7 +39,7 @@ class Teacher:
 
 
 def teach(
-    params: Any, config: ModelConfig, taps: tuple[int, ...], batch: PackedBatch, attention: str = "chunked"
+    params: Params, config: ModelConfig, taps: tuple[int, ...], batch: PackedBatch, attention: str = "chunked"
 ) -> Teacher:
     """Runs the verifier over packed sequences, unless the batch already contains its outputs.
 
@@ -58,7 +58,7 @@ def record(
     folder: str,
     *,
     digest: str,
-    weights: Any,
+    weights: Params,
     model: ModelConfig,
     taps: Sequence[int],
     batch_size: int,
@@ -81,7 +81,7 @@ def record(
     key = hashlib.sha256(repr((model, dtype.name, taps, corpus.digest(), digest, *schemes)).encode())
 
     @programs.jit
-    def run(weights: Any, batch: PackedBatch) -> jax.Array:
+    def run(weights: Params, batch: PackedBatch) -> jax.Array:
         parts = jax.tree.leaves(teach(weights, model, tuple(taps), batch, attention))
         return jnp.concatenate(parts, axis=-1)
 

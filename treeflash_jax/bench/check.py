@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
 from treeflash_jax.decoding.state import DecodeState, Sampling, without_caches
@@ -24,6 +25,7 @@ from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.plan import NO_DRAFTER_ADVICE
 from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig
 
 NEAR_TIE = 1e-4  # largest change of two logits' difference that counts as rounding, in any dtype, or
 ROUNDINGS = 8  # this number of units of rounding of the larger logit, if larger (as in bfloat16)
@@ -232,7 +234,7 @@ def _draw(logits_bnv: jax.Array, sampling: Sampling, noise_bnv: jax.Array) -> ja
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
-def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any, dtype: DTypeLike) -> jax.Array:
+def _logits_at(weights: Params, tokens_1t: jax.Array, index: jax.Array, config: ModelConfig, dtype: DTypeLike) -> jax.Array:
     size = tokens_1t.shape[1]
     mask_1tt = verifier.causal_mask(1, size)
     out = verifier.forward(weights, config, tokens_1t, jnp.arange(size)[None], mask_1tt, residual_dtype=dtype)

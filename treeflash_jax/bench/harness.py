@@ -28,6 +28,7 @@ from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core.checks import parse_json
+from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.call.requests import Request, find_stops
 from treeflash_jax.formats.answer_text import AnswerText
 
@@ -56,7 +57,7 @@ class System:
     model: tf.TreeFlash
     config: tf.GenerateConfig
 
-    def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
+    def answer(self, prompts: list[Prompt], temperature: float, seeds: list[int]) -> list[tf.Result]:
         """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of the call's.
 
         Raises KeyboardInterrupt after Ctrl-C while decoding: an incomplete answer is no measurement.
@@ -101,7 +102,7 @@ class Peer(System):
     command: str
     program: subprocess.Popen
 
-    def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
+    def answer(self, prompts: list[Prompt], temperature: float, seeds: list[int]) -> list[tf.Result]:
         model, config = self.model, self.config
         stop_ids = model.stop_ids if config.stop_ids is None else config.stop_ids
         stop_ids = find_stops(config.stop, stop_ids, model.tokenizer, model.verifier.vocab_size)[1]

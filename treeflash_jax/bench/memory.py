@@ -20,7 +20,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Compiled
 from jax.typing import DTypeLike
 
 from treeflash_jax.bench import cycles, shapes
@@ -108,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         model, plan.shared.loaded_drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize
     )
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
-    result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
+    result: dict[str, Any] = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
     result |= {"dtype": dtype.name, "quantize": quantize}
     if arguments.constraint_states:
@@ -151,9 +152,9 @@ def compile_programs(
     batch: int,
     capacity: int,
     dtype: DTypeLike,
-    quantize: Any = None,
+    quantize: str | None = None,
     sizes: SamplingSizes | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Compiled, Compiled]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
     Raises ValueError if the compiler finds no room for them.
@@ -239,7 +240,7 @@ def describe_estimate(times: dict[str, Any], what: str) -> list[str]:
     return lines
 
 
-def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int]:
+def _read_programs(prefill: Compiled, decode: Compiled, needs: Footprint) -> dict[str, int]:
     """Returns the bytes on each device by part, including the compiler's reports on both programs."""
     of_prefill, of_round = prefill.memory_analysis(), decode.memory_analysis()
     held = of_round.argument_size_in_bytes + of_round.output_size_in_bytes - of_round.alias_size_in_bytes
@@ -249,12 +250,12 @@ def _read_programs(prefill: Any, decode: Any, needs: Footprint) -> dict[str, int
     return memory | {"round": of_round.temp_size_in_bytes, "prefill": of_prefill.temp_size_in_bytes}
 
 
-def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
+def _devices(arguments: argparse.Namespace) -> tuple[Mesh | AbstractMesh, int | None, Device]:
     """Returns the mesh, the bytes of a device, and the kind of device whose defaults the programs have."""
     limit, device, count = describe_topology(arguments.topology)
     if arguments.no_compile:
         ways = sharding.parse_sizes(arguments.mesh or f"1x{count}")
-        return jax.sharding.AbstractMesh(tuple(ways.values()), tuple(ways)), limit or usable_memory(), device
+        return AbstractMesh(tuple(ways.values()), tuple(ways)), limit or usable_memory(), device
     devices = find_devices(arguments.topology)
     mesh = sharding.make_mesh(**sharding.parse_sizes(arguments.mesh or f"1x{len(devices)}"), devices=devices)
     return mesh, limit or usable_memory(mesh), device
@@ -273,7 +274,7 @@ def describe_topology(topology: str | None) -> tuple[int | None, Device, int]:
     return limit, device, math.prod(map(int, (sizes or "1").split("x")))
 
 
-def find_devices(topology: str | None) -> list[Any]:
+def find_devices(topology: str | None) -> list[jax.Device]:
     """Returns the devices at hand, or those of a topology: TPUs (v5e:4x4), or GPUs of one machine (h200, h200:8).
 
     With a topology, the devices at hand stay unused. Raises ValueError if it is unknown or has no compiler here.

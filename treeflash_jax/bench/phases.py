@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
@@ -147,7 +148,13 @@ class Bench:
             self._add_rounds("round", plan.num_nodes, state, plan)
 
     def _add(
-        self, name: str, function: Any, *arguments: Any, plan: DecodePlan, nodes: int | None = None, units: int = 1
+        self,
+        name: str,
+        function: Wrapped,
+        *arguments: Any,
+        plan: DecodePlan,
+        nodes: int | None = None,
+        units: int = 1,
     ) -> Any:
         """Adds a phase whose calls have equal arguments; returns their output."""
         program = self._compile(function, *arguments, plan=plan)
@@ -187,7 +194,7 @@ class Bench:
         self.phases.append(Phase(name, nodes, make_enqueue, most=ROUNDS))
         self.phases[-1].sample()
 
-    def _compile(self, function: Any, *arguments: Any, plan: DecodePlan) -> Any:
+    def _compile(self, function: Wrapped, *arguments: Any, plan: DecodePlan) -> Any:
         return programs.compile_lowered(function.lower(*arguments, plan=plan), self.model.mesh, function)
 
 

@@ -7,10 +7,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from treeflash_jax.bench.bench_records import read_jsonl
-from treeflash_jax.engine.call.prompts import read_messages
+from treeflash_jax.engine.call.prompts import Prompt, read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
 PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks
@@ -85,7 +84,7 @@ def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
     return [prompts[i] for i in sorted(random.Random(PUBLISHED_DRAW).sample(range(len(prompts)), limit))]
 
 
-def make_chat(prompt: BenchPrompt, answers: Sequence[str | None]) -> Any:
+def make_chat(prompt: BenchPrompt, answers: Sequence[str | None]) -> Prompt:
     """Makes the prompt of the turn after these answers, in a form that `generate` takes."""
     if prompt.ids is not None:
         return prompt.ids

@@ -208,7 +208,7 @@ def make_included_drafter(verifier: ModelConfig) -> Drafter:
     return AssistantDrafter(layers=layers, target_hidden_size=verifier.hidden_size, **clusters)
 
 
-def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> BlockDrafter:
+def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Drafter:
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
     It has the verifier's widths, five layers (eight for a mixture of experts) and blocks of 16, and reads five of the

@@ -36,6 +36,7 @@ from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine.answers.results import Chunk, Result
+from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.loading import load_model
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
@@ -159,7 +160,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 130 if any(result.finished == "interrupted" for result in results) else 0
 
 
-def _stream(model: TreeFlash, prompts: list[Any], settings: dict[str, Any]) -> Result:
+def _stream(model: TreeFlash, prompts: list[Prompt], settings: dict[str, Any]) -> Result:
     """Prints one answer while it is decoded, then its statistics."""
     for piece in model.stream(prompts, **settings):
         if isinstance(piece, Chunk):
@@ -169,7 +170,7 @@ def _stream(model: TreeFlash, prompts: list[Any], settings: dict[str, Any]) -> R
     return piece
 
 
-def _print_answers(model: TreeFlash, prompts: list[Any], results: list[Result]) -> None:
+def _print_answers(model: TreeFlash, prompts: list[Prompt], results: list[Result]) -> None:
     """Prints answers under numbered headings, each with its statistics, and the speed of all of them."""
     for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
         if len(results) > 1:
@@ -183,7 +184,7 @@ def _print_answers(model: TreeFlash, prompts: list[Any], results: list[Result]) 
         _print_note(f"{len(results)} answers, {tokens} tokens, {_format_speed(model, results[0])}")
 
 
-def number_answers(prompts: list[Any], results: list[Result]) -> list[tuple[int, int]]:
+def number_answers(prompts: list[Prompt], results: list[Result]) -> list[tuple[int, int]]:
     """Returns the numbers of the prompt and of the sample of every answer."""
     samples = len(results) // len(prompts)
     return [divmod(number, samples) for number in range(len(results))]

@@ -16,7 +16,7 @@ from treeflash_jax.bench.bench_records import read_jsonl
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import add_options, setting
-from treeflash_jax.engine.call.prompts import Text, parse_ids, read_messages
+from treeflash_jax.engine.call.prompts import Prompt, Text, parse_ids, read_messages
 
 PIPE_SECONDS = 1.0  # a program that feeds a pipe has this long to send its first text
 HEADING = 60  # characters of a prompt above its answer
@@ -50,7 +50,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     add_options(group, PromptOptions)
 
 
-def parse_prompts(arguments: argparse.Namespace) -> list[Any]:
+def parse_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     """Returns prompts in the order of the help text, as `generate` takes them. Raises ValueError if there are none."""
     messages: list[Any] = read_words(arguments)
     texts = [_read(path) for path in arguments.prompt_file if not path.endswith(CHATS)]

@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 
+Params = dict[str, Any]  # weights by name: arrays, `Quantized` ones, and dictionaries or lists of them
+
 
 @dataclass(frozen=True)
 class Spec:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered, Wrapped
 
 from treeflash_jax.core import compile_times, files, sharding
 from treeflash_jax.core.clock import Clock
@@ -41,7 +42,7 @@ class Program:
       last_use: grows with every call.
     """
 
-    function: Any
+    function: Wrapped
     executable: futures.Future
     labels: tuple[str, str] = ("", "")
     has_run: bool = False
@@ -59,7 +60,7 @@ _times: Path | None = None  # file of `compile_times`, beside programs that are 
 _unstored = Lock()  # held while a program is compiled that must not be stored on disk
 
 
-def call(function: Any, *args: Any, mesh: Mesh | None = None, clock: Clock | None = None, **static: Any) -> Any:
+def call(function: Wrapped, *args: Any, mesh: Mesh | None = None, clock: Clock | None = None, **static: Any) -> Any:
     """Runs a jitted function, compiling it ahead of time if these shapes are new.
 
     Args:
@@ -110,7 +111,7 @@ def _wait_for(program: Program, unfinished: Sequence[Program], clock: Clock) -> 
 
 
 def start_compiling(
-    function: Any, *args: Any, mesh: Mesh | None = None, clock: Clock | None = None, **static: Any
+    function: Wrapped, *args: Any, mesh: Mesh | None = None, clock: Clock | None = None, **static: Any
 ) -> Program:
     """Returns the program of a call with these arguments, but does not wait until it is compiled.
 
@@ -146,7 +147,7 @@ def _takes_no_four_bits(mesh: Mesh | None, leaves: Sequence[Any]) -> bool:
     return mesh is not None and jax.__version_info__ < (0, 11) and any(bits(x.dtype) < 8 for x in leaves)
 
 
-def _call_jitted(function: Any, mesh: Mesh | None, precision: str | None, static: dict[str, Any], *args: Any) -> Any:
+def _call_jitted(function: Wrapped, mesh: Mesh | None, precision: str | None, static: dict[str, Any], *args: Any) -> Any:
     """Calls a function, which JAX compiles at its first call."""
     with sharding.ambient(mesh), jax.default_matmul_precision(precision):
         return function(*args, **static)
@@ -183,7 +184,7 @@ def check_process() -> None:
         )
 
 
-def compile_lowered(lowered: Any, mesh: Mesh | None, function: Any = None) -> Any:
+def compile_lowered(lowered: Lowered, mesh: Mesh | None, function: Wrapped | None = None) -> Compiled:
     """Compiles a program, or reads it from JAX's cache, which stores no programs of several CPU devices.
 
     A function whose attribute `runs_rounds` is true has the device's options for rounds.
@@ -224,7 +225,7 @@ def _precision(leaves: Sequence[Any], mesh: Mesh | None) -> str | None:
     return "highest" if chosen is None and is_wide and not sharding.device(mesh).is_cpu else chosen
 
 
-def compiled(function: Any = None) -> list[Program]:
+def compiled(function: Wrapped | None = None) -> list[Program]:
     """Returns the programs of this process, oldest first; with `function`, those compiled from it."""
     return [program for program in _programs.values() if function in (None, program.function)]
 

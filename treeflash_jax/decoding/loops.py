@@ -26,11 +26,11 @@ from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, processors, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights, pin
-from treeflash_jax.drafters.protocol import at_last
+from treeflash_jax.drafters.protocol import State, at_last
 from treeflash_jax.models import caches, kernels, verifier
 
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
-Caches = tuple[caches.Cache, Any]  # the verifier's cache and the drafter's state
+Caches = tuple[caches.Cache, State | None]  # the verifier's cache and the drafter's state
 
 
 @jax.jit
@@ -194,7 +194,12 @@ def _run_chunks(
 
 
 def _extend_drafter(
-    weights: Weights, drafter: Any, plan: SharedPlan, features_btj: Any, tokens_bt: jax.Array, count_b: jax.Array
+    weights: Weights,
+    drafter: State | None,
+    plan: SharedPlan,
+    features_btj: jax.Array | None,
+    tokens_bt: jax.Array,
+    count_b: jax.Array,
 ) -> Any:
     """Returns the drafter's state after the positions of a pass; see `Drafter.extend`."""
     return plan.loaded_drafter.extend(

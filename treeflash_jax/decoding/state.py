@@ -13,8 +13,10 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.drafters import Drafter
+from treeflash_jax.drafters.protocol import State
 from treeflash_jax.models import caches
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import TreeShape
@@ -102,10 +104,10 @@ class DecodePlan:
 class Weights:
     """Weights of the verifier and the drafter, if any; in a call, also of the user's processor and of the tree selector."""
 
-    verifier: Any
-    drafter: Any = None
+    verifier: Params
+    drafter: Params | None = None
     processor: Any = None
-    selector: Any = None
+    selector: Params | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -186,7 +188,7 @@ class DecodeState:
     end_b: jax.Array
     done_b: jax.Array
     cache: caches.Cache
-    drafter: Any
+    drafter: State | None
     rounds_b: jax.Array
     accepted_bs: jax.Array
     log_probs: LogProbs | None

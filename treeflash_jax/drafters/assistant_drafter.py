@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
 from treeflash_jax.drafters.protocol import Inputs, State, at_last, require_fit, require_sizes
@@ -199,7 +199,7 @@ class AssistantStep:
         offered = self.likeliest(params, out_bwd, temperature_b)
         return LaneState(quantized.product("bwd,jd->bwj", out_bwd, params["post_projection"]), (), *offered)
 
-    def through_layers(self, params: Any, x_bwd: jax.Array, committed: Committed) -> jax.Array:
+    def through_layers(self, params: Params, x_bwd: jax.Array, committed: Committed) -> jax.Array:
         """Returns the outputs of the layers after the final norm, [b, w, d]."""
         config, position_b1 = self.config.layers, committed.length_b[:, None]
         mask_bw1 = jnp.ones((*x_bwd.shape[:2], 1), bool)
@@ -211,7 +211,7 @@ class AssistantStep:
         operands = weights, config, params["norm"], x_bwd, inputs, committed.before, committed.last, no_inputs
         return verifier.run_layers(*operands)[0]
 
-    def likeliest(self, params: Any, out_bwd: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def likeliest(self, params: Params, out_bwd: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the likeliest tokens and their log-probabilities, as `vocab.likeliest`."""
         count, config = self.config.children, self.config
         if not config.num_clusters:

@@ -25,15 +25,13 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, require_sizes
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
-
-Params = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +162,7 @@ def normed(params: Params, config: Eagle3Drafter, hidden_btd: jax.Array) -> jax.
 
 
 def layer_input(
-    params: Params, tables: Any, config: Eagle3Drafter, tokens_bt: jax.Array, carried_btd: jax.Array
+    params: Params, tables: Params, config: Eagle3Drafter, tokens_bt: jax.Array, carried_btd: jax.Array
 ) -> jax.Array:
     """Returns the input of queries, keys and values, [b, t, 2 d]: the following token's embedding and the carried state."""
     eps, layer = config.layers.rms_norm_eps, params["layer"]
@@ -176,7 +174,7 @@ def layer_input(
     return sharding.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
 
 
-def rotary_table(config: Eagle3Drafter, positions_bt: jax.Array) -> Any:
+def rotary_table(config: Eagle3Drafter, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
     return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
 
 
@@ -185,7 +183,7 @@ def layer_output(
     config: Eagle3Drafter,
     read_bt: jax.Array,
     carried_btd: jax.Array,
-    table: Any,
+    table: tuple[jax.Array, jax.Array],
     attend: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Returns the layer's output, [b, t, d].

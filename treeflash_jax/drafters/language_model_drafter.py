@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from treeflash_jax.core.checks import expect
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import (
@@ -119,7 +120,7 @@ class ModelStep:
     config: LanguageModelDrafter
     attention: str
 
-    def __call__(self, shared: tuple[Any, ContextState, jax.Array], level: Level) -> LaneState:
+    def __call__(self, shared: tuple[Params, ContextState, jax.Array], level: Level) -> LaneState:
         params, state, _ = shared
         out = model.forward(
             params, self.config.layers, level.token_bw, level.position_bw, level.seen_bwx, state.context,
@@ -127,7 +128,7 @@ class ModelStep:
         )  # fmt: skip
         return self.offer(shared, out.hidden_btd, out.new)
 
-    def offer(self, shared: tuple[Any, ContextState, jax.Array], hidden_bwd: jax.Array, kv: Any) -> LaneState:
+    def offer(self, shared: tuple[Params, ContextState, jax.Array], hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below the model's hidden states."""
         params, _, temperature_b = shared
         table_vd = params.get("unembed", params["embed"])

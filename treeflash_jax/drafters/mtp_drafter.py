@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, listed_specs, require_sizes
 from treeflash_jax.models import layers, quantized, verifier, vocab
@@ -100,7 +100,7 @@ def layer_sizes(verifier: ModelConfig) -> ModelConfig:
 
 
 def layer_input(
-    params: dict[str, Any], tables: Any, config: MtpDrafter, tokens_bt: jax.Array, hidden_btd: jax.Array
+    params: Params, tables: Params, config: MtpDrafter, tokens_bt: jax.Array, hidden_btd: jax.Array
 ) -> jax.Array:
     """Returns the layer's input [b, t, d]: the following token's embedding and the hidden state, joined."""
     embedded_btd = vocab.embed(tables["embed"], tokens_bt).astype(hidden_btd.dtype)

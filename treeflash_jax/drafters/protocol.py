@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
@@ -75,8 +75,8 @@ class Inputs:
       cache: the verifier's cache of the text without the anchor, to be read only.
     """
 
-    params: Any
-    verifier_params: Any
+    params: Params
+    verifier_params: Params
     state: Any
     anchor_b: jax.Array
     temperature_b: jax.Array
@@ -156,8 +156,8 @@ class Drafter(ABC):
     @abstractmethod
     def extend(
         self,
-        params: Any,
-        verifier_params: Any,
+        params: Params,
+        verifier_params: Params,
         state: Any,
         features_btj: jax.Array,
         tokens_bt: jax.Array,

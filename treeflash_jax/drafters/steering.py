@@ -20,7 +20,7 @@ from typing import Any, Self
 import jax
 from flax import struct
 
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.protocol import ContextState
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.layers import layer_norm
@@ -74,14 +74,14 @@ def specs(config: Steering, layers: ModelConfig) -> dict[str, Any]:
     }
 
 
-def make_shifts(params: dict[str, Any], features_btj: jax.Array) -> tuple[jax.Array, ...]:
+def make_shifts(params: Params, features_btj: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the shift of each layer, [b, t, f], from the verifier's features."""
     g_btd = product("btj,dj->btd", features_btj, params["mix"]) + params["mix_bias"]
     normed_btd = layer_norm(g_btd, params["norm"], params["norm_bias"], EPS)
     return tuple(product("btd,fd->btf", normed_btd, project_fd) for project_fd in params["project"])
 
 
-def steer(params: dict[str, Any], shifts: Sequence[jax.Array]) -> dict[str, Any]:
+def steer(params: Params, shifts: Sequence[jax.Array]) -> Params:
     """Returns a model's weights with the shift of each layer, [b, 1 or t, f], as the bias that `layers.gated` adds."""
     remaining = iter(shifts)
     return params | {"groups": [[layer | {"up_bias": next(remaining)} for layer in group] for group in params["groups"]]}

@@ -155,7 +155,7 @@ class TreeFlash:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Prompt],
         config: GenerateConfig | None = None,
         *,
         rounds_per_dispatch: int = 4,

@@ -8,7 +8,6 @@ Source: FR-Spec (arXiv 2502.14856).
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,8 +15,11 @@ from jax.sharding import Mesh
 
 from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.core.checks import read_json
+from treeflash_jax.core.parameters import Params
+from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import vocab
+from treeflash_jax.models.quantized import Quantized
 
 NAME = "draft_vocabulary.json"
 SHARE = 6  # one token in six is listed
@@ -51,13 +53,13 @@ def write(folder: Path, counts_v: np.ndarray) -> None:
         files.write(folder / NAME, json.dumps({"ids": most_frequent(counts_v, counts_v.size // SHARE).tolist()}) + "\n")
 
 
-def limit(config: Any, folder: str | Path, vocab_size: int) -> Any:
+def limit(config: Drafter, folder: str | Path, vocab_size: int) -> Drafter:
     """Returns a drafter's config, limited to the tokens that its folder lists, if any. Raises ValueError as `read`."""
     ids_z = read(Path(folder), vocab_size)
     return config if ids_z is None else config.limited(ids_z.size)
 
 
-def load(folder: str | Path, drafter: dict[str, Any], verifier: dict[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+def load(folder: str | Path, drafter: Params, verifier: Params, mesh: Mesh | None = None) -> Params:
     """Returns the weights of a list, {} without one: its part of the vocabulary table, and the ids' offsets.
 
     The table is the drafter's if it has one, else the verifier's.
@@ -74,5 +76,5 @@ def load(folder: str | Path, drafter: dict[str, Any], verifier: dict[str, Any], 
 
 
 @jax.jit
-def _select(table_vd: Any, ids_z: jax.Array) -> jax.Array:
+def _select(table_vd: jax.Array | Quantized, ids_z: jax.Array) -> jax.Array:
     return sharding.constrain(vocab.embed(table_vd, ids_z), ("vocab", "embed"))

@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, quoted, read_json, warn
+from treeflash_jax.core.parameters import Params
+from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.formats import (
     dialects,
     draft_vocabulary,
@@ -36,7 +38,7 @@ def read_verifier_config(path: str | Path) -> ModelConfig:
     return _find(path, "verifier")[1]
 
 
-def read_drafter_config(path: str | Path) -> Any:
+def read_drafter_config(path: str | Path) -> Drafter:
     """Returns the config of the drafter in a folder or a config.json. Raises ValueError as `load_drafter`."""
     return _find(path, "drafter")[1]
 
@@ -48,7 +50,7 @@ def load_verifier(
     mesh: Mesh | None = None,
     quantize: str | None = None,
     wide_tables: bool = False,
-) -> tuple[ModelConfig, dict[str, Any]]:
+) -> tuple[ModelConfig, Params]:
     """Reads a verifier: its config and its weights.
 
     Args:
@@ -154,7 +156,7 @@ def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted({*config.eos_token_ids, *ids}))
 
 
-def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: DTypeLike = jnp.bfloat16) -> None:
+def save_verifier(folder: str | Path, config: ModelConfig, params: Params, dtype: DTypeLike = jnp.bfloat16) -> None:
     """Writes config.json and model.safetensors as transformers would. Raises ValueError for quantised weights."""
     scheme = quantized.quantization_scheme(params)
     if scheme:
@@ -163,7 +165,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any
 
 
 def save_drafter(
-    folder: str | Path, config: Any, params: dict[str, Any], *, dialect: str | None = None, dtype: DTypeLike = jnp.bfloat16
+    folder: str | Path, config: Drafter, params: Params, *, dialect: str | None = None, dtype: DTypeLike = jnp.bfloat16
 ) -> None:
     """Writes a drafter that the published PyTorch code of its dialect loads.
 
@@ -177,7 +179,7 @@ def save_drafter(
     writable(dialect or config.dialect, config).save(Path(folder), config, config.specs(), params, dtype)
 
 
-def writable(dialect: str, config: Any = None) -> Dialect:
+def writable(dialect: str, config: Drafter | None = None) -> Dialect:
     """Returns a dialect by name.
 
     Raises ValueError for one that is unknown, or cannot store drafters of this kind or weights of this drafter.

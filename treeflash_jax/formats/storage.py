@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import QUOTED, clipped
 from treeflash_jax.core.dtypes import bits
-from treeflash_jax.core.parameters import Entry, Spec, inside, is_spec
+from treeflash_jax.core.parameters import Entry, Params, Spec, inside, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
 METADATA = {"format": "pt", **MARK}
@@ -192,7 +192,7 @@ def pair_entries(specs: Any, entries: Any) -> list[tuple[Spec, Entry]]:
     return pairs
 
 
-def save(path: Path, specs: Any, entries: Any, params: Any, dtype: DTypeLike) -> None:
+def save(path: Path, specs: Any, entries: Any, params: Params, dtype: DTypeLike) -> None:
     """Writes weights to a safetensors file, in `dtype` unless their spec has one, with one tensor at a time in memory.
 
     The library's writer needs all tensors at once, and orders metadata at random. Raises ValueError for a wrong shape.

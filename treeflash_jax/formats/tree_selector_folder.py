@@ -4,14 +4,13 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, read_json
-from treeflash_jax.core.parameters import Entry
+from treeflash_jax.core.parameters import Entry, Params
 from treeflash_jax.core.settings import build
 from treeflash_jax.formats import storage, tensor_files
 from treeflash_jax.trees.sampled import tree_selector
@@ -25,14 +24,14 @@ def read_config(folder: str | Path) -> TreeSelectorConfig:
     return build(TreeSelectorConfig, read_json(path), str(path))
 
 
-def load(folder: str | Path, mesh: Mesh | None = None) -> dict[str, Any]:
+def load(folder: str | Path, mesh: Mesh | None = None) -> Params:
     """Returns the weights of a selector. Raises FileNotFoundError or ValueError for missing or damaged ones."""
     config = read_config(folder)
     with tensor_files.open_folder(Path(folder)) as tensors:
         return storage.load(Path(folder), tensors, tree_selector.specs(config), _entries(config), jnp.float32, mesh)
 
 
-def save(folder: Path, config: TreeSelectorConfig, weights: dict[str, Any]) -> None:
+def save(folder: Path, config: TreeSelectorConfig, weights: Params) -> None:
     storage.save(folder / "model.safetensors", tree_selector.specs(config), _entries(config), weights, jnp.float32)
     files.write(folder / "config.json", json.dumps(asdict(config)) + "\n")
 

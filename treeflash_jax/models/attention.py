@@ -226,7 +226,7 @@ def _ungroup_queries(mixed_bkqe: jax.Array, q_bthe: jax.Array) -> jax.Array:
 
 
 def divide(
-    mixed_bkqe: jax.Array, total_bkq1: jax.Array, peak_bkq1: jax.Array, sinks_h: Any, q_bthe: jax.Array
+    mixed_bkqe: jax.Array, total_bkq1: jax.Array, peak_bkq1: jax.Array, sinks_h: jax.Array | None, q_bthe: jax.Array
 ) -> jax.Array:
     """Returns sums of exp(l - peak) v over those of exp(l - peak), which sinks join, in the layout of the queries."""
     if sinks_h is not None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models import kv_cache, layers
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.backend.rotation import rotate
@@ -58,7 +58,7 @@ class AttentionLayer(LayerKind):
             specs["qkv_bias"] = Spec((k, rows, e), ("kv_heads", None, None), "zeros")
         return specs
 
-    def merge(self, params: dict[str, Any]) -> dict[str, Any]:
+    def merge(self, params: Params) -> Params:
         has_all = {*"qkv"} <= params.keys()
         return merge(params) if has_all and can_join(*(params[name] for name in "qkv")) else params
 
@@ -83,7 +83,9 @@ class AttentionLayer(LayerKind):
         is_near_btu = jnp.pad(is_near_btu, ((0, 0), (0, 0), (num_earlier, 0)), constant_values=True)
         return table, mask_btu & is_near_btu, first_bt
 
-    def mix(self, params: Any, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any) -> Any:
+    def mix(
+        self, params: Params, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any
+    ) -> tuple[jax.Array, Any]:
         table, mask_btu, first_bt = inputs.precomputed
         if self.shares:
             q_bthe, new, seen, gate_bthe = layers.queries(params, config, x_btd, table), None, earlier, None
@@ -103,7 +105,7 @@ class AttentionLayer(LayerKind):
 
 
 @programs.jit
-def merge(params: dict[str, Any]) -> dict[str, Any]:
+def merge(params: Params) -> Params:
     """Returns one array each for maps, norms and biases of queries, keys and values, and the output's map as a matrix.
 
     In "qkv" every key/value head has its query heads, its key, its value and its gates if there are any, so that a mesh
@@ -126,7 +128,7 @@ def merge(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def queries_keys_values(
-    params: dict[str, Any], config: ModelConfig, x_btd: jax.Array, table: Any
+    params: Params, config: ModelConfig, x_btd: jax.Array, table: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Returns rotated queries and keys, values and gates, of merged weights or others; no gates: None."""
     if "qkv" not in params:
@@ -146,6 +148,6 @@ def queries_keys_values(
     return q_bthe, rotated_btkge[..., -2, :], layers.normed_values(config, x_btkge[..., -1, :]), gate_bthe
 
 
-def raw_heads(params: dict[str, Any], x_btd: jax.Array) -> jax.Array:
+def raw_heads(params: Params, x_btd: jax.Array) -> jax.Array:
     """Returns query heads, key, value and gates of each key/value head [b, t, k, g, e], of merged weights."""
     return layers.projected("btd,kged->btkge", x_btd, params, "qkv")

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models import delta_rule, kernels, layers
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.delta_rule import DeltaState, NewDelta
@@ -41,7 +41,7 @@ class DeltaLayerState(LayerState):
     at_prompt: DeltaState | None
     prompt_b: jax.Array
 
-    def commit(self, new: tuple[NewDelta, ...], length_b: Any, count_b: Any, path_bp: Any) -> Self:
+    def commit(self, new: tuple[NewDelta, ...], length_b: jax.Array, count_b: jax.Array, path_bp: jax.Array | None) -> Self:
         now = delta_rule.commit(self.now, new[0], count_b, path_bp)
         if path_bp is not None or self.at_prompt is None:  # drafted positions, or no session
             return self.replace(now=now)
@@ -86,7 +86,7 @@ class DeltaLayer(LayerKind):
             "delta_o": Spec((d, z), ("embed", "heads"), inputs=(1,), outputs=(0,)),
         }
 
-    def merge(self, params: dict[str, Any]) -> dict[str, Any]:
+    def merge(self, params: Params) -> Params:
         return merge(params) if can_join(*params.values()) else params
 
     def init(
@@ -95,7 +95,9 @@ class DeltaLayer(LayerKind):
         now, at_prompt = (delta_rule.init(config.delta, batch, dtype) for _ in range(2))
         return DeltaLayerState(now, at_prompt if can_cut else None, jnp.zeros(batch, jnp.int32))
 
-    def mix(self, params: Any, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any) -> Any:
+    def mix(
+        self, params: Params, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any
+    ) -> tuple[jax.Array, Any]:
         """Raises ValueError for `earlier`: positions in no state have none that later ones could go on from."""
         if earlier is not None:
             raise ValueError("got earlier positions in a layer with a recurrent state, expected all of them committed")
@@ -122,13 +124,13 @@ class DeltaLayer(LayerKind):
 
 
 @programs.jit
-def merge(params: dict[str, Any]) -> dict[str, Any]:
+def merge(params: Params) -> Params:
     """Returns one array for the four maps of the input."""
     maps = [params[name] for name in DeltaLayer.merged]
     return {"delta_in": jax.tree.map(lambda *maps_cd: jnp.concatenate(maps_cd), *maps)}
 
 
-def _project(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> tuple[jax.Array, ...]:
+def _project(params: Params, config: ModelConfig, x_btd: jax.Array) -> tuple[jax.Array, ...]:
     """Returns inputs of the convolution [b, t, c], gates of the norm [b, t, h, f], strengths and log decays [b, t, h]."""
     sizes = config.delta
     z = sizes.value_heads * sizes.value_dim

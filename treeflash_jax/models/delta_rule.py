@@ -83,7 +83,7 @@ def convolve(
     weight_cj: jax.Array,
     positions_bt: jax.Array,
     mask_btu: jax.Array,
-    length_b: Any,
+    length_b: jax.Array,
 ) -> jax.Array:
     """Returns the depthwise causal convolution along each position's path, float32 at least.
 

@@ -9,7 +9,6 @@ Shape suffixes: b batch, t tokens, n = b t tokens of a device, d model, x expert
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.core.parameters import Spec, is_spec
+from treeflash_jax.core.parameters import Params, Spec, is_spec
 from treeflash_jax.models import quantized
 from treeflash_jax.models.backend import expert_sums
 from treeflash_jax.models.config import ModelConfig
@@ -62,9 +61,7 @@ def shared_specs(config: ModelConfig) -> dict[str, Spec]:
     }
 
 
-def mixture(
-    params: dict[str, Any], config: ModelConfig, x_btd: jax.Array, routed_btd: jax.Array | None = None
-) -> jax.Array:
+def mixture(params: Params, config: ModelConfig, x_btd: jax.Array, routed_btd: jax.Array | None = None) -> jax.Array:
     """Computes the feed-forward part of a sparse layer: sum over a token's experts of weight * down(silu(gate x) * up x).
 
     Biases and the clamped form of that product are as `ModelConfig` says.
@@ -88,7 +85,7 @@ def mixture(
         return sharding.per_device(run, mesh, (places, (tokens,) * len(inputs)), tokens)(weights, inputs)
 
 
-def route(weights: dict[str, Any], config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:
+def route(weights: Params, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the experts of every token and their weights, both [n, k], largest weight first, lower expert first in ties.
 
     The product is one of the compute dtype; probabilities over all experts are float32 at least, and weights are rounded
@@ -107,7 +104,7 @@ def route(weights: dict[str, Any], config: ModelConfig, x_nd: jax.Array) -> tupl
 
 
 def _local_mixture(
-    weights: dict[str, Any],
+    weights: Params,
     inputs: tuple[jax.Array, ...],
     config: ModelConfig,
     experts: str | None = None,

@@ -11,7 +11,7 @@ that are read, e head dim.
 """
 
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class LayerKV:
     def num_slots(self) -> int:
         return self.keys_bnkse.shape[3]
 
-    def read(self, start: Any = 0, size: int | None = None) -> tuple[jax.Array, jax.Array]:
+    def read(self, start: int | jax.Array = 0, size: int | None = None) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values [b, k, x, e] of `size` slots from `start` on; None: all slots."""
         batch, layers, heads, slots, head_dim = self.keys_bnkse.shape
         layer = self.layer if layers > 1 else 0  # a constant, so that XLA reads the array of one layer where it lies

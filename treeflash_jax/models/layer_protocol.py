@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models.config import ModelConfig
 
 
@@ -105,7 +105,7 @@ class LayerKind(ABC):
           is_merged: whether the specs are those after `merge`.
         """
 
-    def merge(self, params: dict[str, Any]) -> dict[str, Any]:
+    def merge(self, params: Params) -> Params:
         """Returns maps of the same input as one array, given the weights in `merged`; as they are if that cannot be."""
         return params
 
@@ -128,7 +128,7 @@ class LayerKind(ABC):
 
     @abstractmethod
     def mix(
-        self, params: dict[str, Any], config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any
+        self, params: Params, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any
     ) -> tuple[jax.Array, Any]:
         """Returns the layer's output, to be added to the residual stream, and what `LayerState.commit` takes.
 

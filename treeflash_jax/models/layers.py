@@ -5,7 +5,6 @@ Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e 
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,12 @@ import numpy as np
 
 from treeflash_jax.core import programs
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models import experts
 from treeflash_jax.models.backend.rotation import rotate
 from treeflash_jax.models.config import ModelConfig, Rope
 from treeflash_jax.models.quantized import can_join, product
 
-Params = dict[str, Any]
 GATE_UP = ("gate", "up")  # weights that `merge_gate_up` joins
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
 
@@ -189,19 +187,23 @@ def projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax
     return out if bias is None else out + bias.astype(out.dtype)
 
 
-def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
+def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Returns rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
     return rotated_queries(params, config, projected("btd,hed->bthe", x_btd, params, "q"), table)
 
 
-def rotated_queries(params: Params, config: ModelConfig, q_bthe: jax.Array, table: Any) -> jax.Array:
+def rotated_queries(
+    params: Params, config: ModelConfig, q_bthe: jax.Array, table: tuple[jax.Array, jax.Array]
+) -> jax.Array:
     """Returns queries after QK-norm and rotation."""
     if config.qk_norm:
         q_bthe = norm(config, q_bthe, params["q_norm"])
     return rotate(q_bthe, table)
 
 
-def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
+def keys_values(
+    params: Params, config: ModelConfig, x_btd: jax.Array, table: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Returns rotated keys and values, each [b, t, k, e], as caches hold them."""
     raw_btke = projected("btd,ked->btke", x_btd, params, "k")
     k_btke = norm(config, raw_btke, params["k_norm"]) if config.qk_norm else raw_btke

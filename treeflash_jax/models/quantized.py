@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.dtypes import at_least_float32, bits
-from treeflash_jax.core.parameters import Spec, is_spec
+from treeflash_jax.core.parameters import Params, Spec, is_spec
 from treeflash_jax.models.backend import block_products, block_scales, indexing, products
 
 DTYPES = {
@@ -184,7 +184,7 @@ def expand(tree: Any, weights: Any) -> Any:
     return jax.tree.map(leaf, tree, weights, is_leaf=is_spec)
 
 
-def with_partitions(weights: dict[str, Any], *trees: dict[str, Spec]) -> dict[str, Any]:
+def with_partitions(weights: Params, *trees: dict[str, Spec]) -> Params:
     """Returns the weights of a layer; quantised ones have the partition on the ambient mesh of the spec of that shape.
 
     Args:

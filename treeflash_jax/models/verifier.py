@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models import kernels, layers, quantized, vocab
 from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
@@ -84,13 +84,13 @@ def layer_input_specs(config: ModelConfig) -> dict[str, Spec]:
     }
 
 
-def merge(params: dict[str, Any], config: ModelConfig) -> None:
+def merge(params: Params, config: ModelConfig) -> None:
     """Stores maps of the same input as one array, in place, unless they are quantised in different ways.
 
     Devices hold those of one layer twice.
     """
 
-    def join(weights: dict[str, Any], names: tuple[str, ...], run: Callable[[Any], Any]) -> None:
+    def join(weights: Params, names: tuple[str, ...], run: Callable[[Any], Any]) -> None:
         if parts := {name: weights.pop(name) for name in names if name in weights}:
             weights |= jax.block_until_ready(run(parts))
 
@@ -100,7 +100,7 @@ def merge(params: dict[str, Any], config: ModelConfig) -> None:
 
 
 def forward(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
     tokens_bt: jax.Array,
     positions_bt: jax.Array,
@@ -133,9 +133,7 @@ def forward(
     return out.replace(features_btj=out.features_btj.astype(dtype))
 
 
-def layer_inputs(
-    params: dict[str, Any], config: ModelConfig, tokens_bt: jax.Array, x_btd: jax.Array
-) -> Sequence[jax.Array | None]:
+def layer_inputs(params: Params, config: ModelConfig, tokens_bt: jax.Array, x_btd: jax.Array) -> Sequence[jax.Array | None]:
     """Returns the input that each layer has of its own, of the tokens and their embeddings; None in models without them.
 
     Source: transformers, gemma4 (per-layer embeddings).
@@ -150,7 +148,7 @@ def layer_inputs(
 
 
 def through_layers(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
     x_btd: jax.Array,
     positions_bt: jax.Array,
@@ -183,7 +181,7 @@ def through_layers(
 
 
 def run_layers(
-    all_weights: list[dict[str, Any]],
+    all_weights: list[Params],
     config: ModelConfig,
     norm_d: jax.Array,
     x_btd: jax.Array,
@@ -221,7 +219,7 @@ def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Cal
     return layer
 
 
-def logits(params: dict[str, Any], config: ModelConfig, hidden_btd: jax.Array) -> jax.Array:
+def logits(params: Params, config: ModelConfig, hidden_btd: jax.Array) -> jax.Array:
     """Returns logits of chosen positions, [..., v]: products in the weights' dtype, summed in that of the hidden states."""
     table = params.get("unembed", params["embed"])
     return vocab.cap(vocab.unembed(table, hidden_btd.astype(table.dtype), hidden_btd.dtype), config.logit_cap)

@@ -9,6 +9,7 @@ import h11
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from treeflash_jax.core.checks import clipped
@@ -24,7 +25,7 @@ B = TypeVar("B", bound=BaseModel)
 class TimedProtocol(H11Protocol):
     """HTTP/1.1 with time limits for the headers and the body of a request. Slower clients are disconnected."""
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._timed: Any = None  # state of h11 for which the timer was set; a key of SECONDS has a limit
         self._timer: asyncio.TimerHandle | None = None
@@ -60,13 +61,13 @@ class Limits:
         of the page, so this refuses a foreign page whose name was redirected to this machine (DNS rebinding).
     """
 
-    def __init__(self, app: Any, metrics: Metrics, hosts: Collection[str] | None):
+    def __init__(self, app: ASGIApp, metrics: Metrics, hosts: Collection[str] | None):
         self.app, self.metrics, self.hosts = app, metrics, hosts
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         size = 0
 
-        async def receive_limited() -> Any:
+        async def receive_limited() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
@@ -74,7 +75,7 @@ class Limits:
                 raise HTTPException(413, f"got a body of over {MOST_BODY_BYTES:,} bytes, expected a shorter one")
             return message
 
-        async def send_counted(message: Any) -> None:
+        async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope.get("route")  # None for an unknown path
                 self.metrics.requests.labels(getattr(route, "path", "other"), message["status"]).inc()

@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> AbstractContextManager[None]:
         return nullcontext()  # the handlers of `serve` stay until the process ends
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         self._signal = sig

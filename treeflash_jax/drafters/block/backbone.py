@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.parameters import Spec
+from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models import kv_cache, layers, quantized
 from treeflash_jax.models.config import ModelConfig
 
@@ -49,15 +49,13 @@ def specs(sizes: ModelConfig, num_taps: int, conv_group: int = 0) -> dict[str, A
     }
 
 
-def fuse(params: dict[str, Any], sizes: ModelConfig, features_btj: jax.Array) -> jax.Array:
+def fuse(params: Params, sizes: ModelConfig, features_btj: jax.Array) -> jax.Array:
     """Returns RMSNorm(fc(features)), the context input of every layer, [b, t, d]."""
     fused_btd = quantized.product("btj,jd->btd", features_btj, params["fc"])
     return layers.rms_norm(fused_btd, params["hidden_norm"], sizes.rms_norm_eps)
 
 
-def context_kv(
-    params: dict[str, Any], sizes: ModelConfig, features_btj: jax.Array, positions_bt: jax.Array
-) -> kv_cache.NewKV:
+def context_kv(params: Params, sizes: ModelConfig, features_btj: jax.Array, positions_bt: jax.Array) -> kv_cache.NewKV:
     """Returns keys and values [b, t, k, e] of the context at these positions, per layer."""
     table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
     fused_btd = fuse(params, sizes, features_btj)
@@ -65,7 +63,7 @@ def context_kv(
 
 
 def through_layers(
-    params: dict[str, Any],
+    params: Params,
     sizes: ModelConfig,
     x_btd: jax.Array,
     positions_bt: jax.Array,
@@ -97,7 +95,7 @@ def through_layers(
     return x_btd
 
 
-def convolved(weights: dict[str, Any], name: str, x_btd: jax.Array, run: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def convolved(weights: Params, name: str, x_btd: jax.Array, run: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Returns conv(run(conv(x))) with the convolutions of attention or feed-forward part; run(x) in layers without."""
     if f"{name}_conv" not in weights:
         return run(x_btd)

@@ -4,7 +4,7 @@ import logging
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
+from treeflash_jax.drafters.protocol import State
 from treeflash_jax.engine.schedule.batching import Batch
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.models.caches import Cache
@@ -30,7 +31,7 @@ class PrefixCaches(NamedTuple):
     """
 
     cache: Cache
-    drafter: Any
+    drafter: State | None
     count_b: np.ndarray
     capacity: int
 

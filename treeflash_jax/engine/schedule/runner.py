@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
 from treeflash_jax.core import programs
 from treeflash_jax.core.clock import Clock
@@ -26,10 +27,10 @@ class Runner:
     can_cut: bool = False
     clock: Clock = field(default_factory=Clock)
 
-    def call(self, function: Any, *args: Any, **static: Any) -> Any:
+    def call(self, function: Wrapped, *args: Any, **static: Any) -> Any:
         """Runs a compiled program. Programs that return the state donate it, except `grow_caches`."""
         return programs.call(function, *args, mesh=self.mesh, clock=self.clock, **static)
 
-    def start_compiling(self, function: Any, *args: Any, **static: Any) -> programs.Program:
+    def start_compiling(self, function: Wrapped, *args: Any, **static: Any) -> programs.Program:
         """Starts to compile a program on another thread."""
         return programs.start_compiling(function, *args, mesh=self.mesh, clock=self.clock, **static)

@@ -2,13 +2,12 @@
 
 import weakref
 from threading import Lock
-from typing import Any
 
 import jax
 import numpy as np
 
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import DecodeState, Weights
+from treeflash_jax.decoding.state import DecodeState, SharedPlan, Weights
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import round_capacity
 from treeflash_jax.engine.schedule.prefill import PrefixCaches
@@ -29,7 +28,7 @@ class Session:
     """
 
     def __init__(self):
-        self._last: tuple[DecodeState, Any, list[weakref.ref]] | None = None  # state of the last answer, plan, weights
+        self._last: tuple[DecodeState, SharedPlan, list[weakref.ref]] | None = None  # of the last answer; its weights
         self._lock = Lock()
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.checks import INT32, warn
-from treeflash_jax.core.parameters import Entry
+from treeflash_jax.core.parameters import Entry, Params
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
 from treeflash_jax.formats import architectures
@@ -149,7 +149,7 @@ class BlockFolder(Dialect):
         listed = {name: entry for name, entry in LISTED.items() if name in specs}
         return {"backbone": entries, "head": head} | listed
 
-    def without_head(self, config: BlockDrafter, params: dict[str, Any]) -> tuple[BlockDrafter, dict[str, Any]]:
+    def without_head(self, config: BlockDrafter, params: Params) -> tuple[BlockDrafter, Params]:
         return replace(config, head=MARGINAL, head_sizes=None), params | {"head": {}}
 
 

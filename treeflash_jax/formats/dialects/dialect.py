@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import files
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.formats import storage, tensor_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
@@ -68,11 +69,11 @@ class Dialect(ABC):
           names: names of the file's tensors, which determine the layout; empty when files are written.
         """
 
-    def without_head(self, config: Any, params: Any) -> tuple[Any, Any]:
+    def without_head(self, config: Any, params: Params) -> tuple[Any, Params]:
         """Returns a drafter without its head. Raises ValueError if drafters in this dialect have none."""
         raise ValueError(f"got a head to drop, expected none: drafters in {self.name} files have no head")
 
-    def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: DTypeLike) -> None:
+    def save(self, folder: Path, config: Any, specs: Any, params: Params, dtype: DTypeLike) -> None:
         """Writes config.json and model.safetensors into a folder, created if missing.
 
         Raises ValueError for a config that the dialect cannot store, or weights of other shapes than the specs'.

@@ -30,7 +30,7 @@ def widen(weight: Any, dtype: DTypeLike) -> jax.Array:
     return numbers.astype(dtype)
 
 
-def compute_scales(weight: Any, wide: Any) -> jax.Array:
+def compute_scales(weight: Any, wide: DTypeLike) -> jax.Array:
     """Returns the product of both levels of scales, in the shape of `weight.scale`."""
     scale = weight.scale.astype(wide)
     if weight.outer is None:
@@ -39,7 +39,7 @@ def compute_scales(weight: Any, wide: Any) -> jax.Array:
     return scale / outer if weight.is_divisor else scale * outer
 
 
-def _compute_minimums(weight: Any, wide: Any) -> jax.Array:
+def _compute_minimums(weight: Any, wide: DTypeLike) -> jax.Array:
     minimum = weight.minimum.astype(wide)
     if weight.outer_minimum is None:
         return minimum
@@ -76,7 +76,7 @@ def repeat(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return part
 
 
-def _spread(part: jax.Array, shape: tuple[int, ...], wide: Any) -> jax.Array:
+def _spread(part: jax.Array, shape: tuple[int, ...], wide: DTypeLike) -> jax.Array:
     """Returns `repeat`, in a wide dtype, by the form that a TPU runs fast if numbers are repeated along one axis."""
     axes = [axis for axis, size in enumerate(shape) if size != part.shape[axis]]
 
@@ -91,7 +91,7 @@ def _spread(part: jax.Array, shape: tuple[int, ...], wide: Any) -> jax.Array:
     return lax.platform_dependent(part, tpu=spread_by_product, default=spread_by_broadcast)
 
 
-def _spread_by_product(part: jax.Array, axis: int, size: int, wide: Any) -> jax.Array:
+def _spread_by_product(part: jax.Array, axis: int, size: int, wide: DTypeLike) -> jax.Array:
     """Repeats numbers along an axis by a product with zeros and ones, which changes no number.
 
     It is in bfloat16 if that represents all of them. A TPU takes six times as long to scale a weight by a broadcast.

@@ -13,7 +13,6 @@ inputs of one step, m either of d and f, z = x f.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.models.backend import block_scales, expert_products
 from treeflash_jax.models.quantized import Quantized
 
@@ -29,13 +29,12 @@ BLOCK = 256  # tokens that run at a time: beyond it the products, not the weight
 SWIGLU_ALPHA = 1.702  # of gpt-oss; sigmoid(1.702 x) x approximates GELU
 SPARSE = 4  # CPUs gather for any number of tokens if there are this many times the experts of a token
 
-ExpertWeights = dict[str, Any]
 Join = Callable[[jax.Array, jax.Array], jax.Array]  # of an expert's gate and up map
-Form = Callable[[ExpertWeights, jax.Array, jax.Array, jax.Array, Join], jax.Array]
+Form = Callable[[Params, jax.Array, jax.Array, jax.Array, Join], jax.Array]
 GATE_UP = ("expert_gate", "expert_up")
 
 
-def sum_experts(weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Returns the sum, [n, d], by the form that reads fewest bytes."""
     num_experts, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= num_experts
@@ -50,7 +49,7 @@ def sum_experts(weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, i
 
 
 def _keep_layouts(
-    form: Form, weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
+    form: Form, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
 ) -> jax.Array:
     """Runs a form on weights in the layout that they have.
 
@@ -61,7 +60,7 @@ def _keep_layouts(
 
 
 def _by_blocks(
-    form: Form, join: Join, weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
+    form: Form, join: Join, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
 ) -> jax.Array:
     count = x_nd.shape[0]
     if count <= BLOCK:
@@ -73,7 +72,7 @@ def _by_blocks(
     return y.reshape(blocks * BLOCK, -1)[:count]
 
 
-def all_experts(weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def all_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Runs every token through every expert. Tokens are repeated per expert, or else a GPU would copy the weights."""
     num_experts, count = weights["expert_gate"].shape[0], x_nd.shape[0]
     weight_xn = jnp.sum(jnp.where(ids_nk == jnp.arange(num_experts)[:, None, None], weight_nk, 0), axis=-1)
@@ -88,9 +87,7 @@ def all_experts(weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, i
     return _product("nz,zd->nd", h_nz, down.reshape(h_nz.shape[1], -1), narrow=False)
 
 
-def gather_in_steps(
-    weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
-) -> jax.Array:
+def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Adds up a few inputs of all chosen matrices at a time: a CPU compiles each step to one loop that copies nothing."""
     wide = weight_nk.dtype
     ids_a = jnp.minimum(ids_nk, weights["expert_gate"].shape[0] - 1).reshape(-1)
@@ -121,9 +118,7 @@ def gather_in_steps(
     return jnp.sum(y_ad.reshape(*ids_nk.shape, -1) * weight_nk[..., None], axis=1)
 
 
-def gather_and_reduce(
-    weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
-) -> jax.Array:
+def gather_and_reduce(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Sums over gathered matrices instead of multiplying by them: a GPU compiles each to one kernel that stores no copy."""
     wide = weight_nk.dtype
     experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
@@ -140,7 +135,7 @@ def gather_and_reduce(
     return jnp.sum(product("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
 
 
-def one_by_one(weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def one_by_one(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Runs one chosen expert after the other: a TPU multiplies by a slice of the weights without copying it.
 
     In `gather_and_reduce`, it would store the gathered matrices in float32.
@@ -157,16 +152,14 @@ def one_by_one(weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, id
     return jnp.sum(y_ad.reshape(*ids_nk.shape, -1), axis=1)
 
 
-def _two_at_least(
-    weights: ExpertWeights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
-) -> jax.Array:
+def _two_at_least(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
     """Runs `all_experts` with a second token of zeros if there is one token, which TPUs multiply slowly (`products`)."""
     count = x_nd.shape[0]
     tokens = (jnp.pad(x, ((0, max(0, 2 - count)), (0, 0))) for x in (x_nd, weight_nk, ids_nk))
     return all_experts(weights, *tokens, join)[:count]
 
 
-def _biases(weights: ExpertWeights, pick: Callable[[jax.Array], jax.Array] = lambda bias: bias) -> list[jax.Array]:
+def _biases(weights: Params, pick: Callable[[jax.Array], jax.Array] = lambda bias: bias) -> list[jax.Array]:
     """Returns the biases of GATE_UP as `pick` lays them out; none in models without them."""
     return [pick(weights[f"{name}_bias"]) for name in GATE_UP if f"{name}_bias" in weights]
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.models import attention_layer, experts, kernels, layers
 from treeflash_jax.models.attention import over_mesh
 from treeflash_jax.models.backend import rotation
@@ -40,7 +41,7 @@ def supports(
 
 
 def run(
-    params: list[dict[str, Any]],
+    params: list[Params],
     config: ModelConfig,
     norm_d: jax.Array,
     x_btd: jax.Array,
@@ -80,7 +81,7 @@ def run(
 
 
 def _attend(
-    weights: dict[str, Any], config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, prefix: LayerKV
+    weights: Params, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, prefix: LayerKV
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Norms and rotates new positions, and attends as `attention.tree_attention` does, in one kernel.
 

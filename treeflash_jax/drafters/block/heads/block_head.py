@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from treeflash_jax.core.parameters import Entry
+from treeflash_jax.core.parameters import Entry, Params
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.layers import rms_norm
@@ -112,7 +112,7 @@ class Head(ABC):
         """
 
     @abstractmethod
-    def expand(self, params: dict[str, Any], unembed: Unembed, block: Block, drafter: Any) -> Expander:
+    def expand(self, params: Params, unembed: Unembed, block: Block, drafter: Any) -> Expander:
         """Returns the continuations that trees are built from: a `TransitionTable`, or a network that runs once per level.
 
         Args:
@@ -120,7 +120,7 @@ class Head(ABC):
         """
 
     def logits(
-        self, params: dict[str, Any], unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array, drafter: Any
+        self, params: Params, unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array, drafter: Any
     ) -> jax.Array:
         """Returns next-token logits [b, m, v] of block slots, given the token before each; for training.
 

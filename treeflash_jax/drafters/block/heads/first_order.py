@@ -9,12 +9,12 @@ Source: TreeFlash (arXiv 2606.03819), two-stage approximation.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, mass_elsewhere
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import indexing, selection
@@ -29,7 +29,7 @@ class FirstOrderHead(Head):
     @abstractmethod
     def correct(
         self,
-        params: dict[str, Any],
+        params: Params,
         embedding_bxd: jax.Array,
         by_context: ByContext,
         hidden_bqd: jax.Array,

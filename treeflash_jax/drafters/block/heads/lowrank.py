@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.core.parameters import Entry, Params, Spec
 from treeflash_jax.drafters.block.heads.block_head import (
     Block,
     Head,
@@ -58,7 +58,7 @@ class LowRankHead(Head):
     def specs(self, drafter) -> dict[str, Any]:
         return table_specs(drafter)
 
-    def vectors(self, params: dict[str, Any], before: jax.Array, normed: jax.Array) -> jax.Array:
+    def vectors(self, params: Params, before: jax.Array, normed: jax.Array) -> jax.Array:
         """Returns u [..., k] from W1[a] [..., k] and the final-normed hidden states of the slots [..., d]."""
         return before
 

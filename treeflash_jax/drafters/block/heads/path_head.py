@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
 from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level
 from treeflash_jax.models import vocab
@@ -43,7 +44,7 @@ class PathHead(Head):
 
     @abstractmethod
     def step(
-        self, params: dict[str, Any], unembed: Unembed, state: jax.Array, token: jax.Array, normed: jax.Array
+        self, params: Params, unembed: Unembed, state: jax.Array, token: jax.Array, normed: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns u [..., k] and the next state [..., s].
 
