@@ -42,6 +42,12 @@ def test_training_files_are_prompt_files_too(tmp_path):
     assert prompt_sets.make_chat(prompts[2], []) == [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
 
 
+def test_files_of_one_name_are_refused(tmp_path):
+    """Names of files may be strings or paths."""
+    path = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
+    refused(lambda: prompt_sets.choose_prompts([str(path), path]), "expected files of different names")
+
+
 def test_the_published_draw(tiny):
     every = prompt_sets.read_prompts(prompt_sets.BUNDLED)
     chosen = sorted(random.Random(42).sample(range(len(every)), 5))

@@ -45,7 +45,7 @@ def choose_prompts(paths: Sequence[str | Path], limit: int | None = None) -> lis
     """Reads up to `limit` prompts of each file; with several files, ids begin with the name of their file."""
     sets = {Path(path).stem: draw(read_prompts(path), limit) for path in paths}
     if len(sets) < len(paths):
-        raise ValueError(f"got --prompts {' '.join(paths)}, expected files of different names")
+        raise ValueError(f"got --prompts {' '.join(map(str, paths))}, expected files of different names")
     if len(sets) == 1:
         return next(iter(sets.values()))
     return [replace(prompt, id=f"{name}/{prompt.id}", set=name) for name, prompts in sets.items() for prompt in prompts]
